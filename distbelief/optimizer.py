@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError, PeerLostError
 from distbelief.roles.role import Computed
-from distbelief.serve.client_session import Session
+from distbelief.serve.client_session import ClientSession
 from distbelief.serve.server import ServerAddress
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush
 
@@ -112,9 +112,9 @@ class DownpourSGD(torch.optim.Optimizer):
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
         address = ServerAddress.parse(server)
-        self._session = Session(self._parameters, address, keys=keys)
+        self._session = ClientSession(self._parameters, address, keys=keys)
         # Not a method: it must not keep this object alive.
-        weakref.finalize(self, Session.close, self._session)
+        weakref.finalize(self, ClientSession.close, self._session)
         _finish_at_exit(self)
         try:
             self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))

@@ -30,7 +30,7 @@ from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError
 from distbelief.launch.role_process import import_from
 from distbelief.partition.verify_rank import OUTPUT, graph_of
-from distbelief.partition.verify_run import Rehearsal, rehearse
+from distbelief.partition.verify_run import VerificationRun, run_verification
 from distbelief.program.plan import Plan, load
 from distbelief.run.directory import RunDirectory
 from distbelief.run.model_file import check_trained
@@ -161,7 +161,7 @@ def _split(
     with ended_by_signals(), scratch() as folder:
         given = folder / "inputs.npy"
         np.save(given, inputs)
-        rehearsal = Rehearsal(
+        rehearsal = VerificationRun(
             folder=str(folder),
             run=secrets.token_hex(16),
             task=job.task,
@@ -190,7 +190,7 @@ def _split(
             dtype=np.dtype(rehearsal.dtype),
             shape=(len(inputs), *graph[output].shape),
         )
-        rehearse(rehearsal, n_machines=plan.cluster.n_machines, tell=tell)
+        run_verification(rehearsal, n_machines=plan.cluster.n_machines, tell=tell)
         outputs: Array = np.load(place)
         return outputs
 

@@ -28,7 +28,7 @@ _AGAIN: Final = " (so far "
 
 
 @final
-class Voice:
+class RunLog:
     """Speaks for a run. Nothing that it cannot say stops the run.
 
     Args:

@@ -27,7 +27,7 @@ import msgspec
 from rich.console import Console
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.listen import Hosting
+from distbelief.cluster.listen import JoinServer
 from distbelief.cluster.ray import RayHosts
 from distbelief.config.algorithms import fields_of, roster_of, verdict_of
 from distbelief.config.job import Job
@@ -36,29 +36,29 @@ from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.local import Launcher
-from distbelief.launch.preflight import Answer, Question, read_answer
-from distbelief.launch.role_process import Spec, import_from
+from distbelief.launch.local import LocalLauncher
+from distbelief.launch.preflight import PreflightRequest, PreflightResult, read_answer
+from distbelief.launch.role_process import RoleSpec, import_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
 from distbelief.protocol import Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, PeerLost, Received, Role
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.metrics_file import Measurement, MetricsFile
 from distbelief.run.model_file import draw_curve_of, write_model
 from distbelief.run.result import Run
-from distbelief.run.resume import Legacy, begin_anew, check_same, take_up
+from distbelief.run.resume import PreviousRun, begin_anew, check_same, resume_run
 from distbelief.run.summary import Summary, final_table, summarise, summary_text, write_summary
-from distbelief.run_log import Voice
+from distbelief.run_log import RunLog
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from distbelief.task.task import prepare
-from distbelief.transport.address import LOOPBACK, Place
-from distbelief.transport.config import Reach
-from distbelief.transport.node import Node
+from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 
 
@@ -67,7 +67,7 @@ from distbelief.transport.shared_memory import FileMemory
 # So it is told the same whether the job runs in processes or in virtual time.
 
 
-def check_data(job: Job, answer: Answer) -> None:
+def check_data(job: Job, answer: PreflightResult) -> None:
     """Refuse more replicas than there are samples.
 
     Raises:
@@ -82,7 +82,7 @@ def check_data(job: Job, answer: Answer) -> None:
 
 
 def supervisor_config(
-    job: Job, answer: Answer, *, legacy: Legacy | None = None
+    job: Job, answer: PreflightResult, *, legacy: PreviousRun | None = None
 ) -> SupervisorConfig:
     """Return what the supervisor of this job is told.
 
@@ -91,7 +91,7 @@ def supervisor_config(
         answer: What was found when it was tried out.
         legacy: Of former lives of its run.
     """
-    legacy = Legacy() if legacy is None else legacy
+    legacy = PreviousRun() if legacy is None else legacy
     roster = roster_of(job, n_machines=answer.n_machines)
     assert answer.task.train is not None
     return SupervisorConfig(
@@ -127,8 +127,8 @@ _TAIL: Final = 2000  # characters of the log that are shown
 
 
 def try_out(
-    job: Job, launcher: Launcher, *, directory: Path, initial_file: Path, plan: Path, log: Path
-) -> Answer:
+    job: Job, launcher: LocalLauncher, *, directory: Path, initial_file: Path, plan: Path, log: Path
+) -> PreflightResult:
     """Try model and data out, in a process of its own; return what was found.
 
     Args:
@@ -144,7 +144,7 @@ def try_out(
         DistBeliefError: nor can it, for a reason that is not the user's.
     """
     question, answer = directory / ".question.json", directory / ".answer.json"
-    content = Question(
+    content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
         answer=str(answer),
         initial_file=str(initial_file.absolute()),
@@ -190,12 +190,12 @@ DRAWING_SECONDS: Final = 2.0
 """Of training, after which what draws the curve is imported."""
 
 T = TypeVar("T")
-Watch = Callable[[SupervisorView], bool]
+Watch = Callable[[JobView], bool]
 """Told what is to be seen of a job, now and then; returns whether to end it."""
 
 
 @final
-class HeldBack:
+class HeldCallback:
     """A watcher whose error ends the job in good order, and is raised only then.
 
     It is raised at the end of a `with` block around the job, as it was. Until then the
@@ -209,7 +209,7 @@ class HeldBack:
         self._watch = watch
         self._error: BaseException | None = None
 
-    def __call__(self, view: SupervisorView) -> bool:
+    def __call__(self, view: JobView) -> bool:
         """Return whether to end the job."""
         if self._error is not None:
             return True
@@ -238,7 +238,7 @@ class HeldBack:
 
 
 @final
-class Watching:
+class Callbacks:
     """Looks at one supervisor.
 
     Args:
@@ -256,12 +256,12 @@ class Watching:
         self,
         supervisor: Supervisor,
         *,
-        look: Callable[[float], SupervisorView],
+        look: Callable[[float], JobView],
         display: ProgressLine,
         metrics: MetricsFile,
         run: RunDirectory,
         name: str,
-        voice: Voice,
+        voice: RunLog,
         watch: Watch | None,
     ) -> None:
         self._supervisor = supervisor
@@ -302,9 +302,7 @@ class Watching:
             self._voice.warn(str(error))
 
 
-def status_of(
-    name: str, view: SupervisorView, *, ended: bool = False, error: str | None = None
-) -> Status:
+def status_of(name: str, view: JobView, *, ended: bool = False, error: str | None = None) -> Status:
     """Return what other programs are to know of this job now."""
     return Status(
         name=name,
@@ -326,7 +324,7 @@ def status_of(
 # This process never holds the training data or a gradient, and has no torch thread.
 
 
-class Detours(Protocol):
+class MessageProxies(Protocol):
     """Lets messages of a run pass through a place where they can be hindered."""
 
     def through(self, name: str, endpoint: str) -> str:
@@ -339,7 +337,7 @@ class Detours(Protocol):
 
 
 @final
-class Life:
+class Trainer:
     """One life of one run.
 
     Attributes:
@@ -352,7 +350,7 @@ class Life:
         run: RunDirectory,
         *,
         memory: FileMemory,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         console: Console,
         from_scratch: bool = False,
     ) -> None:
@@ -361,13 +359,13 @@ class Life:
         self._memory = memory
         self._launcher = launcher
         self._from_scratch = from_scratch
-        self._voice = Voice(console, run)
+        self._voice = RunLog(console, run)
         self._initial_file = run.path / "initial.safetensors"
-        self._store = SnapshotStore(run.snapshots, report=self._voice.alarm)
-        self._answer = Answer()
-        self._legacy = Legacy()
+        self._store = CheckpointStore(run.snapshots, report=self._voice.alarm)
+        self._answer = PreflightResult()
+        self._legacy = PreviousRun()
         self._layout: Layout | None = None
-        self._view = SupervisorView()
+        self._view = JobView()
         self._error: str | None = None
         self._model_error: str | None = None
         self.exit_code = 0
@@ -414,7 +412,7 @@ class Life:
         is_split = self._answer.n_machines is not None
         if self._from_scratch:
             self._voice.announce(begin_anew(self._job, self._run))
-        resumed = take_up(
+        resumed = resume_run(
             self._job,
             self._run,
             layout=self._layout,
@@ -431,15 +429,15 @@ class Life:
     def supervise(
         self,
         watch: Watch | None = None,
-        detours: Detours | None = None,
-        hosting: Hosting | None = None,
+        detours: MessageProxies | None = None,
+        hosting: JoinServer | None = None,
     ) -> None:
         """Run the supervisor until the job ends."""
         console = self._voice.console
         config = supervisor_config(self._job, self._answer, legacy=self._legacy)
         supervisor = Supervisor(config)
         name = secrets.token_hex(16)
-        own = Reach(directory=str(self._memory.directory))
+        own = ListenConfig(directory=str(self._memory.directory))
         reach = own if hosting is None else hosting.reach
         transport = reach.transport(
             name=SUPERVISOR,
@@ -458,7 +456,7 @@ class Life:
             self._voice.apart(),
             self._metrics() as metrics,
         ):
-            endpoint = str(Place.parse(transport.endpoint).seen_from(LOOPBACK))
+            endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
             role: Role = supervisor
             if detours is not None:
                 endpoint = detours.through(SUPERVISOR, endpoint)
@@ -471,7 +469,9 @@ class Life:
                 role = hosted = hosting.around(supervisor, self._job, spec, plan=plan)
                 look = hosted.view
                 self._invite(hosting, hosting.address(transport.endpoint), lent)
-            node = Node(role, transport=transport, log=self._voice.log, launcher=self._launcher)
+            node = RoleRunner(
+                role, transport=transport, log=self._voice.log, launcher=self._launcher
+            )
 
             def stop(number: signal.Signals) -> None:
                 message = Stop(reason=REASONS[number])
@@ -481,7 +481,7 @@ class Life:
             with self._shown(display):
                 if console.is_terminal is False:
                     self._voice.say(f"{self._job.name}: {self._run.path}")
-                watching = Watching(
+                watching = Callbacks(
                     supervisor,
                     look=look,
                     display=display,
@@ -518,7 +518,7 @@ class Life:
         finally:
             self._voice.show(display.stop)
 
-    def _invite(self, hosting: Hosting, address: JobAddress, lent: ExitStack) -> None:
+    def _invite(self, hosting: JoinServer, address: JobAddress, lent: ExitStack) -> None:
         """Let other machines know where to join."""
         tell = self._voice.announce
         if address.secret:  # logs are for everybody to read
@@ -537,11 +537,11 @@ class Life:
         )
         self._lender = lent.enter_context(machines)
 
-    def _write_spec(self, name: str, endpoint: str, reach: Reach) -> Spec:
+    def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
         shares = self._job.cluster.shared_memory
         answer, plan = self._answer, self._run.plan_file
-        spec = Spec(
+        spec = RoleSpec(
             job=msgspec.Raw(self._job.to_json()),
             run=name,
             supervisor=endpoint,
@@ -559,7 +559,7 @@ class Life:
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
 
-    def _tick(self, watching: Watching) -> None:
+    def _tick(self, watching: Callbacks) -> None:
         watching.tick()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
@@ -629,10 +629,10 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     from_scratch: bool = False,
     show: bool = True,
     json: bool = False,
-    launcher: Launcher | None = None,
+    launcher: LocalLauncher | None = None,
     watch: Watch | None = None,
-    detours: Detours | None = None,
-    hosting: Hosting | None = None,
+    detours: MessageProxies | None = None,
+    hosting: JoinServer | None = None,
 ) -> Run:
     """Run a job in processes of this machine, and those that join, until it ends.
 
@@ -660,9 +660,9 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     console = Console(quiet=not show)
     with ended_by_signals(), ExitStack() as stack:
         if watch is not None:
-            watch = stack.enter_context(HeldBack(watch))
+            watch = stack.enter_context(HeldCallback(watch))
         # The server's import of torch takes longer than all else here.
-        launcher = stack.enter_context(launcher or Launcher())
+        launcher = stack.enter_context(launcher or LocalLauncher())
         if not isinstance(job, Job):
             job = load_job(job)
         hosting = None if hosting is None else hosting.checked()
@@ -682,7 +682,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             has_machines=job.cluster.is_split,
         )
         life = stack.enter_context(
-            Life(
+            Trainer(
                 job,
                 run,
                 memory=memory,

@@ -21,8 +21,8 @@ from distbelief.worker.build import (
     shard_entries,
     shard_names,
 )
-from distbelief.worker.group import place_of
-from sandblaster.build import build_coordinator, build_machine, build_replica
+from distbelief.worker.group import group_rank_of
+from sandblaster.build import build_coordinator, build_rank, build_replica
 from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.metrics import NAMES as SHARES
@@ -113,9 +113,9 @@ class SandblasterAlgorithm:
             JobError: the model or the data cannot be built.
             LocalProtocolError: no such role in this roster.
         """
-        if context.plan is not None and place_of(name) is not None:
+        if context.plan is not None and group_rank_of(name) is not None:
             split = Split.of(name, context)
-            return build_machine(name, config=config, context=context, split=split)
+            return build_rank(name, config=config, context=context, split=split)
         kind, _, index = name.partition("-")
         match kind:
             case "shard" if name in shard_names(context):

@@ -28,9 +28,9 @@ from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory
 from distbelief.run.result import Run
 from distbelief.run.resume import check_same
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from distbelief.task.task import build_model
-from distbelief.trainer import HeldBack, train
+from distbelief.trainer import HeldCallback, train
 from sandblaster.config import MethodName
 from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem, plain
@@ -65,7 +65,7 @@ INTERRUPTED = frozenset({130, 143})
 """Exit codes of runs that a signal has ended."""
 
 
-def interim_result(view: SupervisorView) -> MinimizeResult:
+def interim_result(view: JobView) -> MinimizeResult:
     """Return what is known of a run that goes on: no x."""
     figures = view.figures
     return _result(
@@ -165,7 +165,7 @@ class CallbackWatch:
         self._iteration: float | None = None
         self._has_ended_it = False
 
-    def __call__(self, view: SupervisorView) -> bool:
+    def __call__(self, view: JobView) -> bool:
         """Tell a new iteration; return whether to end."""
         iteration = view.figures.get("iteration")
         if view.phase != "training" or iteration in {None, self._iteration}:
@@ -281,7 +281,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             job = _job(others | problem.tables(directory), directory)
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
-        with nullcontext() if told is None else HeldBack(told) as watch:
+        with nullcontext() if told is None else HeldCallback(told) as watch:
             run = train(job, resume=resume, from_scratch=from_scratch, show=show, watch=watch)
             module = model if isinstance(model, nn.Module) else None
             result = result_of(run, module=module)

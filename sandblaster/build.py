@@ -14,33 +14,33 @@ from distbelief.execution.operations import Dataflow
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import copies_of_all
-from distbelief.parameter_server.slices import Selection
+from distbelief.parameter_server.slices import PartialView
 from distbelief.roles.role import Role
 from distbelief.task import dry_run
 from distbelief.task.task import BuildContext, build_loss, build_model
 from distbelief.worker.build import (
-    Makings,
+    RankBuild,
     Split,
     assemble,
     build_client,
-    evaluating_machine,
+    evaluating_rank,
     layout_of,
     place_in,
     replica_parts,
 )
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.group import EVALUATORS, Place, member_names
-from distbelief.worker.group_leader import Leader
-from distbelief.worker.local_executor import LocalModel, Trainer
-from distbelief.worker.replica import ModelReplica
+from distbelief.worker.group import EVALUATORS, GroupRank, member_names
+from distbelief.worker.group_leader import GroupLeader
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from distbelief.worker.replica import Replica
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
-from sandblaster.group_tasks import Foreman, SetCourse
+from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.optimizers import AnyMethod
-from sandblaster.partitioned_worker import Keeping, PartSums, SplitReplica
-from sandblaster.warm_start_worker import WarmStartReplica
-from sandblaster.worker import ReplicaConfig, SandblasterReplica, summed
+from sandblaster.partitioned_worker import ChunkObjective, Keeping, PartitionedBatchWorker
+from sandblaster.warm_start_worker import WarmStartWorker
+from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
 
 # Builds the coordinator and the replicas of a job, in the processes that run them.
@@ -111,9 +111,9 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     dataset = context.train_data()
     module = build_model(task.model)
     module.train()
-    model = LocalModel(module)
+    model = FlatModel(module)
     names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train")
-    trainer = Trainer(
+    trainer = LocalExecutor(
         model,
         dataset,
         loss=summed(build_loss(task)),
@@ -124,8 +124,10 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     )
     n_examples = len(dataset)
     client = build_client(context, pushes=True)
-    replica = SandblasterReplica(
-        ReplicaConfig(cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)),
+    replica = BatchWorker(
+        BatchWorkerConfig(
+            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+        ),
         client=client,
         trainer=trainer,
         samples=Samples(n_examples, seed=config.order_seed),
@@ -137,7 +139,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
         loss=task.loss, seed=config.seed, n_replicas=context.n_replicas
     )
     first = build_first_part(settings, index=index, client=client, model=model, context=context)
-    return WarmStartReplica(downpour=first, sandblaster=replica, await_begin=context.await_begin)
+    return WarmStartWorker(downpour=first, sandblaster=replica, await_begin=context.await_begin)
 
 
 def build_first_part(
@@ -145,9 +147,9 @@ def build_first_part(
     *,
     index: int,
     client: ParameterClient,
-    model: LocalModel,
+    model: FlatModel,
     context: BuildContext,
-) -> ModelReplica:
+) -> Replica:
     """Return what a replica is in a warm start: one of Downpour, of these things."""
     task, dataset = context.task, context.train_data()
     names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train")
@@ -156,7 +158,7 @@ def build_first_part(
     # Of all its lives: what one that is over has done need not be done again.
     n_samples = config.max_steps * config.batch_size
     config = replace(config, max_steps=None, max_samples=n_samples)
-    trainer = Trainer(
+    trainer = LocalExecutor(
         model,
         dataset,
         loss=build_loss(task),
@@ -168,7 +170,7 @@ def build_first_part(
     data_shard = DataShard(
         len(dataset), replica_index=index, n_replicas=context.n_replicas, seed=config.seed
     )
-    return ModelReplica(
+    return Replica(
         config,
         client=client,
         trainer=trainer,
@@ -183,7 +185,7 @@ def _n_examples(context: BuildContext) -> int:
     return len(context.train_data())
 
 
-def build_machine(
+def build_rank(
     name: str, *, config: SandblasterSettings, context: BuildContext, split: Split
 ) -> Role:
     """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
@@ -194,38 +196,38 @@ def build_machine(
     """
     place = place_in(name, context=context, split=split)
     if place.group == EVALUATORS:
-        return evaluating_machine(place, context=context, split=split)
+        return evaluating_rank(place, context=context, split=split)
     return _summing_machine(place, config=config, context=context, split=split)
 
 
 def _summing_machine(
-    place: Place, *, config: SandblasterSettings, context: BuildContext, split: Split
-) -> SplitReplica:
+    place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: Split
+) -> PartitionedBatchWorker:
     n_machines = split.plan.cluster.n_machines
     batch = "portion", config.portion
     parts = replica_parts(place, context=context, split=split, batch=batch)
     flow, n_examples = parts.flow, len(parts.dataset)
     cutting = config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
     samples = Samples(n_examples, seed=config.order_seed)
-    course = SetCourse(samples, portion_size=cutting.portion_size)
-    of_replica = ReplicaConfig(cutting=cutting)
+    course = ChunkBatchPlan(samples, portion_size=cutting.portion_size)
+    of_replica = BatchWorkerConfig(cutting=cutting)
     foreman = None
     if place.machine == 0:
-        foreman = Foreman(
+        foreman = GroupTasks(
             of_replica, course=course, n_machines=n_machines, await_begin=context.await_begin
         )
-    sums = PartSums(
+    sums = ChunkObjective(
         _keeping(flow, layout_of(context), parts.dtype),
         client=parts.client,
         course=course,
         foreman=foreman,
     )
-    leader = Leader(n_machines, plan=split.fingerprint, limit=0)
+    leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
     machine = assemble(
         place,
         split,
-        Makings(
+        RankBuild(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,
@@ -239,7 +241,7 @@ def _summing_machine(
             seed_gradient=_sum_over_samples,
         ),
     )
-    return SplitReplica(
+    return PartitionedBatchWorker(
         machine,
         names=member_names(place.group, n_machines),
         course=course,
@@ -250,7 +252,7 @@ def _summing_machine(
 
 
 def _keeping(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> Keeping:
-    selection = Selection.of(layout, flow.items)
+    selection = PartialView.of(layout, flow.items)
     kinds = [spec.kind for spec in selection.tensors]
     return Keeping(
         sizes=[region.n_elements for _, region in flow.items],

@@ -22,7 +22,7 @@ COORDINATOR: Final = Address("coordinator")
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class ChunkSizes:
     """Sizes that are fixed for a job.
 
     Attributes:
@@ -61,7 +61,7 @@ class BatchRange:
     first: int
     n_examples: int
 
-    def set_bounds(self, set_index: int, cutting: Cutting) -> tuple[int, int]:
+    def set_bounds(self, set_index: int, cutting: ChunkSizes) -> tuple[int, int]:
         """Return the positions [start, stop) of a set.
 
         Raises:
@@ -76,7 +76,7 @@ class BatchRange:
         stop = min(start + cutting.set_size, self.n_examples)
         return self.first + start, self.first + stop
 
-    def portions(self, set_index: int, cutting: Cutting) -> Iterator[tuple[int, int]]:
+    def portions(self, set_index: int, cutting: ChunkSizes) -> Iterator[tuple[int, int]]:
         """Yield the positions [start, stop) of each portion of a set."""
         start, stop = self.set_bounds(set_index, cutting)
         for begin in range(start, stop, cutting.portion_size):

@@ -24,7 +24,7 @@ import msgspec
 
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.worker.config import DownpourSettings
-from sandblaster.chunks import Cutting
+from sandblaster.chunks import ChunkSizes
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
 from sandblaster.optimizers.gradient_descent import GradientDescent
@@ -229,7 +229,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """Of the order of the data; None: as they come, which is the quickest."""
         return None if self.batch_size is None else self.seed
 
-    def cutting(self, *, n_examples: int, n_replicas: int) -> Cutting:
+    def cutting(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
         """Return how a batch is cut: the same for coordinator and replicas.
 
         Args:
@@ -243,7 +243,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             least = min(SET_EXAMPLES_MIN, batch // (4 * n_replicas))
             fair = max(batch // (SETS_PER_REPLICA * n_replicas), least)
             n_portions = max(1, min(fair, SET_EXAMPLES_MAX) // self.portion)
-        return Cutting(portion_size=self.portion, portions_per_set=n_portions)
+        return ChunkSizes(portion_size=self.portion, portions_per_set=n_portions)
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:

@@ -3,8 +3,8 @@
     coordinator     foreman                              machines
       | Assignment -> |  a life about the first set ------> |  (leader: Gather, Proceed)
       | <---- Account |  <------------------- all have taken all steps
-      | Assignment -> |  PushPart ------------------------> |
-      | <---- Account |  <----------------------------- PartStaged of all
+      | Assignment -> |  PushChunk ------------------------> |
+      | <---- Account |  <----------------------------- ChunkStaged of all
 
 To the coordinator the replica is one worker. Rules:
 
@@ -23,19 +23,26 @@ from typing import Final, final
 
 from distbelief.data.sharding import Samples
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Assignment, Begin, Evaluate, PushPart, SetOrder, Stop
+from distbelief.protocol import Assignment, ChunkOrder, Evaluate, PushChunk, StartTraining, Stop
 from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
-from distbelief.worker.batches import Chosen
-from distbelief.worker.group_leader import Leader, Outgoing
-from sandblaster.chunks import COORDINATOR, Cutting
-from sandblaster.worker import N_SETS_HELD, PortionOutcome, ReplicaConfig, SetSum, Tries, Try
+from distbelief.worker.batches import BatchIndices
+from distbelief.worker.group_leader import GroupLeader, Outgoing
+from sandblaster.chunks import COORDINATOR, ChunkSizes
+from sandblaster.worker import (
+    N_SETS_HELD,
+    BatchWorkerConfig,
+    ChunkAttempt,
+    ChunkAttempts,
+    ChunkSum,
+    MiniBatchOutcome,
+)
 
 
 # Which samples the machines of a replica compute: in each life, those of one set.
 
 
 @final
-class SetCourse:
+class ChunkBatchPlan:
     """The portions of the set that a life is about, one in each step.
 
     Args:
@@ -47,13 +54,13 @@ class SetCourse:
     """
 
     def __init__(self, samples: Samples, *, portion_size: int) -> None:
-        self.order: SetOrder | None = None
+        self.order: ChunkOrder | None = None
         self._samples = samples
         self._portion_size = portion_size
         self._life = 0
-        self._next: SetOrder | None = None  # of the life that begins
+        self._next: ChunkOrder | None = None  # of the life that begins
 
-    def know(self, life: int, order: SetOrder | None) -> None:
+    def know(self, life: int, order: ChunkOrder | None) -> None:
         """A life is about this; words of older lives say nothing.
 
         Raises:
@@ -73,7 +80,7 @@ class SetCourse:
         del position  # the order says it
         self.order = self._next
 
-    def n_steps(self, order: SetOrder) -> int:
+    def n_steps(self, order: ChunkOrder) -> int:
         """Return how many steps a life about this has."""
         return -(-(order.stop - order.start) // self._portion_size)
 
@@ -81,7 +88,7 @@ class SetCourse:
         """Return whether the present life ends with this step."""
         return self.order is not None and step == self.n_steps(self.order) - 1
 
-    def batch(self, step: int) -> Chosen:
+    def batch(self, step: int) -> BatchIndices:
         """Return the samples of this step; none beyond the last."""
         order = self.order
         start = stop = 0
@@ -89,7 +96,7 @@ class SetCourse:
             start = min(order.start + step * self._portion_size, order.stop)
             stop = min(start + self._portion_size, order.stop)
         position = start % self._samples.n_samples
-        return Chosen(position=position, indices=self._samples.at(start, stop))
+        return BatchIndices(position=position, indices=self._samples.at(start, stop))
 
 
 TIMER: Final = "foreman:say"
@@ -97,28 +104,33 @@ TIMER: Final = "foreman:say"
 _SILENT: Final = 4.0
 """Times the pause between two words: a machine that is silent for so long is missed."""
 
-_ON_THE_MACHINES = SetSum((), ())
+_ON_THE_MACHINES = ChunkSum((), ())
 
 
 @final
-class Foreman:
+class GroupTasks:
     """The tries of one replica, and how far its machines have come.
 
     Args:
         config: How it works.
         course: Of the leader's own machine.
         n_machines: Of the replica, the leader included.
-        await_begin: Wait for `Begin` before it asks for work.
+        await_begin: Wait for `StartTraining` before it asks for work.
     """
 
     def __init__(
-        self, config: ReplicaConfig, *, course: SetCourse, n_machines: int, await_begin: bool
+        self,
+        config: BatchWorkerConfig,
+        *,
+        course: ChunkBatchPlan,
+        n_machines: int,
+        await_begin: bool,
     ) -> None:
         self._config = config
         self._course = course
         self._n_machines = n_machines
         # Its machines cut a set into portions: to it a set is one.
-        self._tries = Tries(Cutting(portion_size=config.cutting.set_size))
+        self._tries = ChunkAttempts(ChunkSizes(portion_size=config.cutting.set_size))
         self._begun = not await_begin
         self._stopping = False
         self._incarnation = 0
@@ -126,7 +138,7 @@ class Foreman:
         self._life = 0  # of the group
         self._is_whole = False  # have all gathered, since a machine began anew?
         self._heard_at: dict[int, Seconds] = {}
-        self._current: Try | None = None  # what the group's life is about
+        self._current: ChunkAttempt | None = None  # what the group's life is about
         self._began_at: Seconds | None = None  # when its first portion was begun
         self._waiting: dict[int, set[int]] = {}  # by grant: machines not done with it
         self._due = True  # something is to be said
@@ -137,10 +149,12 @@ class Foreman:
         """Begin."""
         self._incarnation = incarnation
 
-    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
         """Obey the supervisor."""
         match message:
-            case Begin():
+            case StartTraining():
                 self._begun = self._due = True
             case Stop():
                 self._stopping = True
@@ -190,7 +204,7 @@ class Foreman:
     # ----------------------------------------------------------------------- the group
 
     def report(
-        self, leader: Leader, now: Seconds, *, has_opened: bool
+        self, leader: GroupLeader, now: Seconds, *, has_opened: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Return what follows from what the group has done.
 
@@ -216,7 +230,7 @@ class Foreman:
             out = self._begin(leader, now)
         return actions, [*out, *self._pushes()]
 
-    def _meet(self, leader: Leader, now: Seconds) -> Outgoing:
+    def _meet(self, leader: GroupLeader, now: Seconds) -> Outgoing:
         """See whether a machine has begun anew, and whether all are there."""
         out: Outgoing = []
         if leader.life != self._life:
@@ -233,7 +247,7 @@ class Foreman:
             self._heard_at = dict.fromkeys(range(1, self._n_machines), now)
         return out
 
-    def _computed(self, one: Try, leader: Leader, now: Seconds) -> Sequence[Action]:
+    def _computed(self, one: ChunkAttempt, leader: GroupLeader, now: Seconds) -> Sequence[Action]:
         """All machines have taken all steps: the set is summed."""
         done = leader.life_done()
         start, stop = one.next_portion
@@ -241,7 +255,7 @@ class Foreman:
         loss = done.loss if is_finite else math.nan
         total = _ON_THE_MACHINES if is_finite else None
         began_at = now if self._began_at is None else self._began_at
-        one.computed(PortionOutcome(loss=loss, total=total), seconds=now - began_at)
+        one.computed(MiniBatchOutcome(loss=loss, total=total), seconds=now - began_at)
         self._tries.n_computed += stop - start
         self._current, self._due = None, True
         if is_finite:
@@ -253,10 +267,10 @@ class Foreman:
         return [Report(text=text, level="warning")]
 
     @property
-    def _to_compute(self) -> Sequence[Try]:
+    def _to_compute(self) -> Sequence[ChunkAttempt]:
         return self._tries.to_compute(n_held_max=N_SETS_HELD)
 
-    def _begin(self, leader: Leader, now: Seconds) -> Outgoing:
+    def _begin(self, leader: GroupLeader, now: Seconds) -> Outgoing:
         """Begin a life about the next set, or about none."""
         to_compute = self._to_compute
         if not to_compute:
@@ -265,7 +279,7 @@ class Foreman:
         self._current, self._began_at = to_compute[0], None
         start, stop = to_compute[0].next_portion
         keeps = tuple(one.attempt for one in tries if one.total is not None)
-        order = SetOrder(
+        order = ChunkOrder(
             epoch=tries.epoch,
             evaluation=tries.evaluation,
             versions=tries.versions,
@@ -276,7 +290,7 @@ class Foreman:
         )
         return self._live(leader, now, order)
 
-    def _live(self, leader: Leader, now: Seconds, order: SetOrder | None) -> Outgoing:
+    def _live(self, leader: GroupLeader, now: Seconds, order: ChunkOrder | None) -> Outgoing:
         course = self._course
         n_steps = 0 if order is None else course.n_steps(order)
         position = 0 if order is None else order.start
@@ -300,11 +314,11 @@ class Foreman:
         return out
 
     @property
-    def _granted(self) -> list[Try]:
+    def _granted(self) -> list[ChunkAttempt]:
         return [one for one in self._tries if one.grant and one.total is not None]
 
-    def _push(self, one: Try) -> Outgoing:
-        message = PushPart(epoch=self._tries.epoch, attempt=one.attempt, grant=one.grant)
+    def _push(self, one: ChunkAttempt) -> Outgoing:
+        message = PushChunk(epoch=self._tries.epoch, attempt=one.attempt, grant=one.grant)
         return [(m, message) for m in sorted(self._waiting[one.grant])]
 
     # ----------------------------------------------------------------------- the words

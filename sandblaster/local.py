@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
-from distbelief.parameter_server.vector_store import Algebra
+from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol.vector_commands import Command, Scalars, VectorName, combine
 from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,
     Examples,
-    Iterated,
-    Operations,
+    IterationDone,
     Reply,
     Request,
     Result,
     Steps,
+    VectorOps,
 )
 
 
@@ -46,7 +46,7 @@ class Runnable(Protocol):
     """The settings of a method."""
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `Iterated.state`."""
+        """Run from "parameters", or on from `IterationDone.state`."""
         ...
 
 
@@ -56,7 +56,7 @@ def minimize_flat(
     method: Runnable,
     *,
     n_shards: int = 1,
-    callback: Callable[[Iterated], bool] | None = None,
+    callback: Callable[[IterationDone], bool] | None = None,
 ) -> tuple[Doubles, Result]:
     """Return the best point found, and how the run ended.
 
@@ -86,7 +86,7 @@ class Local:
 
     Attributes:
         n_requests: How many of each kind were answered.
-        vectors: What an `Iterated` said last that a run needs to go on.
+        vectors: What an `IterationDone` said last that a run needs to go on.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Local:
         *,
         n_shards: int = 1,
         dtype: ElementType = "float64",
-        callback: Callable[[Iterated], bool] | None = None,
+        callback: Callable[[IterationDone], bool] | None = None,
     ) -> None:
         # As many tensors as shards, so that even a short vector lies on all of them.
         self._cuts = np.linspace(0, len(x0), n_shards + 1).astype(int).tolist()
@@ -108,8 +108,8 @@ class Local:
         self._function = function
         self._callback = callback
         self._n = len(x0)
-        self.algebras = [Algebra(self._layout, k) for k in range(n_shards)]
-        self.n_requests = {Operations: 0, Evaluate: 0, Iterated: 0}
+        self.algebras = [VectorStore(self._layout, k) for k in range(n_shards)]
+        self.n_requests = {VectorOps: 0, Evaluate: 0, IterationDone: 0}
         self.put("parameters", x0)
 
     def run(self, steps: Steps[Result]) -> Result:
@@ -126,11 +126,11 @@ class Local:
         """Return what the algorithm is sent back."""
         self.n_requests[type(request)] += 1
         match request:
-            case Operations(commands=commands):
+            case VectorOps(commands=commands):
                 return self.perform(commands)
             case Evaluate():
                 return self._evaluate(request)
-            case Iterated():
+            case IterationDone():
                 return self._callback is not None and self._callback(request)
 
     def perform(self, commands: tuple[Command, ...]) -> Scalars:

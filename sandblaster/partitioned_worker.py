@@ -5,8 +5,8 @@ whose duty is to sum (`part_sums`). This role hears besides what only Sandblaste
 
     coordinator -> leader    Assignment      for its foreman
     leader -> machine        Gather          which set the life is about, too
-                             PushPart        for the sums
-    machine -> leader        PartStaged      for the foreman; now and then, too: I live
+                             PushChunk        for the sums
+    machine -> leader        ChunkStaged      for the foreman; now and then, too: I live
 """
 
 import math
@@ -18,10 +18,18 @@ from typing import Final, final
 import torch
 
 from distbelief.errors import JobError, LocalProtocolError
-from distbelief.execution.executor import Found, Put
-from distbelief.parameter_server.client.buffers import Staged
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import Assignment, Begin, Evaluate, Gather, PartStaged, PushPart, Stop
+from distbelief.protocol import (
+    Assignment,
+    ChunkStaged,
+    Evaluate,
+    PushChunk,
+    StartEpoch,
+    StartTraining,
+    Stop,
+)
 from distbelief.roles.role import (
     Action,
     Address,
@@ -29,7 +37,7 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     Received,
     Report,
@@ -39,14 +47,14 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.worker.batches import Chosen, Portion
+from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.gradients import bad_sample, is_finite
 from distbelief.worker.group import Install, Vote
-from distbelief.worker.group_leader import Leader, Outgoing
-from distbelief.worker.partition import Machine
+from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.partition import PartitionWorker
 from sandblaster.chunks import COORDINATOR
-from sandblaster.group_tasks import TIMER as FOREMAN_TIMER, Foreman, SetCourse
-from sandblaster.worker import SetSum
+from sandblaster.group_tasks import TIMER as FOREMAN_TIMER, ChunkBatchPlan, GroupTasks
+from sandblaster.worker import ChunkSum
 
 
 # The sums that a machine of a replica has, and their way to its shards.
@@ -67,10 +75,10 @@ Key = tuple[int, int]  # epoch, attempt
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Kept:
+class KeptChunk:
     """This machine's part of the sum of one set."""
 
-    total: SetSum
+    total: ChunkSum
     n_portions: int
     n_examples: int
 
@@ -81,11 +89,11 @@ class _Pushing:
     """What is laid into the slots."""
 
     grant: int
-    kept: Kept
+    kept: KeptChunk
 
 
 @final
-class PartPushes:
+class ChunkPushes:
     """What is kept, and what was granted of it.
 
     Args:
@@ -102,7 +110,7 @@ class PartPushes:
         self._client = client
         self._n_bytes = n_bytes
         self._has_parts = has_parts
-        self._sums: dict[Key, Kept] = {}
+        self._sums: dict[Key, KeptChunk] = {}
         self._to_push: dict[int, Key] = {}  # by grant, the oldest first
         self._pushing: _Pushing | None = None  # in the lane
         self._pushed: deque[int] = deque()  # not acknowledged
@@ -112,7 +120,7 @@ class PartPushes:
     def __len__(self) -> int:
         return len(self._sums)
 
-    def keep(self, key: Key, kept: Kept) -> None:
+    def keep(self, key: Key, kept: KeptChunk) -> None:
         """A sum is whole."""
         self._sums[key] = kept
 
@@ -120,7 +128,7 @@ class PartPushes:
         """Drop all others: nobody may ask for them any more."""
         self._sums = {key: one for key, one in self._sums.items() if key in keys}
 
-    def grant(self, message: PushPart) -> None:
+    def grant(self, message: PushChunk) -> None:
         """Let what there is of this try be pushed, unless that was done."""
         key, grant = (message.epoch, message.attempt), message.grant
         known = grant in self.staged or grant in self._pushed or grant in self._to_push
@@ -152,7 +160,7 @@ class PartPushes:
         if event.name != PUSH or self._pushing is None:
             raise LocalProtocolError(f"nobody asked for {event.name!r}")
         result = event.result
-        assert isinstance(result, Staged), result
+        assert isinstance(result, PushResult), result
         pushing, self._pushing = self._pushing, None
         if not result.finite:  # it was when it was summed
             raise JobError(f"not finite when it was pushed: {result.culprits}")
@@ -213,8 +221,8 @@ class Keeping:
 
 
 @final
-class PartSums:
-    """Sums; see `distbelief.worker.group.Duty`.
+class ChunkObjective:
+    """Sums; see `distbelief.worker.group.Objective`.
 
     Args:
         keeping: What the machine keeps.
@@ -232,8 +240,8 @@ class PartSums:
         keeping: Keeping,
         *,
         client: ParameterClient,
-        course: SetCourse,
-        foreman: Foreman | None,
+        course: ChunkBatchPlan,
+        foreman: GroupTasks | None,
     ) -> None:
         self.values = [torch.zeros(size, dtype=keeping.dtype) for size in keeping.sizes]
         self._keeping = keeping
@@ -241,7 +249,7 @@ class PartSums:
         self._course = course
         self._foreman = foreman
         n_bytes = float(sum(value.nbytes for value in self.values))
-        self.pushes = PartPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
+        self.pushes = ChunkPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
         self._installed: tuple[int, int] | None = None  # which evaluation's parameters
         self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
         self._opened = False  # the first step of this life
@@ -250,11 +258,11 @@ class PartSums:
         self._accrued: list[torch.Tensor | None] = []
         self._owned: set[int] = set()  # sums that are nobody else's memory
         self._gradients: dict[int, torch.Tensor] = {}
-        self._portion = Portion(life=0, step=0)
-        self._chosen: Chosen | None = None
+        self._portion = BatchSlice(life=0, step=0)
+        self._chosen: BatchIndices | None = None
         self._key: Key = (0, 0)
         self._is_last = False
-        self._done: tuple[Key, Kept] | None = None
+        self._done: tuple[Key, KeptChunk] | None = None
         self._blame: str | None = None
 
     # ------------------------------------------------------------------------ the life
@@ -335,7 +343,7 @@ class PartSums:
 
     # ------------------------------------------------------------------------ the step
 
-    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
         """Begin a portion; return what takes its gradients."""
         order = self._course.order
         assert order is not None
@@ -351,7 +359,7 @@ class PartSums:
         self._is_last = self._course.is_last(step)
         return self._gradients.__setitem__
 
-    def close(self, found: Found) -> Vote | None:
+    def close(self, found: StepResult) -> Vote | None:
         """Add a portion to the sum; after the last, say whether it is finite. Work."""
         for item, gradient in self._gradients.items():
             self._add(item, gradient)
@@ -366,14 +374,14 @@ class PartSums:
         order = self._course.order
         assert order is not None
         accrued, self._accrued = self._accrued, []
-        total = SetSum(tuple(accrued), self._values())
+        total = ChunkSum(tuple(accrued), self._values())
         finite = is_finite(
             dict(enumerate(tensor for tensor in accrued if tensor is not None))
         ) and is_finite({item: total.values[item] for item in self._keeping.buffers})
         if not finite:
             self._find_blame()
             return Vote(square=math.nan, settle=_nothing, cost=Cost())
-        kept = Kept(
+        kept = KeptChunk(
             total=total, n_portions=self._course.n_steps(order), n_examples=order.stop - order.start
         )
         self._done = self._key, kept
@@ -390,7 +398,7 @@ class PartSums:
             self._accrued[item] = before + gradient
             self._owned.add(item)
 
-    def _average(self, found: Found) -> None:
+    def _average(self, found: StepResult) -> None:
         """Let running averages, and counts of their steps, be what they are now."""
         for item, value in found.averages.items():
             self.values[item].copy_(value.reshape(-1))
@@ -412,7 +420,7 @@ class PartSums:
             )
 
     def closed(
-        self, result: object, found: Found, chosen: Chosen, now: Seconds
+        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """Keep a sum that is whole; tell who is to blame for one that is not finite."""
         del result, found, chosen, now
@@ -422,7 +430,7 @@ class PartSums:
 
     # ------------------------------------------------------------------------ the push
 
-    def push(self, message: PushPart) -> None:
+    def push(self, message: PushChunk) -> None:
         """Push what there is of this try under this grant, unless that was done."""
         self._collect()
         self.pushes.grant(message)
@@ -437,13 +445,15 @@ class PartSums:
 
     # ---------------------------------------------------------------------- the leader
 
-    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
         """Obey the supervisor, if this machine leads."""
         assert self._foreman is not None
         return self._foreman.command(leader, message, now)
 
     def report(
-        self, leader: Leader, now: Seconds, *, final: bool
+        self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Begin the next life, if there is one to begin."""
         assert self._foreman is not None
@@ -452,7 +462,7 @@ class PartSums:
         actions, out = self._foreman.report(leader, now, has_opened=self._opened)
         others: Outgoing = []
         for machine, message in out:
-            if isinstance(message, PushPart) and machine == 0:
+            if isinstance(message, PushChunk) and machine == 0:
                 self.push(message)
             else:
                 others.append((machine, message))
@@ -472,7 +482,7 @@ SAY: Final = "split:say"
 
 
 @final
-class SplitReplica:
+class PartitionedBatchWorker:
     """The role "replica-R.M".
 
     Args:
@@ -486,12 +496,12 @@ class SplitReplica:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: PartitionWorker,
         *,
         names: Sequence[Address],
-        course: SetCourse,
-        sums: PartSums,
-        foreman: Foreman | None,
+        course: ChunkBatchPlan,
+        sums: ChunkObjective,
+        foreman: GroupTasks | None,
         retry_seconds: Seconds,
     ) -> None:
         self._machine = machine
@@ -517,7 +527,7 @@ class SplitReplica:
             actions += self._machine.wake(now)
         if self._sums.pushes.has_news():
             actions += self._tell(now)
-        if any(isinstance(action, Halt) for action in actions):
+        if any(isinstance(action, Exit) for action in actions):
             self._is_over = True
         elif self._foreman is not None:
             actions += self._foreman.words(now)
@@ -560,13 +570,13 @@ class SplitReplica:
             case Assignment() if self._foreman is not None:
                 self._foreman.take(message)
                 return self._machine.wake(now)
-            case PartStaged() if self._foreman is not None and machine is not None:
+            case ChunkStaged() if self._foreman is not None and machine is not None:
                 self._foreman.staged(machine, message.grants)
                 return self._machine.wake(now)
-            case PushPart() if machine == 0:
+            case PushChunk() if machine == 0:
                 self._sums.push(message)
                 return self._tell(now) if message.grant in self._sums.pushes.staged else []
-            case Gather() if machine == 0:
+            case StartEpoch() if machine == 0:
                 self._course.know(message.life, message.order)
                 return self._machine.handle(event, now)
             case _:
@@ -580,7 +590,7 @@ class SplitReplica:
         if self._foreman is not None:
             self._foreman.staged(0, grants)
             return self._machine.wake(now)
-        staged = PartStaged(grants=grants)
+        staged = ChunkStaged(grants=grants)
         again = SetTimer(name=SAY, at=now + self._retry_seconds)
         return [Send(receiver=self._names[0], message=staged), again]
 
@@ -591,6 +601,6 @@ class SplitReplica:
         for machine, message in self._foreman.again():
             if machine != 0:
                 actions.append(Send(receiver=self._names[machine], message=message))
-            elif isinstance(message, PushPart):
+            elif isinstance(message, PushChunk):
                 self._sums.push(message)
         return [*actions, *self._machine.wake(now)]

@@ -33,7 +33,7 @@ from distbelief.core import files
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import SIBLINGS_MAX, RunDirectory
 from distbelief.task.imports import call_factory
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 
 
 # Scalars of numpy as Python's own: what users compute with, and job files hold not.
@@ -503,7 +503,7 @@ class Problem:
         problem = problem_of(directory)
         initial, train = problem / _INITIAL, problem / _TRAIN
         if self._module is not None and not (resumes and tensors_in(initial)):
-            named = LocalModel(self._module).named_tensors()
+            named = FlatModel(self._module).named_tensors()
             tensors = {name: tensor.detach().clone() for name, tensor in named.items()}
             files.write_by(initial, lambda temporary: save_file(tensors, temporary))
         if (pair := self._pair) is None:

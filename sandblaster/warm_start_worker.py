@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import final
 
-from distbelief.protocol import Account, Assignment, Begin, Finished, Stop
+from distbelief.protocol import Assignment, Finished, StartTraining, Stop, WorkReport
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     Received,
     Seconds,
@@ -35,9 +35,9 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.worker.replica import ModelReplica
+from distbelief.worker.replica import Replica
 from sandblaster.chunks import COORDINATOR
-from sandblaster.worker import SandblasterReplica
+from sandblaster.worker import BatchWorker
 
 
 _SAY = "warm:say"
@@ -51,21 +51,21 @@ class _Part(Enum):
 
 
 @final
-class WarmStartReplica:
+class WarmStartWorker:
     """The role `replica-INDEX` of a Sandblaster job with a warm start.
 
     Args:
-        downpour: Its first part; it waits for `Begin`, and ends by itself.
+        downpour: Its first part; it waits for `StartTraining`, and ends by itself.
         sandblaster: Its second part, with the same client and model.
-        await_begin: Wait for `Begin` of the supervisor.
+        await_begin: Wait for `StartTraining` of the supervisor.
         retry_seconds: After which it says again that it is here.
     """
 
     def __init__(
         self,
         *,
-        downpour: ModelReplica,
-        sandblaster: SandblasterReplica,
+        downpour: Replica,
+        sandblaster: BatchWorker,
         await_begin: bool = True,
         retry_seconds: Seconds = 0.5,
     ) -> None:
@@ -115,7 +115,7 @@ class WarmStartReplica:
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
         from_coordinator = event.sender == COORDINATOR
         match event.message:
-            case Begin():
+            case StartTraining():
                 return self._begin(event, now)
             case Assignment() if self._part is _Part.WAITING:
                 self._part = _Part.ENDING  # it is over already
@@ -144,7 +144,7 @@ class WarmStartReplica:
         """Say that it is here, until the coordinator answers."""
         if not self._begun or self._part not in {_Part.WAITING, _Part.TRAINING}:
             return []
-        here = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         actions: list[Action] = [Send(receiver=COORDINATOR, message=here)]
         if self._part is _Part.WAITING:
             actions.append(SetTimer(name=_SAY, at=now + self._retry_seconds))
@@ -170,7 +170,7 @@ class WarmStartReplica:
         """Let the first part handle an event; keep its end to ourselves."""
         actions = self._downpour.handle(event, now)
         self._n_under_way += sum(isinstance(one, Compute) for one in actions)
-        if self._stopping or not any(isinstance(one, Halt) for one in actions):
+        if self._stopping or not any(isinstance(one, Exit) for one in actions):
             return [*actions]
         self._part = _Part.ENDING
         self._sandblaster.adopt(self._incarnation)
@@ -178,10 +178,10 @@ class WarmStartReplica:
 
     def _take_over(self, now: Seconds) -> list[Action]:
         self._part = _Part.PORTIONS
-        begin = Received(sender=SUPERVISOR, incarnation=0, message=Begin())
+        begin = Received(sender=SUPERVISOR, incarnation=0, message=StartTraining())
         return [self._done(), *self._sandblaster.handle(begin, now)]
 
 
 def _is_end(action: Action) -> bool:
     says_so = isinstance(action, Send) and isinstance(action.message, Finished)
-    return says_so or isinstance(action, Halt)
+    return says_so or isinstance(action, Exit)

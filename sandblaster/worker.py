@@ -26,9 +26,17 @@ import torch
 
 from distbelief.data.sharding import Indices, Samples
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import Account, Assignment, Begin, Finished, SetResult, ShardVersion, Stop
+from distbelief.protocol import (
+    Assignment,
+    ChunkResult,
+    Finished,
+    ShardVersion,
+    StartTraining,
+    Stop,
+    WorkReport,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -37,8 +45,8 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Halt,
-    Lane,
+    Executor,
+    Exit,
     PeerJoined,
     Received,
     Report,
@@ -50,8 +58,8 @@ from distbelief.roles.role import (
 )
 from distbelief.task.losses import Loss
 from distbelief.worker.gradients import is_finite
-from distbelief.worker.local_executor import Attempt, Batch, Trainer
-from sandblaster.chunks import COORDINATOR, BatchRange, Cutting
+from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor
+from sandblaster.chunks import COORDINATOR, BatchRange, ChunkSizes
 
 
 # What a replica runs in its lanes: portions, one after the other, summed to a set.
@@ -63,7 +71,7 @@ from sandblaster.chunks import COORDINATOR, BatchRange, Cutting
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class SetSum:
+class ChunkSum:
     """The gradient of a set, and the buffers after it; flat, as a client stages it."""
 
     gradients: Sequence[torch.Tensor | None]
@@ -72,7 +80,7 @@ class SetSum:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PortionOutcome:
+class MiniBatchOutcome:
     """What came of one portion.
 
     Attributes:
@@ -85,18 +93,18 @@ class PortionOutcome:
     loss: float
     blame: str | None = None
     is_of_set: bool = False
-    total: SetSum | None = None
+    total: ChunkSum | None = None
 
 
 @final
-class PortionSums:
+class MiniBatchSums:
     """The lanes' work of one replica.
 
     Args:
         trainer: Which computes gradients, of a loss that is a sum.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: LocalExecutor) -> None:
         self._trainer = trainer
         model = trainer.model
         self.values = model.values
@@ -116,14 +124,14 @@ class PortionSums:
         """Return the samples of a portion (in the data lane)."""
         return self._trainer.read(position, indices)
 
-    def install(self, work: Callable[[], Installed]) -> Installed:
+    def install(self, work: Callable[[], FetchResult]) -> FetchResult:
         """Copy what was fetched into the model; remember its buffers."""
         installed = work()
         if not installed.torn:
             self._fetched = [self.values[index].clone() for index in self._buffers]
         return installed
 
-    def step(self, batch: Batch, *, is_first: bool, is_last: bool) -> PortionOutcome:
+    def step(self, batch: Batch, *, is_first: bool, is_last: bool) -> MiniBatchOutcome:
         """Add the gradient of a portion to that of its set.
 
         Raises:
@@ -137,18 +145,18 @@ class PortionSums:
         outcome = self._trainer.step(batch, Attempt(), local_rate=None)
         assert outcome is not None
         if not outcome.is_finite:
-            return PortionOutcome(loss=math.nan, blame=outcome.blame)
+            return MiniBatchOutcome(loss=math.nan, blame=outcome.blame)
         if not is_last:
-            return PortionOutcome(loss=outcome.loss)
+            return MiniBatchOutcome(loss=outcome.loss)
         values = list(self.values)
         for index in self._buffers:
             values[index] = values[index].clone()
-        total = SetSum(tuple(model.accrued), values)
+        total = ChunkSum(tuple(model.accrued), values)
         model.drop_accrued()
         gradients = (tensor for tensor in total.gradients if tensor is not None)
         if not is_finite(dict(enumerate(gradients))):
-            return PortionOutcome(loss=math.nan, is_of_set=True)
-        return PortionOutcome(loss=outcome.loss, total=total)
+            return MiniBatchOutcome(loss=math.nan, is_of_set=True)
+        return MiniBatchOutcome(loss=outcome.loss, total=total)
 
 
 # Portions read in advance, in the data lane: those that are computed next.
@@ -162,7 +170,7 @@ BatchBounds = tuple[int, int]  # positions [start, stop)
 class Prefetch:
     """The samples of the next portions; what is not wanted any more is dropped."""
 
-    def __init__(self, sums: PortionSums, samples: Samples) -> None:
+    def __init__(self, sums: MiniBatchSums, samples: Samples) -> None:
         self._sums = sums
         self._samples = samples
         self._held: dict[BatchBounds, Batch] = {}
@@ -188,7 +196,7 @@ class Prefetch:
                 name="replica:read",
                 work=partial(self._sums.read, position, indices),
                 cost=Cost(n_bytes=2.0 * self._bytes_per_sample * (stop - start)),
-                lane=Lane.DATA,
+                lane=Executor.DATA,
             )
         ]
 
@@ -228,7 +236,7 @@ ChunkBounds = tuple[int, int]  # positions [start, stop)
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class Try:
+class ChunkAttempt:
     """One try at one set."""
 
     set_index: int
@@ -237,7 +245,7 @@ class Try:
     grant: int = 0
     losses: list[float] = field(default_factory=list)  # of the portions computed
     seconds: float = 0.0
-    total: SetSum | None = None  # once computed, until it is pushed
+    total: ChunkSum | None = None  # once computed, until it is pushed
     pushed: bool = False
     staged: bool = False
     is_finite: bool = True
@@ -262,7 +270,7 @@ class Try:
         """Of the set."""
         return self.portions[-1][1] - self.portions[0][0]
 
-    def computed(self, outcome: PortionOutcome, *, seconds: float) -> None:
+    def computed(self, outcome: MiniBatchOutcome, *, seconds: float) -> None:
         """One portion more is computed."""
         self.losses.append(outcome.loss)
         self.seconds += seconds
@@ -270,10 +278,10 @@ class Try:
         self.is_finite = math.isfinite(outcome.loss)
 
     @property
-    def result(self) -> SetResult:
+    def result(self) -> ChunkResult:
         """What the coordinator is told."""
         loss = math.fsum(self.losses) if self.is_finite else math.nan
-        return SetResult(
+        return ChunkResult(
             attempt=self.attempt,
             n_examples=self.n_examples,
             loss=loss,
@@ -283,7 +291,7 @@ class Try:
 
 
 @final
-class Tries:
+class ChunkAttempts:
     """All tries of one replica at the sets of one evaluation.
 
     Attributes:
@@ -293,11 +301,11 @@ class Tries:
         n_computed: Examples, for this evaluation.
     """
 
-    def __init__(self, cutting: Cutting) -> None:
+    def __init__(self, cutting: ChunkSizes) -> None:
         self._cutting = cutting
         self._version = 0
-        self._tries: dict[int, Try] = {}  # by attempt, in the order to compute
-        self._pushed: deque[Try] = deque()  # not acknowledged, the oldest first
+        self._tries: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
+        self._pushed: deque[ChunkAttempt] = deque()  # not acknowledged, the oldest first
         self.epoch = 0
         self.evaluation = 0
         self.versions: tuple[ShardVersion, ...] = ()
@@ -308,10 +316,10 @@ class Tries:
         """Which evaluation it is."""
         return self.epoch, self.evaluation
 
-    def __iter__(self) -> Iterator[Try]:
+    def __iter__(self) -> Iterator[ChunkAttempt]:
         return iter(self._tries.values())
 
-    def __contains__(self, one: Try) -> bool:
+    def __contains__(self, one: ChunkAttempt) -> bool:
         # Each epoch counts attempts from 1: of another, the same number is another try.
         return self._tries.get(one.attempt) is one
 
@@ -325,12 +333,14 @@ class Tries:
             return False
         is_new = (message.epoch, message.evaluation) != self.key
         batch = BatchRange(first=message.first, n_examples=message.n_examples)
-        tries: dict[int, Try] = {}
+        tries: dict[int, ChunkAttempt] = {}
         for task in message.tasks:
             known = None if is_new else self._tries.get(task.attempt)
             if known is None:
                 portions = tuple(batch.portions(task.set_index, self._cutting))
-                known = Try(set_index=task.set_index, attempt=task.attempt, portions=portions)
+                known = ChunkAttempt(
+                    set_index=task.set_index, attempt=task.attempt, portions=portions
+                )
             known.grant = task.grant
             tries[task.attempt] = known
         self._tries = tries
@@ -349,17 +359,17 @@ class Tries:
     # ------------------------------------------------------------- what is to be done
 
     @property
-    def to_push(self) -> Try | None:
+    def to_push(self) -> ChunkAttempt | None:
         """One that is granted and not yet pushed."""
         return next((t for t in self if t.grant and t.total is not None), None)
 
-    def to_compute(self, *, n_held_max: int) -> Sequence[Try]:
+    def to_compute(self, *, n_held_max: int) -> Sequence[ChunkAttempt]:
         """Return those to compute, in order; none while too many sums are held."""
         if sum(t.total is not None for t in self) >= n_held_max:
             return ()
         return [t for t in self if not t.is_computed]
 
-    def pushed(self, one: Try, *, is_finite: bool) -> None:
+    def pushed(self, one: ChunkAttempt, *, is_finite: bool) -> None:
         """Its sum was pushed; or could not be, because it is not finite."""
         one.total, one.is_finite = None, is_finite
         if is_finite:
@@ -379,13 +389,13 @@ class Tries:
         return news
 
     @property
-    def account(self) -> Account:
+    def account(self) -> WorkReport:
         """How it stands."""
         return self.account_of(0)
 
-    def account_of(self, life: int) -> Account:
+    def account_of(self, life: int) -> WorkReport:
         """Return how it stands, with this life of a replica of several machines."""
-        return Account(
+        return WorkReport(
             life=life,
             epoch=self.epoch,
             version=self._version,
@@ -423,7 +433,7 @@ class Parameters:
     """
 
     def __init__(
-        self, client: ParameterClient, sums: PortionSums, *, retry_seconds: Seconds
+        self, client: ParameterClient, sums: MiniBatchSums, *, retry_seconds: Seconds
     ) -> None:
         self._client = client
         self._sums = sums
@@ -434,7 +444,7 @@ class Parameters:
         self._waits = False  # before it fetches, or installs, again
         self._evaluation: tuple[int, int] | None = None  # of which they are
 
-    def lacks(self, tries: Tries) -> bool:
+    def lacks(self, tries: ChunkAttempts) -> bool:
         """Return whether these tries' evaluation has others."""
         return self._evaluation != tries.key
 
@@ -446,7 +456,7 @@ class Parameters:
         """The pause before another go is over."""
         self._waits = False
 
-    def fetch(self, tries: Tries, now: Seconds) -> Sequence[Action]:
+    def fetch(self, tries: ChunkAttempts, now: Seconds) -> Sequence[Action]:
         """Begin to fetch, once for an evaluation; again if that brought another one."""
         wanted = self._due or (self.lacks(tries) and not self._fetching)
         if not wanted or self._waits or self._installing:
@@ -474,9 +484,9 @@ class Parameters:
             )
         ]
 
-    def installed(self, result: object, tries: Tries, now: Seconds) -> Sequence[Action]:
+    def installed(self, result: object, tries: ChunkAttempts, now: Seconds) -> Sequence[Action]:
         """See what an install has brought."""
-        assert isinstance(result, Installed), result
+        assert isinstance(result, FetchResult), result
         self._installing = False
         actions = list(self._client.installed(result, now))
         wanted = tuple((one.incarnation, one.clock) for one in tries.versions)
@@ -500,7 +510,7 @@ _SAY = "replica:say"
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ReplicaConfig:
+class BatchWorkerConfig:
     """How a replica works.
 
     Attributes:
@@ -509,7 +519,7 @@ class ReplicaConfig:
         retry_seconds_max: After which an idle one does.
     """
 
-    cutting: Cutting
+    cutting: ChunkSizes
     retry_seconds: Seconds = 0.5
     retry_seconds_max: Seconds = 4.0
 
@@ -520,7 +530,7 @@ class ReplicaConfig:
 
 
 @final
-class SandblasterReplica:
+class BatchWorker:
     """The role `replica-INDEX` of a Sandblaster job.
 
     Args:
@@ -528,30 +538,30 @@ class SandblasterReplica:
         client: Of all shards; it pushes.
         trainer: What is run in its lanes; its loss is a sum (`sums.summed`).
         samples: The order of the data.
-        await_begin: Wait for `Begin` before it asks for work.
+        await_begin: Wait for `StartTraining` before it asks for work.
     """
 
     def __init__(
         self,
-        config: ReplicaConfig,
+        config: BatchWorkerConfig,
         *,
         client: ParameterClient,
-        trainer: Trainer,
+        trainer: LocalExecutor,
         samples: Samples,
         await_begin: bool = True,
     ) -> None:
         self._config = config
         self._client = client
-        self._sums = PortionSums(trainer)
+        self._sums = MiniBatchSums(trainer)
         self._prefetch = Prefetch(self._sums, samples)
-        self._tries = Tries(config.cutting)
+        self._tries = ChunkAttempts(config.cutting)
         self._parameters = Parameters(client, self._sums, retry_seconds=config.retry_seconds)
         self._incarnation = 0
         self._begun = not await_begin
         self._stopped_by: Address | None = None
         self._busy = False  # the compute lane
-        self._current: Try | None = None  # whose portion is computed, or whose sum pushed
-        self._accruing: Try | None = None  # what the model has accrued is of this one
+        self._current: ChunkAttempt | None = None  # whose portion is computed, or whose sum pushed
+        self._accruing: ChunkAttempt | None = None  # what the model has accrued is of this one
         self._computing_for = (0, 0)  # which evaluation
         self._n_computed = 0  # examples of this life
         self._seconds = 0.0
@@ -623,7 +633,7 @@ class SandblasterReplica:
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
         message = event.message
         match message:
-            case Begin():
+            case StartTraining():
                 self._begun = True
                 return self._say(now)
             case Stop():
@@ -707,9 +717,9 @@ class SandblasterReplica:
         self._begun = False
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
-        return [Send(receiver=receiver or SUPERVISOR, message=finished), Halt()]
+        return [Send(receiver=receiver or SUPERVISOR, message=finished), Exit()]
 
-    def _read(self, to_compute: Sequence[Try]) -> Sequence[Action]:
+    def _read(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
         ahead = [
             portion
             for one in to_compute[:N_PORTIONS_HELD]
@@ -725,7 +735,7 @@ class SandblasterReplica:
 
     # ----------------------------------------------------------------------- portions
 
-    def _step(self, to_compute: Sequence[Try]) -> Sequence[Action]:
+    def _step(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
         """Compute the next portion, if its samples and the parameters are here."""
         if not to_compute or self._parameters.lacks(self._tries):
             return []
@@ -745,7 +755,7 @@ class SandblasterReplica:
     def _end_portion(self, event: Computed, now: Seconds) -> Sequence[Action]:
         one, result = self._current, event.result
         assert one is not None
-        assert isinstance(result, PortionOutcome), result
+        assert isinstance(result, MiniBatchOutcome), result
         start, stop = one.next_portion
         self._current = None
         self._n_computed += stop - start
@@ -777,7 +787,7 @@ class SandblasterReplica:
     def _end_push(self, result: object, now: Seconds) -> Sequence[Action]:
         one, self._current = self._current, None
         assert one is not None
-        assert isinstance(result, Staged), result
+        assert isinstance(result, PushResult), result
         actions = self._client.staged(
             result, n_gradients=len(one.portions), samples=one.n_examples, grant=one.grant, now=now
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from distbelief.transport.config import Reach
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -16,5 +16,5 @@ def link(
     log: Callable[[str, str], None] = lambda _level, _text: None,
 ) -> ZmqTransport:
     """Return a transport that others in this directory can reach; it is not started."""
-    reach = Reach(directory=str(directory))
+    reach = ListenConfig(directory=str(directory))
     return reach.transport(name=name, incarnation=incarnation, run=run, log=log)

@@ -17,7 +17,7 @@ from distbelief.worker.build import (
     Split,
     build_client,
     build_evaluator,
-    build_machine,
+    build_rank,
     build_shard,
     evaluator_entries,
     replica_entries,
@@ -25,9 +25,9 @@ from distbelief.worker.build import (
     shard_names,
 )
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.group import place_of
-from distbelief.worker.local_executor import LocalModel, Trainer
-from distbelief.worker.replica import ModelReplica
+from distbelief.worker.group import group_rank_of
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from distbelief.worker.replica import Replica
 
 
 @final
@@ -83,9 +83,9 @@ class DownpourAlgorithm:
             LocalProtocolError: no such role in this roster.
         """
         kind, _, index = name.partition("-")
-        if context.plan is not None and place_of(name) is not None:
+        if context.plan is not None and group_rank_of(name) is not None:
             split = Split.of(name, context)
-            return build_machine(name, config=config, context=context, split=split)
+            return build_rank(name, config=config, context=context, split=split)
         match kind:
             case "shard" if name in shard_names(context):
                 return build_shard(name, rule=config.rule, context=context)
@@ -116,8 +116,8 @@ def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> 
     of_replica = replace(
         config.of_replica(), progress_seconds=max(0.05, 0.005 * context.n_replicas)
     )
-    trainer = Trainer(
-        LocalModel(module),
+    trainer = LocalExecutor(
+        FlatModel(module),
         dataset,
         loss=build_loss(task),
         names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
@@ -125,7 +125,7 @@ def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> 
         always_check=of_replica.checks_every_gradient,
         seed=(config.seed, index),
     )
-    return ModelReplica(
+    return Replica(
         of_replica,
         client=build_client(context, pushes=True),
         trainer=trainer,

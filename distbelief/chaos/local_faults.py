@@ -19,19 +19,19 @@ import msgspec
 from rich.console import Console
 
 from distbelief.chaos.report import (
-    Iterations,
-    Line,
-    Story,
+    ChaosReport,
+    IterationCount,
+    ReportLine,
     end_line,
     in_order,
+    report_lines,
     restarts_of,
-    told_lines,
 )
-from distbelief.chaos.schedule import PROCESS_KINDS, Blow, schedule
-from distbelief.chaos.tcp_proxy import Detour, Turns
+from distbelief.chaos.schedule import PROCESS_KINDS, FaultEvent, schedule
+from distbelief.chaos.tcp_proxy import TcpProxy, ThreadLoop
 from distbelief.config.job import Job
 from distbelief.roles.role import Action, Event, PeerLost, Role, Seconds
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from distbelief.trainer import train
 
 
@@ -45,7 +45,7 @@ _SIGNAL: Final = "SIGKILL"
 
 
 @final
-class Confessed:
+class KillAwareSupervisor:
     """A supervisor who is told which kills were chaos's own.
 
     Args:
@@ -79,7 +79,7 @@ PERIOD_SECONDS: Final = 0.1
 
 @final
 @dataclass(slots=True)
-class _Held:
+class _PausedProcess:
     """A process that is stopped now and then."""
 
     until: Seconds
@@ -89,11 +89,11 @@ class _Held:
 
 
 @final
-class Hands:
+class ProcessFaults:
     """What they hold is let go when its time is up, or by `release`."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _PausedProcess] = {}
 
     def kill(self, pid: int) -> bool:
         """End a process; return whether there was one."""
@@ -102,11 +102,11 @@ class Hands:
 
     def pause(self, pid: int, *, now: Seconds, seconds: Seconds) -> bool:
         """Stop a process for so long; return whether there is one."""
-        return self._hold(pid, _Held(until=now + seconds, factor=None, begun=now))
+        return self._hold(pid, _PausedProcess(until=now + seconds, factor=None, begun=now))
 
     def slow(self, pid: int, *, now: Seconds, seconds: Seconds, factor: float) -> bool:
         """Let a process run a part of the time only; return whether there is one."""
-        return self._hold(pid, _Held(until=now + seconds, factor=factor, begun=now))
+        return self._hold(pid, _PausedProcess(until=now + seconds, factor=factor, begun=now))
 
     def turn(self, now: Seconds) -> None:
         """Stop and let go what is due: to be called often."""
@@ -121,13 +121,13 @@ class Hands:
         for pid in list(self._held):
             self._let_go(pid)
 
-    def _hold(self, pid: int, held: _Held) -> bool:
+    def _hold(self, pid: int, held: _PausedProcess) -> bool:
         before = self._held.get(pid)
         held.stopped = before is not None and before.stopped
         self._held[pid] = held
         return self._set(pid, held, stopped=_is_to_stand(held, held.begun))
 
-    def _set(self, pid: int, held: _Held, *, stopped: bool) -> bool:
+    def _set(self, pid: int, held: _PausedProcess, *, stopped: bool) -> bool:
         if held.stopped == stopped:
             return True
         there = _send(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
@@ -142,7 +142,7 @@ class Hands:
             _send(pid, signal.SIGCONT)
 
 
-def _is_to_stand(held: _Held, now: Seconds) -> bool:
+def _is_to_stand(held: _PausedProcess, now: Seconds) -> bool:
     if held.factor is None:
         return True
     phase = ((now - held.begun) % PERIOD_SECONDS) / PERIOD_SECONDS
@@ -161,12 +161,12 @@ HORIZON_SECONDS: Final = 30.0
 
 TURN_SECONDS: Final = 0.01
 
-Plot = Callable[[Sequence[str]], Sequence[Blow]]
+Plot = Callable[[Sequence[str]], Sequence[FaultEvent]]
 """Given the names of the roles; returns what is done to them, in order of time."""
 
 
 @final
-class Attacker:
+class FaultInjector:
     """Deals the blows of a schedule, while it takes `turns`.
 
     Args:
@@ -182,23 +182,23 @@ class Attacker:
         lines: What was dealt so far.
     """
 
-    def __init__(self, plot: Plot, *, horizon: Seconds, detour: Detour | None = None) -> None:
+    def __init__(self, plot: Plot, *, horizon: Seconds, detour: TcpProxy | None = None) -> None:
         self._plot = plot
-        self.blows: tuple[Blow, ...] = ()
-        self._due: list[Blow] = []
+        self.blows: tuple[FaultEvent, ...] = ()
+        self._due: list[FaultEvent] = []
         self._horizon = horizon
         self._detour = detour
-        self._hands = Hands()
+        self._hands = ProcessFaults()
         self._lock = threading.Lock()
-        self.turns = Turns(self._attack, every=TURN_SECONDS, at_end=self._hands.release)
+        self.turns = ThreadLoop(self._attack, every=TURN_SECONDS, at_end=self._hands.release)
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()  # whose deaths nobody has told of yet
         self._began: Seconds | None = None  # training, by the clock of this process
         self._before: Seconds = 0.0  # of the job, when that was
-        self.view = SupervisorView()
-        self.lines: list[Line] = []
+        self.view = JobView()
+        self.lines: list[ReportLine] = []
 
-    def watch(self, view: SupervisorView) -> bool:
+    def watch(self, view: JobView) -> bool:
         """Take note of where processes are; the job is never to be ended."""
         with self._lock:
             if not self.blows and view.roles:
@@ -239,9 +239,9 @@ class Attacker:
         text = blow.text(self._horizon)
         if not struck:
             text += ": nobody there"
-        self.lines.append(Line(seconds=seconds, what="blow", text=text))
+        self.lines.append(ReportLine(seconds=seconds, what="blow", text=text))
 
-    def _strike(self, blow: Blow, now: Seconds) -> bool:
+    def _strike(self, blow: FaultEvent, now: Seconds) -> bool:
         """Deal a blow; return whether there was whom to deal it to."""
         seconds = blow.lasts * self._horizon
         if blow.kind not in PROCESS_KINDS:
@@ -264,17 +264,17 @@ class Attacker:
 
 
 @final
-class _Arranged:
+class _RunUnderChaos:
     """A run whose messages take detours, and whose supervisor is told who killed.
 
     Attributes:
         iterations: That its supervisor was told of.
     """
 
-    def __init__(self, detour: Detour, attacker: Attacker) -> None:
+    def __init__(self, detour: TcpProxy, attacker: FaultInjector) -> None:
         self._detour = detour
         self._attacker = attacker
-        self.iterations = Iterations()
+        self.iterations = IterationCount()
 
     def through(self, name: str, endpoint: str) -> str:
         """Return where `name` is to be found, in place of `endpoint`."""
@@ -283,10 +283,10 @@ class _Arranged:
     def around(self, supervisor: Role) -> Role:
         """Return the supervisor as one who sends everybody there."""
         overheard = self.iterations.around(self._detour.around(supervisor))
-        return Confessed(overheard, self._attacker.owns)
+        return KillAwareSupervisor(overheard, self._attacker.owns)
 
 
-def break_really(job: Job, *, seed: int, console: Console) -> Story:
+def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
     """Run a job on this machine, and break it by the schedule of a seed.
 
     Args:
@@ -298,9 +298,9 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
         JobError: the job cannot be run.
     """
     horizon = job.stop.seconds or HORIZON_SECONDS
-    detour = Detour(seed)
-    attacker = Attacker(partial(schedule, seed), horizon=horizon, detour=detour)
-    arranged = _Arranged(detour, attacker)
+    detour = TcpProxy(seed)
+    attacker = FaultInjector(partial(schedule, seed), horizon=horizon, detour=detour)
+    arranged = _RunUnderChaos(detour, attacker)
     with detour.turns, attacker.turns:
         run = train(job, show=False, watch=attacker.watch, detours=arranged)
     view, summary = attacker.view, run.summary
@@ -308,8 +308,8 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
     iterations = arranged.iterations if has_coordinator else None
     where = f"everything in {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
-    lines = [*attacker.lines, *told_lines(view), end_line(view, summary.error)]
-    return Story(
+    lines = [*attacker.lines, *report_lines(view), end_line(view, summary.error)]
+    return ChaosReport(
         job=job.name,
         seed=seed,
         real=True,

@@ -8,12 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distbelief.chaos.schedule import Blow
+from distbelief.chaos.schedule import FaultEvent
 from distbelief.core import formatting
 from distbelief.forecast.run import first_word
 from distbelief.protocol import Progress
 from distbelief.roles.role import Action, Event, Received, Role, Seconds
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 
 
 # Iterations of a job with a coordinator: which were done again, which were lost.
@@ -23,7 +23,7 @@ from distbelief.supervisor.view import SupervisorView
 
 
 @final
-class Iterations:
+class IterationCount:
     """Counts them by what the supervisor hears; a message that is lost is not counted.
 
     Attributes:
@@ -51,16 +51,16 @@ class Iterations:
                 self.n_again += 1
             self._highest = max(self._highest, self._last)
 
-    def around(self, supervisor: Role) -> "Overheard":
+    def around(self, supervisor: Role) -> "CountingSupervisor":
         """Return the supervisor as one at whom this listens."""
-        return Overheard(supervisor, self)
+        return CountingSupervisor(supervisor, self)
 
 
 @final
-class Overheard:
+class CountingSupervisor:
     """A supervisor of whose iterations count is kept."""
 
-    def __init__(self, role: Role, iterations: Iterations) -> None:
+    def __init__(self, role: Role, iterations: IterationCount) -> None:
         self._role = role
         self._iterations = iterations
 
@@ -75,7 +75,7 @@ class Overheard:
 
 
 @final
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class ReportLine(msgspec.Struct, frozen=True, kw_only=True):
     """One moment of the timeline."""
 
     seconds: Seconds
@@ -84,7 +84,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class Story(msgspec.Struct, frozen=True, kw_only=True):
+class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it.
 
     Attributes:
@@ -117,8 +117,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     real: bool
     horizon: Seconds
-    blows: tuple[Blow, ...]
-    lines: tuple[Line, ...]
+    blows: tuple[FaultEvent, ...]
+    lines: tuple[ReportLine, ...]
     error: str | None
     exit_code: int
     samples: int
@@ -137,30 +137,31 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None
 
 
-def told_lines(view: SupervisorView) -> list[Line]:
+def report_lines(view: JobView) -> list[ReportLine]:
     """Return what the supervisor has told."""
     return [
-        Line(seconds=message.seconds, what="told", text=message.text) for message in view.messages
+        ReportLine(seconds=message.seconds, what="told", text=message.text)
+        for message in view.messages
     ]
 
 
-def end_line(view: SupervisorView, error: str | None) -> Line:
+def end_line(view: JobView, error: str | None) -> ReportLine:
     """Return the last line."""
     text = f"failed: {error}" if error else f"ended: {view.stop_reason}"
-    return Line(seconds=view.seconds, what="end", text=text)
+    return ReportLine(seconds=view.seconds, what="end", text=text)
 
 
-def in_order(lines: Sequence[Line]) -> tuple[Line, ...]:
+def in_order(lines: Sequence[ReportLine]) -> tuple[ReportLine, ...]:
     """Return lines by time; of one moment, as they stand."""
     return tuple(sorted(lines, key=lambda line: line.seconds))
 
 
-def restarts_of(view: SupervisorView) -> dict[str, int]:
+def restarts_of(view: JobView) -> dict[str, int]:
     """Return how often each role was restarted, if it was."""
     return {role.name: role.restarts for role in view.roles if role.restarts}
 
 
-def shown(story: Story) -> RenderableType:
+def rendered(story: ChaosReport) -> RenderableType:
     """Return the story for people."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
@@ -176,7 +177,7 @@ def shown(story: Story) -> RenderableType:
     return Group(table, Text(), *(Text(text) for text in _summary(story)))
 
 
-def _spared(story: Story, n_blows: int) -> str:
+def _spared(story: ChaosReport, n_blows: int) -> str:
     text = f"{n_blows} more blows were to fall after its end"
     if not story.real:
         return text
@@ -186,7 +187,7 @@ def _spared(story: Story, n_blows: int) -> str:
     )
 
 
-def _summary(story: Story) -> list[str]:
+def _summary(story: ChaosReport) -> list[str]:
     lost = [f"{story.pushes_lost:,} acknowledged pushes"]
     if story.iterations_lost is not None:
         lost.insert(0, _iterations(story.iterations_lost))
@@ -214,7 +215,7 @@ def _summary(story: Story) -> list[str]:
     return lines
 
 
-def _steps(story: Story) -> str:
+def _steps(story: ChaosReport) -> str:
     if story.iterations_again is not None:
         return _iterations(story.iterations_again)
     if story.steps_again is None:

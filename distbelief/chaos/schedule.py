@@ -22,7 +22,7 @@ from distbelief.forecast.run import first_word
 from distbelief.parameter_server.replication import shard_of
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Duplicate, Fault, Kill, Pause, Slow
-from distbelief.worker.group import place_of
+from distbelief.worker.group import group_rank_of
 
 
 Kind = Literal["kill", "pause", "slow", "drop", "duplicate", "cut off"]
@@ -49,7 +49,7 @@ _STREAM: Final = 0xC405
 
 
 @final
-class Blow(msgspec.Struct, frozen=True, kw_only=True):
+class FaultEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that breaks.
 
     Attributes:
@@ -91,21 +91,21 @@ class Blow(msgspec.Struct, frozen=True, kw_only=True):
                 assert_never(self.kind)
 
 
-def schedule(seed: int, roles: Sequence[str]) -> tuple[Blow, ...]:
+def schedule(seed: int, roles: Sequence[str]) -> tuple[FaultEvent, ...]:
     """Return the blows of a seed against these roles, in order of time."""
     stream = np.random.default_rng([seed, _STREAM])
     blows = [_blow(stream, roles) for _ in range(N_BLOWS)]
     return tuple(sorted(blows, key=lambda blow: blow.at))
 
 
-def _blow(stream: np.random.Generator, roles: Sequence[str]) -> Blow:
+def _blow(stream: np.random.Generator, roles: Sequence[str]) -> FaultEvent:
     """Draw one; always as many numbers, so that blows do not depend on each other."""
     kind = KINDS[int(stream.integers(len(KINDS)))]
     role = roles[int(stream.integers(len(roles)))]
     other = roles[int(stream.integers(len(roles)))]
     at, lasts, much, coin = (float(number) for number in stream.random(4))
     is_link = kind not in PROCESS_KINDS and coin < 0.5 and _talk(role, other, roles)
-    return Blow(
+    return FaultEvent(
         kind=kind,
         role=role,
         other=other if is_link else None,
@@ -133,11 +133,11 @@ def _talk(role: str, other: str, roles: Sequence[str]) -> bool:
 
 def _group(role: str) -> str:
     """Return the shard of which a role is a copy, or the machines that it is one of."""
-    place = place_of(role)
+    place = group_rank_of(role)
     return shard_of(role) if place is None else place.group
 
 
-def faults_of(blow: Blow, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
+def faults_of(blow: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
     """Return a blow as faults of the simulation.
 
     Args:

@@ -14,23 +14,23 @@ from typing import Final, final
 from rich.console import Console
 
 from distbelief.chaos.report import (
-    Iterations,
-    Line,
-    Story,
+    ChaosReport,
+    IterationCount,
+    ReportLine,
     end_line,
     in_order,
+    report_lines,
     restarts_of,
-    told_lines,
 )
-from distbelief.chaos.schedule import Blow, faults_of, schedule
-from distbelief.display.progress import Waiting
-from distbelief.forecast.prepare import StagedJob
-from distbelief.forecast.run import N_EVENTS_MAX, Tell, told_until_over, view_of
+from distbelief.chaos.schedule import FaultEvent, faults_of, schedule
+from distbelief.display.progress import WaitProgress
+from distbelief.forecast.prepare import PreparedJob
+from distbelief.forecast.run import N_EVENTS_MAX, Tell, report_until_over, view_of
 from distbelief.roles.role import SUPERVISOR, Computed, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.world import Happening
-from distbelief.supervisor.view import SupervisorView
+from distbelief.simulation.world import HandledEvent
+from distbelief.supervisor.view import JobView
 
 
 LENGTH_SECONDS: Final = 60.0
@@ -57,14 +57,14 @@ _STEPS: Final = frozenset({"replica:step"})
 
 @final
 @dataclass(slots=True)
-class _Course:
+class _SimulatedChaos:
     """One run, and what is counted in it."""
 
     simulation: SimulatedCluster
     n_steps: int = 0
-    iterations: Iterations = field(default_factory=Iterations)
+    iterations: IterationCount = field(default_factory=IterationCount)
 
-    def observe(self, happening: Happening) -> None:
+    def observe(self, happening: HandledEvent) -> None:
         event = happening.event
         if happening.name == SUPERVISOR:
             self.iterations.heard(event)
@@ -73,11 +73,13 @@ class _Course:
             self.n_steps += event.result is not None
 
     @property
-    def view(self) -> SupervisorView:
+    def view(self) -> JobView:
         return view_of(self.simulation)
 
 
-def break_virtually(staged: StagedJob, *, seed: int, waiting: Waiting | None = None) -> Story:
+def run_simulated_chaos(
+    staged: PreparedJob, *, seed: int, waiting: WaitProgress | None = None
+) -> ChaosReport:
     """Break a job by the schedule of a seed.
 
     Args:
@@ -88,7 +90,7 @@ def break_virtually(staged: StagedJob, *, seed: int, waiting: Waiting | None = N
     Raises:
         SimulationFailed: a role broke an assertion, or the job does not end.
     """
-    waiting = waiting or Waiting(Console(quiet=True), n_runs=N_RUNS)
+    waiting = waiting or WaitProgress(Console(quiet=True), n_runs=N_RUNS)
     roles = [entry.name for entry in staged.roster]
     blows = schedule(seed, roles)
     slowness, undisturbed = _undisturbed(staged, seed=seed, waiting=waiting)
@@ -101,7 +103,7 @@ def break_virtually(staged: StagedJob, *, seed: int, waiting: Waiting | None = N
     return _story(staged, course, undisturbed, seed=seed, blows=blows, horizon=horizon)
 
 
-def _undisturbed(staged: StagedJob, *, seed: int, waiting: Waiting) -> tuple[float, SupervisorView]:
+def _undisturbed(staged: PreparedJob, *, seed: int, waiting: WaitProgress) -> tuple[float, JobView]:
     """Return how slow machines make the job about a minute long, and its last view."""
     until, slowness, n_left = staged.job.stop.seconds, 1.0, N_TRIES
     waiting.begin(f"{staged.job.name}, undisturbed")
@@ -120,14 +122,14 @@ def _undisturbed(staged: StagedJob, *, seed: int, waiting: Waiting) -> tuple[flo
 
 
 def _run(
-    staged: StagedJob,
+    staged: PreparedJob,
     *,
     seed: int,
     slowness: float,
-    blows: tuple[Blow, ...] = (),
+    blows: tuple[FaultEvent, ...] = (),
     horizon: Seconds = 1.0,
     tell: Tell | None = None,
-) -> _Course:
+) -> _SimulatedChaos:
     roles = [entry.name for entry in staged.roster]
     machine = Machine(
         host="host-0" if staged.job.cluster.shared_memory else "",
@@ -144,33 +146,34 @@ def _run(
         seed=seed,
         options=ClusterOptions(machine=machine, start=(SUPERVISOR,), faults=tuple(faults)),
     )
-    course = _Course(simulation)
+    course = _SimulatedChaos(simulation)
     simulation.observe(course.observe)
-    is_over = told_until_over(simulation, tell)
+    is_over = report_until_over(simulation, tell)
     within = PATIENCE * max(LENGTH_SECONDS, horizon) if blows else 1e7
     simulation.run_until(is_over, within=within, max_events=N_EVENTS_MAX)
     return course
 
 
 def _story(
-    staged: StagedJob,
-    course: _Course,
-    undisturbed: SupervisorView,
+    staged: PreparedJob,
+    course: _SimulatedChaos,
+    undisturbed: JobView,
     *,
     seed: int,
-    blows: tuple[Blow, ...],
+    blows: tuple[FaultEvent, ...],
     horizon: Seconds,
-) -> Story:
+) -> ChaosReport:
     view, simulation = course.view, course.simulation
     error = simulation.halted[SUPERVISOR]
     struck = [blow for blow in blows if blow.at * horizon <= view.seconds]
     lines = [
-        Line(seconds=blow.at * horizon, what="blow", text=blow.text(horizon)) for blow in struck
+        ReportLine(seconds=blow.at * horizon, what="blow", text=blow.text(horizon))
+        for blow in struck
     ]
-    lines += [*told_lines(view), end_line(view, error)]
+    lines += [*report_lines(view), end_line(view, error)]
     has_coordinator = "coordinator" in staged.kinds.values()
     iterations = course.iterations if has_coordinator else None
-    return Story(
+    return ChaosReport(
         job=staged.job.name,
         seed=seed,
         real=False,

@@ -21,12 +21,12 @@ from typing import Final, Self, final
 import msgspec
 import numpy as np
 
-from distbelief.chaos.schedule import Blow
+from distbelief.chaos.schedule import FaultEvent
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Join
 from distbelief.protocol.codec import sender_of
 from distbelief.roles.role import SUPERVISOR, Action, Event, Received, Role, Seconds
-from distbelief.transport.address import Place
+from distbelief.transport.address import Endpoint
 
 
 # Turns: a thread that does the same again and again, until it is told to end.
@@ -42,7 +42,7 @@ def _nothing() -> None:
 
 
 @final
-class Turns:
+class ThreadLoop:
     """Calls `turn`, over and over. A context manager: within it, a thread does so.
 
     Args:
@@ -126,12 +126,12 @@ _VERSION_AT = 10
 
 
 @final
-class NoZmtpError(Exception):
+class NotZmtpError(Exception):
     """This is no connection of ZeroMQ's, or of one that is not understood."""
 
 
 @final
-class Cutter:
+class FrameSplitter:
     """Cuts what comes into pieces that are passed on as a whole.
 
     Attributes:
@@ -148,11 +148,11 @@ class Cutter:
         """Return what is complete by now, and whether it is a message.
 
         Raises:
-            NoZmtpError: this cannot be cut.
+            NotZmtpError: this cannot be cut.
         """
         self._buffer += content
         if len(self._buffer) > UNIT_BYTES_MAX:
-            raise NoZmtpError(f"a message of more than {UNIT_BYTES_MAX} bytes")
+            raise NotZmtpError(f"a message of more than {UNIT_BYTES_MAX} bytes")
         pieces: list[tuple[bytes, bool]] = []
         if self._n_greeted < GREETING_BYTES and self._buffer:
             pieces.append((self._greeting(), False))
@@ -173,7 +173,7 @@ class Cutter:
         begin, buffer = self._n_greeted, self._buffer
         for at, least in ((0, 0xFF), (_VERSION_AT, 3)):
             if begin <= at < begin + len(buffer) and buffer[at - begin] < least:
-                raise NoZmtpError("a greeting of another protocol than ZMTP 3")
+                raise NotZmtpError("a greeting of another protocol than ZMTP 3")
         content = self._take(min(GREETING_BYTES - begin, len(buffer)))
         self._n_greeted += len(content)
         return content
@@ -189,12 +189,12 @@ class Cutter:
             return None
         end = header + int.from_bytes(buffer[begin + 1 : header], "big")
         if end > UNIT_BYTES_MAX:
-            raise NoZmtpError(f"a message of more than {UNIT_BYTES_MAX} bytes")
+            raise NotZmtpError(f"a message of more than {UNIT_BYTES_MAX} bytes")
         return end if len(buffer) >= end else None
 
     def _command(self, end: int) -> bytes:
         if self._frames_end:
-            raise NoZmtpError("a command in the middle of a message")
+            raise NotZmtpError("a command in the middle of a message")
         return self._take(end)
 
     def _message(self, end: int) -> bytes:
@@ -204,7 +204,7 @@ class Cutter:
             try:
                 self.name = sender_of(bytes(self._buffer[begin : begin + n]))
             except RemoteProtocolError as error:
-                raise NoZmtpError(str(error)) from None
+                raise NotZmtpError(str(error)) from None
         return self._take(end)
 
     def _take(self, end: int) -> bytes:
@@ -230,7 +230,7 @@ class _Link:
     near: socket.socket  # to who speaks
     far: socket.socket  # to the inbox
     receiver: str
-    cutter: Cutter = field(default_factory=Cutter)
+    cutter: FrameSplitter = field(default_factory=FrameSplitter)
     out: bytearray = field(default_factory=bytearray)  # to `far`
     back: bytearray = field(default_factory=bytearray)  # to `near`
 
@@ -238,7 +238,7 @@ class _Link:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    blow: Blow
+    blow: FaultEvent
     until: Seconds
 
     def hits(self, sender: str, receiver: str) -> bool:
@@ -247,7 +247,7 @@ class _Rule:
 
 
 @final
-class Detour:
+class TcpProxy:
     """Detours of all roles of a job, open while it takes `turns`.
 
     Args:
@@ -271,13 +271,13 @@ class Detour:
         self._selector = selectors.DefaultSelector()
         self._links: set[_Link] = set()
         self._new: list[tuple[socket.socket, str, str]] = []
-        self.turns = Turns(self._turn, at_end=self._close_all)
+        self.turns = ThreadLoop(self._turn, at_end=self._close_all)
 
     def through(self, name: str, endpoint: str) -> str:
         """Return where `name` is to be found from now on, in place of `endpoint`."""
         if (known := self._known.get((name, endpoint))) is not None:
             return known
-        far = Path(Place.parse(endpoint).path)
+        far = Path(Endpoint.parse(endpoint).path)
         near = far.with_name(f".detour.{len(self._known)}")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(near))
@@ -289,11 +289,11 @@ class Detour:
         self._known[name, endpoint] = detour
         return detour
 
-    def around(self, supervisor: Role) -> "Detoured":
+    def around(self, supervisor: Role) -> "ProxiedLauncher":
         """Return the supervisor as one who knows everybody by their detours."""
-        return Detoured(supervisor, self)
+        return ProxiedLauncher(supervisor, self)
 
-    def strike(self, blow: Blow, *, now: Seconds, seconds: Seconds) -> None:
+    def strike(self, blow: FaultEvent, *, now: Seconds, seconds: Seconds) -> None:
         """Let a blow act on messages for so long."""
         with self._lock:
             self._rules.append(_Rule(blow=blow, until=now + seconds))
@@ -378,7 +378,7 @@ class Detour:
                 link.back += _read(link.far)
             _write(link.far, link.out)
             _write(link.near, link.back)
-        except (OSError, NoZmtpError):
+        except (OSError, NotZmtpError):
             self._close(link)
             return
         self._watch(link, rules)
@@ -404,10 +404,10 @@ class Detour:
 
 
 @final
-class Detoured:
+class ProxiedLauncher:
     """A supervisor to whom all members are where their detours are."""
 
-    def __init__(self, role: Role, detour: Detour) -> None:
+    def __init__(self, role: Role, detour: TcpProxy) -> None:
         self._role = role
         self._detour = detour
 
@@ -423,7 +423,7 @@ class Detoured:
         return word, dict(figures)
 
 
-def _moved(event: Received, join: Join, detour: Detour) -> Received:
+def _moved(event: Received, join: Join, detour: TcpProxy) -> Received:
     assert event.sender != SUPERVISOR
     endpoint = detour.through(event.sender, join.endpoint)
     return Received(

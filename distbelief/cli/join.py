@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distbelief.cli.options import TracebackOption, told
+from distbelief.cli.options import TracebackOption, reported_errors
 
 
 ListenOption = Annotated[
@@ -145,11 +145,11 @@ def join(  # noqa: PLR0913 -- options
     Exit code: 0 the job is over, 1 failed or sent away, 2 a mistake in what you gave,
     130 stopped by Ctrl+C.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         from distbelief.cluster import join as join_module  # noqa: PLC0415 -- torch
         from distbelief.core import units  # noqa: PLC0415 -- start quickly
 
-        wanted = join_module.Wanted(
+        wanted = join_module.JoinOptions(
             address=address,
             keys=keys,
             cores=cores,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from distbelief.cli.options import JsonOption, TracebackOption, told
+from distbelief.cli.options import JsonOption, TracebackOption, reported_errors
 from distbelief.errors import JobError
 
 
@@ -44,7 +44,7 @@ def new(*, directory: KeysOption = DEFAULT, tracebacks: TracebackOption = False)
 
     The secret one stays in a file that only you can read, and is never printed.
     """
-    with told(show_traceback=tracebacks):
+    with reported_errors(show_traceback=tracebacks):
         typer.echo(_files(directory).make())
 
 
@@ -56,7 +56,7 @@ def show(
     tracebacks: TracebackOption = False,
 ) -> None:
     """Print this machine's public key, and whom it lets in."""
-    with told(show_traceback=tracebacks):
+    with reported_errors(show_traceback=tracebacks):
         files = _files(directory)
         following = files.next_pair()
         entries = files.allowed()
@@ -94,7 +94,7 @@ def allow(
 
     A server that is running takes note of it at once.
     """
-    with told(show_traceback=tracebacks):
+    with reported_errors(show_traceback=tracebacks):
         from distbelief.transport.keys import Allowed, public_key  # noqa: PLC0415 -- pyzmq
 
         entry = Allowed(
@@ -123,7 +123,7 @@ def revoke(
 
     A server that is running closes their connections at once.
     """
-    with told(show_traceback=tracebacks):
+    with reported_errors(show_traceback=tracebacks):
         for entry in _files(directory).revoke(which):
             typer.echo(f"{entry.key} ({entry.name}) is let in no longer")
 
@@ -143,7 +143,7 @@ def rotate(
 
     [dim]$[/dim] distbelief keys rotate --finish
     """
-    with told(show_traceback=tracebacks):
+    with reported_errors(show_traceback=tracebacks):
         files = _files(directory)
         if finish:
             key = files.finish_exchange()

@@ -54,7 +54,7 @@ from distbelief.cli.options import (
     TrainedArgument,
     VerifyOption,
     WholeOption,
-    told,
+    reported_errors,
 )
 from distbelief.cli.serve import InsecureOption, serve
 from distbelief.cli.simulate import chaos, simulate
@@ -139,12 +139,12 @@ def train(  # noqa: PLR0913 -- options
 
     Exit code: 0 done, 1 failed, 2 a mistake in what you gave, 130 stopped by Ctrl+C.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         job_file = _job_file(job_file, resume)
         from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
-        from distbelief.launch.local import Launcher  # noqa: PLC0415 -- start quickly
+        from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
 
-        with Launcher() as launcher:  # it imports torch while we do
+        with LocalLauncher() as launcher:  # it imports torch while we do
             job = load_job(job_file, overrides=overrides or ())
             from distbelief import trainer  # noqa: PLC0415 -- torch
 
@@ -205,7 +205,7 @@ def predict(
     A run that split its model over machines predicts with the same plan: one process
     for each machine, each of which reads only its part of the model.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         from distbelief import predict as predict_module  # noqa: PLC0415 -- torch
 
         done = predict_module.predict(
@@ -263,7 +263,7 @@ def partition(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the plan does not fit the machines' memory (or, with --diff,
     the plans differ), 2 a mistake in what you gave.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         if diff is not None:
             from distbelief.partition import api  # noqa: PLC0415 -- torch
 

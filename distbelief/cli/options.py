@@ -21,7 +21,7 @@ _PRINTERS: Final = frozenset({"click", "rich", "typer"})
 
 
 @contextmanager
-def told(*, show_traceback: bool) -> Iterator[None]:
+def reported_errors(*, show_traceback: bool) -> Iterator[None]:
     """Turn what goes wrong into one message and an exit code."""
     try:
         yield

@@ -8,14 +8,14 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from distbelief.chaos.local_faults import break_really
-from distbelief.chaos.report import Story, shown
-from distbelief.chaos.simulated import N_RUNS, break_virtually
+from distbelief.chaos.local_faults import run_local_chaos
+from distbelief.chaos.report import ChaosReport, rendered
+from distbelief.chaos.simulated import N_RUNS, run_simulated_chaos
 from distbelief.config.load import load_job
 from distbelief.core.signals import ended_by_signals
-from distbelief.display.progress import Waiting
-from distbelief.forecast.api import Forecast, Wish, fulfil
-from distbelief.forecast.prepare import Staging
+from distbelief.display.progress import WaitProgress
+from distbelief.forecast.api import Forecast, SimulationRequest, run_request
+from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.report import (
     as_json as forecast_as_json,
     constants_table,
@@ -29,7 +29,7 @@ WIDTH: Final = 200
 """Of what goes into a pipe; lines end where their text does."""
 
 
-def simulate(wish: Wish, *, as_json: bool) -> bool:
+def simulate(wish: SimulationRequest, *, as_json: bool) -> bool:
     """Do what `distbelief simulate` does; return whether all runs came to their end.
 
     Raises:
@@ -39,7 +39,7 @@ def simulate(wish: Wish, *, as_json: bool) -> bool:
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
     with ended_by_signals():  # so that temporary files are gone
-        forecast = fulfil(wish, console=aside)
+        forecast = run_request(wish, console=aside)
     if as_json:
         text = forecast_as_json(
             forecast.job,
@@ -64,7 +64,7 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def _print(forecast: Forecast, wish: Wish, console: Console) -> None:
+def _print(forecast: Forecast, wish: SimulationRequest, console: Console) -> None:
     run = [variant for variant in forecast.variants if variant.outcomes]
     n_seeds = len(wish.seeds)
     seeds = "" if n_seeds == 1 else f", {n_seeds} seeds: median (p10 to p90)"
@@ -98,18 +98,22 @@ def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as
     aside = Console(stderr=True, highlight=False) if as_json else console
     job = load_job(job_file, overrides=overrides)
     if real:
-        story = break_really(job, seed=seed, console=aside)
+        story = run_local_chaos(job, seed=seed, console=aside)
     else:
-        with ended_by_signals(), Staging() as staging, Waiting(aside, n_runs=N_RUNS) as waiting:
+        with (
+            ended_by_signals(),
+            Preparation() as staging,
+            WaitProgress(aside, n_runs=N_RUNS) as waiting,
+        ):
             waiting.say("Trying model and data")
             staged = staging.stage(job)
-            story = break_virtually(staged, seed=seed, waiting=waiting)
+            story = run_simulated_chaos(staged, seed=seed, waiting=waiting)
     _show(story, console, as_json=as_json)
     return story.exit_code
 
 
-def _show(story: Story, console: Console, *, as_json: bool) -> None:
+def _show(story: ChaosReport, console: Console, *, as_json: bool) -> None:
     if as_json:
         console.out(msgspec.json.encode(story).decode(), highlight=False)
     else:
-        console.print(shown(story))
+        console.print(rendered(story))

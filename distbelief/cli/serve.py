@@ -12,7 +12,7 @@ from distbelief.cli.options import (
     ModelArgument,
     SeedOption,
     TracebackOption,
-    told,
+    reported_errors,
 )
 from distbelief.errors import JobError
 
@@ -103,7 +103,7 @@ def serve(  # noqa: PLR0913 -- options
 
     Exit code: 0 ended and saved, 1 failed, 2 a mistake in what you gave.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         if model is None:
             raise JobError(
                 "there is no model to serve: name the function that makes it, as in "
@@ -113,7 +113,7 @@ def serve(  # noqa: PLR0913 -- options
 
         here = str(Path.cwd())  # where a function beside the user is found
         sys.path[:0] = [] if here in sys.path else [here]
-        wanted = standalone.Wanted(
+        wanted = standalone.ServeOptions(
             model=serving_options.model(model, seed=seed),
             rule=serving_options.rule(rule, learning_rate, options or ()),
             shards=shards,
@@ -122,7 +122,7 @@ def serve(  # noqa: PLR0913 -- options
             snapshot_every=snapshot_every,
             reach=serving_options.reach(bind, keys=keys, insecure=insecure),
         )
-        error = standalone.stand(wanted, directory, tell=_say, from_scratch=from_scratch)
+        error = standalone.run_server(wanted, directory, tell=_say, from_scratch=from_scratch)
         if error is not None:
             typer.echo(error, err=True)
             raise typer.Exit(FAILED)

@@ -20,7 +20,7 @@ from distbelief.cli.options import (
     SweepOption,
     TracebackOption,
     TraceOption,
-    told,
+    reported_errors,
 )
 from distbelief.errors import JobError
 
@@ -59,12 +59,12 @@ def simulate(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the job failed, 2 a mistake in what you gave, 130 it was
     interrupted.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
-        from distbelief.forecast.api import Wish  # noqa: PLC0415 -- start quickly
+        from distbelief.forecast.api import SimulationRequest  # noqa: PLC0415 -- start quickly
         from distbelief.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
 
-        wish = Wish(
+        wish = SimulationRequest(
             job=_named(job_file, "simulate"),
             overrides=tuple(overrides or ()),
             axes=tuple(axes_of(sweep or ())),
@@ -103,7 +103,7 @@ def chaos(
     Exit code: 0 the job came to its end, 1 it failed, 2 a mistake in what you gave,
     130 it was interrupted.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
 
         exit_code = run_simulate.chaos(

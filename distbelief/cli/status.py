@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from distbelief.cli.options import JsonOption, RunArgument, TracebackOption, told
+from distbelief.cli.options import JsonOption, RunArgument, TracebackOption, reported_errors
 from distbelief.errors import JobError
 
 
@@ -34,7 +34,7 @@ def status(
 
     The figures are those of the job's last second; of a job that has ended, its last.
     """
-    with told(show_traceback=show_traceback):
+    with reported_errors(show_traceback=show_traceback):
         from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
         run = (

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from typing_extensions import override
 
 from distbelief.errors import JobError
-from distbelief.transport.address import Place, number_of, numbers_of
+from distbelief.transport.address import Endpoint, number_of, numbers_of
 from distbelief.transport.keys import KeyPair, public_key
 
 
@@ -67,11 +67,11 @@ class JobAddress:
         """The address without what lets one in."""
         return f"tcp://{self.host}:{self.port}"
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> Endpoint:
         """Return where to connect to, if this is the supervisor's key."""
-        return Place(host=number_of(self.host), port=self.port, key=key)
+        return Endpoint(host=number_of(self.host), port=self.port, key=key)
 
-    def is_left_by(self, place: Place) -> bool:
+    def is_left_by(self, place: Endpoint) -> bool:
         """Return whether the host's name has other numbers now than this place's.
 
         See `numbers_of`; False while nobody knows it.

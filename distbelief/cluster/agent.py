@@ -16,17 +16,26 @@ import msgspec
 
 from distbelief.cluster.bootstrap import (
     PROBE,
-    LinkProbe,
-    Reading,
-    moved_here,
+    BandwidthProbe,
+    FileDownload,
     patience_of,
-    read_brief,
+    read_job_spec,
+    relocated,
 )
 from distbelief.core import files
 from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
-from distbelief.launch.local import Launcher
+from distbelief.launch.local import LocalLauncher
 from distbelief.launch.preflight import VERDICT_BYTES_MAX, verdict_file
-from distbelief.protocol import Dismiss, Duties, DutyEnded, HostReport, Message, Offer, Piece, Stop
+from distbelief.protocol import (
+    Assignments,
+    FileChunk,
+    HostReport,
+    Message,
+    Offer,
+    Release,
+    RoleEnded,
+    Stop,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     USER,
@@ -35,7 +44,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     Launch,
     PeerLost,
     Received,
@@ -47,7 +56,7 @@ from distbelief.roles.role import (
     Terminate,
     TimerFired,
 )
-from distbelief.transport.config import Reach
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 
 
@@ -55,7 +64,7 @@ from distbelief.transport.shared_memory import FileMemory
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostConfig:
+class HostAgentConfig:
     """Of one host.
 
     Attributes:
@@ -126,13 +135,13 @@ _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 
 
 @final
-class Workload:
+class RunningRoles:
     """Of one host, in all its lives."""
 
     def __init__(self) -> None:
         self._wanted: dict[Address, int] = {}
         self._running: dict[Address, int] = {}  # of former lives, too, until they end
-        self._ended: dict[Address, DutyEnded] = {}
+        self._ended: dict[Address, RoleEnded] = {}
 
     @property
     def n_running(self) -> int:
@@ -140,7 +149,7 @@ class Workload:
         return len(self._running)
 
     @property
-    def ended(self) -> tuple[DutyEnded, ...]:
+    def ended(self) -> tuple[RoleEnded, ...]:
         """Duties whose process has ended."""
         return tuple(self._ended.values())
 
@@ -156,7 +165,7 @@ class Workload:
         self._running[PREPARE] = life
         return [Launch(name=PREPARE, incarnation=life)]
 
-    def assign(self, message: Duties) -> None:
+    def assign(self, message: Assignments) -> None:
         """Take over the duties of the host (`reconcile`).
 
         Raises:
@@ -189,7 +198,7 @@ class Workload:
             return False
         del self._running[event.peer]
         if self._wanted.get(event.peer) == event.incarnation:
-            self._ended[event.peer] = DutyEnded(
+            self._ended[event.peer] = RoleEnded(
                 name=event.peer, incarnation=event.incarnation, reason=event.reason[:_REASON_MAX]
             )
         return True
@@ -242,7 +251,7 @@ _VERDICT: Final = "host:verdict"
 _ALONE_SECONDS: Final = 3.0
 
 
-class Site(Protocol):
+class HostStorage(Protocol):
     """Where a host keeps what it is told. Called as work, never by two at once."""
 
     def furnish(self, brief: bytes) -> Seconds:
@@ -262,7 +271,7 @@ class Site(Protocol):
 
 
 @final
-class Host:
+class HostAgent:
     """The role `host-...`.
 
     Args:
@@ -270,21 +279,21 @@ class Host:
         site: Where it keeps what it is told.
     """
 
-    def __init__(self, config: HostConfig, *, site: Site) -> None:
+    def __init__(self, config: HostAgentConfig, *, site: HostStorage) -> None:
         self._config = config
         self._site = site
         self._life = 0
         self._run: str | None = None  # whose duties it has
         self._was_taken = config.returns  # by a job, in this life or an earlier one
         self._word_at: Seconds = 0.0  # the supervisor's last, of whatever life
-        self._probe: LinkProbe | None = None  # as long as that lasts
+        self._probe: BandwidthProbe | None = None  # as long as that lasts
         self._bandwidth = 0.0  # of the link, as found
-        self._reading: Reading | None = None  # its brief
+        self._reading: FileDownload | None = None  # its brief
         self._ready = False
         self._to_prepare = False  # as soon as an older process has ended
         self._refusal: str | None = None
         self._leaves_at: Seconds | None = None  # once it was asked to: at the latest
-        self._workload = Workload()
+        self._workload = RunningRoles()
         self._patience: Seconds = config.silence_seconds_max
         self._heard_at: Seconds = 0.0
         self._offered_since: Seconds = 0.0
@@ -410,7 +419,7 @@ class Host:
         return self._workload.drop()
 
     def _go(self, error: str | None) -> list[Action]:
-        return [*self._workload.end(), Halt(error=error)]
+        return [*self._workload.end(), Exit(error=error)]
 
     def _asked_to_leave(self, message: Message, now: Seconds) -> list[Action]:
         if not isinstance(message, Stop):
@@ -426,16 +435,16 @@ class Host:
     def _told(self, message: Message, now: Seconds) -> list[Action]:
         self._word_at = now
         match message:
-            case Duties():
+            case Assignments():
                 return self._assigned(message, now)
-            case Dismiss():
+            case Release():
                 return self._dismissed(message, now)
-            case Piece():
+            case FileChunk():
                 return self._read(message, now)
             case _:
                 raise RemoteProtocolError(f"the supervisor sent a host {type(message).__name__}")
 
-    def _assigned(self, message: Duties, now: Seconds) -> list[Action]:
+    def _assigned(self, message: Assignments, now: Seconds) -> list[Action]:
         if message.life != self._life:
             return []
         if self._run not in {None, message.run}:  # another supervisor, at its place
@@ -443,13 +452,13 @@ class Host:
         self._heard_at = now
         if self._run is None:
             self._run, self._was_taken = message.run, True
-            self._probe = LinkProbe(begun_at=now)
+            self._probe = BandwidthProbe(begun_at=now)
             asks = [_tell(ask) for ask in self._probe.ask(now)]
             return [Report(text=f"run {message.run}"), *asks]
         self._workload.assign(message)
         return self._reconcile()
 
-    def _dismissed(self, message: Dismiss, now: Seconds) -> list[Action]:
+    def _dismissed(self, message: Release, now: Seconds) -> list[Action]:
         if message.life != self._life:
             return []
         if self._leaves_at is not None:
@@ -465,7 +474,7 @@ class Host:
             said = Report(text=text, level="warning")
         return [said, *self._begin_anew(now), *(self._offer(now) if message.again else ())]
 
-    def _read(self, piece: Piece, now: Seconds) -> list[Action]:
+    def _read(self, piece: FileChunk, now: Seconds) -> list[Action]:
         if piece.document == PROBE:
             if self._probe is None:
                 return []
@@ -485,10 +494,10 @@ class Host:
         name = f"{_FURNISH}:{self._life}"
         return [Compute(name=name, work=lambda: self._site.furnish(content))]
 
-    def _probed(self, probe: LinkProbe) -> list[Action]:
+    def _probed(self, probe: BandwidthProbe) -> list[Action]:
         """The link is known; go on to the brief."""
         self._probe, self._bandwidth = None, probe.rate
-        self._reading = Reading(BRIEF)
+        self._reading = FileDownload(BRIEF)
         return [_tell(self._reading.ask())]
 
     # --------------------------------------------------------------------- processes
@@ -552,7 +561,7 @@ N_SIBLINGS_MAX: Final = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteConfig:
+class AgentStorageConfig:
     """What a host knows of itself.
 
     Attributes:
@@ -564,17 +573,17 @@ class SiteConfig:
     """
 
     supervisor: str
-    reach: Reach
+    reach: ListenConfig
     allowed: tuple[str, ...]
     code: Path
     directory: Path
 
 
 @final
-class HostSite:
+class AgentStorage:
     """Of one process that has joined; a run at a time."""
 
-    def __init__(self, config: SiteConfig, *, launcher: Launcher) -> None:
+    def __init__(self, config: AgentStorageConfig, *, launcher: LocalLauncher) -> None:
         self._config = config
         self._launcher = launcher
         self._memory: FileMemory | None = None
@@ -590,7 +599,7 @@ class HostSite:
             DistBeliefError: this machine can be of no use to that run.
         """
         self.clear()
-        told = read_brief(brief)
+        told = read_job_spec(brief)
         patience = patience_of(told.spec.job)
         directory = _made(self._config.directory)
         memory = self._memory = FileMemory.make()
@@ -600,7 +609,7 @@ class HostSite:
             files.write(plan, told.plan.encode())
         spec = msgspec.structs.replace(
             told.spec,
-            job=moved_here(told.spec.job, self._config.code),
+            job=relocated(told.spec.job, self._config.code),
             supervisor=self._config.supervisor,
             memory=str(memory.directory) if told.shares else "",
             snapshots=str(directory / "snapshots"),
@@ -637,10 +646,10 @@ class HostSite:
 
 
 @final
-class HostLauncher:
+class AgentLauncher:
     """Starts roles, and what tries the run out, as a host wants it."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: LocalLauncher) -> None:
         self._launcher = launcher
 
     def launch(self, name: Address, incarnation: int) -> None:

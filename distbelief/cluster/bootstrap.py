@@ -19,11 +19,11 @@ import msgspec
 from distbelief.config.job import QUANTITIES, ClusterTable
 from distbelief.config.tables import decode
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.launch.role_process import Spec
-from distbelief.protocol import Ask, Blob, Piece
+from distbelief.launch.role_process import RoleSpec
+from distbelief.protocol import Blob, FileChunk, FileRequest
 from distbelief.protocol.hosts import PIECE_BYTES_MAX
 from distbelief.roles.role import Seconds
-from distbelief.transport.config import Reach
+from distbelief.transport.config import ListenConfig
 
 
 # A brief: all that the roles of a run are told, from one machine to another.
@@ -37,7 +37,7 @@ from distbelief.transport.config import Reach
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError)
 
 
-class Brief(msgspec.Struct, frozen=True, kw_only=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a host is told.
 
     Attributes:
@@ -46,12 +46,12 @@ class Brief(msgspec.Struct, frozen=True, kw_only=True):
         shares: Whether roles of one machine share memory.
     """
 
-    spec: Spec
+    spec: RoleSpec
     plan: str | None = None
     shares: bool = True
 
 
-def write_brief(spec: Spec, *, plan: Path | None) -> bytes:
+def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
     """Return the brief of a run.
 
     Args:
@@ -59,21 +59,27 @@ def write_brief(spec: Spec, *, plan: Path | None) -> bytes:
         plan: Where their plan is.
     """
     told = msgspec.structs.replace(
-        spec, supervisor="", memory="", snapshots="", plan=None, initial_file=None, reach=Reach()
+        spec,
+        supervisor="",
+        memory="",
+        snapshots="",
+        plan=None,
+        initial_file=None,
+        reach=ListenConfig(),
     )
     text = None if plan is None else plan.read_text()
     shares = bool(spec.memory)
-    return msgspec.json.encode(Brief(spec=told, plan=text, shares=shares))
+    return msgspec.json.encode(JobSpec(spec=told, plan=text, shares=shares))
 
 
-def read_brief(content: bytes) -> Brief:
+def read_job_spec(content: bytes) -> JobSpec:
     """Return the brief that `write_brief` wrote, on another machine.
 
     Raises:
         JobError: it is none.
     """
     try:
-        return msgspec.json.decode(content, type=Brief)
+        return msgspec.json.decode(content, type=JobSpec)
     except _UNREADABLE as error:
         raise JobError(
             f"what the supervisor says of its job cannot be read: {error!s:.200}. Use "
@@ -96,7 +102,7 @@ def patience_of(job: msgspec.Raw) -> Seconds:
     return cluster.patience
 
 
-def moved_here(job: msgspec.Raw, directory: Path) -> msgspec.Raw:
+def relocated(job: msgspec.Raw, directory: Path) -> msgspec.Raw:
     """Return a job as if its user had started it in this directory.
 
     Raises:
@@ -145,7 +151,7 @@ def _moved(value: object, bases: list[str], here: str) -> object:
 DOCUMENT_BYTES_MAX: Final = 1 << 26
 
 
-def piece_of(document: str, content: bytes, offset: int) -> Piece:
+def chunk_of(document: str, content: bytes, offset: int) -> FileChunk:
     """Return the piece that begins there.
 
     Raises:
@@ -153,7 +159,7 @@ def piece_of(document: str, content: bytes, offset: int) -> Piece:
     """
     if offset > len(content):
         raise RemoteProtocolError(f"a piece of {document} at {offset}: it has {len(content)} bytes")
-    return Piece(
+    return FileChunk(
         document=document,
         offset=offset,
         n_bytes=len(content),
@@ -162,7 +168,7 @@ def piece_of(document: str, content: bytes, offset: int) -> Piece:
 
 
 @final
-class Reading:
+class FileDownload:
     """One document, as far as it has come.
 
     Args:
@@ -182,12 +188,12 @@ class Reading:
         is_whole = self._n_bytes == len(self._content)
         return bytes(self._content) if is_whole else None
 
-    def ask(self) -> Ask:
+    def ask(self) -> FileRequest:
         """Return what to ask for now."""
         self._n_looks = 0
-        return Ask(document=self.document, offset=len(self._content))
+        return FileRequest(document=self.document, offset=len(self._content))
 
-    def ask_again(self) -> Ask | None:
+    def ask_again(self) -> FileRequest | None:
         """Return what to ask for if nothing has come for long; called now and then.
 
         More and more seldom: what is merely slow comes as often as it is asked for, and
@@ -199,7 +205,7 @@ class Reading:
         self._patience *= 2
         return self.ask()
 
-    def take(self, piece: Piece) -> bool:
+    def take(self, piece: FileChunk) -> bool:
         """Take a piece; return whether it is news.
 
         Raises:
@@ -238,7 +244,7 @@ SECONDS_MAX: Final = 3.0
 _CONTENT: Final = Blob(bytes(PIECE_BYTES))
 
 
-def probe_piece(offset: int) -> Piece:
+def probe_chunk(offset: int) -> FileChunk:
     """Return the piece that begins there.
 
     Raises:
@@ -247,12 +253,12 @@ def probe_piece(offset: int) -> Piece:
     n_bytes = N_PIECES_MAX * PIECE_BYTES
     if offset >= n_bytes or offset % PIECE_BYTES:
         raise RemoteProtocolError(f"a piece of {PROBE} at {offset}: there is none")
-    return Piece(document=PROBE, offset=offset, n_bytes=n_bytes, content=_CONTENT)
+    return FileChunk(document=PROBE, offset=offset, n_bytes=n_bytes, content=_CONTENT)
 
 
 @final
 @dataclass(slots=True, kw_only=True)
-class LinkProbe:
+class BandwidthProbe:
     """Of one life of a host.
 
     Attributes:
@@ -269,16 +275,17 @@ class LinkProbe:
     _n_of_round: int = 0
     _round_at: Seconds = 0.0
 
-    def ask(self, now: Seconds) -> list[Ask]:
+    def ask(self, now: Seconds) -> list[FileRequest]:
         """Return what the next round asks for."""
         self._n_of_round = max(1, 2 * self._n_of_round)
         self._round_at = now
         first, self._n_asked = self._n_asked, self._n_asked + self._n_of_round
         return [
-            Ask(document=PROBE, offset=index * PIECE_BYTES) for index in range(first, self._n_asked)
+            FileRequest(document=PROBE, offset=index * PIECE_BYTES)
+            for index in range(first, self._n_asked)
         ]
 
-    def take(self, piece: Piece, now: Seconds) -> list[Ask]:
+    def take(self, piece: FileChunk, now: Seconds) -> list[FileRequest]:
         """Take a piece; return what is to be asked for now."""
         if self.is_over or piece.offset != self._n_come * PIECE_BYTES:
             return []

@@ -10,7 +10,7 @@ import msgspec
 
 from distbelief.config.job import Job
 from distbelief.core import formatting
-from distbelief.protocol import Dismiss, Duties, Duty, Offer
+from distbelief.protocol import Assignments, Offer, Release, RoleAssignment
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.supervisor.view import HostView
 
@@ -30,7 +30,7 @@ _ALIKE: Final = math.log(1.25)  # machines that differ less are as fast as each 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepTime:
     """What a replica's step takes, for each parameter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Step:
     n_bytes: float = 0.0
 
     @classmethod
-    def of(cls, job: Job) -> "Step":
+    def of(cls, job: Job) -> "StepTime":
         """Return that of a job; of portions, each is reckoned with a fetch of its own.
 
         Args:
@@ -89,7 +89,7 @@ HERE: Final = Address("here")
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Room:
+class HostSlots:
     """One machine.
 
     Attributes:
@@ -116,7 +116,7 @@ class Room:
 
 
 @final
-class Places:
+class SlotTable:
     """Of one job.
 
     Args:
@@ -124,14 +124,14 @@ class Places:
     """
 
     def __init__(self, *, slots_here: int) -> None:
-        self._rooms: dict[Address, Room] = {HERE: Room(slots=slots_here)}
+        self._rooms: dict[Address, HostSlots] = {HERE: HostSlots(slots=slots_here)}
         self._at: dict[Address, Address] = {}  # role -> room, as long as it runs
         self._was_at: dict[Address, Address] = {}
         self._takes: dict[Address, int] = {}  # slots
 
     def open(self, host: Address, *, slots: int, grade: int | None = None) -> None:
         """This machine may be used from now on."""
-        self._rooms[host] = Room(slots=slots, grade=grade)
+        self._rooms[host] = HostSlots(slots=slots, grade=grade)
 
     def shut(self, host: Address, *, is_open: bool = False) -> None:
         """Nothing more is to come to this machine (or, again, it may)."""
@@ -206,7 +206,7 @@ _UNPRINTABLE: Final = re.compile(r"[^\w.:@-]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostedConfig:
+class ClusterConfig:
     """How a job spans machines.
 
     Attributes:
@@ -231,7 +231,7 @@ class HostedConfig:
     slots_here: int
     threads: int = 1
     device: str = "cpu"
-    step: Step = field(default_factory=Step)
+    step: StepTime = field(default_factory=StepTime)
     silent_seconds: Seconds = 3.0
     dead_seconds: Seconds = 8.0
     leave_seconds_max: Seconds = 20.0
@@ -289,14 +289,14 @@ class HostRecord:
 
     def dismiss(self, reason: str, *, again: bool, refused: bool = False) -> Send:
         """Return what tells it that this life is over."""
-        message = Dismiss(life=self.life, again=again, reason=reason[:2048], refused=refused)
+        message = Release(life=self.life, again=again, reason=reason[:2048], refused=refused)
         return Send(receiver=self.name, message=message)
 
     def assign(self, run: str) -> Send:
         """Return what tells it what to run."""
         self.changed = False
-        told = tuple(Duty(name=name, incarnation=n) for name, n in self.duties.items())
-        message = Duties(life=self.life, run=run, duties=told)
+        told = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.duties.items())
+        message = Assignments(life=self.life, run=run, duties=told)
         return Send(receiver=self.name, message=message)
 
     def introduction(self) -> str:

@@ -23,20 +23,26 @@ import msgspec
 import torch
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.agent import Host, HostConfig, HostLauncher, HostSite, SiteConfig
+from distbelief.cluster.agent import (
+    AgentLauncher,
+    AgentStorage,
+    AgentStorageConfig,
+    HostAgent,
+    HostAgentConfig,
+)
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.core.writer import Writer
 from distbelief.errors import JobError, TransportError
-from distbelief.launch.local import Launcher
+from distbelief.launch.local import LocalLauncher
 from distbelief.partition.profiling import this_host as profiling
 from distbelief.protocol import Stop
 from distbelief.protocol.codec import JOINING
 from distbelief.roles.role import HOST, SUPERVISOR, USER, PeerLost, Received, Seconds
-from distbelief.transport.address import Place, number_of, own_number_towards
-from distbelief.transport.config import Keyring, Reach
+from distbelief.transport.address import Endpoint, number_of, own_number_towards
+from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles
-from distbelief.transport.node import Node
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -52,14 +58,14 @@ SECONDS: Final = 2.0
 
 
 @final
-class Knock:
+class PortProbe:
     """Again and again, at one place, for as long as somebody asks.
 
     Args:
         place: Where.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Endpoint) -> None:
         self._place = place
         self._link: socket.socket | None = None
         self._begun_at: Seconds | None = None
@@ -118,7 +124,7 @@ ONCE_SECONDS: Final = 1.5
 
 
 @final
-class Lookout:
+class SupervisorMonitor:
     """Of one machine; to be closed.
 
     Args:
@@ -129,12 +135,12 @@ class Lookout:
     """
 
     def __init__(
-        self, transport: ZmqTransport, *, key: str, place: Place, tell: Callable[[str], None]
+        self, transport: ZmqTransport, *, key: str, place: Endpoint, tell: Callable[[str], None]
     ) -> None:
         self._transport = transport
         self._key = key
         self._place = place
-        self._knock = Knock(place)
+        self._knock = PortProbe(place)
         self._begun_at: Seconds | None = None
         self._tell = tell
         self._told: set[str] = set()
@@ -205,7 +211,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class JoinOptions:
     """What the machine's user wants.
 
     Attributes:
@@ -233,7 +239,7 @@ class Wanted:
     wait_seconds: float = 600.0
 
 
-def join(wanted: Wanted, *, tell: Tell) -> int:
+def join(wanted: JoinOptions, *, tell: Tell) -> int:
     """Offer this machine; return the exit code.
 
     Raises:
@@ -244,7 +250,7 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
     reach = _reach(address, wanted)
     was_taken = False
     while True:
-        stay = _Stay(wanted, reach=reach, address=address, tell=tell)
+        stay = _Membership(wanted, reach=reach, address=address, tell=tell)
         exit_code = stay.run(returns=was_taken)
         if stay.moved_to is None or exit_code:
             return exit_code
@@ -253,7 +259,7 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
 
 
 @final
-class _Stay:
+class _Membership:
     """This machine at one address, under a name of its own.
 
     Everything listens at that address: at another, all is begun anew.
@@ -269,7 +275,9 @@ class _Stay:
         was_taken: Whether it has been of a job.
     """
 
-    def __init__(self, wanted: Wanted, *, reach: Reach, address: JobAddress, tell: Tell) -> None:
+    def __init__(
+        self, wanted: JoinOptions, *, reach: ListenConfig, address: JobAddress, tell: Tell
+    ) -> None:
         self._wanted = wanted
         self._reach = reach
         self._address = address
@@ -291,28 +299,32 @@ class _Stay:
         wanted, reach = self._wanted, self._reach
         name = HOST + secrets.token_hex(4)
         with ExitStack() as stack:
-            launcher = stack.enter_context(Launcher())
+            launcher = stack.enter_context(LocalLauncher())
             FileMemory.sweep()
             log = stack.enter_context(_Log(wanted.directory, tell=self._tell))
             tell = self._tell = log.say
             transport = stack.enter_context(
                 reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=log.add)
             )
-            lookout = Lookout(transport, key=_own_key(reach), place=self._place, tell=tell)
+            lookout = SupervisorMonitor(
+                transport, key=_own_key(reach), place=self._place, tell=tell
+            )
             stack.callback(lookout.close)
             lookout.dial()
-            site = HostSite(self._site_config(), launcher=launcher)
+            site = AgentStorage(self._site_config(), launcher=launcher)
             stack.callback(site.clear)
             stack.callback(launcher.close)  # before that
             config = _config(wanted, transport.endpoint, returns=returns)
-            host = Host(config, site=site)
+            host = HostAgent(config, site=site)
             tell(f"{name} waits for a job at {self._place.endpoint}")
-            node = Node(host, transport=transport, log=log.add, launcher=HostLauncher(launcher))
+            node = RoleRunner(
+                host, transport=transport, log=log.add, launcher=AgentLauncher(launcher)
+            )
             exit_code = _run(node, lambda: self._look(host, node, lookout=lookout), log=log)
             self.was_taken = host.was_taken
         return exit_code
 
-    def _look(self, host: Host, node: Node, *, lookout: Lookout) -> None:
+    def _look(self, host: HostAgent, node: RoleRunner, *, lookout: SupervisorMonitor) -> None:
         """See what nobody says: whether the job, or this machine's address, is gone."""
         is_alone = host.is_left_alone(time.monotonic())
         lost = lookout.look(is_alone=is_alone, is_known=host.was_taken)
@@ -321,7 +333,7 @@ class _Stay:
         if self.moved_to is None and host.is_offering:
             self._look_at_addresses(node, lookout=lookout)
 
-    def _look_at_addresses(self, node: Node, *, lookout: Lookout) -> None:
+    def _look_at_addresses(self, node: RoleRunner, *, lookout: SupervisorMonitor) -> None:
         """See whether this machine has another one now, or the supervisor has."""
         was = self._reach.host
         now = lookout.own_number(known=was)
@@ -339,8 +351,8 @@ class _Stay:
         stop = Stop(reason=text)
         node.post(Received(sender=USER, incarnation=0, message=stop))
 
-    def _site_config(self) -> SiteConfig:
-        return SiteConfig(
+    def _site_config(self) -> AgentStorageConfig:
+        return AgentStorageConfig(
             supervisor=str(self._place),
             reach=self._reach,
             allowed=self._wanted.allowed,
@@ -349,7 +361,7 @@ class _Stay:
         )
 
 
-def _run(node: Node, look: Callable[[], None], *, log: "_Log") -> int:
+def _run(node: RoleRunner, look: Callable[[], None], *, log: "_Log") -> int:
     with caught_signals() as caught:
 
         def stop(number: signal.Signals) -> None:
@@ -364,18 +376,18 @@ def _run(node: Node, look: Callable[[], None], *, log: "_Log") -> int:
     return EXIT_CODES.get(caught.number, 0) if caught.number else 0
 
 
-def _server(reach: Reach, address: JobAddress) -> str:
+def _server(reach: ListenConfig, address: JobAddress) -> str:
     return address.key if reach.keys is None else reach.keys.server_key
 
 
-def _own_key(reach: Reach) -> str:
+def _own_key(reach: ListenConfig) -> str:
     return "" if reach.keys is None else reach.keys.public
 
 
-def _config(wanted: Wanted, endpoint: str, *, returns: bool) -> HostConfig:
+def _config(wanted: JoinOptions, endpoint: str, *, returns: bool) -> HostAgentConfig:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return HostConfig(
+    return HostAgentConfig(
         label=socket.gethostname()[:100] or "nameless",
         endpoint=endpoint,
         cores=wanted.cores or cores,
@@ -394,7 +406,7 @@ def _flops() -> float:
     return profiling.flops()
 
 
-def _reach(address: JobAddress, wanted: Wanted) -> Reach:
+def _reach(address: JobAddress, wanted: JoinOptions) -> ListenConfig:
     """Return from where this machine can be reached."""
     host = own_number_towards(number_of(address.host))
     if wanted.keys is None:
@@ -404,15 +416,15 @@ def _reach(address: JobAddress, wanted: Wanted) -> Reach:
                 "one's, as in --keys ~/.distbelief/keys (distbelief keys new makes "
                 "one). Without keys, the address has a secret"
             )
-        return Reach(host=host, secret=address.secret)
+        return ListenConfig(host=host, secret=address.secret)
     directory = wanted.keys.expanduser().absolute()
-    ring = Keyring(
+    ring = KeyConfig(
         directory=str(directory),
         role="host",
         server_key=address.key or _server_key(KeyFiles(directory)),
         believes=True,
     )
-    return Reach(host=host, keys=ring).pinned()
+    return ListenConfig(host=host, keys=ring).pinned()
 
 
 def _server_key(keys: KeyFiles) -> str:

@@ -11,20 +11,20 @@ from typing import Self, final
 import msgspec
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.bootstrap import write_brief
-from distbelief.cluster.host_table import HostedConfig, Step
-from distbelief.cluster.ray import RayHosts, RayWanted, connect
-from distbelief.cluster.scheduler import Hosted
+from distbelief.cluster.bootstrap import write_job_spec
+from distbelief.cluster.host_table import ClusterConfig, StepTime
+from distbelief.cluster.ray import RayHosts, RayOptions, connect
+from distbelief.cluster.scheduler import ClusterSupervisor
 from distbelief.config.job import Job
-from distbelief.launch.role_process import Spec
+from distbelief.launch.role_process import RoleSpec
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.transport.address import ANYWHERE, Place, own_number
-from distbelief.transport.config import Reach
+from distbelief.transport.address import ANYWHERE, Endpoint, own_number
+from distbelief.transport.config import ListenConfig
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Hosting:
+class JoinServer:
     """How a job spans machines.
 
     Attributes:
@@ -35,33 +35,35 @@ class Hosting:
         on_ray: Whether a Ray cluster lends the machines.
     """
 
-    reach: Reach
+    reach: ListenConfig
     n_hosts: int = 0
     hosts_seconds: float = 600.0
     cores: int | None = None
     on_ray: bool = False
 
     @property
-    def reach_of_roles(self) -> Reach:
+    def reach_of_roles(self) -> ListenConfig:
         """From where roles on this machine can be reached."""
         keys = self.reach.keys
         if keys is not None:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def around(self, supervisor: Supervisor, job: Job, spec: Spec, *, plan: Path | None) -> Hosted:
+    def around(
+        self, supervisor: Supervisor, job: Job, spec: RoleSpec, *, plan: Path | None
+    ) -> ClusterSupervisor:
         """Return the supervisor as one whose roles may be elsewhere."""
-        config = HostedConfig(
+        config = ClusterConfig(
             run=secrets.token_hex(4),
-            brief=write_brief(spec, plan=plan),
+            brief=write_job_spec(spec, plan=plan),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
             slots_here=self.slots_here(job),
             threads=job.cluster.threads,
             device=job.cluster.device,
-            step=Step.of(job),
+            step=StepTime.of(job),
         )
-        return Hosted(supervisor, config)
+        return ClusterSupervisor(supervisor, config)
 
     def slots_here(self, job: Job) -> int:
         """Return how many processes of replicas this machine takes."""
@@ -74,7 +76,7 @@ class Hosting:
         Args:
             endpoint: Where the supervisor listens, as its transport says.
         """
-        place = Place.parse(endpoint)
+        place = Endpoint.parse(endpoint)
         host = place.host
         if host == ANYWHERE:
             host = own_number()
@@ -108,7 +110,7 @@ class Hosting:
         if not self.on_ray:
             yield None
             return
-        wanted = RayWanted.of(
+        wanted = RayOptions.of(
             job,
             n_hosts=max(1, self.n_hosts),
             n_machines=n_machines,

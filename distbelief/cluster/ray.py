@@ -38,7 +38,7 @@ _ADDRESS: Final = re.compile(r"(ray://)?(?P<host>[^:/]+):(?P<port>\d{1,5})")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RayWanted:
+class RayOptions:
     """What a job wants of Ray.
 
     Attributes:
@@ -56,7 +56,7 @@ class RayWanted:
     @classmethod
     def of(
         cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str
-    ) -> "RayWanted":
+    ) -> "RayOptions":
         """Return what this job wants: room for what the supervisor's machine has none.
 
         Args:
@@ -92,7 +92,7 @@ class RayMachine:
         """Be it until the job is over; return the exit code."""
         from distbelief.cluster import join  # noqa: PLC0415 -- on Ray's node
 
-        wanted = join.Wanted(
+        wanted = join.JoinOptions(
             address=address,
             keys=Path(keys) if keys else None,
             cores=cores,
@@ -177,7 +177,7 @@ class RayHosts:
     `connect` comes before.
     """
 
-    def __init__(self, wanted: RayWanted) -> None:
+    def __init__(self, wanted: RayOptions) -> None:
         self._wanted = wanted
         self._actors: list[_Actor] = []
         self._ends: list[object] = []  # of what they do

@@ -22,20 +22,20 @@ from dataclasses import replace
 from typing import Final, final
 
 from distbelief.cluster.agent import BRIEF
-from distbelief.cluster.bootstrap import N_PIECES_MAX, PROBE, piece_of, probe_piece
-from distbelief.cluster.host_table import HERE, HostedConfig, HostRecord, Places
+from distbelief.cluster.bootstrap import N_PIECES_MAX, PROBE, chunk_of, probe_chunk
+from distbelief.cluster.host_table import HERE, ClusterConfig, HostRecord, SlotTable
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Ask, Failed, Finished, HostReport, Offer, Stop
+from distbelief.protocol import Failed, FileRequest, Finished, HostReport, Offer, Stop
 from distbelief.roles.role import (
     HOST,
     SUPERVISOR,
     Action,
     Address,
+    AssignName,
     Connect,
-    Entrust,
     Event,
-    Halt,
+    Exit,
     Launch,
     PeerLost,
     Received,
@@ -47,9 +47,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.supervisor.membership import Presence, RoleRecord
-from distbelief.supervisor.state import Books, Stage
+from distbelief.supervisor.state import JobState, ShutdownStage
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 
 
 # Housing: a room for each role that is to run, or a place in the queue for one.
@@ -58,7 +58,7 @@ FIRST: Final = "replica-0"
 
 
 @final
-class Housing:
+class PlacementQueue:
     """Of one job.
 
     Args:
@@ -67,8 +67,10 @@ class Housing:
         slots_here: Processes of replicas that the supervisor's own machine may run.
     """
 
-    def __init__(self, books: Books, hosts: dict[Address, HostRecord], *, slots_here: int) -> None:
-        self.places = Places(slots_here=slots_here)
+    def __init__(
+        self, books: JobState, hosts: dict[Address, HostRecord], *, slots_here: int
+    ) -> None:
+        self.places = SlotTable(slots_here=slots_here)
         self._books = books
         self._hosts = hosts
         self._waiting: dict[Address, int] = {}  # roles without a room
@@ -156,11 +158,11 @@ class Housing:
         self.places.put(name, room, slots=1 if takes_slot else 0)
         if room == HERE:
             launch = Launch(name=name, incarnation=incarnation)
-            return [Entrust(name=name, to=SUPERVISOR), launch]
+            return [AssignName(name=name, to=SUPERVISOR), launch]
         host = self._hosts[room]
         host.duties[name] = incarnation
         host.changed = True
-        return [Entrust(name=name, to=room)]
+        return [AssignName(name=name, to=room)]
 
     def _let_wait(self, group: list[RoleRecord], now: Seconds) -> list[Action]:
         news = [r for r in group if r.presence is not Presence.WAITING]
@@ -190,7 +192,7 @@ DEATHS_MAX: Final = 3
 
 
 @final
-class Judge:
+class HostBlocklist:
     """Of one job.
 
     Args:
@@ -199,7 +201,9 @@ class Judge:
         places: Where roles run: shut for machines that get no more.
     """
 
-    def __init__(self, books: Books, hosts: Mapping[Address, HostRecord], places: Places) -> None:
+    def __init__(
+        self, books: JobState, hosts: Mapping[Address, HostRecord], places: SlotTable
+    ) -> None:
         self._books = books
         self._hosts = hosts
         self._places = places
@@ -255,14 +259,14 @@ _WAITING: Final = "waiting for "
 
 
 @final
-class Unreached:
+class ConnectivityCheck:
     """Of one job.
 
     Args:
         books: Of its supervisor.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: JobState) -> None:
         self._books = books
         self._since: dict[tuple[Address, int], Seconds | None] = {}  # None: told
 
@@ -307,7 +311,7 @@ _TICK: Final = "hosts:tick"
 
 
 @final
-class Hosted:
+class ClusterSupervisor:
     """Wraps a supervisor.
 
     Args:
@@ -315,14 +319,14 @@ class Hosted:
         config: How the job spans machines.
     """
 
-    def __init__(self, supervisor: Supervisor, config: HostedConfig) -> None:
+    def __init__(self, supervisor: Supervisor, config: ClusterConfig) -> None:
         self._supervisor = supervisor
         self._config = config
         self._books = supervisor.books
         self._hosts: dict[Address, HostRecord] = {}
-        self._housing = Housing(self._books, self._hosts, slots_here=config.slots_here)
-        self._judge = Judge(self._books, self._hosts, self._housing.places)
-        self._unreached = Unreached(self._books)
+        self._housing = PlacementQueue(self._books, self._hosts, slots_here=config.slots_here)
+        self._judge = HostBlocklist(self._books, self._hosts, self._housing.places)
+        self._unreached = ConnectivityCheck(self._books)
         self._moving: dict[Address, Seconds] = {}  # roles that leave: until when
         self._left: set[tuple[Address, int]] = set()  # lives of roles that have
         self._started: Started | None = None  # kept until the job begins
@@ -355,7 +359,7 @@ class Hosted:
         state, counters = self._supervisor.status()
         return state, dict(counters)
 
-    def view(self, now: Seconds) -> SupervisorView:
+    def view(self, now: Seconds) -> JobView:
         """Return the supervisor's view, and where everything runs."""
         view = self._supervisor.view(now)
         hosts = tuple(host.view() for host in self._hosts.values())
@@ -408,7 +412,7 @@ class Hosted:
                 case Terminate():
                     self._moving.pop(action.name, None)
                     actions += self._housing.end(action)
-                case Halt():
+                case Exit():
                     actions += [*self._farewells(), action]
                 case _:
                     actions.append(action)
@@ -439,7 +443,7 @@ class Hosted:
                 return self._offered(event, message, now)
             case _ if host is None or host.refused:
                 return []
-            case Ask():
+            case FileRequest():
                 host.heard_at = now
                 return self._answer(host, message)
             case HostReport() if message.life == host.life:
@@ -487,14 +491,14 @@ class Hosted:
             return [host.assign(self._config.run)]
         return [host.dismiss("it was silent for too long", again=True)]
 
-    def _answer(self, host: HostRecord, ask: Ask) -> list[Action]:
+    def _answer(self, host: HostRecord, ask: FileRequest) -> list[Action]:
         if ask.document == PROBE:
             host.n_probes += 1
             if host.n_probes > N_PIECES_MAX:
                 return []
-            piece = probe_piece(ask.offset)
+            piece = probe_chunk(ask.offset)
         elif ask.document == BRIEF:
-            piece = piece_of(BRIEF, self._config.brief, ask.offset)
+            piece = chunk_of(BRIEF, self._config.brief, ask.offset)
         else:
             raise RemoteProtocolError(f"{host.name} asked for {ask.document!r:.80}")
         # Lent: who asks much, and reads nothing, makes the supervisor hold no copies.
@@ -573,7 +577,7 @@ class Hosted:
             record = self._books.members.get(name)
             if name in self._moving or record is None:
                 continue
-            if self._is_alone(record) and self._books.ending.stage is Stage.RUN:
+            if self._is_alone(record) and self._books.ending.stage is ShutdownStage.RUN:
                 self._moving[name] = now + self._config.leave_seconds_max
                 stop = Stop(reason=f"{host.offer.label} is leaving")
                 actions.append(Send(receiver=name, message=stop))

@@ -41,14 +41,17 @@ from distbelief.config.job import (
     SourceTable,
     StopTable,
 )
-from distbelief.config.tables import Mistake
+from distbelief.config.tables import TableError
 from distbelief.errors import JobError, JobFileError
+
+
+__all__ = ["Job", "job_from_json", "load_job", "parse_job"]
 
 
 # From the tables of a job file, as read, to a checked and resolved `Job`.
 #
 # Tables that need no torch are checked first: a typing error in them is told at once.
-# What is wrong raises `Mistake`, which knows its place in the file.
+# What is wrong raises `TableError`, which knows its place in the file.
 
 if TYPE_CHECKING:  # it imports torch
     from distbelief.task.task import DataSpec, ModelSpec
@@ -67,7 +70,7 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     given = {name: tables.as_table(content.get(name, {}), (name,)) for name in _TABLES}
     for name in ("model", "data", "algorithm"):
         if name not in content:
-            raise Mistake((name,), f"there is no table [{name}]: add one")
+            raise TableError((name,), f"there is no table [{name}]: add one")
     source = _source(given["source"], file=file)
     cluster = _cluster(given["cluster"], base=Path(source.file).parent)
     evaluation = _decode(given["evaluation"], EvaluationTable, "evaluation")
@@ -133,8 +136,8 @@ def _check_end(stop: StopTable, point: EntryPoint, *, is_there: bool) -> None:
     if not stop.is_empty or algorithms.ends_by_itself(point):
         return
     if not is_there:
-        raise Mistake(("stop",), "there is no table [stop]: add one")
-    raise Mistake(
+        raise TableError(("stop",), "there is no table [stop]: add one")
+    raise TableError(
         ("stop",),
         "[stop] has no rule, so the job would never end: add epochs = 1, or another of "
         f"{', '.join(stop.__struct_fields__)}",
@@ -145,7 +148,7 @@ def _output(table: dict[str, object], *, file: str) -> OutputTable:
     usual = {"directory": f"runs/{Path(file).stem}"}
     output = _decode(usual | table, OutputTable, "output")
     if not output.directory.strip():
-        raise Mistake(
+        raise TableError(
             ("output", "directory"),
             '[output] directory = "": name one, for example '
             f'"{usual["directory"]}", or leave it out',
@@ -156,27 +159,29 @@ def _output(table: dict[str, object], *, file: str) -> OutputTable:
 def _name(content: dict[str, object], output: OutputTable) -> str:
     name = content.get("name", Path(output.directory).name or "job")
     if not isinstance(name, str) or not name.strip():
-        raise Mistake(("name",), f"name = {toml.excerpt(name)}: wants text in quotes")
+        raise TableError(("name",), f"name = {toml.excerpt(name)}: wants text in quotes")
     return name
 
 
 def _algorithm(table: dict[str, object]) -> EntryPoint:
     path = ("algorithm", "name")
     if "name" not in table:
-        raise Mistake(path, "[algorithm] lacks the key 'name': give it text, such as \"downpour\"")
+        raise TableError(
+            path, "[algorithm] lacks the key 'name': give it text, such as \"downpour\""
+        )
     name = table["name"]
     try:
         return algorithms.find(name)
     except JobFileError as error:
         text = f"[algorithm] name = {toml.excerpt(name)} {error}"
-        raise Mistake(path, text) from None
+        raise TableError(path, text) from None
 
 
 def _loaded(point: EntryPoint) -> algorithms.Algorithm:
     try:
         return algorithms.load(point)
     except JobFileError as error:
-        raise Mistake(("algorithm", "name"), f"[algorithm] {error}") from error
+        raise TableError(("algorithm", "name"), f"[algorithm] {error}") from error
 
 
 def _model(table: dict[str, object], *, base: Path) -> ModelSpec:
@@ -194,7 +199,7 @@ def _data(table: dict[str, object], *, base: Path) -> DataTables:
 
     tables.check_known(table, ("train", "test"), ("data",))
     if "train" not in table:
-        raise Mistake(("data",), "there is no table [data.train]: add one")
+        raise TableError(("data",), "there is no table [data.train]: add one")
     specs: dict[str, DataSpec] = {}
     for name, value in table.items():
         path = ("data", name)
@@ -207,14 +212,14 @@ def _data(table: dict[str, object], *, base: Path) -> DataTables:
 def _check_together(job: Job) -> None:
     """Refuse tables that are right one by one, but not together."""
     if job.data.test is None and job.stop.accuracy is not None:
-        raise Mistake(
+        raise TableError(
             ("stop", "accuracy"),
             f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table [data.test]",
         )
     try:
         algorithms.check_cluster(job)
     except JobError as error:
-        raise Mistake(("cluster",), str(error)) from None
+        raise TableError(("cluster",), str(error)) from None
 
 
 def _check_plain(value: object, path: tables.Path) -> None:
@@ -233,7 +238,7 @@ def _check_plain(value: object, path: tables.Path) -> None:
         case float() if math.isfinite(value):
             pass
         case _:
-            raise Mistake(
+            raise TableError(
                 path,
                 f"{tables.header(path[:-1])} {path[-1]} = {toml.excerpt(value)}: "
                 "wants text, a finite number (64 bits), true or false, a list, a table",
@@ -263,8 +268,6 @@ def _ground(value: object, base: Path) -> object:
 def _from(base: Path, path: str) -> str:
     return os.path.normpath(Path.cwd() / base / path)
 
-
-__all__ = ["Job", "job_from_json", "load_job", "parse_job"]
 
 FILE_BYTES_MAX: Final = 1 << 20
 """A job file is written by hand; what is longer is some other file."""
@@ -316,13 +319,13 @@ def _read(content: dict[str, object], *, file: str, overrides: Mapping[tables.Pa
     """Return the job, or say which file or override is at fault."""
     try:
         return resolve(content, file=file)
-    except Mistake as mistake:
+    except TableError as mistake:
         culprits = [text for path, text in overrides.items() if _blames(mistake, path)]
         culprit = culprits[-1] if culprits else file
         raise JobFileError(f"{culprit}: {mistake}") from None
 
 
-def _blames(mistake: Mistake, path: tables.Path) -> bool:
+def _blames(mistake: TableError, path: tables.Path) -> bool:
     """Does the mistake lie in what `--set` put at `path`?
 
     It does if it is there, or below. What a table that contains the place is blamed

@@ -70,7 +70,7 @@ _NAMES = {"adamw": 'It is name = "adam" with decoupled_weight_decay = true.'}
 """What is called by another name here, and needs more than that."""
 
 
-class Mistake(JobFileError):  # noqa: N818 -- whose it is stands in the name
+class TableError(JobFileError):
     """A mistake at one place of the job file; the file is yet to be named."""
 
     def __init__(self, path: Path, text: str) -> None:
@@ -105,7 +105,7 @@ def decode(
     except msgspec.ValidationError as error:
         raise _explained(error, table, path, quantities or {}) from None
     except JobError as error:  # raised by a struct's __post_init__
-        raise Mistake(path, _headed(str(error), path)) from None
+        raise TableError(path, _headed(str(error), path)) from None
 
 
 @cache  # msgspec evaluates the annotations of all its fields, each time
@@ -114,19 +114,21 @@ def _kind(struct: type[msgspec.Struct]) -> inspect.Type:
 
 
 def as_table(value: object, path: Path) -> dict[str, object]:
-    """Return `value` if it is a table, else raise `Mistake`."""
+    """Return `value` if it is a table, else raise `TableError`."""
     if isinstance(value, dict):
         return value
     name = ".".join(path)
-    raise Mistake(path, f"{name} = {toml.excerpt(value)}: wants a table; begin it with [{name}]")
+    raise TableError(path, f"{name} = {toml.excerpt(value)}: wants a table; begin it with [{name}]")
 
 
 def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -> None:
-    """Raise `Mistake` if the table has a key that is not known."""
+    """Raise `TableError` if the table has a key that is not known."""
     known = list(known)
     for key in table:
         if key not in known:
-            raise Mistake((*path, key), f"{header(path)} has no key '{key}'. {_hint(key, known)}")
+            raise TableError(
+                (*path, key), f"{header(path)} has no key '{key}'. {_hint(key, known)}"
+            )
 
 
 def _hint(key: str, known: Iterable[str]) -> str:
@@ -160,7 +162,7 @@ def _check_keys(table: dict[str, object], kind: inspect.Type, path: Path) -> Non
         if key in table:
             _check_below(table[key], field.type, (*path, key))
         elif field.required:
-            raise Mistake(
+            raise TableError(
                 path, f"{header(path)} lacks the key '{key}': give it {wanted(field.type)}"
             )
 
@@ -177,11 +179,11 @@ def _check_below(value: object, kind: inspect.Type, path: Path) -> None:
     tag_field = next(iter(structs.values())).tag_field or "name"
     tag = value.get(tag_field)
     if tag is None:
-        raise Mistake(
+        raise TableError(
             path, f"{header(path)} lacks the key '{tag_field}': give it {_either(structs)}"
         )
     if not isinstance(tag, str) or tag not in structs:
-        raise Mistake(
+        raise TableError(
             (*path, tag_field),
             f"{header(path)} {tag_field} = {toml.excerpt(tag)}: unknown. "
             f"{_NAMES.get(str(tag).lower()) or nearest(str(tag), structs)}",
@@ -213,7 +215,7 @@ def _without_units(
             plain[key] = units.parse(table[key], dimension)
         except JobFileError as error:
             text = f"{header(path)} {key} = {error}"
-            raise Mistake((*path, key), text) from None
+            raise TableError((*path, key), text) from None
     return plain
 
 
@@ -222,13 +224,13 @@ def _explained(
     table: dict[str, object],
     path: Path,
     quantities: Mapping[str, units.Dimension],
-) -> Mistake:
+) -> TableError:
     """Return what msgspec says, in the words of the job file."""
     text, _, place = str(error).partition(" - at `$")
     below = tuple(re.findall(r"\.([^.\[`]+)", place))
     match = _EXPECTED.fullmatch(text)
     if match is None:  # a ValueError of some __post_init__
-        return Mistake(path, _headed(text, (*path, *below)))
+        return TableError(path, _headed(text, (*path, *below)))
     value = _at(table, below)
     where = f"{header((*path, *below[:-1]))} {below[-1]}" if below else header(path)
     options = [option for option in match["type"].split(" | ") if option != "null"]
@@ -237,7 +239,7 @@ def _explained(
         wants = "a quantity"
     if match["relation"]:
         wants += f", {_BOUNDS[match['relation']]} {match['bound'].removesuffix('.0')}"
-    return Mistake((*path, *below), f"{where} = {toml.excerpt(value)}: wants {wants}")
+    return TableError((*path, *below), f"{where} = {toml.excerpt(value)}: wants {wants}")
 
 
 def _at(value: object, path: Path) -> object:

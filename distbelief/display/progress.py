@@ -21,7 +21,7 @@ from rich.text import Text
 from distbelief.core import formatting
 from distbelief.display.screen import Screen, left, phase_of
 from distbelief.roles.role import Seconds
-from distbelief.supervisor.view import Message, SupervisorView
+from distbelief.supervisor.view import JobView, Message
 
 
 # What people see while they wait: a bar on a terminal, plain lines in a pipe.
@@ -31,7 +31,7 @@ LINE_SECONDS: Final = 5.0
 
 
 @final
-class Waiting:
+class WaitProgress:
     """Tells how far a number of runs are. A context manager.
 
     Args:
@@ -66,7 +66,7 @@ class Waiting:
         if not self._console.is_terminal:
             self._print(what)
 
-    def tell(self, view: SupervisorView) -> None:
+    def tell(self, view: JobView) -> None:
         """Tell how far the present run is."""
         share = view.progress or 0.0
         self._bar.update(self._task, completed=self._n_done + min(share, 0.999))
@@ -84,7 +84,7 @@ class Waiting:
         """Print a line as it is: programs read lines, not what fits a terminal."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _line(self, seconds: Seconds, view: SupervisorView) -> str:
+    def _line(self, seconds: Seconds, view: JobView) -> str:
         metric = formatting.metric(view.metric, view.metric_name)
         return (
             f"run {self._n_done + 1} of {self._n_runs} {self._what}: "
@@ -165,7 +165,7 @@ class ProgressLine:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
 
-    def update(self, view: SupervisorView) -> None:
+    def update(self, view: JobView) -> None:
         """Show the latest view, and what messages are new in it."""
         for message in view.messages:
             if message.number > self._n_told:
@@ -189,14 +189,14 @@ class ProgressLine:
         """Print something that stays, above the screen if there is one."""
         self._console.print(content, highlight=False)
 
-    def _tell(self, message: Message, view: SupervisorView) -> None:
+    def _tell(self, message: Message, view: JobView) -> None:
         self._n_told = message.number
         ago = dt.timedelta(seconds=max(0.0, view.seconds - message.seconds))
         text = Text(f"{self._time_of_day() - ago:%H:%M:%S}  ", "dim")
         text.append(message.text, _STYLES[message.level])
         self._print(text)
 
-    def _line(self, view: SupervisorView) -> Text:
+    def _line(self, view: JobView) -> Text:
         """Return the view as one line."""
         parts = [f"{self._time_of_day():%H:%M:%S}", phase_of(view)]
         if view.progress is not None:

@@ -1,6 +1,6 @@
 """The screen of a running job: a bar, a few figures, small curves, a row per role.
 
-Drawn from a `SupervisorView` alone, for any width and height: what does not fit is left
+Drawn from a `JobView` alone, for any width and height: what does not fit is left
 out, least important first. `progress` keeps it up to date; `distbelief status` prints
 it once.
 """
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distbelief.core import formatting
-from distbelief.supervisor.view import HostView, RoleView, SupervisorView
+from distbelief.supervisor.view import HostView, JobView, RoleView
 
 
 SILENT_SECONDS = 3.0
@@ -44,7 +44,7 @@ class Screen:
     """
 
     def __init__(
-        self, view: SupervisorView, *, name: str, whole: bool = False, is_past: bool = False
+        self, view: JobView, *, name: str, whole: bool = False, is_past: bool = False
     ) -> None:
         self._view = _past(view) if is_past else view
         self._phase = f"was {phase_of(view)}" if is_past else phase_of(view)
@@ -94,7 +94,7 @@ def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> s
     return "".join(blocks[round((mean - low) / (high - low) * steps)] for mean in means)
 
 
-def phase_of(view: SupervisorView) -> str:
+def phase_of(view: JobView) -> str:
     """Return "training", or "stopping: " and why."""
     match view.phase:
         case "failed":
@@ -106,7 +106,7 @@ def phase_of(view: SupervisorView) -> str:
     return f"{view.phase}: {why}" if why else view.phase
 
 
-def left(view: SupervisorView) -> str:
+def left(view: JobView) -> str:
     """Return "about 2 m 40 s left", or nothing if nobody knows."""
     if view.eta_seconds is None or view.phase not in {"warm start", "training"}:
         return ""
@@ -124,7 +124,7 @@ def state_of(role: RoleView) -> tuple[str, str]:
     return role.state, ""
 
 
-def _past(view: SupervisorView) -> SupervisorView:
+def _past(view: JobView) -> JobView:
     """Return what was, without what only holds at the moment."""
     roles = tuple(
         replace(role, state=f"was {role.state}", rate=None, last_heartbeat_age=None, pid=None)
@@ -133,7 +133,7 @@ def _past(view: SupervisorView) -> SupervisorView:
     return replace(view, roles=roles, eta_seconds=None, samples_per_second=None)
 
 
-def _title(view: SupervisorView, name: str, phase: str, width: int) -> Table:
+def _title(view: JobView, name: str, phase: str, width: int) -> Table:
     times = [formatting.duration(view.seconds), left(view)]
     line = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
     line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -145,7 +145,7 @@ def _title(view: SupervisorView, name: str, phase: str, width: int) -> Table:
     return line
 
 
-def _bar(view: SupervisorView, width: int) -> list[RenderableType]:
+def _bar(view: JobView, width: int) -> list[RenderableType]:
     samples = f"{view.samples:,} samples"
     if view.total_samples is not None:
         samples = f"{view.samples:,} of {view.total_samples:,} samples"
@@ -162,7 +162,7 @@ def _bar(view: SupervisorView, width: int) -> list[RenderableType]:
     return [line]
 
 
-def _figures(view: SupervisorView, width: int) -> list[Text]:
+def _figures(view: JobView, width: int) -> list[Text]:
     """Return figures, as many to a line as fit whole."""
     parts: list[str] = []
     if view.samples_per_second is not None:
@@ -186,7 +186,7 @@ def _figures(view: SupervisorView, width: int) -> list[Text]:
     return [Text(line) for line in lines]
 
 
-def _curves(view: SupervisorView, width: int, *, ascii_only: bool) -> Table | None:
+def _curves(view: JobView, width: int, *, ascii_only: bool) -> Table | None:
     """Return a row per figure that was measured: its curve, its last value."""
     name = view.metric_name
     best = ""

@@ -4,10 +4,18 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final, assert_never, final
 
-from distbelief.execution.operations import Back, Dataflow, Enter, Join, Leave, Operation, Task
+from distbelief.execution.operations import (
+    BackwardOp,
+    CombineOp,
+    Dataflow,
+    ForwardOp,
+    InputOp,
+    Operation,
+    OutputOp,
+)
 from distbelief.execution.slots import Gather, How, gather
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.operator import joined, operator_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled
@@ -241,14 +249,14 @@ class _Writer:
         fetched = isinstance(instruction, Fetch)
         items = [self.items[name, region] for region in regions if fetched]
         self.operations.append(
-            Enter(instruction=instruction, writes=tuple(writes), items=tuple(items), once=once)
+            InputOp(instruction=instruction, writes=tuple(writes), items=tuple(items), once=once)
         )
 
     def _compute(self, layer: Layer, region: Region, *, partial: bool) -> None:
         needs = needed(layer, region, partial=partial)
-        uses = kind_of(layer).uses(layer, region)
+        uses = operator_of(layer).uses(layer, region)
         if partial:
-            sums = kind_of(layer).partial
+            sums = operator_of(layer).partial
             assert sums is not None, layer.name
             uses = sums.uses(layer, region)
         states = [self._gather("state", name, r) for name, r in needs.reads]
@@ -263,7 +271,7 @@ class _Writer:
         else:
             seed = self._have(layer, region, slot)
         self.operations.append(
-            Task(
+            ForwardOp(
                 layer=layer,
                 region=region,
                 partial=partial,
@@ -281,12 +289,12 @@ class _Writer:
         )
 
     def _combine(self, layer: Layer, region: Region) -> None:
-        sums = kind_of(layer).partial
+        sums = operator_of(layer).partial
         assert sums is not None, layer.name
         reads = (self._gather("partial", layer.name, region, how=sums.combine),)
         slot = self._slot()
         seed = self._have(layer, region, slot)
-        self.operations.append(Join(layer=layer, reads=reads, writes=slot, seed=seed))
+        self.operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))
         if self.training and layer.name in self.compiled.gradients:
             self.combined[layer.name].append(region)
 
@@ -309,7 +317,7 @@ class _Writer:
     def _back(self, layer: Layer, region: Region, *, partial: bool) -> None:
         if partial:
             self._complete(layer)
-            sums = kind_of(layer).partial
+            sums = operator_of(layer).partial
             assert sums is not None, layer.name
             written = sums.writes(layer, region)
             gradient = self._gather("partial_gradient", layer.name, written)
@@ -317,7 +325,7 @@ class _Writer:
             gradient = self._gather("gradient", layer.name, region, how="sum")
         index = self.tasks[layer.name, region, partial]
         task = self.operations[index]
-        assert isinstance(task, Task), layer.name
+        assert isinstance(task, ForwardOp), layer.name
         needs = needed(layer, region, partial=partial)
         writes: dict[int, int] = {}
         for place, (name, where) in enumerate((*needs.reads, *needs.uses)):
@@ -336,7 +344,7 @@ class _Writer:
         flops = work_of(layer, region, partial=partial).backward
         for part in parts:
             self.operations.append(
-                Back(
+                BackwardOp(
                     task=index,
                     reads=(gradient,) if part is parts[0] else (),
                     places=part,
@@ -353,7 +361,7 @@ class _Writer:
             reads = (self._gather("gradient", layer.name, region, how="sum"),)
             slot = self._slot()
             self.known["partial_gradient"][layer.name].append((slot, region))
-            self.operations.append(Join(layer=layer, reads=reads, writes=slot, seed=None))
+            self.operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
 
     def _send(self, message: Message) -> None:
         if message.kind == "partial_gradient":
@@ -361,7 +369,7 @@ class _Writer:
         hows: dict[MessageKind, How] = {"gradient": "sum", "parameter_gradient": "sum"}
         how: How = hows.get(message.kind, "cut")
         if message.kind == "partial":
-            sums = kind_of(self.compiled.graph[message.name]).partial
+            sums = operator_of(self.compiled.graph[message.name]).partial
             assert sums is not None, message.name
             how = sums.combine
         reads = tuple(
@@ -370,14 +378,14 @@ class _Writer:
         place = (self.ways[message.kind, message.name], message.receiver)
         self.sent[place] = len(self.operations)
         once = message.kind in ONCE_KINDS
-        self.operations.append(Leave(message=message, reads=reads, items=(), once=once))
+        self.operations.append(OutputOp(message=message, reads=reads, items=(), once=once))
 
     def _push(self, name: str, regions: tuple[Region, ...]) -> None:
         reads = tuple(
             self._gather("parameter_gradient", name, region, how="sum") for region in regions
         )
         items = tuple(self.items[name, region] for region in regions)
-        self.operations.append(Leave(message=None, reads=reads, items=items, once=True))
+        self.operations.append(OutputOp(message=None, reads=reads, items=items, once=True))
 
     def _gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
         return gather(

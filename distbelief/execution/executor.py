@@ -16,11 +16,18 @@ from torch import nn
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError
-from distbelief.execution.operations import Back, Dataflow, Enter, Join, Leave, Task
-from distbelief.execution.schedule import Timetable
-from distbelief.execution.slots import Slots
+from distbelief.execution.operations import (
+    BackwardOp,
+    CombineOp,
+    Dataflow,
+    ForwardOp,
+    InputOp,
+    OutputOp,
+)
+from distbelief.execution.schedule import MicroBatchSchedule
+from distbelief.execution.slots import Activations
 from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import LayerKind, PartialSums, Step, kind_of
+from distbelief.graph.operator import Operator, PartialSums, Step, operator_of
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.instructions import Fetch, Message, Read, Receive
@@ -76,7 +83,7 @@ def mean_over_samples(layer: str, output: torch.Tensor, n_samples: int) -> torch
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class StepInputs:
     """What a step begins with.
 
     Attributes:
@@ -101,7 +108,7 @@ class Given:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StepResult:
     """What a machine has at the end of a step.
 
     Attributes:
@@ -128,15 +135,15 @@ class _Taped:
 class _State:
     """Of the step under way."""
 
-    given: Given
-    table: Timetable
+    given: StepInputs
+    table: MicroBatchSchedule
     steps: list[Step]
-    slots: Slots
+    slots: Activations
     tape: dict[int, _Taped] = field(default_factory=dict)
 
 
 @final
-class Execution:
+class PartitionExecutor:
     """Runs the operations of one machine.
 
     Args:
@@ -164,7 +171,7 @@ class Execution:
         self._like = torch.zeros((), dtype=dtype, device=self._device)
         self._state: _State | None = None
 
-    def begin(self, table: Timetable, given: Given) -> None:
+    def begin(self, table: MicroBatchSchedule, given: StepInputs) -> None:
         """Begin a step; what there was of another one is dropped."""
         firsts = np.cumsum([0, *given.sizes])
         steps = [
@@ -176,7 +183,7 @@ class Execution:
             )
             for first in firsts[:-1]
         ]
-        slots = Slots(self.flow.once, table.n_readers, sizes=given.sizes, like=self._like)
+        slots = Activations(self.flow.once, table.n_readers, sizes=given.sizes, like=self._like)
         self._state = _State(given, table, steps, slots)
 
     def drop(self) -> None:
@@ -199,22 +206,22 @@ class Execution:
             copy, index = divmod(instance, n)
             operation = self.flow.operations[index]
             match operation:
-                case Enter():
+                case InputOp():
                     self._enter(operation, copy, arrived.get(instance))
-                case Task():
+                case ForwardOp():
                     self._task(operation, copy, instance)
-                case Join():
+                case CombineOp():
                     (joined,) = self._now().slots.read(operation.reads, copy)
                     self._have(operation.writes, operation.seed, copy, joined, operation.layer.name)
-                case Back():
+                case BackwardOp():
                     self._back(operation, copy, copy * n + operation.task)
-                case Leave():
+                case OutputOp():
                     self._leave(operation, copy, instance, sends, put)
                 case _:
                     assert_never(operation)
         return sends
 
-    def finish(self) -> Found:
+    def finish(self) -> StepResult:
         """Return what there is at the end of the step, and forget the rest."""
         state, self._state = self._now(), None
         flow = self.flow
@@ -232,7 +239,7 @@ class Execution:
         for slot in flow.losses:
             total = sum(float(value.sum(dtype=torch.float64)) for value in found(slot))
             loss = total + (loss or 0.0)
-        return Found(
+        return StepResult(
             loss=loss,
             averages={item: found(slot)[-1][0] for item, slot in flow.averages.items()},
             outputs=[
@@ -242,7 +249,7 @@ class Execution:
 
     # ---------------------------------------------------------------------- operations
 
-    def _enter(self, operation: Enter, copy: int, arrived: Vector | None) -> None:
+    def _enter(self, operation: InputOp, copy: int, arrived: Vector | None) -> None:
         state = self._now()
         given, instruction = state.given, operation.instruction
         match instruction:
@@ -262,7 +269,7 @@ class Execution:
             case _:
                 assert_never(instruction)
 
-    def _unpack(self, operation: Enter, message: Message, copy: int, arrived: Vector) -> None:
+    def _unpack(self, operation: InputOp, message: Message, copy: int, arrived: Vector) -> None:
         flat = as_tensor(arrived).to(self._device)
         start = 0
         for slot, region in zip(operation.writes, message.regions, strict=True):
@@ -274,15 +281,15 @@ class Execution:
             self._now().slots.write(slot, copy, flat[start:stop].view(shape))
             start = stop
 
-    def _task(self, task: Task, copy: int, instance: int) -> None:
+    def _task(self, task: ForwardOp, copy: int, instance: int) -> None:
         state = self._now()
         leaves = []
         for value, back in zip(state.slots.read(task.reads, copy), task.goes_back, strict=True):
             assert value is not None, task.layer.name
             leaf = value.detach()
             leaves.append(leaf.requires_grad_() if back and leaf.is_floating_point() else leaf)
-        kind = kind_of(task.layer)
-        computing: LayerKind | PartialSums = kind
+        kind = operator_of(task.layer)
+        computing: Operator | PartialSums = kind
         if task.partial:
             assert kind.partial is not None, task.layer.name
             computing = kind.partial
@@ -300,7 +307,7 @@ class Execution:
             state.tape[instance] = _Taped(output, leaves)
         self._have(task.writes, task.seed, copy, output.detach(), task.layer.name)
 
-    def _back(self, operation: Back, copy: int, task: int) -> None:
+    def _back(self, operation: BackwardOp, copy: int, task: int) -> None:
         state = self._now()
         taped = state.tape.get(task)
         if operation.is_last:
@@ -326,7 +333,12 @@ class Execution:
                 state.slots.write(slot, copy, value, adds=slot in self.flow.added)
 
     def _leave(
-        self, operation: Leave, copy: int, instance: int, sends: list[tuple[int, Vector]], put: Put
+        self,
+        operation: OutputOp,
+        copy: int,
+        instance: int,
+        sends: list[tuple[int, Vector]],
+        put: Put,
     ) -> None:
         found = self._now().slots.read(operation.reads, copy)
         if operation.message is None:
@@ -336,7 +348,9 @@ class Execution:
             return
         sends.append((instance, self._packed(operation, copy, found)))
 
-    def _packed(self, operation: Leave, copy: int, found: Sequence[torch.Tensor | None]) -> Vector:
+    def _packed(
+        self, operation: OutputOp, copy: int, found: Sequence[torch.Tensor | None]
+    ) -> Vector:
         """Return what is sent as one flat array."""
         message = operation.message
         assert message is not None
@@ -377,7 +391,7 @@ class Execution:
                 self._now().slots.write(seed, copy, gradient)
 
 
-def _failed(task: Task, inputs: Sequence[torch.Tensor], error: Exception) -> DistBeliefError:
+def _failed(task: ForwardOp, inputs: Sequence[torch.Tensor], error: Exception) -> DistBeliefError:
     if isinstance(error, DistBeliefError):
         return error
     shapes = ", ".join(f"{list(value.shape)}" for value in inputs)

@@ -24,7 +24,7 @@ from distbelief.program.instructions import Fetch, Message, Read, Receive
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Enter:
+class InputOp:
     """Something comes from outside: one tensor per region.
 
     Attributes:
@@ -42,7 +42,7 @@ class Enter:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class ForwardOp:
     """A region, or what a part contributes, is computed.
 
     Attributes:
@@ -73,7 +73,7 @@ class Task:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class CombineOp:
     """Contributions, or gradients of what is combined, are put together."""
 
     layer: Layer
@@ -85,7 +85,7 @@ class Join:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Back:
+class BackwardOp:
     """The gradients of what a task read.
 
     If another machine waits for what comes of the gradient of an input (`urgency`), and
@@ -116,7 +116,7 @@ class Back:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class OutputOp:
     """Tensors go out: in a message, or (item) to the parameter server."""
 
     message: Message | None
@@ -125,7 +125,7 @@ class Leave:
     once: bool
 
 
-Operation = Enter | Task | Join | Back | Leave
+Operation = InputOp | ForwardOp | CombineOp | BackwardOp | OutputOp
 
 
 @final
@@ -168,6 +168,6 @@ class Dataflow:
         return frozenset(
             item
             for operation in self.operations
-            if isinstance(operation, Leave)
+            if isinstance(operation, OutputOp)
             for item in operation.items
         )

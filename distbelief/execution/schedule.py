@@ -17,7 +17,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
-from distbelief.execution.operations import Back, Dataflow, Enter, Leave, Operation, Task
+from distbelief.execution.operations import (
+    BackwardOp,
+    Dataflow,
+    ForwardOp,
+    InputOp,
+    Operation,
+    OutputOp,
+)
 
 
 SEND_FIRST_FLOPS: Final = 5e6
@@ -29,7 +36,7 @@ CHAIN_FLOPS: Final = 2e9
 
 @final
 @dataclass(frozen=True, slots=True)
-class Timetable:
+class MicroBatchSchedule:
     """All instances of one step; the same for every step with as many micro-batches.
 
     Attributes:
@@ -47,7 +54,7 @@ class Timetable:
     n_readers: tuple[int, ...]
 
     @classmethod
-    def of(cls, flow: Dataflow, n_micro: int) -> "Timetable":
+    def of(cls, flow: Dataflow, n_micro: int) -> "MicroBatchSchedule":
         """Return the timetable of so many micro-batches."""
         builder = _Builder(flow, n_micro)
         befores = builder.befores()
@@ -89,7 +96,7 @@ class _Builder:
         for slot in _read(operation):
             self.n_readers[self._place(slot, copy)] += 1
             before.update(self._written(slot, copy))
-        if isinstance(operation, Back):
+        if isinstance(operation, BackwardOp):
             before.add(copy * n + operation.task)
             if copy:  # gradients are added in order: same answers, same bits
                 before.add((copy - 1) * n + index)
@@ -113,7 +120,7 @@ class _Builder:
 
 
 @final
-class Agenda:
+class ReadyQueue:
     """What is left to do of one step.
 
     Args:
@@ -121,7 +128,7 @@ class Agenda:
         n_samples: Of each of them.
     """
 
-    def __init__(self, timetable: Timetable, n_samples: Iterable[int]) -> None:
+    def __init__(self, timetable: MicroBatchSchedule, n_samples: Iterable[int]) -> None:
         flow = timetable.flow
         self._table = timetable
         self._n = len(flow.operations)
@@ -173,8 +180,8 @@ class Agenda:
             self.n_left -= 1
             total += flops
             operation = self._table.flow.operations[instance % self._n]
-            computes |= not isinstance(operation, Enter)
-            sends |= isinstance(operation, Leave) and operation.message is not None
+            computes |= not isinstance(operation, InputOp)
+            sends |= isinstance(operation, OutputOp) and operation.message is not None
             for other in self._table.after[instance]:
                 self._n_before[other] -= 1
                 if not self._n_before[other]:
@@ -185,19 +192,19 @@ class Agenda:
 
     def _can_begin(self, instance: int) -> None:
         operation = self._table.flow.operations[instance % self._n]
-        can_wait = isinstance(operation, Back) and operation.can_wait
+        can_wait = isinstance(operation, BackwardOp) and operation.can_wait
         heapq.heappush(self._ready, (can_wait, instance))
 
     def _flops(self, instance: int) -> float:
         copy, index = divmod(instance, self._n)
         operation = self._table.flow.operations[index]
-        if isinstance(operation, Task | Back):
+        if isinstance(operation, ForwardOp | BackwardOp):
             return operation.flops * self._sizes[copy]
         return 0.0
 
 
 def _read(operation: Operation) -> list[int]:
-    if isinstance(operation, Enter):
+    if isinstance(operation, InputOp):
         return []
     return [piece.slot for read in operation.reads for piece in read.pieces]
 
@@ -205,9 +212,9 @@ def _read(operation: Operation) -> list[int]:
 def _writers(flow: Dataflow) -> list[list[int]]:
     writers: list[list[int]] = [[] for _ in flow.once]
     for index, operation in enumerate(flow.operations):
-        if isinstance(operation, Leave):
+        if isinstance(operation, OutputOp):
             continue
-        if isinstance(operation, Enter | Back):
+        if isinstance(operation, InputOp | BackwardOp):
             slots = operation.writes
         else:
             seeds = () if operation.seed is None else (operation.seed,)

@@ -71,7 +71,7 @@ def gather(wanted: Region, known: Known, *, how: How, samples: bool, what: str) 
     Args:
         wanted: A region.
         known: Of the same thing; for "cut" disjoint.
-        how: See `Gather`.
+        how: See `StartEpoch`.
         samples: Whether tensors have a dimension of samples first.
         what: What it is, for messages.
 
@@ -173,7 +173,7 @@ def _slices(part: Region, shape: Shape, *, samples: bool) -> Slices | None:
 
 
 @final
-class Slots:
+class Activations:
     """The values of the step under way.
 
     Args:

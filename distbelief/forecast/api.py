@@ -15,12 +15,12 @@ from rich.console import Console
 
 from distbelief.config.job import Job
 from distbelief.config.load import load_job
-from distbelief.display.progress import Waiting
+from distbelief.display.progress import WaitProgress
 from distbelief.errors import JobError, StorageError
-from distbelief.forecast.placement import Hosts
-from distbelief.forecast.prepare import Staging
+from distbelief.forecast.placement import HostCosts
+from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.report import check_place, write_trace
-from distbelief.forecast.run import Ledger, Trial, check_learns_nothing
+from distbelief.forecast.run import Trial, WorkLog, check_learns_nothing
 from distbelief.forecast.sweep import Axis, Variant, axes_of, best_of, combinations, usual_axes
 
 
@@ -28,7 +28,7 @@ N_SEEDS_MAX: Final = 1000
 
 
 @final
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be simulated.
 
     Attributes:
@@ -75,7 +75,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class Drawn(msgspec.Struct, frozen=True, kw_only=True):
+class TimelineResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of the timeline that was wished for.
 
     Attributes:
@@ -105,7 +105,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str, str], ...]
     variants: tuple[Variant, ...]
     best: Variant | None = None
-    drawn: Drawn | None = None
+    drawn: TimelineResult | None = None
 
 
 def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
@@ -138,7 +138,7 @@ def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
         JobError: the job cannot be run, or the cluster cannot hold it.
     """
     axes = axes_of([f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()])
-    wish = Wish(
+    wish = SimulationRequest(
         job=job if isinstance(job, Job) else Path(job),
         overrides=tuple(overrides),
         axes=tuple(axes),
@@ -148,10 +148,10 @@ def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
         seeds=tuple(range(seed, seed + seeds)),
         priced=priced,
     )
-    return fulfil(wish, console=Console(quiet=True))
+    return run_request(wish, console=Console(quiet=True))
 
 
-def fulfil(wish: Wish, *, console: Console) -> Forecast:
+def run_request(wish: SimulationRequest, *, console: Console) -> Forecast:
     """Run everything that is wished for.
 
     Raises:
@@ -164,13 +164,13 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
         axes = tuple(usual_axes(wish.machines))
     chosen = list(combinations(axes))
     jobs = [_job(wish, settings) for settings in chosen]
-    hosts = Hosts(wish.cluster, machines=wish.machines, measures=wish.measures)
+    hosts = HostCosts(wish.cluster, machines=wish.machines, measures=wish.measures)
     if wish.priced:
         check_learns_nothing(jobs[0], suggests=wish.suggests)
     if wish.trace is not None:
         check_place(wish.trace)
     n_runs = len(chosen) * len(wish.seeds)
-    with Staging() as staging, Waiting(console, n_runs=n_runs) as waiting:
+    with Preparation() as staging, WaitProgress(console, n_runs=n_runs) as waiting:
         trials = [
             Trial.of(
                 staging.stage(job),
@@ -198,7 +198,7 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
     )
 
 
-def _job(wish: Wish, settings: Mapping[str, str]) -> Job:
+def _job(wish: SimulationRequest, settings: Mapping[str, str]) -> Job:
     if isinstance(wish.job, Job):
         if settings or wish.overrides:
             raise JobError("a job that is no file cannot be varied: give the path of its file")
@@ -207,7 +207,7 @@ def _job(wish: Wish, settings: Mapping[str, str]) -> Job:
     return load_job(wish.job, overrides=overrides)
 
 
-def _planned(wish: Wish, trial: Trial) -> Variant:
+def _planned(wish: SimulationRequest, trial: Trial) -> Variant:
     """Return a variant before it is run; a suggestion does without those that cannot.
 
     Raises:
@@ -223,8 +223,8 @@ def _planned(wish: Wish, trial: Trial) -> Variant:
 
 
 def _tried(
-    wish: Wish, trial: Trial, variant: Variant, waiting: Waiting
-) -> tuple[Variant, Drawn | None]:
+    wish: SimulationRequest, trial: Trial, variant: Variant, waiting: WaitProgress
+) -> tuple[Variant, TimelineResult | None]:
     """Run a variant with every seed, unless it is left out.
 
     Returns:
@@ -244,11 +244,11 @@ def _tried(
     return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), drawn
 
 
-def _drawn(path: Path, ledger: Ledger) -> Drawn:
+def _drawn(path: Path, ledger: WorkLog) -> TimelineResult:
     """Write a timeline; if that fails the figures of the run are there all the same."""
     error = None
     try:
         write_trace(path, ledger)
     except StorageError as refused:
         error = refused
-    return Drawn(n_spans_lost=ledger.lost_spans, error=error)
+    return TimelineResult(n_spans_lost=ledger.lost_spans, error=error)

@@ -27,20 +27,20 @@ from distbelief.core.files import scratch
 from distbelief.core.memory import keep_memory
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.forecast.measured_costs import (
-    Exchange,
+    MessageCosts,
     Piece,
     Rate,
     Rates,
     Stopwatch,
     Unit,
-    exchange,
     idle,
+    measure_messages,
     now,
     rate_of,
     waiting_of,
     warm,
 )
-from distbelief.forecast.prepare import Staging, adapted
+from distbelief.forecast.prepare import Preparation, costed
 from distbelief.program.cluster import Cluster, Machine, Outages
 from distbelief.roles.role import SUPERVISOR, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
@@ -152,7 +152,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     work: dict[str, tuple[Unit, list[Piece]]]
     waits: dict[str, list[Piece]]
     handling: dict[str, tuple[Seconds, int]]
-    exchange: Exchange
+    exchange: MessageCosts
     share: float
 
 
@@ -235,9 +235,9 @@ def _together(found: Sequence[_Found]) -> Rates:
     )
 
 
-def _usual(found: Sequence[Exchange]) -> Exchange:
+def _usual(found: Sequence[MessageCosts]) -> MessageCosts:
     figures = [msgspec.structs.asdict(each) for each in found]
-    return Exchange(**{name: median(f[name] for f in figures) for name in figures[0]})
+    return MessageCosts(**{name: median(f[name] for f in figures) for name in figures[0]})
 
 
 # --------------------------------------------------------------------- the program
@@ -249,13 +249,13 @@ def main(folder: str, index: int, n_processes: int) -> int:
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()
     try:
-        with Staging() as staging:
+        with Preparation() as staging:
             staged = staging.stage(job)
             # The clock of many threads goes on while nobody computes.
             watch = (
                 Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
             )
-            builders = adapted(
+            builders = costed(
                 staged.builders(), staged.kinds, adapt=watch.adapt, handled=watch.handled
             )
             options = ClusterOptions(start=(SUPERVISOR,))
@@ -278,7 +278,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
         work=watch.work,
         waits=watch.waits,
         handling=watch.handling,
-        exchange=exchange(layout.dtype.itemsize * layout.n_parameters),
+        exchange=measure_messages(layout.dtype.itemsize * layout.n_parameters),
         share=min(1.0, share),
     )
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))

@@ -24,7 +24,7 @@ from distbelief.core.files import scratch
 from distbelief.errors import StorageError
 from distbelief.launch.role_process import import_from
 from distbelief.partition.profiling.profile import Host, this_host
-from distbelief.protocol import Alive
+from distbelief.protocol import HeartbeatAck
 from distbelief.roles.role import (
     Action,
     Address,
@@ -32,16 +32,16 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Lane,
+    Executor,
     Received,
     Seconds,
     Send,
     SetTimer,
     TimerFired,
 )
-from distbelief.simulation.cpu import Handling, label_of
-from distbelief.transport.config import Reach
-from distbelief.transport.node import Node
+from distbelief.simulation.cpu import EventCost, label_of
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -74,7 +74,7 @@ _SMALL_MATRIX: Final = 256
 
 
 @final
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):
     """See above; the first three are seconds of a core."""
 
     message: Seconds
@@ -87,7 +87,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class Chill:
+class CacheFlush:
     """Work that takes the caches of its core from others.
 
     Args:
@@ -111,7 +111,7 @@ class Chill:
 
 
 @final
-class Counting:
+class CountingRole:
     """A role that counts its events, and does again what it was asked to do.
 
     Args:
@@ -143,7 +143,7 @@ class Counting:
 
 
 @final
-class Handing:
+class WorkingRole:
     """A role that has short work done, now and then.
 
     Attributes:
@@ -178,20 +178,20 @@ class Handing:
         self._done_at = time.perf_counter()
 
 
-def exchange(n_bytes: int) -> Exchange:
+def measure_messages(n_bytes: int) -> MessageCosts:
     """Measure everything.
 
     Args:
         n_bytes: That a piece of the job's work goes through: its parameters.
     """
-    chill = Chill(n_bytes)
+    chill = CacheFlush(n_bytes)
     with _one_thread():
-        work, at_once = (_turns(partial(_work, each), each) for each in (chill, Chill(0)))
+        work, at_once = (_turns(partial(_work, each), each) for each in (chill, CacheFlush(0)))
         timer = _turns(_timer, chill, first=True)
         message, _ = _messages(chill)
         _, latency = _messages(None)
         begins, answers = _handing()
-        return Exchange(
+        return MessageCosts(
             message=max(0.0, message - work),
             work=work,
             begins=max(0.0, begins - at_once / 2.0),
@@ -204,7 +204,7 @@ def exchange(n_bytes: int) -> Exchange:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let work take the core of its own thread only, which is what `Chill` sees."""
+    """Let work take the core of its own thread only, which is what `CacheFlush` sees."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -213,7 +213,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(n_threads)
 
 
-def _messages(chill: Chill | None) -> tuple[Seconds, Seconds]:
+def _messages(chill: CacheFlush | None) -> tuple[Seconds, Seconds]:
     """Return what a message takes of cores, and how long it is on its way besides.
 
     With `chill` it takes a piece of work as well, and how long it is tells nothing.
@@ -226,13 +226,14 @@ def _messages(chill: Chill | None) -> tuple[Seconds, Seconds]:
         one.connect("other", 1, other.endpoint)
         other.connect("one", 1, one.endpoint)
         roles = {
-            name: Counting(_sending(to), chill) for name, to in (("one", "other"), ("other", "one"))
+            name: CountingRole(_sending(to), chill)
+            for name, to in (("one", "other"), ("other", "one"))
         }
         with (
-            Node(roles["one"], transport=one, log=_silent) as here,
-            Node(roles["other"], transport=other, log=_silent) as there,
+            RoleRunner(roles["one"], transport=one, log=_silent) as here,
+            RoleRunner(roles["other"], transport=other, log=_silent) as there,
         ):
-            one.send("other", Alive())
+            one.send("other", HeartbeatAck())
             _talk(here, there, roles, n_more=N_WARM_EXCHANGES)
             cores, clock = _cores_but(chill), time.perf_counter()
             _talk(here, there, roles, n_more=N_EVENTS)
@@ -242,15 +243,17 @@ def _messages(chill: Chill | None) -> tuple[Seconds, Seconds]:
 
 
 def _sending(to: str) -> Callable[[Seconds], Action]:
-    return lambda _: Send(receiver=Address(to), message=Alive())
+    return lambda _: Send(receiver=Address(to), message=HeartbeatAck())
 
 
-def _cores_but(chill: Chill | None) -> Seconds:
+def _cores_but(chill: CacheFlush | None) -> Seconds:
     """Return what this process has taken of the cores, but for that work."""
     return time.process_time() - (chill.seconds if chill is not None else 0.0)
 
 
-def _talk(here: Node, there: Node, roles: Mapping[str, Counting], *, n_more: int) -> None:
+def _talk(
+    here: RoleRunner, there: RoleRunner, roles: Mapping[str, CountingRole], *, n_more: int
+) -> None:
     """Let both answer each other so often."""
     one, other = roles["one"], roles["other"]
     one.n_wanted = other.n_wanted = 1 << 62
@@ -259,12 +262,12 @@ def _talk(here: Node, there: Node, roles: Mapping[str, Counting], *, n_more: int
             _await_event(node, role)
 
 
-def _await_event(node: Node, role: Counting) -> None:
+def _await_event(node: RoleRunner, role: CountingRole) -> None:
     n = role.n + 1
     node.pump(lambda: role.n >= n, timeout_seconds=WAIT_SECONDS_MAX)
 
 
-def _work(chill: Chill, now: Seconds) -> Action:
+def _work(chill: CacheFlush, now: Seconds) -> Action:
     del now
     return Compute(name="work", work=chill)
 
@@ -273,7 +276,9 @@ def _timer(now: Seconds) -> Action:
     return SetTimer(name="soon", at=now + 1e-5)
 
 
-def _turns(again: Callable[[Seconds], Action], chill: Chill, *, first: bool = False) -> Seconds:
+def _turns(
+    again: Callable[[Seconds], Action], chill: CacheFlush, *, first: bool = False
+) -> Seconds:
     """Return what it takes of a core to be asked for something, and to answer.
 
     Args:
@@ -281,11 +286,11 @@ def _turns(again: Callable[[Seconds], Action], chill: Chill, *, first: bool = Fa
         chill: What this takes is not counted.
         first: Whether it is done before each; then to hand it on is counted.
     """
-    role = Counting(again, chill if first else None)
+    role = CountingRole(again, chill if first else None)
     with (
         scratch() as folder,
         _transport("alone", folder) as transport,
-        Node(role, transport=transport, log=_silent) as node,
+        RoleRunner(role, transport=transport, log=_silent) as node,
     ):
         _turn(node, role, n_more=N_WARM_EXCHANGES)
         begun = _cores_but(chill)
@@ -295,18 +300,18 @@ def _turns(again: Callable[[Seconds], Action], chill: Chill, *, first: bool = Fa
 
 def _handing() -> tuple[Seconds, Seconds]:
     """Return how long work waits for its lane, and its answer for the process."""
-    role = Handing()
+    role = WorkingRole()
     with (
         scratch() as folder,
         _transport("handing", folder) as transport,
-        Node(role, transport=transport, log=_silent) as node,
+        RoleRunner(role, transport=transport, log=_silent) as node,
     ):
         node.tell(Computed(name="begin"))
         node.pump(lambda: len(role.answered) >= N_HANDED, timeout_seconds=WAIT_SECONDS_MAX)
     return fmean(role.begun or [0.0]), fmean(role.answered or [0.0])
 
 
-def _turn(node: Node, role: Counting, *, n_more: int) -> None:
+def _turn(node: RoleRunner, role: CountingRole, *, n_more: int) -> None:
     role.n_wanted = role.n + n_more
     node.tell(Computed(name="begin"))
     node.pump(lambda: role.n >= role.n_wanted, timeout_seconds=WAIT_SECONDS_MAX)
@@ -351,7 +356,7 @@ def _lateness() -> Seconds:
 
 
 def _transport(name: str, folder: Path) -> ZmqTransport:
-    reach = Reach(directory=str(folder))
+    reach = ListenConfig(directory=str(folder))
     return reach.transport(name=name, incarnation=1, run="exchange", log=_silent)
 
 
@@ -365,7 +370,7 @@ def _silent(level: str, text: str) -> None:
 # factory may make another net today, or beside another job file.
 
 
-def likeness(job: Job) -> str:
+def job_key(job: Job) -> str:
     """Return a hash of all that the time of a job's work depends on, but the host."""
     task, cluster = job.task, job.cluster
     import_from(job)
@@ -453,13 +458,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     work: Mapping[str, Rate]
     handling: Mapping[str, Seconds]
-    exchange: Exchange
+    exchange: MessageCosts
     n_side_by_side: int = 1
     share: float = 1.0
     date: str = ""
     version: int = VERSION
 
-    def handling_of(self, kind: str) -> Handling:
+    def handling_of(self, kind: str) -> EventCost:
         """Return what events take of a process that has this kind of role."""
         prefix = f"{kind} "
         seconds = {
@@ -470,7 +475,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         usual = [value for key, value in self.handling.items() if " " not in key]
         other = self.handling.get(kind, fmean(usual) if usual else 0.0)
         found = self.exchange
-        return Handling(
+        return EventCost(
             seconds=seconds, other=other + found.message, begins=found.begins, answers=found.answers
         )
 
@@ -526,7 +531,7 @@ def mean_of(found: Sequence[Rates]) -> Rates:
         found[-1],
         work=work,
         handling=handling,
-        exchange=Exchange(**exchange),
+        exchange=MessageCosts(**exchange),
         share=min(rates.share for rates in found),
     )
 
@@ -566,7 +571,7 @@ def now() -> str:
 # ------------------------------------------------------------------------- keeping
 
 
-def kept(job: Job) -> Rates | None:
+def load_rates(job: Job) -> Rates | None:
     """Return what was measured of such a job on this host before, if anything was."""
     try:
         content = _path(job, this_host()).read_bytes()
@@ -576,7 +581,7 @@ def kept(job: Job) -> Rates | None:
     return rates if rates.version == VERSION else None
 
 
-def keep(job: Job, rates: Rates) -> None:
+def save_rates(job: Job, rates: Rates) -> None:
     """Keep what was measured, where that can be; else it is measured again."""
     path = _path(job, this_host())
     with suppress(StorageError, OSError):
@@ -585,7 +590,7 @@ def keep(job: Job, rates: Rates) -> None:
 
 
 def _path(job: Job, host: Host) -> Path:
-    what = f"{VERSION} {likeness(job)}"
+    what = f"{VERSION} {job_key(job)}"
     digest = hashlib.sha256(what.encode()).hexdigest()[:16]
     # Roles compute with as many threads as the job says, whatever this process does.
     host = msgspec.structs.replace(host, n_threads=job.cluster.threads)
@@ -644,7 +649,7 @@ class Stopwatch:
 
     def adapt(self, kind: str, asked: Compute) -> Compute:
         """Return the same work, timed; unless it is in vain."""
-        unit, reads = unit_of(asked.cost), asked.lane is Lane.DATA
+        unit, reads = unit_of(asked.cost), asked.lane is Executor.DATA
 
         def work() -> object:
             part = 1.0 if asked.remaining is None else asked.remaining()

@@ -18,16 +18,16 @@ import torch
 from distbelief.config.job import Job
 from distbelief.errors import JobError
 from distbelief.forecast.calibration import constants_of, measure
-from distbelief.forecast.measured_costs import Rates, keep, kept, likeness
-from distbelief.forecast.prepare import Adapt, StagedJob, adapted
+from distbelief.forecast.measured_costs import Rates, job_key, load_rates, save_rates
+from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Lane, Seconds
+from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ONE, ClusterOptions, Scale
-from distbelief.simulation.placement import Place, absences, options_for
+from distbelief.simulation.machines import ONE, ClusterOptions, CostScale
+from distbelief.simulation.placement import Place, drawn_outages, options_for
 from distbelief.simulation.world import Builder
 
 
@@ -49,7 +49,7 @@ _FIRST: Final[Place] = 0
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosting:
+class PlacedCluster:
     """A cluster, and what this host's work takes on it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Hosting:
     together: bool
     budget: int | None = None
 
-    def placement(self, staged: StagedJob) -> dict[Address, Place]:
+    def placement(self, staged: PreparedJob) -> dict[Address, Place]:
         """Return the machine of every role.
 
         Raises:
@@ -96,14 +96,14 @@ class Hosting:
             return f"--machines {self.budget}:"
         return f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
 
-    def n_needed(self, staged: StagedJob) -> int:
+    def n_needed(self, staged: PreparedJob) -> int:
         """Return how many machines a job takes."""
         kinds = staged.kinds
         if self.together:
             return 1
         return 1 + sum(has_machine(name, kinds) for name in kinds)
 
-    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of machines and links.
 
         Raises:
@@ -129,7 +129,7 @@ class Hosting:
         cluster = self.cluster
         return any((cluster.failures, cluster.preemptions, cluster.trace))
 
-    def outages(self, staged: StagedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
+    def outages(self, staged: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
         """Return when machines of the job are gone, within so many seconds.
 
         That of the supervisor never is: it is where the user sits.
@@ -144,11 +144,11 @@ class Hosting:
             if has_machine(name, kinds)
         }
         try:
-            return absences(self.cluster, placement, horizon=horizon, seed=seed)
+            return drawn_outages(self.cluster, placement, horizon=horizon, seed=seed)
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
-    def builders(self, staged: StagedJob, *, scale: Scale = ONE) -> dict[Address, Builder]:
+    def builders(self, staged: PreparedJob, *, scale: CostScale = ONE) -> dict[Address, Builder]:
         """Return how to build the roles of a job, with the costs that were measured.
 
         Args:
@@ -165,7 +165,7 @@ class Hosting:
             on_one_host=self.together,
             scale=scale,
         )
-        return adapted(builders, staged.kinds, adapt=adapt)
+        return costed(builders, staged.kinds, adapt=adapt)
 
 
 def _handling(
@@ -192,7 +192,7 @@ def has_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
     return kinds[name] in {"replica", "shard"}
 
 
-def count_of(staged: StagedJob) -> str:
+def count_of(staged: PreparedJob) -> str:
     """Return in words what needs machines of its own."""
     cluster = staged.job.cluster
     n_machines = staged.answer.n_machines
@@ -206,7 +206,7 @@ def _each(n: int, noun: str) -> str:
     return f"the {noun}" if n == 1 else f"each of {n} {noun}s"
 
 
-def memory_of(staged: StagedJob) -> dict[Address, float]:
+def memory_of(staged: PreparedJob) -> dict[Address, float]:
     """Return about how many bytes the vectors of each role take."""
     layout, kinds = staged.layout, staged.kinds
     itemsize = layout.dtype.itemsize
@@ -222,7 +222,13 @@ def memory_of(staged: StagedJob) -> dict[Address, float]:
 
 
 def _at_cost(
-    kind: str, asked: Compute, *, rates: Rates, reference: Machine, on_one_host: bool, scale: Scale
+    kind: str,
+    asked: Compute,
+    *,
+    rates: Rates,
+    reference: Machine,
+    on_one_host: bool,
+    scale: CostScale,
 ) -> Compute:
     """Return the work with a cost that comes to the measured time on this host.
 
@@ -234,7 +240,7 @@ def _at_cost(
         return asked
     unit, seconds = found
     if unit == "times":  # it takes as long as it took, whatever stands for the net
-        seconds /= scale.data_bytes if asked.lane is Lane.DATA else scale.flops
+        seconds /= scale.data_bytes if asked.lane is Executor.DATA else scale.flops
     waiting = rates.waiting_of(kind, asked)
     if unit == "bytes" and not on_one_host:
         cost = Cost(n_bytes=seconds * reference.memory_rate, waiting=waiting)
@@ -256,7 +262,7 @@ SHARE_MIN: Final = 0.9
 
 
 @final
-class Hosts:
+class HostCosts:
     """Machines, and what a job's work takes on them.
 
     Args:
@@ -298,7 +304,7 @@ class Hosts:
             rows.append(("work of the roles", "by arithmetic", "counted, not measured"))
         return tuple(rows)
 
-    def hosting(self, job: Job, *, tell: Callable[[str], None]) -> Hosting:
+    def hosting(self, job: Job, *, tell: Callable[[str], None]) -> PlacedCluster:
         """Return the machines for a job; its work is measured if nobody has yet.
 
         Args:
@@ -312,7 +318,7 @@ class Hosts:
         if rates is not None and self._together:
             latency = rates.exchange.latency
             self.cluster = msgspec.structs.replace(self.cluster, latency=latency)
-        return Hosting(
+        return PlacedCluster(
             cluster=self.cluster,
             reference=_one_core(),
             rates=rates,
@@ -321,13 +327,13 @@ class Hosts:
         )
 
     def _rates_of(self, job: Job, tell: Callable[[str], None]) -> Rates:
-        key = likeness(job)
+        key = job_key(job)
         if key not in self._rates:
-            known = kept(job)
+            known = load_rates(job)
             if known is None:
                 tell("Measuring what the job's work takes on this host")
                 known = measure(job, n_processes=os.cpu_count() or 1)
-                keep(job, known)
+                save_rates(job, known)
             self._rates[key] = known
         return self._rates[key]
 

@@ -20,7 +20,7 @@ from distbelief.config.job import Job
 from distbelief.core.files import Scratch
 from distbelief.core.memory import Memory
 from distbelief.data.dataset import Dataset
-from distbelief.launch.preflight import Answer, Question, answer_to
+from distbelief.launch.preflight import PreflightRequest, PreflightResult, answer_to
 from distbelief.launch.role_process import import_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Action, Address, Compute, Event, Role, Seconds
@@ -29,7 +29,7 @@ from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare
 from distbelief.trainer import check_data, supervisor_config
-from distbelief.worker.member import Member, MemberConfig, heartbeat_seconds
+from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 
 # Roles as they are, save for what their work costs, or whether it is timed.
@@ -48,7 +48,7 @@ def _plainly(kind: str, event: Event, handle: Callable[[], Sequence[Action]]) ->
 
 @final
 @dataclass(slots=True, kw_only=True)
-class AdaptedRole:
+class CostedRole:
     """A role whose work is looked at before it is done."""
 
     kind: str
@@ -72,7 +72,7 @@ class AdaptedRole:
         return self.role.status()
 
 
-def adapted(
+def costed(
     builders: Mapping[Address, Builder],
     kinds: Mapping[Address, str],
     *,
@@ -83,7 +83,7 @@ def adapted(
 
     def build_with(name: Address, build: Builder) -> Builder:
         def build_it(memory: Memory) -> Role:
-            return AdaptedRole(kind=kinds[name], role=build(memory), adapt=adapt, handled=handled)
+            return CostedRole(kind=kinds[name], role=build(memory), adapt=adapt, handled=handled)
 
         return build_it
 
@@ -95,7 +95,7 @@ def adapted(
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedJob:
+class PreparedJob:
     """A job that can be run in virtual time, any number of times.
 
     Attributes:
@@ -108,7 +108,7 @@ class StagedJob:
     """
 
     job: Job
-    answer: Answer
+    answer: PreflightResult
     layout: Layout
     roster: tuple[RosterEntry, ...]
     datasets: Mapping[str, Dataset]
@@ -138,13 +138,13 @@ class StagedJob:
 
         def build(memory: Memory) -> Role:
             context = self._context(memory)
-            config = MemberConfig(
+            config = JobMemberConfig(
                 name=name,
                 host=memory.host,
                 heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
                 patience_seconds=job.cluster.patience,
             )
-            return Member(
+            return JobMember(
                 config, build=lambda: algorithm.build(name, config=job.algorithm, context=context)
             )
 
@@ -174,7 +174,7 @@ class StagedJob:
 
 
 @final
-class Staging:
+class Preparation:
     """Makes jobs ready, and keeps what several of them have in common.
 
     A context manager: at its end its temporary files are gone.
@@ -182,11 +182,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._folder = Scratch.make()
-        self._answers: dict[bytes, tuple[Answer, str]] = {}
+        self._answers: dict[bytes, tuple[PreflightResult, str]] = {}
         self._datasets: dict[bytes, Dataset] = {}
         self._n_threads = torch.get_num_threads()
 
-    def stage(self, job: Job) -> StagedJob:
+    def stage(self, job: Job) -> PreparedJob:
         """Make a job ready.
 
         Raises:
@@ -197,7 +197,7 @@ class Staging:
         answer, plan = self._answer(job)
         check_data(job, answer)
         layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
-        return StagedJob(
+        return PreparedJob(
             job=job,
             answer=answer,
             layout=layout,
@@ -206,7 +206,7 @@ class Staging:
             plan=None if answer.n_machines is None else plan,
         )
 
-    def _answer(self, job: Job) -> tuple[Answer, str]:
+    def _answer(self, job: Job) -> tuple[PreflightResult, str]:
         """Try a job out, unless one was that cannot be told from it."""
         key = msgspec.json.encode((job.task, job.batch_size, _splits(job)))
         if key not in self._answers:
@@ -215,7 +215,7 @@ class Staging:
                 prepare(job.data.test, table="data.test")
             stem = self._folder.path / f"job-{len(self._answers)}"
             plan = str(stem.with_suffix(".plan.json"))
-            question = Question(
+            question = PreflightRequest(
                 job=msgspec.Raw(job.to_json()),
                 answer="",
                 initial_file=str(stem.with_suffix(".safetensors")),

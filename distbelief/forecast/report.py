@@ -22,9 +22,9 @@ from distbelief.config.job import Job
 from distbelief.core import files, formatting
 from distbelief.errors import JobError, StorageError
 from distbelief.forecast.result import Spread, has_target
-from distbelief.forecast.run import Ledger, Span
+from distbelief.forecast.run import Span, WorkLog
 from distbelief.forecast.sweep import Variant
-from distbelief.roles.role import Address, Lane, Seconds
+from distbelief.roles.role import Address, Executor, Seconds
 
 
 # A forecast as a table for people, and as JSON for programs.
@@ -210,10 +210,10 @@ TraceEvent = dict[str, str | int | float | dict[str, str]]
 N_BYTES_TRIED: Final = 1 << 16
 """Written to find out whether the disk takes anything; a timeline is often larger."""
 
-_ROWS: Final = {Lane.COMPUTE: 0, Lane.DATA: 1}
+_ROWS: Final = {Executor.COMPUTE: 0, Executor.DATA: 1}
 
 
-def chrome_trace(ledger: Ledger) -> list[TraceEvent]:
+def chrome_trace(ledger: WorkLog) -> list[TraceEvent]:
     """Return the work of a run in the trace event format: to be written as JSON."""
     roles: dict[Address, int] = {}
     for span in ledger.spans:
@@ -245,7 +245,7 @@ def ends_of(spans: Sequence[Span]) -> list[Seconds]:
     events before it to handle; but a lane has one piece at a time, so each ended before
     the next of its lane began.
     """
-    begins: dict[tuple[Address, Lane], Seconds] = {}
+    begins: dict[tuple[Address, Executor], Seconds] = {}
     ends = []
     for span in reversed(spans):
         lane = span.role, span.lane
@@ -281,7 +281,7 @@ def check_place(path: Path) -> None:
         raise _refused(path, error) from error
 
 
-def write_trace(path: Path, ledger: Ledger) -> None:
+def write_trace(path: Path, ledger: WorkLog) -> None:
     """Write the timeline of a run.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy as np
 from distbelief.config.job import Job, StopTable
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.stop_rules import Reached, StopRules
-from distbelief.supervisor.view import Point, SupervisorView
+from distbelief.supervisor.view import JobView, Point
 
 
 @final
@@ -142,7 +142,7 @@ def has_target(job: Job) -> bool:
     return job.stop.accuracy is not None or job.stop.loss is not None
 
 
-def reached_at(job: Job, view: SupervisorView) -> Seconds | None:
+def reached_at(job: Job, view: JobView) -> Seconds | None:
     """Return when, of the time of training, the target of [stop] was met."""
     if not has_target(job):
         return None
@@ -156,7 +156,7 @@ def reached_at(job: Job, view: SupervisorView) -> Seconds | None:
     return None if rules.reason(last) is None else view.training_seconds
 
 
-def step_seconds(view: SupervisorView, *, n_trainers: int) -> Seconds | None:
+def step_seconds(view: JobView, *, n_trainers: int) -> Seconds | None:
     """Return the seconds of a step.
 
     Args:

@@ -11,21 +11,21 @@ from torch import nn
 
 from distbelief.config.job import DataTables, Job
 from distbelief.data.dataset import read_batch
-from distbelief.display.progress import Waiting
+from distbelief.display.progress import WaitProgress
 from distbelief.errors import JobError
-from distbelief.forecast.placement import Hosting
-from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.forecast.placement import PlacedCluster
+from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.result import Outcome, reached_at, step_seconds
 from distbelief.forecast.sweep import Variant
 from distbelief.parameter_server.layout import Layout
-from distbelief.roles.role import SUPERVISOR, Address, Compute, Computed, Lane, Seconds
+from distbelief.roles.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
 from distbelief.run.summary import DataFacts
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ClusterOptions, Scale, block_bytes_for, scales_for
-from distbelief.simulation.world import Builder, Happening
+from distbelief.simulation.machines import ClusterOptions, CostScale, block_bytes_for, scales_for
+from distbelief.simulation.world import Builder, HandledEvent
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from distbelief.task.task import DataSpec, ModelSpec
 
 
@@ -52,7 +52,7 @@ class Span:
     """
 
     role: Address
-    lane: Lane
+    lane: Executor
     name: str
     ends: Seconds
     seconds: Seconds
@@ -60,7 +60,7 @@ class Span:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class WorkLog:
     """What was done.
 
     Attributes:
@@ -74,9 +74,9 @@ class Ledger:
     spans: list[Span] = field(default_factory=list)
     busy: dict[Address, Seconds] = field(default_factory=dict)
     lost_spans: int = 0
-    _lanes: dict[tuple[Address, str], Lane] = field(default_factory=dict)
+    _lanes: dict[tuple[Address, str], Executor] = field(default_factory=dict)
 
-    def observe(self, happening: Happening, now: Seconds) -> None:
+    def observe(self, happening: HandledEvent, now: Seconds) -> None:
         """Take note of an event, and of what was done in reply."""
         for action in happening.actions:
             if isinstance(action, Compute):
@@ -86,8 +86,8 @@ class Ledger:
             self._worked(happening.name, event, now)
 
     def _worked(self, name: Address, event: Computed, now: Seconds) -> None:
-        lane = self._lanes.get((name, event.name), Lane.COMPUTE)
-        if lane is Lane.COMPUTE:
+        lane = self._lanes.get((name, event.name), Executor.COMPUTE)
+        if lane is Executor.COMPUTE:
             self.busy[name] = self.busy.get(name, 0.0) + event.seconds
         if not self.keeps_spans:
             return
@@ -116,7 +116,7 @@ _WIDTH_PER_SHARD: Final = 64
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PricedHosting:
+class PricedCluster:
     """The machines of a job, on which a stand-in costs what the job would.
 
     Attributes:
@@ -124,14 +124,14 @@ class PricedHosting:
         large: The job itself.
     """
 
-    hosting: Hosting
-    large: StagedJob
+    hosting: PlacedCluster
+    large: PreparedJob
 
-    def n_needed(self, staged: StagedJob) -> int:
+    def n_needed(self, staged: PreparedJob) -> int:
         """Return how many machines a job takes."""
         return self.hosting.n_needed(staged)
 
-    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of machines, links and scales.
 
         Raises:
@@ -149,19 +149,19 @@ class PricedHosting:
             trace="order",
         )
 
-    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
+    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
         """Return how to build the roles of a job, with the costs that were measured."""
         return self.hosting.builders(staged, scale=self._scale(staged))
 
-    def _scale(self, staged: StagedJob) -> Scale:
+    def _scale(self, staged: PreparedJob) -> CostScale:
         """Return by what the work of all but shards is multiplied, lane by lane."""
-        return Scale(
+        return CostScale(
             flops=n_parameters(self.large) / n_parameters(staged),
             data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(staged),
         )
 
 
-def stand_in_for(large: StagedJob, staging: Staging) -> StagedJob:
+def stand_in_for(large: PreparedJob, staging: Preparation) -> PreparedJob:
     """Return the job with a small task in place of its own.
 
     Raises:
@@ -197,14 +197,14 @@ def stand_in_for(large: StagedJob, staging: Staging) -> StagedJob:
     )
 
 
-def n_parameters(staged: StagedJob) -> int:
+def n_parameters(staged: PreparedJob) -> int:
     """Return how many parameters a job's net has; a step takes operations of each."""
     found = staged.answer.task.n_parameters
     assert found, "a net without parameters is refused when it is tried out"
     return found
 
 
-def as_of(large: StagedJob, small: StagedJob, outcome: Outcome) -> Outcome:
+def as_of(large: PreparedJob, small: PreparedJob, outcome: Outcome) -> Outcome:
     """Return what came of a stand-in as that of the job it stands for.
 
     Args:
@@ -245,7 +245,7 @@ def check_learns_nothing(job: Job, *, suggests: bool) -> None:
         )
 
 
-def _bytes_of_sample(staged: StagedJob) -> int:
+def _bytes_of_sample(staged: PreparedJob) -> int:
     """Return the bytes of input and target of a sample, which a batch has read."""
     parts = read_batch(staged.datasets["data.train"], [0])
     return max(1, sum(part.nbytes for part in parts))
@@ -309,16 +309,16 @@ N_EVENTS_BETWEEN: Final = 2000
 """Events between two words about how far it is."""
 
 
-Tell = Callable[[SupervisorView], None]
+Tell = Callable[[JobView], None]
 
 
-def view_of(simulation: SimulatedCluster) -> SupervisorView:
+def view_of(simulation: SimulatedCluster) -> JobView:
     """Return what the supervisor knows now."""
     supervisor = cast("Supervisor", simulation.role(SUPERVISOR))
     return supervisor.view(simulation.now)
 
 
-def told_until_over(simulation: SimulatedCluster, tell: Tell | None) -> Callable[[], bool]:
+def report_until_over(simulation: SimulatedCluster, tell: Tell | None) -> Callable[[], bool]:
     """Return whether the job is over: to be asked after every event.
 
     Args:
@@ -346,7 +346,7 @@ SECONDS_MAX: Final = 366 * 86400.0
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class FinishedRun:
     """A run that is over.
 
     Attributes:
@@ -357,36 +357,36 @@ class Ended:
     """
 
     outcome: Outcome
-    view: SupervisorView
-    ledger: Ledger
+    view: JobView
+    ledger: WorkLog
     simulation: SimulatedCluster
 
 
-class Host(Protocol):
+class RunHost(Protocol):
     """Where a job runs: see `hosting.Hosting`."""
 
-    def n_needed(self, staged: StagedJob) -> int:
+    def n_needed(self, staged: PreparedJob) -> int:
         """Return how many machines a job takes."""
         ...
 
-    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of them."""
         ...
 
-    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
+    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
         """Return how to build the roles of a job."""
         ...
 
 
 def run_virtually(
-    staged: StagedJob,
-    hosting: Host,
+    staged: PreparedJob,
+    hosting: RunHost,
     *,
     seed: int,
     faults: Sequence[Fault] = (),
     tell: Tell | None = None,
     keeps_spans: bool = False,
-) -> Ended:
+) -> FinishedRun:
     """Run a job in virtual time, until it ends.
 
     Args:
@@ -404,18 +404,18 @@ def run_virtually(
     simulation = SimulatedCluster(
         hosting.builders(staged), seed=seed, options=hosting.options(staged, faults=faults)
     )
-    ledger = Ledger(keeps_spans=keeps_spans)
+    ledger = WorkLog(keeps_spans=keeps_spans)
 
-    def observe(happening: Happening) -> None:
+    def observe(happening: HandledEvent) -> None:
         ledger.observe(happening, simulation.now)
 
     simulation.observe(observe)
-    is_over = told_until_over(simulation, tell)
+    is_over = report_until_over(simulation, tell)
     simulation.run_until(is_over, within=SECONDS_MAX, max_events=N_EVENTS_MAX)
     view = view_of(simulation)
     if tell is not None:
         tell(view)
-    return Ended(
+    return FinishedRun(
         outcome=_outcome(
             staged, view, ledger, simulation, seed=seed, n_machines=hosting.n_needed(staged)
         ),
@@ -426,9 +426,9 @@ def run_virtually(
 
 
 def _outcome(
-    staged: StagedJob,
-    view: SupervisorView,
-    ledger: Ledger,
+    staged: PreparedJob,
+    view: JobView,
+    ledger: WorkLog,
     simulation: SimulatedCluster,
     *,
     seed: int,
@@ -490,7 +490,7 @@ def traffic_of(simulation: SimulatedCluster, *, kinds: set[str]) -> dict[str, fl
 
 
 def _utilisation(
-    ledger: Ledger, *, kinds: Mapping[Address, str], seconds: Seconds
+    ledger: WorkLog, *, kinds: Mapping[Address, str], seconds: Seconds
 ) -> dict[str, float]:
     """Return the share of its time in which a compute lane worked, by kind of role."""
     totals: dict[str, list[float]] = {}
@@ -514,18 +514,18 @@ class Trial:
     """
 
     settings: Mapping[str, str]
-    job: StagedJob
-    runs: StagedJob
-    hosting: Hosting
-    host: Host
+    job: PreparedJob
+    runs: PreparedJob
+    hosting: PlacedCluster
+    host: RunHost
 
     @staticmethod
     def of(
-        job: StagedJob,
-        hosting: Hosting,
+        job: PreparedJob,
+        hosting: PlacedCluster,
         settings: Mapping[str, str],
         *,
-        priced_by: Staging | None = None,
+        priced_by: Preparation | None = None,
     ) -> "Trial":
         """Return the trial of a job.
 
@@ -539,10 +539,10 @@ class Trial:
             JobError: it cannot be priced.
         """
         runs = job
-        host: Host = hosting
+        host: RunHost = hosting
         if priced_by is not None:
             runs = stand_in_for(job, priced_by)
-            host = PricedHosting(hosting=hosting, large=job)
+            host = PricedCluster(hosting=hosting, large=job)
         return Trial(settings=settings, job=job, runs=runs, hosting=hosting, host=host)
 
     @property
@@ -569,7 +569,7 @@ class Trial:
             settings=self.settings, job=self.job.job, n_machines=n_machines, left_out=left_out
         )
 
-    def run(self, *, seed: int, waiting: Waiting, keeps_spans: bool) -> Ended:
+    def run(self, *, seed: int, waiting: WaitProgress, keeps_spans: bool) -> FinishedRun:
         """Run it once; where machines are lost, as long as it takes with that.
 
         Raises:
@@ -593,7 +593,9 @@ class Trial:
             ended = replace(ended, outcome=as_of(self.job, self.runs, ended.outcome))
         return ended
 
-    def _run(self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None) -> Ended:
+    def _run(
+        self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None
+    ) -> FinishedRun:
         outages = self.hosting.outages
         return run_virtually(
             self.runs,
@@ -605,6 +607,6 @@ class Trial:
         )
 
 
-def _untaught(waiting: Waiting, view: SupervisorView) -> None:
+def _untaught(waiting: WaitProgress, view: JobView) -> None:
     """Tell how far a stand-in is, but not what it has learnt."""
     waiting.tell(replace(view, metric=None))

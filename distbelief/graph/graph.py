@@ -54,7 +54,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: Unique in its graph.
-        kind: Of which `LayerKind`.
+        kind: Of which `Operator`.
         inputs: The layers it reads, in the kind's order.
         input_shapes: Shapes of their outputs, without the batch dimension.
         shape: Of its own output, likewise.

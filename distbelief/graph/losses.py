@@ -18,7 +18,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Builder, GraphError, Layer, LayerGraph
-from distbelief.graph.ops.losses import cross_entropy_layers, place_loss_layer
+from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.region import Shape
 
 
@@ -81,7 +81,7 @@ def append_loss(
 
     The loss is called "loss", and its input "targets", or the like if the graph has
     such layers already. Of a loss that is computed whole, `whole_loss` is the module
-    that `Step.modules` needs, under the name of the layer.
+    that `StepTime.modules` needs, under the name of the layer.
 
     Args:
         graph: Of a model.
@@ -161,7 +161,7 @@ def _layers(name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int) -> 
     if loss in PLACES:
         function, argument, mean = PLACES[loss]
         return [
-            place_loss_layer(
+            elementwise_loss_layer(
                 name, sources, function=function, argument=argument, mean=mean, dim=dim
             )
         ]

@@ -3,7 +3,7 @@
 For any region of a layer's output: which regions of its inputs it needs, which parts of
 the model's tensors, what it costs, and how it is computed. From that alone follow legal
 splits, halos, messages, memory and price. A new kind is one small file: a subclass of
-`LayerKind`, and `register(...)`.
+`Operator`, and `register(...)`.
 
 A kind whose output is a sum (or a maximum) over a dimension of its input may tell how
 to compute a part of it from a part of that dimension: *partial*. The parts are then
@@ -107,7 +107,7 @@ class PartialSums(ABC):
         """Return what `part` contributes to what it `writes`: (batch, *shape)."""
 
 
-class LayerKind(ABC):
+class Operator(ABC):
     """One kind of layer; has no state.
 
     Attributes:
@@ -160,10 +160,10 @@ class LayerKind(ABC):
         """
 
 
-_KINDS: dict[str, LayerKind] = {}
+_KINDS: dict[str, Operator] = {}
 
 
-def register(kind: LayerKind) -> None:
+def register(kind: Operator) -> None:
     """Make a kind known by its name.
 
     Raises:
@@ -177,7 +177,7 @@ def register(kind: LayerKind) -> None:
         )
 
 
-def kind_of(layer: Layer) -> LayerKind:
+def operator_of(layer: Layer) -> Operator:
     """Return the kind of this layer.
 
     Raises:
@@ -202,6 +202,6 @@ def joined(graph: LayerGraph) -> frozenset[str]:
         if layer.kind == INPUT:
             continue
         follows = bool(layer.inputs) and found.issuperset(layer.inputs)
-        if follows or kind_of(layer).joins_samples(layer):
+        if follows or operator_of(layer).joins_samples(layer):
             found.add(layer.name)
     return frozenset(found)

@@ -32,7 +32,7 @@ from distbelief.graph.graph import GraphError
 from distbelief.graph.lowering.registry import is_like_input, knows_module
 from distbelief.graph.unsupported import (
     LostChangeError,
-    UnseenError,
+    UnsupportedError,
     Watch,
     has_gradient_hooks,
     is_replaced,
@@ -141,7 +141,7 @@ class Tracer(fx.Tracer):
         node.meta["value"] = without_memory(a)
         if id(a) not in tensors:
             if a.requires_grad:
-                raise UnseenError(
+                raise UnsupportedError(
                     "it computes with parameters that it keeps outside of its "
                     f"attributes, in a list say{_place()}: use nn.ParameterList"
                 )
@@ -174,7 +174,7 @@ class Tracer(fx.Tracer):
             with torch.no_grad():
                 node.meta["value"] = self._value(node)
         except AttributeError as error:  # torch.fx would ask for it again, for ever
-            raise UnseenError(f"{error}{node.meta['place']}") from error
+            raise UnsupportedError(f"{error}{node.meta['place']}") from error
         finally:
             self._evaluating = False
         node.meta["changed"] = [
@@ -188,7 +188,7 @@ class Tracer(fx.Tracer):
         """Check that the forward has not done what no node says.
 
         Raises:
-            UnseenError: it has.
+            UnsupportedError: it has.
             GraphError: likewise, and its module would do so too.
         """
         assert self._watch is not None
@@ -364,7 +364,7 @@ def explained(error: Exception) -> str:
         return f"it calls {error}, a torch.autograd.Function with a gradient of its own"
     if isinstance(error, fx.proxy.TraceError):
         return "its forward depends on the values of its data (an `if`, a loop)"
-    if isinstance(error, GraphError | UnseenError):
+    if isinstance(error, GraphError | UnsupportedError):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -101,7 +101,7 @@ Generator = random.Random | np.random.Generator | np.random.RandomState | torch.
 
 
 @final
-class UnseenError(Exception):
+class UnsupportedError(Exception):
     """A forward does what tracing cannot see; its module can be kept whole."""
 
 
@@ -136,19 +136,19 @@ class Watch:
             place: Tells where the forward is by now.
 
         Raises:
-            UnseenError: something has, and a whole module would do it as well.
+            UnsupportedError: something has, and a whole module would do it as well.
             GraphError: not even that would.
         """
         self.check_seeds(place)
         if not torch.equal(torch.get_rng_state(), self._torch):
-            raise UnseenError(
+            raise UnsupportedError(
                 "it draws random numbers, or seeds them, at or before"
                 f"{place() or ' its end'}: use torch.nn.Dropout for chance"
             )
         for mode, (before, now) in enumerate(zip(self._modes, _modes(), strict=True)):
             if before != now:
                 word = "torch.autocast" if mode else "torch.inference_mode"
-                raise UnseenError(f"it computes under {word}, which is not split{place()}")
+                raise UnsupportedError(f"it computes under {word}, which is not split{place()}")
 
     def check_seeds(self, place: Callable[[], str]) -> None:
         """Check that nothing was drawn but of torch's own generator.

@@ -31,7 +31,7 @@ THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_T
 
 
 @final
-class Launcher:
+class LocalLauncher:
     """Of one run: `start`, then `serve` the run; `close` leaves no process.
 
     Starting early, before there is a run, lets the server import torch meanwhile.

@@ -36,7 +36,7 @@ from distbelief.task.task import (
     sample_of,
 )
 from distbelief.task.validation import check, check_data, check_evaluation
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 
 
 # Tries a job out before it starts, in a process of its own, and says what it found.
@@ -48,7 +48,7 @@ from distbelief.worker.local_executor import LocalModel
 ANSWER_BYTES_MAX: Final = 1 << 26
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be tried.
 
     Attributes:
@@ -64,7 +64,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     plan: str
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     """What was found.
 
     Attributes:
@@ -96,7 +96,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_main(name: str, incarnation: int, path: str) -> int:
     """Answer the question in this file; return the process's exit status."""
-    question = msgspec.json.decode(Path(path).read_bytes(), type=Question)
+    question = msgspec.json.decode(Path(path).read_bytes(), type=PreflightRequest)
     log(name, incarnation, "info", f"process {os.getpid()} begins")
     job = job_from_json(bytes(question.job))
     import_from(job)
@@ -104,26 +104,26 @@ def check_main(name: str, incarnation: int, path: str) -> int:
     try:
         answer = answer_to(job, question)
     except DistBeliefError as error:
-        answer = Answer(error=str(error), is_users=isinstance(error, JobError))
+        answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
         traceback.print_exc()  # to the log
         text = f"trying out model and data failed: {type(error).__name__}: {error}"
-        answer = Answer(error=f"{text}{place(error)}", is_users=True)
+        answer = PreflightResult(error=f"{text}{place(error)}", is_users=True)
     files.write(Path(question.answer), msgspec.json.encode(answer))
     log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
     return 0
 
 
-def read_answer(path: Path) -> Answer | None:
+def read_answer(path: Path) -> PreflightResult | None:
     """Return the answer, if there is one."""
     try:
         with path.open("rb") as file:
-            return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=Answer)
+            return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=PreflightResult)
     except FileNotFoundError:
         return None
 
 
-def answer_to(job: Job, question: Question) -> Answer:
+def answer_to(job: Job, question: PreflightRequest) -> PreflightResult:
     """Try model and data out in this process; return what was found.
 
     Raises:
@@ -132,7 +132,7 @@ def answer_to(job: Job, question: Question) -> Answer:
     task = job.task
     if not job.cluster.is_split:
         check(task, job.batch_size)
-        return _found(job, question, LocalModel(build_model(task.model)))
+        return _found(job, question, FlatModel(build_model(task.model)))
     # The planner brings scipy's solvers and matplotlib, which take as long to import as
     # half of torch: every job would wait for them, in two processes.
     from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
@@ -145,10 +145,10 @@ def answer_to(job: Job, question: Question) -> Answer:
     check_evaluation(task, sample)
     if task.model.initial == "module":
         check(task, job.batch_size)  # whose values are wanted, has to be built
-        model = LocalModel(build_model(task.model))
+        model = FlatModel(build_model(task.model))
     else:
         with torch.device("meta"):
-            model = LocalModel(build_model(task.model))
+            model = FlatModel(build_model(task.model))
     answer = _found(job, question, model)
     kept = Path(question.plan)
     plan = plan_for_job(job, captured.graph, kept=kept)
@@ -162,7 +162,7 @@ def answer_to(job: Job, question: Question) -> Answer:
     )
 
 
-def _initials(job: Job, model: LocalModel) -> Mapping[str, Initial]:
+def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
     """Return how the shards are to draw each tensor."""
     try:
         return recorded_initials(job.task.model, list(model.named_tensors()))
@@ -180,7 +180,7 @@ def _check_device(device: str) -> None:
         )
 
 
-def _found(job: Job, question: Question, model: LocalModel) -> Answer:
+def _found(job: Job, question: PreflightRequest, model: FlatModel) -> PreflightResult:
     """Return what is known of model and data; `model` may be without values."""
     task = job.task
     initials: dict[str, Initial] = {}
@@ -203,7 +203,7 @@ def _found(job: Job, question: Question, model: LocalModel) -> Answer:
     trained = [t for t in model.named_tensors().values() if t.requires_grad]
     metric = metric_name(task, sample)
     is_double = any(tensor.dtype == torch.float64 for tensor in trained)
-    return Answer(
+    return PreflightResult(
         tensors=tuple(model.specs()),
         dtype="float64" if is_double else "float32",
         initials=initials,

@@ -30,14 +30,14 @@ from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.parameter_server.replication import shard_of
 from distbelief.protocol import Failed
 from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role, Snapshot
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.task.imports import resolve
 from distbelief.task.task import BuildContext, Sample
-from distbelief.transport.config import Reach
-from distbelief.transport.node import Node
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import Log
-from distbelief.worker.member import Member, MemberConfig, heartbeat_seconds
+from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 
 # What a job from another machine may call here: what this machine's user has named.
@@ -92,7 +92,7 @@ def _check(module: str, path: str, *, table: str, allowed: Sequence[str]) -> Non
 SPEC_BYTES_MAX: Final = 1 << 26
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What all role processes of one run are told.
 
     Attributes:
@@ -122,7 +122,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     plan: str | None = None
     sample: Sample | None = None
     n_train: int | None = None
-    reach: Reach = Reach()
+    reach: ListenConfig = ListenConfig()
     allowed: tuple[str, ...] | None = None
 
 
@@ -130,7 +130,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 class SharedShelf:
     """Both copies of a shard keep their snapshots under the shard's one name."""
 
-    def __init__(self, store: SnapshotStore) -> None:
+    def __init__(self, store: CheckpointStore) -> None:
         self._store = store
 
     def save(self, role: Address, snapshot: Snapshot) -> None:
@@ -142,10 +142,10 @@ class SharedShelf:
         return self._store.newest(shard_of(role))
 
 
-def read_spec(path: str) -> Spec:
+def read_spec(path: str) -> RoleSpec:
     """Return the spec in this file."""
     with Path(path).open("rb") as file:
-        return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=Spec)
+        return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=RoleSpec)
 
 
 def main(name: str, incarnation: int, path: str) -> int:
@@ -182,12 +182,14 @@ def main(name: str, incarnation: int, path: str) -> int:
     return status
 
 
-def _live(spec: Spec, job: Job, memory: Memory, *, name: str, life: int, report: Log) -> str | None:
+def _live(
+    spec: RoleSpec, job: Job, memory: Memory, *, name: str, life: int, report: Log
+) -> str | None:
     """Be the role until it ends; return what went wrong, if anything did."""
     transport = spec.reach.transport(name=name, incarnation=life, run=spec.run, log=report)
     with transport:
         transport.connect(SUPERVISOR, 0, spec.supervisor)
-        config = MemberConfig(
+        config = JobMemberConfig(
             name=name,
             endpoint=transport.endpoint,
             host=memory.host,
@@ -195,14 +197,14 @@ def _live(spec: Spec, job: Job, memory: Memory, *, name: str, life: int, report:
             heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
             patience_seconds=job.cluster.patience,
         )
-        member = Member(config, build=lambda: _build(name, job, spec, memory))
+        member = JobMember(config, build=lambda: _build(name, job, spec, memory))
 
         def warn(text: str) -> None:
             report("warning", text)
             member.warn(text)
 
-        store = SnapshotStore(Path(spec.snapshots), report=warn)
-        node = Node(member, transport=transport, log=report, store=SharedShelf(store))
+        store = CheckpointStore(Path(spec.snapshots), report=warn)
+        node = RoleRunner(member, transport=transport, log=report, store=SharedShelf(store))
         _end_when_abandoned(node)
         error = node.run()
         if error is not None and not member.told_failure:
@@ -210,7 +212,7 @@ def _live(spec: Spec, job: Job, memory: Memory, *, name: str, life: int, report:
     return error
 
 
-def _end_when_abandoned(node: Node) -> None:
+def _end_when_abandoned(node: RoleRunner) -> None:
     """End once the fork server says that the supervisor is gone; a shard saves."""
     if threading.current_thread() is not threading.main_thread():
         return
@@ -245,7 +247,7 @@ def _write(line: str) -> None:
         sys.stdout.flush()
 
 
-def _build(name: str, job: Job, spec: Spec, memory: Memory) -> Role:
+def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
     algorithm = algorithms.load(algorithms.find(job.algorithm_name))
     context = BuildContext(
         task=job.task,

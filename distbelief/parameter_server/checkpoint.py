@@ -25,10 +25,10 @@ import numpy as np
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import State, Steps, UpdateRule
-from distbelief.parameter_server.session_state import Client
-from distbelief.parameter_server.slices import Holding, Ranges
-from distbelief.protocol import Saved
+from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
+from distbelief.parameter_server.session_state import Session
+from distbelief.parameter_server.slices import IndexRanges, ShardSlice
+from distbelief.protocol import CheckpointSaved
 from distbelief.roles.role import (
     NEWEST,
     SUPERVISOR,
@@ -77,7 +77,7 @@ class Content:
     values: Vector  # (shard_size,)
     state: State  # each (n_gradient,)
     clock: int
-    steps: Steps
+    steps: StepCounts
 
 
 @final
@@ -135,7 +135,13 @@ class Resharding:
                     )
 
     def shard(
-        self, k: int, *, rule: UpdateRule, clocks: Sequence[int], steps: Sequence[Steps], read: Read
+        self,
+        k: int,
+        *,
+        rule: UpdateRule,
+        clocks: Sequence[int],
+        steps: Sequence[StepCounts],
+        read: Read,
     ) -> Content:
         """Return what new shard k holds.
 
@@ -168,18 +174,18 @@ class Resharding:
             steps=self._steps(k, [(source, steps[source]) for source in of_sources]),
         )
 
-    def _steps(self, k: int, sources: Sequence[tuple[int, Steps]]) -> Steps:
+    def _steps(self, k: int, sources: Sequence[tuple[int, StepCounts]]) -> StepCounts:
         """Return what the elements of new shard k have met on these old ones."""
-        result = Steps(max(steps.n_whole for _, steps in sources))
+        result = StepCounts(max(steps.n_whole for _, steps in sources))
         moves = list(self.moves(k))
         for source, steps in sources:
             for ranges, n_pushes in steps.parts:
-                moved = Ranges.union(
+                moved = IndexRanges.union(
                     ranges.clipped(move.start, move.stop).shifted(move.offset - move.start)
                     for move in moves
                     if move.source_index == source
                 )
-                result.add(Holding.of(moved, self._new), n_pushes=n_pushes)
+                result.add(ShardSlice.of(moved, self._new), n_pushes=n_pushes)
         return result
 
 
@@ -199,7 +205,7 @@ N_SAVES_MAX: Final = 8
 
 
 @final
-class Saves:
+class CheckpointWriter:
     """Snapshots asked of one life of a shard."""
 
     def __init__(self) -> None:
@@ -256,7 +262,7 @@ def _rest_saved(event: Persisted, *, clock: int) -> Report:
 
 
 def _saved(receiver: Address, label: str, *, clock: int, error: str | None = None) -> Action:
-    return Send(receiver=receiver, message=Saved(label=label, clock=clock, error=error))
+    return Send(receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error))
 
 
 FORMAT = "distbelief-shard-1"
@@ -282,8 +288,8 @@ class ShardState:
     clock: int
     values: Vector  # (shard_size,)
     state: State  # each (n_gradient,)
-    clients: tuple[Client, ...]
-    steps: Steps
+    clients: tuple[Session, ...]
+    steps: StepCounts
 
 
 @final
@@ -421,19 +427,19 @@ class _Reader:
             )
         return array.copy()
 
-    def _steps(self, size: int) -> Steps:
+    def _steps(self, size: int) -> StepCounts:
         text = self._snapshot.facts.get("steps")
         if text is None:  # written before clients could hold parts
-            return Steps(self._count("clock"))
+            return StepCounts(self._count("clock"))
         try:
             words = msgspec.json.decode(text, type=list[_Word])
-            return Steps.read(np.array(words, np.int64), size=size)
+            return StepCounts.read(np.array(words, np.int64), size=size)
         except (msgspec.MsgspecError, RemoteProtocolError) as error:
             raise self._error(
                 f"steps cannot be read ({error}); delete it, and the one before is used"
             ) from None
 
-    def _clients(self) -> Iterable[Client]:
+    def _clients(self) -> Iterable[Session]:
         try:
             clients = msgspec.json.decode(self._fact("clients"), type=dict[str, _ClientFacts])
         except msgspec.MsgspecError as error:
@@ -441,7 +447,7 @@ class _Reader:
                 f"clients cannot be read ({error}); delete it, and the one before is used"
             ) from None
         for name, facts in clients.items():
-            yield Client(
+            yield Session(
                 name=Address(name),
                 incarnation=facts.incarnation,
                 watermark=facts.watermark,

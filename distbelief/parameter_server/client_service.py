@@ -2,9 +2,9 @@
 
 Rules:
 
-* Nothing is served before `Hello`. A message of an older incarnation of the client is
+* Nothing is served before `OpenSession`. A message of an older incarnation of the client is
   dropped. One that is meant for another incarnation of the shard, or comes from a
-  client that has not said Hello to this one, is answered by `Refused`.
+  client that has not said Hello to this one, is answered by `SessionRefused`.
 * A Hello that arrives before the values are there, or says something new while a push
   of this client is applied or held, is answered afterwards, and with "busy" at once.
 * One of two copies that does not lead says nothing to clients. It keeps their Hellos,
@@ -20,24 +20,24 @@ from typing import assert_never, final
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import block_bounds
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.fetch_handler import Fetches
-from distbelief.parameter_server.pinned_versions import Leases
-from distbelief.parameter_server.push_handler import Pushes
-from distbelief.parameter_server.replication import Forwarding
-from distbelief.parameter_server.session_state import Client
-from distbelief.parameter_server.sessions import Clients, Replies
-from distbelief.parameter_server.store import ShardValues
-from distbelief.protocol import Credit, Fetch, Hello, Push, PushBlock
+from distbelief.parameter_server.fetch_handler import FetchHandler
+from distbelief.parameter_server.pinned_versions import PinnedVersions
+from distbelief.parameter_server.push_handler import PushHandler
+from distbelief.parameter_server.replication import Primary
+from distbelief.parameter_server.session_state import Session
+from distbelief.parameter_server.sessions import Replies, SessionTable
+from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import Fetch, FetchAck, OpenSession, Push, PushBlock
 from distbelief.roles.role import Action, Address, PeerLost, Received, Report, Seconds, SetTimer
 
 
-ClientMessage = Fetch | Credit | PushBlock | Push
+ClientMessage = Fetch | FetchAck | PushBlock | Push
 
 _ABSENT = "absent:"
 
 
 @final
-class Service:
+class ClientService:
     """All clients of one life of a shard, and what is under way for them.
 
     Attributes:
@@ -47,33 +47,33 @@ class Service:
         bounds: Of each block of a vector: (start, stop).
     """
 
-    def __init__(self, config: ShardConfig, values: ShardValues, *, memory: Memory) -> None:
+    def __init__(self, config: ShardConfig, values: ShardStore, *, memory: Memory) -> None:
         layout, index = config.layout, config.index
         size, dtype = layout.shard_size(index), layout.dtype
         self._name = config.name
         self._life = 0
         self._values = values
         self._replies = Replies(index=index)
-        self._clients = Clients(
+        self._clients = SessionTable(
             config.identity,
             holdings=values.holdings,
             memory=memory,
             n_clients_max=config.n_clients_max,
         )
         self.bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
-        self.pushes = Pushes(self._clients, self._replies)
-        leases = Leases(
+        self.pushes = PushHandler(self._clients, self._replies)
+        leases = PinnedVersions(
             n_elements=size,
             dtype=dtype,
             n_copies=config.n_copies,
             seconds_max=config.lease_seconds_max,
             memory=memory,
         )
-        self.fetches = Fetches(self._clients, self._replies, leases)
-        self.forwarding = Forwarding(values, self._clients, self.pushes)
+        self.fetches = FetchHandler(self._clients, self._replies, leases)
+        self.forwarding = Primary(values, self._clients, self.pushes)
         self._n_held_max = config.n_clients_max
         self._absence_seconds_max = config.absence_seconds_max
-        self._held: dict[Address, tuple[Received, Hello]] = {}
+        self._held: dict[Address, tuple[Received, OpenSession]] = {}
         self._leads = not config.waits_for_lead
         self._open = False
         self._closed = False
@@ -84,11 +84,11 @@ class Service:
         return self._replies.incarnation
 
     @property
-    def clients(self) -> tuple[Client, ...]:
+    def clients(self) -> tuple[Session, ...]:
         """Every client known."""
         return self._clients.all()
 
-    def n_averaged(self, client: Client) -> int:
+    def n_averaged(self, client: Session) -> int:
         """Over how many clients the buffers are averaged that this one pushes."""
         return max(1, self._clients.n_averaged(client.holding))
 
@@ -111,13 +111,13 @@ class Service:
         if self._leads:
             self._replies.incarnation = incarnation
 
-    def open(self, clients: Iterable[Client]) -> list[Action]:
+    def open(self, clients: Iterable[Session]) -> list[Action]:
         """The values are there: serve, beginning with those who have said Hello."""
         self._clients.restore(clients)
         self._open = True
         return self.greet_held()
 
-    def lead(self, pairing: int, clients: Iterable[Client]) -> list[Action]:
+    def lead(self, pairing: int, clients: Iterable[Session]) -> list[Action]:
         """Serve from now on, as the copy that leads; these clients may not know yet."""
         self._leads, self._replies.incarnation = True, pairing
         clients = tuple(clients)
@@ -163,14 +163,14 @@ class Service:
         )
         return [Report(text=text)]
 
-    def _wait_for(self, client: Client, now: Seconds) -> SetTimer:
+    def _wait_for(self, client: Session, now: Seconds) -> SetTimer:
         """Look again later whether it is back."""
         at = now + self._absence_seconds_max
         return SetTimer(name=f"{_ABSENT}{client.name}", at=at)
 
     # ------------------------------------------------------------------ handshake
 
-    def greet(self, event: Received, hello: Hello) -> list[Action]:
+    def greet(self, event: Received, hello: OpenSession) -> list[Action]:
         """Answer a Hello, now or when that can be done."""
         sender, clients = event.sender, self._clients
         if not self._leads:
@@ -209,7 +209,7 @@ class Service:
                 actions += self.greet(event, hello)
         return actions
 
-    def _must_wait(self, event: Received, hello: Hello) -> bool:
+    def _must_wait(self, event: Received, hello: OpenSession) -> bool:
         if not self._open:
             return True
         client = self._clients.get(event.sender)
@@ -218,7 +218,7 @@ class Service:
             event.sender, event.incarnation, hello
         )
 
-    def _hold(self, event: Received, hello: Hello) -> None:
+    def _hold(self, event: Received, hello: OpenSession) -> None:
         held = self._held.get(event.sender)
         if held is None and len(self._held) >= self._n_held_max:
             return  # it will ask again
@@ -248,13 +248,13 @@ class Service:
             or message.shard_incarnation != self.incarnation
         ):
             # It pushes that again when it is welcome: nothing is lost.
-            return [self._replies.refuse(sender, "say Hello first")]
+            return [self._replies.refuse(sender, "say OpenSession first")]
         client.present = True
         clock = self._values.clock
         match message:
             case Fetch():
                 return self.fetches.fetch(client, message, clock=clock, now=now)
-            case Credit():
+            case FetchAck():
                 return self.fetches.credit(client, message, now=now)
             case PushBlock():
                 return self.pushes.take_block(client, message, clock=clock)
@@ -263,7 +263,7 @@ class Service:
             case _:
                 assert_never(message)
 
-    def _take_push(self, client: Client, push: Push) -> list[Action]:
+    def _take_push(self, client: Session, push: Push) -> list[Action]:
         reason = self._values.why_not(push.touches, client.holding)
         if reason is not None:
             return [self._replies.refuse(client.name, reason, for_good=True)]

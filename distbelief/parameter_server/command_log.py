@@ -10,8 +10,8 @@ Rules:
 
 * One order is performed at a time, and none is begun before the one before it ended.
 * An order that cannot be performed changes nothing, and the answer says why.
-* The published values are replaced by `Open`, `Publish` and `Keep` alone: between two
-  of those everybody reads one version of them (DB-16).
+* The published values are replaced by `BeginEvaluation`, `Publish` and `Checkpoint` alone:
+  between two of those everybody reads one version of them (DB-16).
 * While a coordinator drives the shard nothing else may change its values: pushes
   without a grant are refused. `Publish` ends that, until another attaches.
 * An order that waits or is performed is answered by what was said last: a sign of life.
@@ -26,22 +26,22 @@ import numpy as np
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.gradient_sums import Collecting
-from distbelief.parameter_server.push_handler import Applying
-from distbelief.parameter_server.savepoints import PARAMETERS, Cuts, split
-from distbelief.parameter_server.store import ShardValues
-from distbelief.parameter_server.vector_store import Algebra
+from distbelief.parameter_server.gradient_sums import GradientSums
+from distbelief.parameter_server.push_handler import PushInProgress
+from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
+from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import (
-    Attach,
-    Fold,
-    Keep,
-    Open,
-    Order,
-    Perform,
-    Performed,
+    BeginEpoch,
+    BeginEvaluation,
+    Checkpoint,
+    CommandDone,
+    Commit,
+    Execute,
+    FinishEvaluation,
     Publish,
-    Recall,
-    Seal,
+    Restore,
+    ShardCommand,
     Task,
 )
 from distbelief.protocol.vector_commands import Batch, Fill, Scalars, targets
@@ -69,7 +69,7 @@ class _Outcome:
 
 
 @final
-class Orders:
+class CommandExecutor:
     """What a coordinator has made of one life of a shard.
 
     Args:
@@ -77,23 +77,23 @@ class Orders:
         values: What everybody reads.
     """
 
-    def __init__(self, config: ShardConfig, values: ShardValues) -> None:
+    def __init__(self, config: ShardConfig, values: ShardStore) -> None:
         layout, index = config.layout, config.index
         self._name = config.name
         self._has_other = config.waits_for_lead
         self._values = values
         self._n_gradient = layout.n_gradient(index)
-        self._algebra = Algebra(layout, index, n_vectors_max=config.n_vectors_max)
-        self._collecting = Collecting(
+        self._algebra = VectorStore(layout, index, n_vectors_max=config.n_vectors_max)
+        self._collecting = GradientSums(
             n_elements=layout.shard_size(index), n_gradient=self._n_gradient, dtype=layout.dtype
         )
-        self._cuts: Cuts | None = None  # once the values are there
-        self._buffers: Vector | None = None  # of the last set, for the next `Open`
+        self._cuts: Savepoints | None = None  # once the values are there
+        self._buffers: Vector | None = None  # of the last set, for the next `BeginEvaluation`
         self._epoch = 0
         self._is_free = True
-        self._answer = Performed(epoch=0, number=0)
-        self._next: tuple[Address, Order] | None = None
-        self._running: tuple[Address, Order] | None = None
+        self._answer = CommandDone(epoch=0, number=0)
+        self._next: tuple[Address, ShardCommand] | None = None
+        self._running: tuple[Address, ShardCommand] | None = None
 
     @property
     def drives(self) -> bool:
@@ -131,7 +131,7 @@ class Orders:
 
         def work() -> None:
             if saved is not None:
-                cuts = Cuts(self._algebra, base_clock=0)
+                cuts = Savepoints(self._algebra, base_clock=0)
                 cuts.restore(saved)
                 self._cuts = cuts
 
@@ -140,11 +140,11 @@ class Orders:
     def ready(self) -> None:
         """The values are there."""
         if self._cuts is None:
-            self._cuts = Cuts(self._algebra, base_clock=self._values.clock)
+            self._cuts = Savepoints(self._algebra, base_clock=self._values.clock)
 
     # --------------------------------------------------------------------- messages
 
-    def take(self, event: Received, order: Order) -> list[Action]:
+    def take(self, event: Received, order: ShardCommand) -> list[Action]:
         """Let an order wait for its turn, or answer it at once."""
         sender = event.sender
         if self._has_other:
@@ -152,11 +152,11 @@ class Orders:
                 f"{self._name} is one of two copies of its shard, and vectors have "
                 "none: set shard_copies = 1"
             )
-            refusal = Performed(epoch=order.epoch, number=order.number, error=text)
+            refusal = CommandDone(epoch=order.epoch, number=order.number, error=text)
             return [Send(receiver=sender, message=refusal)]
-        if order.epoch > self._epoch and isinstance(order.task, Attach):
+        if order.epoch > self._epoch and isinstance(order.task, BeginEpoch):
             self._epoch, self._is_free = order.epoch, False
-            self._answer = Performed(epoch=order.epoch, number=0)
+            self._answer = CommandDone(epoch=order.epoch, number=0)
             self._next = sender, order
             return []
         if order.epoch == self._epoch and order.number == self._answer.number + 1:
@@ -168,7 +168,7 @@ class Orders:
             return []
         return [Send(receiver=sender, message=self._answer)]
 
-    def _knows(self, order: Order) -> bool:
+    def _knows(self, order: ShardCommand) -> bool:
         """Return whether it waits or is performed already."""
         return any(
             known is not None and known[1].epoch == order.epoch
@@ -183,14 +183,14 @@ class Orders:
         Args:
             snapshot: Returns a snapshot of all that is the shard's, under a label.
         """
-        if self._running is not None:  # a `Keep`, of which the second half is due
+        if self._running is not None:  # a `Checkpoint`, of which the second half is due
             return self._save(self._running[1], snapshot)
         if self._next is None:
             return None
         self._running, self._next = self._next, None
         order = self._running[1]
         cost = self._cost(order.task)
-        if isinstance(order.task, Open | Publish | Keep):
+        if isinstance(order.task, BeginEvaluation | Publish | Checkpoint):
             self._values.begin_replacing()
 
         def work() -> _Outcome:
@@ -206,9 +206,9 @@ class Orders:
         assert self._running is not None
         assert isinstance(event.result, _Outcome), event.result
         task = self._running[1].task
-        if isinstance(task, Open | Publish | Keep):
+        if isinstance(task, BeginEvaluation | Publish | Checkpoint):
             self._values.end_push()
-        if isinstance(task, Keep) and event.result.error is None:
+        if isinstance(task, Checkpoint) and event.result.error is None:
             return []
         return self._end(event.result)
 
@@ -216,7 +216,7 @@ class Orders:
         """The cut is on disk, or is not."""
         assert self._running is not None
         task = self._running[1].task
-        assert isinstance(task, Keep)
+        assert isinstance(task, Checkpoint)
         assert self._cuts is not None
         if event.error is None:
             self._cuts.on_disk(task.cut)
@@ -233,9 +233,9 @@ class Orders:
             return snapshot
         return cuts.extend(snapshot, cut=cuts.present)
 
-    def _save(self, order: Order, snapshot: Callable[[str], Snapshot]) -> Action:
+    def _save(self, order: ShardCommand, snapshot: Callable[[str], Snapshot]) -> Action:
         task = order.task
-        assert isinstance(task, Keep)
+        assert isinstance(task, Checkpoint)
         assert self._cuts is not None
         return Persist(snapshot=self._cuts.extend(snapshot(task.label), cut=task.cut))
 
@@ -248,7 +248,7 @@ class Orders:
         if isinstance(order.task, Publish):
             self._is_free = True
         collecting = self._collecting
-        self._answer = Performed(
+        self._answer = CommandDone(
             epoch=order.epoch,
             number=order.number,
             clock=self._values.clock,
@@ -256,14 +256,14 @@ class Orders:
             n_sets=collecting.n_folded,
             n_examples=collecting.n_examples,
             digest=collecting.digest,
-            cuts=self._cuts.records() if isinstance(order.task, Attach) else (),
+            cuts=self._cuts.records() if isinstance(order.task, BeginEpoch) else (),
             error=outcome.error,
         )
         return [Send(receiver=sender, message=self._answer)]
 
     # ------------------------------------------------------------------- performing
 
-    def _perform(self, order: Order) -> Scalars:
+    def _perform(self, order: ShardCommand) -> Scalars:
         """Perform an order, in the compute lane.
 
         Raises:
@@ -276,42 +276,42 @@ class Orders:
         else:
             self._cuts.settle(order.settled)
         match order.task:
-            case Perform() | Open() | Seal():
+            case Execute() | BeginEvaluation() | FinishEvaluation():
                 return self._measure(order.task)
-            case Attach():
+            case BeginEpoch():
                 self._collecting.close()
-            case Recall(cut=cut, whole=whole):
+            case Restore(cut=cut, whole=whole):
                 self._cuts.recall(cut, whole=whole, values=self._parameters)
-            case Fold():
+            case Commit():
                 self._fold(order.task)
-            case Publish() | Keep():
+            case Publish() | Checkpoint():
                 self._replace(order.task)
             case _:
                 assert_never(order.task)
         return ()
 
-    def _measure(self, task: Perform | Open | Seal) -> Scalars:
+    def _measure(self, task: Execute | BeginEvaluation | FinishEvaluation) -> Scalars:
         match task:
-            case Perform(commands=commands):
+            case Execute(commands=commands):
                 return self._run(commands)
-            case Open():
+            case BeginEvaluation():
                 scalars = self._run(task.before)
                 self._publish(task.point)
                 self._collecting.open(first_grant=task.first_grant, n_staged_max=task.n_staged_max)
                 return scalars
-            case Seal():
+            case FinishEvaluation():
                 return self._seal(task)
             case _:
                 assert_never(task)
 
-    def _fold(self, task: Fold) -> None:
+    def _fold(self, task: Commit) -> None:
         sets = [(one.set_index, one.grant) for one in task.sets]
         self._collecting.check(sets)
         self._collecting.forget(task.void)
         for set_index, grant in sets:
             self._collecting.fold(set_index, grant)
 
-    def _replace(self, task: Publish | Keep) -> None:
+    def _replace(self, task: Publish | Checkpoint) -> None:
         assert self._cuts is not None
         if isinstance(task, Publish):
             self._publish(task.point)
@@ -338,7 +338,7 @@ class Orders:
         if self._buffers is not None:
             self._values.vector[self._n_gradient :] = self._buffers
 
-    def _seal(self, task: Seal) -> Scalars:
+    def _seal(self, task: FinishEvaluation) -> Scalars:
         assert self._cuts is not None
         n, collecting = self._n_gradient, self._collecting
         if task.n_examples == 0:
@@ -358,13 +358,13 @@ class Orders:
 
     def _cost(self, task: Task) -> Cost:
         match task:
-            case Perform(commands=commands):
+            case Execute(commands=commands):
                 return self._algebra.cost(commands)
-            case Attach():
+            case BeginEpoch():
                 return Cost()
-            case Fold(sets=sets):
+            case Commit(sets=sets):
                 n_passes = 3 * len(sets)
-            case Recall() | Open() | Seal() | Publish() | Keep():
+            case Restore() | BeginEvaluation() | FinishEvaluation() | Publish() | Checkpoint():
                 n_passes = 3
             case _:
                 assert_never(task)
@@ -372,7 +372,7 @@ class Orders:
 
     # ---------------------------------------------------------------------- pushes
 
-    def collecting(self, applying: Applying) -> tuple[Callable[[], None], Cost]:
+    def collecting(self, applying: PushInProgress) -> tuple[Callable[[], None], Cost]:
         """Return the work that stages what was pushed under a grant, if it counts."""
         push, values = applying.push, applying.slot.values
         holding, collecting = applying.client.holding, self._collecting

@@ -4,19 +4,19 @@ Rules:
 
 * A request is served from one version only. Once its lease has ended it is never served
   again: blocks of two versions could meet in one fetch. If the lease ended for want of
-  progress, the client's next word is answered by `Refused`, and it fetches anew; if the
+  progress, the client's next word is answered by `SessionRefused`, and it fetches anew; if the
   client ended it, late copies of its messages mean nothing.
-* A fetch that is asked for again while it waits for a copy is answered by `Welcome`, a
+* A fetch that is asked for again while it waits for a copy is answered by `SessionOpened`, a
   sign of life; one that has its lease, by its first blocks if none has arrived.
 """
 
 from typing import final
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.pinned_versions import Copy, Leases
-from distbelief.parameter_server.session_state import Client
-from distbelief.parameter_server.sessions import Clients, Replies
-from distbelief.protocol import Credit, Fetch
+from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
+from distbelief.parameter_server.session_state import Session
+from distbelief.parameter_server.sessions import Replies, SessionTable
+from distbelief.protocol import Fetch, FetchAck
 from distbelief.roles.role import Action, Address, Seconds, SetTimer
 
 
@@ -24,14 +24,14 @@ _LEASE = "lease:"
 
 
 @final
-class Fetches:
+class FetchHandler:
     """All fetches by blocks of one life of a shard."""
 
-    def __init__(self, clients: Clients, replies: Replies, leases: Leases) -> None:
+    def __init__(self, clients: SessionTable, replies: Replies, leases: PinnedVersions) -> None:
         self._clients = clients
         self._replies = replies
         self._leases = leases
-        self._copying: Copy | None = None
+        self._copying: Version | None = None
         self._bytes_out = 0
 
     @property
@@ -58,7 +58,7 @@ class Fetches:
             actions += self._begin(reader)
         return actions
 
-    def fetch(self, client: Client, message: Fetch, *, clock: int, now: Seconds) -> list[Action]:
+    def fetch(self, client: Session, message: Fetch, *, clock: int, now: Seconds) -> list[Action]:
         """Begin a fetch, or hear once more of one that was begun."""
         name = client.name
         if message.request < client.request:
@@ -74,7 +74,7 @@ class Fetches:
         self._leases.restart(name)
         return self._blocks(name)
 
-    def credit(self, client: Client, message: Credit, *, now: Seconds) -> list[Action]:
+    def credit(self, client: Session, message: FetchAck, *, now: Seconds) -> list[Action]:
         """Send more blocks, or end the lease."""
         if message.request != client.request:
             return []
@@ -95,7 +95,7 @@ class Fetches:
         self.expire(client)
         return []
 
-    def expire(self, client: Client) -> None:
+    def expire(self, client: Session) -> None:
         """End what the client has begun, and tell it if it comes back."""
         client.expired = client.request
         self._leases.expire(client.name)
@@ -104,7 +104,7 @@ class Fetches:
         """End what a former life of this client has begun."""
         self._leases.end(name)
 
-    def _over(self, client: Client) -> list[Action]:
+    def _over(self, client: Session) -> list[Action]:
         if client.expired != client.request:
             return []
         reason = f"fetch {client.request} has ended, without progress: fetch anew"

@@ -33,7 +33,7 @@ import torch
 
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.slices import Holding
+from distbelief.parameter_server.slices import ShardSlice
 
 
 @final
@@ -53,7 +53,7 @@ class _Staged:
 
 
 @final
-class Collecting:
+class GradientSums:
     """The sets of one evaluation, on one shard.
 
     Args:
@@ -113,7 +113,7 @@ class Collecting:
 
     # ---------------------------------------------------------------------- staging
 
-    def wants(self, pushed: Vector, *, grant: int, holding: Holding | None = None) -> bool:
+    def wants(self, pushed: Vector, *, grant: int, holding: ShardSlice | None = None) -> bool:
         """Return whether this push is to be staged; count it if not.
 
         Not if it is of another evaluation, void, known, one too many, or of another
@@ -153,7 +153,7 @@ class Collecting:
         *,
         grant: int,
         n_examples: int,
-        holding: Holding | None = None,
+        holding: ShardSlice | None = None,
         buffers: Vector | None = None,
     ) -> Callable[[], None]:
         """Return the work that stages what was pushed, and is wanted.

@@ -39,6 +39,9 @@ import torch
 from distbelief.core.vectors import ALIGNMENT, Vector
 
 
+__all__ = ["ElementType", "Layout", "LayoutSpec", "Segment", "TensorSpec"]
+
+
 # The tensors of a model as the shards see them: names, shapes, kinds.
 
 Kind = Literal["parameter", "buffer"]
@@ -206,7 +209,7 @@ def padded(n_elements: int) -> int:
 
 
 @final
-class Exchange:
+class TensorCopier:
     """One shard's vector, cut once into views for copies made again and again.
 
     Args:
@@ -322,8 +325,6 @@ def scatter_blocks(
             left.popleft()
 
 
-__all__ = ["ElementType", "Layout", "LayoutSpec", "Segment", "TensorSpec"]
-
 ElementType = Literal["float32", "float64"]
 
 _CUTTING = 1
@@ -417,7 +418,7 @@ class Layout:
         """What lies on shard k, by rising offset."""
         return self._segments[k]
 
-    def exchange(self, k: int, vector: Vector) -> Exchange:
+    def exchange(self, k: int, vector: Vector) -> TensorCopier:
         """Return shard k's vector, cut for copies.
 
         Raises:
@@ -430,7 +431,7 @@ class Layout:
                 f"{vector.dtype}; layout {self.fingerprint} needs ({size},) and "
                 f"{self.dtype}"
             )
-        return Exchange(self.tensors, self.segments(k), vector)
+        return TensorCopier(self.tensors, self.segments(k), vector)
 
     def gather(self, k: int, tensors: Sequence[torch.Tensor | None], out: Vector) -> None:
         """Copy shard k's part of `tensors` into `out`; see `Exchange.gather`."""

@@ -39,7 +39,7 @@ from typing_extensions import override
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server import slices
-from distbelief.parameter_server.slices import Holding, Indices, Ranges
+from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice
 
 
 # Schedules: by what factor the learning rate is multiplied as a shard's clock rises.
@@ -214,14 +214,14 @@ _WORDS = 4  # of a stripe
 class _Part:
     """Pushes of one holding."""
 
-    def __init__(self, stripes: Indices, ranges: Ranges, n_pushes: int) -> None:
+    def __init__(self, stripes: Indices, ranges: IndexRanges, n_pushes: int) -> None:
         self.stripes = stripes
         self.ranges = ranges
         self.n_pushes = n_pushes
 
 
 @final
-class Steps:
+class StepCounts:
     """What the elements of one shard have met.
 
     Attributes:
@@ -233,7 +233,7 @@ class Steps:
         self._parts: dict[bytes, _Part] = {}
 
     @classmethod
-    def read(cls, words: Vector, *, size: int) -> "Steps":
+    def read(cls, words: Vector, *, size: int) -> "StepCounts":
         """Return what another life, or copy, of the shard wrote.
 
         Raises:
@@ -251,7 +251,7 @@ class Steps:
             stripes = words[at + 2 : at + 2 + max(n_words, 0)]
             if n_words <= 0 or len(stripes) < n_words:
                 raise RemoteProtocolError("counts of pushes end within a holding")
-            held = Ranges.read(stripes, size=size)
+            held = IndexRanges.read(stripes, size=size)
             steps._parts[held.key] = _Part(held.stripes(), held, n_pushes)
             at += 2 + n_words
         return steps
@@ -266,7 +266,7 @@ class Steps:
         return np.concatenate(words)
 
     @property
-    def parts(self) -> tuple[tuple[Ranges, int], ...]:
+    def parts(self) -> tuple[tuple[IndexRanges, int], ...]:
         """What was pushed in parts: the ranges, and how often."""
         return tuple((part.ranges, part.n_pushes) for part in self._parts.values() if part.n_pushes)
 
@@ -286,7 +286,7 @@ class Steps:
             counts += n_pushes * held.marks(bounds)
         return self.n_whole + int(counts[counts > 0].min())
 
-    def know(self, holding: Holding) -> str | None:
+    def know(self, holding: ShardSlice) -> str | None:
         """A client with this holding may push from now on; return why not, if so."""
         if not holding.n_elements or holding.ranges is None:
             return None
@@ -302,14 +302,14 @@ class Steps:
             "model alike for all replicas, or use more shards"
         )
 
-    def add(self, holding: Holding, *, n_pushes: int = 1) -> None:
+    def add(self, holding: ShardSlice, *, n_pushes: int = 1) -> None:
         """Something was pushed by a client with this holding."""
         if holding.ranges is None:
             self.n_whole += n_pushes
         elif holding.n_elements:
             self._part(holding).n_pushes += n_pushes
 
-    def at(self, inner: Ranges, *, holding: Holding) -> list[tuple[int, Ranges]]:
+    def at(self, inner: IndexRanges, *, holding: ShardSlice) -> list[tuple[int, IndexRanges]]:
         """Return these elements by how many pushes they have met, fewest first.
 
         Args:
@@ -337,7 +337,7 @@ class Steps:
             for count in np.unique(counts[inside])
         ]
 
-    def _part(self, holding: Holding) -> _Part:
+    def _part(self, holding: ShardSlice) -> _Part:
         part = self._parts.get(holding.key)
         if part is None:
             assert holding.ranges is not None
@@ -346,8 +346,8 @@ class Steps:
         return part
 
 
-def _where(chosen: NDArray[np.bool_], bounds: Indices) -> Ranges:
-    return Ranges.of(bounds[:-1][chosen], bounds[1:][chosen])
+def _where(chosen: NDArray[np.bool_], bounds: Indices) -> IndexRanges:
+    return IndexRanges.of(bounds[:-1][chosen], bounds[1:][chosen])
 
 
 def _count(n_pushes: int) -> int:

@@ -26,8 +26,8 @@ import numpy as np
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.slices import Holding
-from distbelief.protocol import Credit, Fetch
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.protocol import Fetch, FetchAck
 from distbelief.roles.role import Address, Seconds
 
 
@@ -37,7 +37,7 @@ CREDIT_BLOCKS_MAX = 64
 
 @final
 @dataclass(slots=True, eq=False)
-class Copy:
+class Version:
     """One version of the values."""
 
     values: Vector  # (shard_size,)
@@ -49,11 +49,11 @@ class Copy:
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
+class Pin:
     """One reader of a copy."""
 
-    copy: Copy
-    holding: Holding  # what the reader wants of it
+    copy: Version
+    holding: ShardSlice  # what the reader wants of it
     request: int
     limit: int  # blocks [0, limit) may be sent
     expires: Seconds
@@ -70,7 +70,7 @@ class Lease:
 
 
 @final
-class Leases:
+class PinnedVersions:
     """All copies of one shard's values and their readers."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Leases:
         self._n_copies = n_copies
         self._seconds_max = seconds_max
         self._memory = memory
-        self._copies: list[Copy] = []
-        self._leases: dict[Address, Lease] = {}
-        self._waiting: dict[Address, tuple[Fetch, Holding]] = {}
+        self._copies: list[Version] = []
+        self._leases: dict[Address, Pin] = {}
+        self._waiting: dict[Address, tuple[Fetch, ShardSlice]] = {}
 
     @property
     def n_copies(self) -> int:
@@ -107,13 +107,13 @@ class Leases:
         """Return whether a fetch of this client waits for a copy."""
         return client in self._waiting
 
-    def get(self, client: Address) -> Lease | None:
+    def get(self, client: Address) -> Pin | None:
         """Return the lease of this client, if it has one."""
         return self._leases.get(client)
 
     def ask(
-        self, client: Address, fetch: Fetch, *, holding: Holding, clock: int, now: Seconds
-    ) -> Lease | None:
+        self, client: Address, fetch: Fetch, *, holding: ShardSlice, clock: int, now: Seconds
+    ) -> Pin | None:
         """Return a lease for a new fetch, or None and let it wait for a copy."""
         self.end(client)
         for copy in self._copies:
@@ -122,17 +122,17 @@ class Leases:
         self._waiting[client] = fetch, holding
         return None
 
-    def begin_copy(self) -> Copy:
+    def begin_copy(self) -> Version:
         """Return a copy to be filled; call only if `wants_copy`."""
         copy = self._free()
         if copy is None:
             assert len(self._copies) < self._n_copies, self._n_copies
-            copy = Copy(np.zeros(self._n_elements, self._dtype))
+            copy = Version(np.zeros(self._n_elements, self._dtype))
             self._copies.append(copy)
         copy.filling = True
         return copy
 
-    def end_copy(self, copy: Copy, *, clock: int, now: Seconds) -> list[Address]:
+    def end_copy(self, copy: Version, *, clock: int, now: Seconds) -> list[Address]:
         """Lend the filled copy to all that wait; return who they are."""
         copy.filling = False
         copy.clock = clock
@@ -143,7 +143,7 @@ class Leases:
             self._memory.retire(copy.values)
         return list(waiting)
 
-    def credit(self, client: Address, message: Credit, *, n_blocks: int, now: Seconds) -> None:
+    def credit(self, client: Address, message: FetchAck, *, n_blocks: int, now: Seconds) -> None:
         """Note what the reader holds; end its lease if that is everything.
 
         Raises:
@@ -188,10 +188,10 @@ class Leases:
                 self._retire(lease.copy)
 
     def _lend(
-        self, client: Address, fetch: Fetch, copy: Copy, *, holding: Holding, now: Seconds
-    ) -> Lease:
+        self, client: Address, fetch: Fetch, copy: Version, *, holding: ShardSlice, now: Seconds
+    ) -> Pin:
         copy.n_readers += 1
-        lease = Lease(
+        lease = Pin(
             copy=copy,
             holding=holding,
             request=fetch.request,
@@ -201,13 +201,13 @@ class Leases:
         self._leases[client] = lease
         return lease
 
-    def _retire(self, copy: Copy) -> None:
+    def _retire(self, copy: Version) -> None:
         if copy.is_on_its_way:
             copy.values = np.zeros_like(copy.values)
             copy.is_on_its_way = False
         self._memory.retire(copy.values)
 
-    def _free(self) -> Copy | None:
+    def _free(self) -> Version | None:
         for copy in self._copies:
             if copy.n_readers == 0 and not copy.filling:
                 return copy

@@ -9,7 +9,7 @@ Rules:
 * Complete pushes wait in one queue, first come, first served, at most one of each
   client, so that nobody's second push is before another's first.
 * What was applied before is acknowledged again. What is here but not yet applied is
-  answered by `PushCredit`: what is missing, or just a sign of life.
+  answered by `PushBlockAck`: what is missing, or just a sign of life.
 * Staleness is the clock at application minus the clock at fetch; pushes between them
   that have no element in common with this one do not count (`meetings`).
 """
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.session_state import Client, Slot, Staleness
-from distbelief.parameter_server.sessions import Clients, Replies
-from distbelief.parameter_server.slices import Holding
-from distbelief.protocol import ClientRecord, Push, PushBlock
+from distbelief.parameter_server.session_state import PushBuffer, Session, Staleness
+from distbelief.parameter_server.sessions import Replies, SessionTable
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.protocol import Push, PushBlock, SessionRecord
 from distbelief.roles.role import Action, Address
 
 
@@ -41,20 +41,20 @@ _N_KNOWN_MAX: Final = 1 << 14
 
 
 @final
-class Meetings:
+class PartialStaleness:
     """The recent pushes of one life of a shard."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, Holding]] = deque(maxlen=_N_KEPT)
+        self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
         self._in_parts = False  # whether any push was not of everything
         self._known: dict[tuple[bytes, bytes], bool] = {}
 
-    def add(self, holding: Holding, *, clock: int) -> None:
+    def add(self, holding: ShardSlice, *, clock: int) -> None:
         """A push of what this client holds was applied at that clock, which rose."""
         self._in_parts |= holding.ranges is not None
         self._recent.append((clock, holding))
 
-    def since(self, holding: Holding, *, fetched_clock: int, clock: int) -> int:
+    def since(self, holding: ShardSlice, *, fetched_clock: int, clock: int) -> int:
         """Return how many pushes these elements have met between two clocks."""
         n_met = clock - fetched_clock
         if not self._in_parts or n_met <= 0:
@@ -65,7 +65,7 @@ class Meetings:
             n_met -= not self._share(holding, other)
         return n_met
 
-    def _share(self, one: Holding, other: Holding) -> bool:
+    def _share(self, one: ShardSlice, other: ShardSlice) -> bool:
         """Return whether they have an element in common."""
         if one.key == other.key or one.ranges is None or other.ranges is None:
             return True
@@ -79,17 +79,17 @@ class Meetings:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Applying:
+class PushInProgress:
     """A complete push; until it is applied nobody else touches its slot."""
 
-    client: Client
-    slot: Slot
+    client: Session
+    slot: PushBuffer
     push: Push
     staleness: int
 
-    def record(self) -> ClientRecord:
+    def record(self) -> SessionRecord:
         """Return the client as it will be once this is applied."""
-        return ClientRecord(
+        return SessionRecord(
             name=self.client.name,
             incarnation=self.client.incarnation,
             watermark=self.push.sequence,
@@ -100,16 +100,16 @@ class Applying:
 
 
 @final
-class Pushes:
+class PushHandler:
     """All pushes of one life of a shard."""
 
-    def __init__(self, clients: Clients, replies: Replies) -> None:
+    def __init__(self, clients: SessionTable, replies: Replies) -> None:
         self._clients = clients
         self._replies = replies
         self._queue: deque[Address] = deque()  # clients whose next push is complete
-        self._applying: Applying | None = None
+        self._applying: PushInProgress | None = None
         self._staleness = Staleness()
-        self._meetings = Meetings()
+        self._meetings = PartialStaleness()
         self._n_applied = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
@@ -137,7 +137,7 @@ class Pushes:
             self._refused[name] = push.sequence
             self._n_refused += 1
 
-    def take_block(self, client: Client, message: PushBlock, *, clock: int) -> list[Action]:
+    def take_block(self, client: Session, message: PushBlock, *, clock: int) -> list[Action]:
         """Put a block into its slot, and say how far that is filled."""
         sequence = message.sequence
         if sequence <= client.watermark:
@@ -152,7 +152,7 @@ class Pushes:
             return []
         return [self._replies.push_credit(client, sequence=sequence, received=received)]
 
-    def take(self, client: Client, message: Push, *, clock: int) -> list[Action]:
+    def take(self, client: Session, message: Push, *, clock: int) -> list[Action]:
         """Note that a push is made; it is applied in its turn."""
         sequence = message.sequence
         if sequence <= client.watermark:
@@ -173,7 +173,7 @@ class Pushes:
             return []  # the answer is its acknowledgement
         return [self._replies.push_credit(client, sequence=sequence, received=received)]
 
-    def begin_next(self, *, clock: int) -> Applying | None:
+    def begin_next(self, *, clock: int) -> PushInProgress | None:
         """Take the oldest complete push from the queue, to apply it at this clock."""
         while self._queue:
             client = self._clients.get(self._queue.popleft())
@@ -184,7 +184,7 @@ class Pushes:
                 staleness = self._meetings.since(
                     client.holding, fetched_clock=slot.push.fetched_clock, clock=clock
                 )
-                self._applying = Applying(client, slot, slot.push, staleness)
+                self._applying = PushInProgress(client, slot, slot.push, staleness)
                 return self._applying
         return None
 
@@ -211,19 +211,19 @@ class Pushes:
         self._enqueue(client)
         return [] if held else [self._replies.acknowledge(client, clock=clock + 1)]
 
-    def settle(self, applied: Applying, *, staleness: int, clock: int) -> Action:
+    def settle(self, applied: PushInProgress, *, staleness: int, clock: int) -> Action:
         """This push, the oldest of its client that is held, is held no longer."""
         applied.client.settle(staleness=staleness)
         return self._replies.acknowledge(applied.client, clock=clock)
 
-    def _again(self, client: Client, sequence: int, *, clock: int) -> Action:
+    def _again(self, client: Session, sequence: int, *, clock: int) -> Action:
         """Answer word of a push that was applied before."""
         if sequence <= client.told:
             return self._replies.acknowledge(client, clock=clock)
         n_blocks = client.n_blocks
         return self._replies.push_credit(client, sequence=sequence, received=n_blocks)
 
-    def _enqueue(self, client: Client) -> None:
+    def _enqueue(self, client: Session) -> None:
         """Let the client's next push stand in the queue, if it is complete."""
         if client.queued or self.is_applying(client.name):
             return  # in the second case it will stand there once that one is applied

@@ -1,6 +1,6 @@
 """The leader's half of keeping a second copy of a shard: what it sends, what it holds.
 
-    Follow ... StateCredit       the second is there; nothing is forwarded yet
+    Follow ... StateAck       the second is there; nothing is forwarded yet
     Follow, StateBlock x 16      at a moment when nothing is being applied
     Forward, Acknowledge         every push from here on
     StateBlock x 16              once all of those are acknowledged; and so on
@@ -16,7 +16,7 @@ Rules:
   one push is applied between two windows: neither waits for the other to end.
 * What the second does not answer is sent again. If it has not said a word for
   `SILENCE_SECONDS`, or has come no further for `STALL_SECONDS`, the supervisor is asked
-  to let this shard go on alone; only its answer, a later `Lead`, ends the waiting.
+  to let this shard go on alone; only its answer, a later `Promote`, ends the waiting.
 * What lies in memory that the second cannot reach goes out in blocks, of two pushes at
   the most, since that is what the second has room for.
 """
@@ -32,24 +32,30 @@ import numpy as np
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
-from distbelief.parameter_server.optimizers import Steps
-from distbelief.parameter_server.push_handler import Applying, Pushes
-from distbelief.parameter_server.session_state import N_SLOTS, Bounds, Client, Slot, slot_views
-from distbelief.parameter_server.sessions import Clients
-from distbelief.parameter_server.slices import Holding
-from distbelief.parameter_server.store import ShardValues
+from distbelief.parameter_server.optimizers import StepCounts
+from distbelief.parameter_server.push_handler import PushHandler, PushInProgress
+from distbelief.parameter_server.session_state import (
+    N_SLOTS,
+    Bounds,
+    PushBuffer,
+    Session,
+    push_buffer_views,
+)
+from distbelief.parameter_server.sessions import SessionTable
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import (
-    Acknowledge,
-    Alone,
-    Follow,
-    Forward,
-    Lead,
+    BackupInSync,
+    BackupUnresponsive,
     Message,
+    Promote,
+    PushApplied,
     PushBlock,
-    PushCredit,
+    PushBlockAck,
+    ReplicatePush,
+    StartSync,
+    StateAck,
     StateBlock,
-    StateCredit,
-    Whole,
 )
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
@@ -98,14 +104,14 @@ def copies_of_all(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], tu
 # What a copy of a shard is until it leads: a second that becomes its leader's equal.
 #
 #     Follow                    hold nothing; know the clients; be at that clock
-#     StateBlock i              hold pieces [0, i]                      -> StateCredit
+#     StateBlock i              hold pieces [0, i]                      -> StateAck
 #     Forward at this clock     apply it to the elements held; rise     -> Acknowledge
 #     all pieces are held       whole                                   -> Whole
 #     Lead                      apply what has come in order; lead
 #
 # Rules:
 #
-# * The highest pairing heard of counts, from `Follow` or `Lead`; messages of any other
+# * The highest pairing heard of counts, from `StartSync` or `Promote`; messages of any other
 #   are dropped. So a leader that was deposed can have nothing acknowledged any more.
 # * Within a pairing the clock only rises. It has acknowledged what it applied, though it
 #   held nothing: back at an earlier clock it would take pieces which lack that.
@@ -113,27 +119,27 @@ def copies_of_all(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], tu
 #   applied; a push if its clock is the one to which those before it lead. Whatever else
 #   comes is dropped, and the leader sends again what it sees missing.
 # * A push is read where its client left it, in memory that the leader lent. If that
-#   cannot be reached, the answer is a `PushCredit` of no blocks, and the leader sends it
+#   cannot be reached, the answer is a `PushBlockAck` of no blocks, and the leader sends it
 #   in blocks, for which there is room for two pushes: the slots of sequence s mod 2, as
 #   a client's, where the push at clock c has sequence c + 1.
 # * What it reads there after its leader was let go on alone may be anything, for the slot
 #   is lent anew; but then it is whole for a pairing that is over, and nobody is to lead
 #   with it.
-# * A word of a push that waits here is answered by a `PushCredit`, a sign of life.
+# * A word of a push that waits here is answered by a `PushBlockAck`, a sign of life.
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Forwarded:
+class Replicated:
     """A push to be applied."""
 
-    message: Forward
+    message: ReplicatePush
     values: Vector  # (n_elements,) of what its client holds
-    holding: Holding
+    holding: ShardSlice
 
 
 @final
-class Following:
+class Backup:
     """A copy of a shard that does not lead.
 
     Attributes:
@@ -142,22 +148,22 @@ class Following:
     """
 
     def __init__(
-        self, values: ShardValues, *, memory: Memory, bounds: Bounds, n_clients_max: int
+        self, values: ShardStore, *, memory: Memory, bounds: Bounds, n_clients_max: int
     ) -> None:
         self._values = values
         self._memory = memory
         self._bounds = bounds
         self._n_waiting_max = N_SLOTS * n_clients_max
         self._leader: Address | None = None  # once a Follow was accepted
-        self._next: tuple[Address, Follow] | None = None  # to be accepted
+        self._next: tuple[Address, StartSync] | None = None  # to be accepted
         self._ready = False
         self._fenced = False  # told to lead: takes nothing more
-        self._queue: deque[Forwarded] = deque()
-        self._applying: Forwarded | None = None
+        self._queue: deque[Replicated] = deque()
+        self._applying: Replicated | None = None
         self._attached: dict[str, tuple[str, tuple[Vector, Vector]]] = {}  # by client
-        self._slots: tuple[Slot, Slot] | None = None  # once blocks come
+        self._slots: tuple[PushBuffer, PushBuffer] | None = None  # once blocks come
         self.pairing = 0
-        self.clients: dict[Address, Client] = {}
+        self.clients: dict[Address, Session] = {}
 
     @property
     def leader(self) -> Address | None:
@@ -181,7 +187,7 @@ class Following:
 
     # ------------------------------------------------------------------------- life
 
-    def restored(self, clients: tuple[Client, ...]) -> list[Action]:
+    def restored(self, clients: tuple[Session, ...]) -> list[Action]:
         """The values are there, from a snapshot or the initial ones."""
         self._ready = True
         self.clients = {client.name: client for client in clients}
@@ -211,7 +217,7 @@ class Following:
 
     # ------------------------------------------------------------------- the leader
 
-    def follow(self, sender: Address, message: Follow) -> list[Action]:
+    def follow(self, sender: Address, message: StartSync) -> list[Action]:
         """Become the copy of this leader, now or when the work under way has ended."""
         if self._fenced or message.pairing < self.pairing:
             return []
@@ -242,11 +248,11 @@ class Following:
         ):
             values.take_piece(message.values)
             if self.is_whole:
-                whole = Whole(pairing=self.pairing)
+                whole = BackupInSync(pairing=self.pairing)
                 return [self._credit(), Send(receiver=SUPERVISOR, message=whole)]
         return [self._credit()]
 
-    def forward(self, sender: Address, message: Forward) -> list[Action]:
+    def forward(self, sender: Address, message: ReplicatePush) -> list[Action]:
         """Let this push stand in the queue, if it is the next one.
 
         Raises:
@@ -272,7 +278,7 @@ class Following:
         reason = reason or self._values.why_not(touches, holding)
         if reason is not None:
             raise RemoteProtocolError(f"{sender} forwards a push, but {reason}")
-        self._queue.append(Forwarded(message, values, holding))
+        self._queue.append(Replicated(message, values, holding))
         return []
 
     def take_block(self, sender: Address, message: PushBlock) -> list[Action]:
@@ -311,7 +317,7 @@ class Following:
 
     # ------------------------------------------------------------------------- work
 
-    def begin_next(self) -> Forwarded | None:
+    def begin_next(self) -> Replicated | None:
         """Take the next push from the queue, to apply it to what is held."""
         if self._applying is None and self._queue:
             self._applying = self._queue.popleft()
@@ -324,7 +330,7 @@ class Following:
         applied, self._applying = self._applying, None
         self._values.end_push()
         record = applied.message.client
-        self.clients[Address(record.name)] = Client.of(record)
+        self.clients[Address(record.name)] = Session.of(record)
         if self._next is not None:
             return self._accept_next()
         if self._fenced:
@@ -348,11 +354,11 @@ class Following:
         self.release()
         self._leader = sender
         self._values.follow(clock=message.clock, steps=self._steps(message))
-        clients = map(Client.of, message.clients)
+        clients = map(Session.of, message.clients)
         self.clients = {client.name: client for client in clients}
         return [self._credit()]
 
-    def _pushed(self, message: Forward) -> Vector | None:
+    def _pushed(self, message: ReplicatePush) -> Vector | None:
         """Return what was pushed, or None if it is not all here."""
         if message.slots_region:
             return self._attach(message)
@@ -369,7 +375,7 @@ class Following:
             )
         return slot.values[: holding.n_elements]
 
-    def _attach(self, message: Forward) -> Vector | None:
+    def _attach(self, message: ReplicatePush) -> Vector | None:
         name, region = message.client.name, message.slots_region
         known = self._attached.get(name)
         if known is None or known[0] != region:
@@ -382,11 +388,11 @@ class Following:
             except MemoryGoneError:
                 return None
             n_elements, dtype = holding.n_elements, holding.dtype
-            views = slot_views(memory, n_elements=n_elements, dtype=dtype)
+            views = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
             known = self._attached[name] = region, views
         return known[1][message.slot % N_SLOTS]
 
-    def _received(self, message: Forward) -> int:
+    def _received(self, message: ReplicatePush) -> int:
         """How many blocks of this push are here; none if it does not come in blocks."""
         sequence = message.clock + 1
         if message.slots_region or self._slots is None:
@@ -394,7 +400,7 @@ class Following:
         slot = self._slots[sequence % N_SLOTS]
         return slot.received if slot.sequence == sequence else 0
 
-    def _holding(self, message: Forward) -> Holding:
+    def _holding(self, message: ReplicatePush) -> ShardSlice:
         """Return what the client holds that pushed this.
 
         Raises:
@@ -403,27 +409,27 @@ class Following:
         holdings = self._values.holdings
         return holdings.whole if message.touches else holdings.get(message.holds)
 
-    def _steps(self, message: Follow) -> Steps:
+    def _steps(self, message: StartSync) -> StepCounts:
         """Return what the elements have met at the clock of this message."""
         if message.steps is None:
-            return Steps(message.clock)
-        return Steps.read(message.steps, size=len(self._values.vector))
+            return StepCounts(message.clock)
+        return StepCounts.read(message.steps, size=len(self._values.vector))
 
-    def _room(self) -> tuple[Slot, Slot]:
+    def _room(self) -> tuple[PushBuffer, PushBuffer]:
         if self._slots is None:
             values = self._values.vector
-            self._slots = Slot(np.zeros_like(values)), Slot(np.zeros_like(values))
+            self._slots = PushBuffer(np.zeros_like(values)), PushBuffer(np.zeros_like(values))
         return self._slots
 
     def _credit(self) -> Action:
         values = self._values
         return self._answer(
-            StateCredit(pairing=self.pairing, clock=values.clock, received=values.n_held)
+            StateAck(pairing=self.pairing, clock=values.clock, received=values.n_held)
         )
 
     def _acknowledge(self, clock: int) -> Action:
         return self._answer(
-            Acknowledge(
+            PushApplied(
                 sequence=clock + 1,
                 shard_incarnation=self.pairing,
                 clock=self._values.clock,
@@ -433,7 +439,7 @@ class Following:
 
     def _push_credit(self, sequence: int, received: int) -> Action:
         return self._answer(
-            PushCredit(sequence=sequence, shard_incarnation=self.pairing, received=received)
+            PushBlockAck(sequence=sequence, shard_incarnation=self.pairing, received=received)
         )
 
     def _answer(self, message: Message) -> Action:
@@ -441,7 +447,7 @@ class Following:
         return Send(receiver=self._leader, message=message)
 
 
-def _is_before(one: Follow, other: Follow) -> bool:
+def _is_before(one: StartSync, other: StartSync) -> bool:
     """Return whether `other` is of the same pairing, and was sent later."""
     return one.pairing == other.pairing and one.clock < other.clock
 
@@ -453,7 +459,7 @@ WINDOW_BLOCKS: Final = 16  # of one push, beyond those that the second holds
 TICK_SECONDS: Final = 0.125  # also before anything is sent again
 SILENCE_SECONDS: Final = 0.5
 STALL_SECONDS: Final = 10.0
-ALONE_SECONDS: Final = 0.25  # between two `Alone`
+ALONE_SECONDS: Final = 0.25  # between two `BackupUnresponsive`
 
 
 @final
@@ -461,8 +467,8 @@ ALONE_SECONDS: Final = 0.25  # between two `Alone`
 class _Forwarded:
     """A push that the second has not acknowledged, or that is not applied here."""
 
-    message: Forward
-    applying: Applying
+    message: ReplicatePush
+    applying: PushInProgress
     applied: bool = False  # here
     acknowledged: bool = False  # by the second
     received: int = 0  # blocks the second holds
@@ -471,14 +477,14 @@ class _Forwarded:
 
 
 @final
-class Forwarding:
+class Primary:
     """What one life of a shard does for its second, as long as it has one.
 
     Attributes:
         pairing: Of the latest Lead; 0 before there was one.
     """
 
-    def __init__(self, values: ShardValues, clients: Clients, pushes: Pushes) -> None:
+    def __init__(self, values: ShardStore, clients: SessionTable, pushes: PushHandler) -> None:
         self._values = values
         self._clients = clients
         self._pushes = pushes
@@ -502,7 +508,7 @@ class Forwarding:
 
     # --------------------------------------------------------------- the supervisor
 
-    def lead(self, lead: Lead, now: Seconds) -> list[Action]:
+    def lead(self, lead: Promote, now: Seconds) -> list[Action]:
         """Acknowledge what this second holds as well, or alone from now on."""
         actions = self._release_all()
         self.pairing = lead.pairing
@@ -526,13 +532,13 @@ class Forwarding:
         """Whether a push may be applied now: not before a window that is due."""
         return not self._builds or self._window_clock == self._values.clock
 
-    def forward(self, applying: Applying, *, n_clients: int, now: Seconds) -> list[Action]:
+    def forward(self, applying: PushInProgress, *, n_clients: int, now: Seconds) -> list[Action]:
         """This push is being applied now."""
         if not self._is_there:
             return []
         clock, push = self._values.clock, applying.push
         holding = applying.client.holding
-        message = Forward(
+        message = ReplicatePush(
             pairing=self.pairing,
             clock=clock,
             client=applying.record(),
@@ -581,7 +587,7 @@ class Forwarding:
 
     # ------------------------------------------------------------------- the second
 
-    def credit_pieces(self, event: Received, message: StateCredit, now: Seconds) -> list[Action]:
+    def credit_pieces(self, event: Received, message: StateAck, now: Seconds) -> list[Action]:
         """The second is there, and holds so many pieces."""
         if not self._is_second(event, message.pairing):
             return []
@@ -592,7 +598,7 @@ class Forwarding:
         self._n_received = max(self._n_received, message.received)
         return []
 
-    def acknowledged(self, event: Received, message: Acknowledge, now: Seconds) -> list[Action]:
+    def acknowledged(self, event: Received, message: PushApplied, now: Seconds) -> list[Action]:
         """The second has applied every push before that sequence."""
         if not self._is_second(event, message.shard_incarnation):
             return []
@@ -610,7 +616,7 @@ class Forwarding:
             actions.append(self._settle(first))
         return [*actions, *self._send_due()]
 
-    def credit_blocks(self, event: Received, message: PushCredit, now: Seconds) -> list[Action]:
+    def credit_blocks(self, event: Received, message: PushBlockAck, now: Seconds) -> list[Action]:
         """The second lives, and holds so many blocks of that push."""
         if not self._is_second(event, message.shard_incarnation):
             return []
@@ -656,7 +662,7 @@ class Forwarding:
         if self._alone_at is not None and now - self._alone_at < ALONE_SECONDS:
             return []
         self._alone_at = now
-        return [Send(receiver=SUPERVISOR, message=Alone(pairing=self.pairing))]
+        return [Send(receiver=SUPERVISOR, message=BackupUnresponsive(pairing=self.pairing))]
 
     def _again(self) -> list[Action]:
         """Send again what the second does not say it has."""
@@ -692,8 +698,8 @@ class Forwarding:
             and pairing == self.pairing
         )
 
-    def _follow(self) -> Follow:
-        return Follow(
+    def _follow(self) -> StartSync:
+        return StartSync(
             pairing=self.pairing,
             receiver_incarnation=self._life,
             clock=self._values.clock,
@@ -730,7 +736,7 @@ class Forwarding:
                 break
         return actions
 
-    def _messages(self, forwarded: _Forwarded) -> Iterator[PushBlock | Forward]:
+    def _messages(self, forwarded: _Forwarded) -> Iterator[PushBlock | ReplicatePush]:
         region = forwarded.applying.client.region
         message = forwarded.message
         if self._shares and region:

@@ -29,8 +29,8 @@ import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
-from distbelief.parameter_server.vector_store import Algebra
-from distbelief.protocol import CutRecord, Mark
+from distbelief.parameter_server.vector_store import VectorStore
+from distbelief.protocol import CheckpointRecord, Savepoint
 from distbelief.roles.role import Snapshot
 
 
@@ -43,7 +43,7 @@ _N_LIVE_MAX = 2
 _N_KEPT_MAX = 3
 
 
-class _CutFacts(msgspec.Struct, frozen=True, kw_only=True):
+class _SavepointFacts(msgspec.Struct, frozen=True, kw_only=True):
     cut: int
     vectors: tuple[str, ...]
     earlier: tuple[int, int] | None = None  # cut and clock of what is kept besides
@@ -61,7 +61,7 @@ class Kept:
 
 @final
 @dataclass(frozen=True, slots=True)
-class SavedCut:
+class SavedSavepoint:
     """What a snapshot holds of cuts.
 
     Attributes:
@@ -76,7 +76,7 @@ class SavedCut:
 
 
 @final
-class _Cut:
+class _Savepoint:
     """A marked cut, and what of it was changed since."""
 
     def __init__(self, cut: int, names: Iterable[str]) -> None:
@@ -86,7 +86,7 @@ class _Cut:
 
 
 @final
-class Cuts:
+class Savepoints:
     """All cuts of one shard.
 
     Args:
@@ -94,23 +94,25 @@ class Cuts:
         base_clock: Of the published values before any order.
     """
 
-    def __init__(self, algebra: Algebra, *, base_clock: int) -> None:
+    def __init__(self, algebra: VectorStore, *, base_clock: int) -> None:
         self._algebra = algebra
-        self._live: list[_Cut] = []  # the oldest first
+        self._live: list[_Savepoint] = []  # the oldest first
         self._kept: list[Kept] = []  # the oldest first
         self._base_clock: int | None = base_clock  # until the first order
 
-    def records(self) -> tuple[CutRecord, ...]:
+    def records(self) -> tuple[CheckpointRecord, ...]:
         """Return every cut that can be recalled."""
-        records = [CutRecord(cut=cut.cut, whole=True, clock=0) for cut in self._live]
-        records += [CutRecord(cut=kept.cut, whole=False, clock=kept.clock) for kept in self._kept]
+        records = [CheckpointRecord(cut=cut.cut, whole=True, clock=0) for cut in self._live]
+        records += [
+            CheckpointRecord(cut=kept.cut, whole=False, clock=kept.clock) for kept in self._kept
+        ]
         if self._base_clock is not None:
-            records.append(CutRecord(cut=0, whole=False, clock=self._base_clock))
+            records.append(CheckpointRecord(cut=0, whole=False, clock=self._base_clock))
         return tuple(records)
 
     # ------------------------------------------------------------------------ marks
 
-    def mark(self, mark: Mark, *, settled: int) -> None:
+    def mark(self, mark: Savepoint, *, settled: int) -> None:
         """The vectors are at a new cut; those before `settled` are not needed.
 
         Raises:
@@ -128,7 +130,7 @@ class Cuts:
                 f"cut {mark.cut} is marked while {len(self._live)} others are needed: "
                 "say first which are settled"
             )
-        self._live.append(_Cut(mark.cut, mark.vectors))
+        self._live.append(_Savepoint(mark.cut, mark.vectors))
 
     def settle(self, settled: int) -> None:
         """Forget the cuts before that one, if it is here."""
@@ -196,7 +198,7 @@ class Cuts:
                 return
         raise self._unknown(cut)
 
-    def _vectors_of(self, cut: _Cut) -> Mapping[str, Vector]:
+    def _vectors_of(self, cut: _Savepoint) -> Mapping[str, Vector]:
         return self._algebra.export(tuple(cut.names)) | cut.saved
 
     def _unknown(self, cut: int) -> RemoteProtocolError:
@@ -230,7 +232,7 @@ class Cuts:
         newest = self._live[-1]
         vectors = self._algebra.export(tuple(newest.names))
         shared = self._kept[0] if self._kept and self._kept[0].cut != cut else None
-        facts = _CutFacts(
+        facts = _SavepointFacts(
             cut=cut,
             vectors=tuple(sorted(newest.names)),
             earlier=None if shared is None else (shared.cut, shared.clock),
@@ -249,11 +251,11 @@ class Cuts:
         """The newest cut, which is the present, is safe on disk."""
         self._keep_parameters(cut, clock=0)
 
-    def restore(self, saved: SavedCut) -> None:
+    def restore(self, saved: SavedSavepoint) -> None:
         """Be at a cut that was read from disk."""
         self._algebra.restore(saved.vectors)
         self._base_clock = None
-        self._live = [_Cut(saved.cut, saved.vectors)]
+        self._live = [_Savepoint(saved.cut, saved.vectors)]
         self._kept = [] if saved.earlier is None else [saved.earlier]
         self._keep_parameters(saved.cut, clock=0)
 
@@ -264,7 +266,7 @@ class Cuts:
             del self._kept[1]
 
 
-def split(snapshot: Snapshot) -> tuple[Snapshot, SavedCut | None]:
+def split(snapshot: Snapshot) -> tuple[Snapshot, SavedSavepoint | None]:
     """Return what `extend` was given, and the cut, if it holds one.
 
     Raises:
@@ -274,7 +276,7 @@ def split(snapshot: Snapshot) -> tuple[Snapshot, SavedCut | None]:
     if text is None:
         return snapshot, None
     try:
-        facts = msgspec.json.decode(text, type=_CutFacts)
+        facts = msgspec.json.decode(text, type=_SavepointFacts)
     except msgspec.MsgspecError as error:
         raise _damaged(snapshot, f"fact {_FACT!r} cannot be read ({error})") from None
     arrays = dict(snapshot.arrays)
@@ -290,11 +292,11 @@ def split(snapshot: Snapshot) -> tuple[Snapshot, SavedCut | None]:
         arrays={name: array for name, array in arrays.items() if name != _EARLIER},
         facts={name: fact for name, fact in snapshot.facts.items() if name != _FACT},
     )
-    saved = SavedCut(facts.cut, vectors, _earlier(snapshot, facts))
+    saved = SavedSavepoint(facts.cut, vectors, _earlier(snapshot, facts))
     return plain, saved
 
 
-def _earlier(snapshot: Snapshot, facts: _CutFacts) -> Kept | None:
+def _earlier(snapshot: Snapshot, facts: _SavepointFacts) -> Kept | None:
     parameters, wanted = snapshot.arrays.get(_EARLIER), facts.earlier
     if (parameters is None) is not (wanted is None):
         raise _damaged(snapshot, f"array {_EARLIER!r} and what is said of it disagree")

@@ -10,8 +10,8 @@ import numpy as np
 from distbelief.core.memory import Region
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.slices import NOTHING, Holding
-from distbelief.protocol import ClientRecord, Push, PushBlock
+from distbelief.parameter_server.slices import NOTHING, ShardSlice
+from distbelief.protocol import Push, PushBlock, SessionRecord
 from distbelief.roles.role import Address
 
 
@@ -41,12 +41,12 @@ Bounds = Sequence[tuple[int, int]]  # (start, stop) of each block of a vector
 N_SLOTS = 2
 
 
-def slots_bytes(n_elements: int, *, itemsize: int) -> int:
+def push_buffer_bytes(n_elements: int, *, itemsize: int) -> int:
     """Return the size of a region of two slots; never 0, which no memory can be."""
     return max(N_SLOTS * n_elements * itemsize, 64)
 
 
-def slot_views(
+def push_buffer_views(
     region: Region, *, n_elements: int, dtype: np.dtype[Element]
 ) -> tuple[Vector, Vector]:
     """Return both slots of a region, each (n_elements,).
@@ -54,7 +54,7 @@ def slot_views(
     Raises:
         RemoteProtocolError: the region has another size.
     """
-    n_bytes = slots_bytes(n_elements, itemsize=dtype.itemsize)
+    n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
     if region.nbytes != n_bytes:
         raise RemoteProtocolError(
             f"a region of slots has {region.nbytes} bytes, not the {n_bytes} of "
@@ -67,7 +67,7 @@ def slot_views(
 
 @final
 @dataclass(slots=True, eq=False)
-class Slot:
+class PushBuffer:
     """Room for one push."""
 
     values: Vector  # (n_elements,) of what the client holds: gradient, then buffers
@@ -85,7 +85,7 @@ class Slot:
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class Client:
+class Session:
     """One client, as a shard sees it.
 
     Attributes:
@@ -117,8 +117,8 @@ class Client:
     told_staleness: int = 0
     greeted: bool = False
     present: bool = True
-    holding: Holding = NOTHING
-    slots: tuple[Slot, ...] = field(default=())
+    holding: ShardSlice = NOTHING
+    slots: tuple[PushBuffer, ...] = field(default=())
     region: str = ""
     parameters_region: str = ""
     queued: bool = False
@@ -126,7 +126,7 @@ class Client:
     expired: int = 0
 
     @classmethod
-    def of(cls, record: ClientRecord) -> "Client":
+    def of(cls, record: SessionRecord) -> "Session":
         """Return the client that another copy, or another life, of the shard knew."""
         return cls(
             name=Address(record.name),
@@ -139,9 +139,9 @@ class Client:
         )
 
     @property
-    def record(self) -> ClientRecord:
+    def record(self) -> SessionRecord:
         """What the other copy of the shard has to know."""
-        return ClientRecord(
+        return SessionRecord(
             name=self.name,
             incarnation=self.incarnation,
             watermark=self.watermark,
@@ -200,7 +200,7 @@ class Client:
             slot.received += 1
         return slot.received
 
-    def take_push(self, message: Push) -> Slot:
+    def take_push(self, message: Push) -> PushBuffer:
         """Note that a push is made; return its slot, with the first such message.
 
         Raises:
@@ -212,7 +212,7 @@ class Client:
             slot.push = message
         return slot
 
-    def next_complete(self) -> Slot | None:
+    def next_complete(self) -> PushBuffer | None:
         """Return the slot of push watermark + 1 if it is complete."""
         if not self.slots:
             return None
@@ -238,7 +238,7 @@ class Client:
         self.n_held -= 1
         self.told_staleness = staleness
 
-    def _slot_of(self, sequence: int) -> Slot:
+    def _slot_of(self, sequence: int) -> PushBuffer:
         if not self.slots:
             raise RemoteProtocolError(
                 f"{self.name} pushes, but said at the handshake that it would not"

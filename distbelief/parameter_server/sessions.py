@@ -9,19 +9,24 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity
-from distbelief.parameter_server.optimizers import Steps
-from distbelief.parameter_server.pinned_versions import Lease
-from distbelief.parameter_server.session_state import Client, Slot, slot_views, slots_bytes
-from distbelief.parameter_server.slices import Holding, Holdings
+from distbelief.parameter_server.optimizers import StepCounts
+from distbelief.parameter_server.pinned_versions import Pin
+from distbelief.parameter_server.session_state import (
+    PushBuffer,
+    Session,
+    push_buffer_bytes,
+    push_buffer_views,
+)
+from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from distbelief.protocol import (
-    Acknowledge,
-    Hello,
-    Leading,
     Message,
+    OpenSession,
     ParameterBlock,
-    PushCredit,
-    Refused,
-    Welcome,
+    PrimaryChanged,
+    PushApplied,
+    PushBlockAck,
+    SessionOpened,
+    SessionRefused,
 )
 from distbelief.roles.role import Address, Send
 
@@ -45,25 +50,25 @@ from distbelief.roles.role import Address, Send
 
 
 @final
-class Clients:
+class SessionTable:
     """All clients that one life of a shard knows."""
 
     def __init__(
-        self, identity: ShardIdentity, *, holdings: Holdings, memory: Memory, n_clients_max: int
+        self, identity: ShardIdentity, *, holdings: SliceTable, memory: Memory, n_clients_max: int
     ) -> None:
         self._fingerprint = identity.layout.fingerprint
         self._holdings = holdings
         self._n_gradient = identity.layout.n_gradient(identity.index)
         self._memory = memory
         self._n_clients_max = n_clients_max
-        self._clients: dict[Address, Client] = {}
+        self._clients: dict[Address, Session] = {}
         self._n_regions = 0
 
-    def restore(self, clients: Iterable[Client]) -> None:
+    def restore(self, clients: Iterable[Session]) -> None:
         """Know those that a snapshot tells of; none has said Hello yet."""
         self._clients = {client.name: client for client in clients}
 
-    def all(self) -> tuple[Client, ...]:
+    def all(self) -> tuple[Session, ...]:
         """Return every client known."""
         return tuple(self._clients.values())
 
@@ -77,7 +82,7 @@ class Clients:
         """Memory of all slots that are lent."""
         return sum(client.slots_bytes for client in self._clients.values())
 
-    def n_averaged(self, holding: Holding) -> int:
+    def n_averaged(self, holding: ShardSlice) -> int:
         """Over how many of those buffers are averaged that are pushed by one of them.
 
         That is how many push: as many as hold one element of these buffers, at the
@@ -100,7 +105,7 @@ class Clients:
         counts = sum(ranges.marks(bounds).astype(np.int64) for ranges in all_ranges[1:])
         return int(np.max(counts, where=inner.marks(bounds), initial=0))
 
-    def get(self, name: Address) -> Client | None:
+    def get(self, name: Address) -> Session | None:
         """Return the client of this name, of whatever incarnation."""
         return self._clients.get(name)
 
@@ -109,7 +114,9 @@ class Clients:
         client = self._clients.get(name)
         return client is not None and incarnation < client.incarnation
 
-    def why_not(self, name: Address, incarnation: int, hello: Hello, *, steps: Steps) -> str | None:
+    def why_not(
+        self, name: Address, incarnation: int, hello: OpenSession, *, steps: StepCounts
+    ) -> str | None:
         """Return why this client can never be welcome, if so."""
         if hello.layout != self._fingerprint:
             return (
@@ -139,7 +146,7 @@ class Clients:
             )
         return steps.know(holding) if hello.pushes else None
 
-    def changes(self, name: Address, incarnation: int, hello: Hello) -> bool:
+    def changes(self, name: Address, incarnation: int, hello: OpenSession) -> bool:
         """Return whether this Hello says anything new."""
         client = self._clients.get(name)
         return (
@@ -150,8 +157,8 @@ class Clients:
         )
 
     def admit(
-        self, name: Address, incarnation: int, hello: Hello, *, region: str
-    ) -> tuple[Client, str | None]:
+        self, name: Address, incarnation: int, hello: OpenSession, *, region: str
+    ) -> tuple[Session, str | None]:
         """Know this client, and lend it slots if it pushes.
 
         Args:
@@ -171,7 +178,7 @@ class Clients:
             if client is not None:
                 samples, queued = client.samples, client.queued  # under this name
                 self._take_back(client)
-            client = Client(name=name, incarnation=incarnation, samples=samples, queued=queued)
+            client = Session(name=name, incarnation=incarnation, samples=samples, queued=queued)
             self._clients[name] = client
         client.holding = self._holdings.get(hello.holds)
         warning = None
@@ -198,11 +205,11 @@ class Clients:
             None,
         )
 
-    def shares(self, hello: Hello) -> bool:
+    def shares(self, hello: OpenSession) -> bool:
         """Return whether the client can reach this shard's memory."""
         return bool(hello.host) and hello.host == self._memory.host
 
-    def take_back(self, client: Client) -> None:
+    def take_back(self, client: Session) -> None:
         """Take back its slots, and what waits in them; it has to say Hello again."""
         if client.region:
             self._memory.disown(client.region)  # it may be alive, and still use it
@@ -214,15 +221,15 @@ class Clients:
         for client in self._clients.values():
             self._take_back(client)
 
-    def _needs_slots(self, client: Client, hello: Hello) -> bool:
+    def _needs_slots(self, client: Session, hello: OpenSession) -> bool:
         """It has none; or it has some that it cannot reach."""
         if not hello.pushes:
             return False
         return not client.slots or (bool(client.region) and not self.shares(hello))
 
-    def _lend_slots(self, client: Client, region: str, *, shared: bool) -> str | None:
+    def _lend_slots(self, client: Session, region: str, *, shared: bool) -> str | None:
         n_elements, dtype = client.holding.n_elements, client.holding.dtype
-        n_bytes = slots_bytes(n_elements, itemsize=dtype.itemsize)
+        n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
         warning = None
         memory = None
         if shared:
@@ -235,11 +242,11 @@ class Clients:
                 warning = f"{client.name} has to push by messages: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
-        views = slot_views(memory, n_elements=n_elements, dtype=dtype)
-        client.slots = (Slot(views[0]), Slot(views[1]))
+        views = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
+        client.slots = (PushBuffer(views[0]), PushBuffer(views[1]))
         return warning
 
-    def _take_back(self, client: Client) -> None:
+    def _take_back(self, client: Session) -> None:
         if client.region:
             self._memory.release(client.region)
         client.slots, client.region = (), ""
@@ -257,11 +264,11 @@ class Replies:
         self._index = index
         self.incarnation = 0
 
-    def welcome(self, client: Client, *, clock: int) -> Send:
-        """Answer `Hello`; also a sign of life for one whose fetch waits."""
+    def welcome(self, client: Session, *, clock: int) -> Send:
+        """Answer `OpenSession`; also a sign of life for one whose fetch waits."""
         return _to(
             client.name,
-            Welcome(
+            SessionOpened(
                 shard_incarnation=self.incarnation,
                 clock=clock,
                 samples=client.samples,
@@ -274,18 +281,18 @@ class Replies:
 
     def leading(self, receiver: Address) -> Send:
         """Tell a client of the shard's other copy that this one serves it now."""
-        return _to(receiver, Leading(shard_incarnation=self.incarnation))
+        return _to(receiver, PrimaryChanged(shard_incarnation=self.incarnation))
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
         """Say why not; unless `for_good`, the client says Hello and tries again."""
         text = f"shard {self._index}, incarnation {self.incarnation}: {reason}"
-        return _to(receiver, Refused(reason=text, for_good=for_good))
+        return _to(receiver, SessionRefused(reason=text, for_good=for_good))
 
-    def acknowledge(self, client: Client, *, clock: int) -> Send:
+    def acknowledge(self, client: Session, *, clock: int) -> Send:
         """Every push of this client is settled, save those that are held."""
         return _to(
             client.name,
-            Acknowledge(
+            PushApplied(
                 sequence=client.told,
                 shard_incarnation=self.incarnation,
                 clock=clock,
@@ -293,14 +300,14 @@ class Replies:
             ),
         )
 
-    def push_credit(self, client: Client, *, sequence: int, received: int) -> Send:
+    def push_credit(self, client: Session, *, sequence: int, received: int) -> Send:
         """That many blocks of this push are here."""
         return _to(
             client.name,
-            PushCredit(sequence=sequence, shard_incarnation=self.incarnation, received=received),
+            PushBlockAck(sequence=sequence, shard_incarnation=self.incarnation, received=received),
         )
 
-    def block(self, reader: Address, lease: Lease, index: int, values: Vector) -> Send:
+    def block(self, reader: Address, lease: Pin, index: int, values: Vector) -> Send:
         """One block of the leased version, lent to the driver as well (`leases`)."""
         message = ParameterBlock(
             request=lease.request,

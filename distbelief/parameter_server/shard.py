@@ -23,64 +23,64 @@ from typing import assert_never, final
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import Saves, ShardIdentity, ShardState, take
-from distbelief.parameter_server.client_service import ClientMessage, Service
-from distbelief.parameter_server.command_log import Orders
+from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardIdentity, ShardState, take
+from distbelief.parameter_server.client_service import ClientMessage, ClientService
+from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.push_handler import Applying
-from distbelief.parameter_server.replication import TIMER as SECOND_TIMER, Following, Forwarded
-from distbelief.parameter_server.slices import Holding
-from distbelief.parameter_server.store import ShardValues
+from distbelief.parameter_server.push_handler import PushInProgress
+from distbelief.parameter_server.replication import TIMER as SECOND_TIMER, Backup, Replicated
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import (
-    Account,
-    Acknowledge,
-    Alive,
-    Alone,
-    Ask,
     Assignment,
-    Begin,
-    Credit,
-    Dismiss,
-    Duties,
+    Assignments,
+    BackupInSync,
+    BackupUnresponsive,
+    CheckpointSaved,
+    ChunkStaged,
+    CommandDone,
     Evaluate,
+    EvaluationDone,
     Failed,
     Fetch,
+    FetchAck,
+    FileChunk,
+    FileRequest,
     Finished,
-    Follow,
-    Forward,
-    Gather,
-    Gathered,
+    GrantSteps,
     Heartbeat,
-    Hello,
+    HeartbeatAck,
     HostReport,
     Join,
-    Lead,
-    Leading,
-    Measured,
     Offer,
-    Order,
+    OpenSession,
     ParameterBlock,
-    PartStaged,
     Peers,
-    Performed,
-    Piece,
-    Proceed,
+    PrimaryChanged,
     Progress,
+    Promote,
     Push,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    PushPart,
-    Refused,
-    Save,
-    Saved,
+    PushBlockAck,
+    PushChunk,
+    RankReady,
+    Release,
+    ReplicatePush,
+    SaveCheckpoint,
+    SessionOpened,
+    SessionRefused,
+    ShardCommand,
+    StartEpoch,
+    StartSync,
+    StartTraining,
+    StateAck,
     StateBlock,
-    StateCredit,
-    Stepped,
+    StepsDone,
     Stop,
-    Taken,
-    Transfer,
-    Welcome,
-    Whole,
+    TransferAck,
+    TransferBlock,
+    WorkReport,
 )
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -89,7 +89,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     PeerLost,
     Persist,
@@ -104,6 +104,9 @@ from distbelief.roles.role import (
 )
 
 
+__all__ = ["Shard", "ShardConfig"]
+
+
 # Where a copy of a shard stands: it waits, follows, or leads.
 #
 #     waiting ---- Lead ------------------------------------------------> leading
@@ -113,37 +116,37 @@ from distbelief.roles.role import (
 # Rules:
 #
 # * A shard of one copy leads from the beginning, and hears nothing of all this.
-# * A `Lead` or `Follow` that is meant for another life of this copy is not obeyed.
+# * A `Promote` or `StartSync` that is meant for another life of this copy is not obeyed.
 # * Who is told to lead first applies what it has taken. It leads with what it has
 #   followed if it is whole, or with what it began with if it has never followed.
 #   Otherwise its life is over: the next one begins from the newest snapshot.
 # * Who leads never follows again in the same life, for it may have applied what the other
 #   leader never saw: if it hears of one, its life is over.
 
-FromLeader = Follow | StateBlock | Forward | PushBlock
-FromSecond = StateCredit | Acknowledge | PushCredit
-CopyMessage = Lead | FromLeader | FromSecond
+FromLeader = StartSync | StateBlock | ReplicatePush | PushBlock
+FromSecond = StateAck | PushApplied | PushBlockAck
+CopyMessage = Promote | FromLeader | FromSecond
 
 
 @final
-class Standing:
+class ReplicaState:
     """Of one life of one copy."""
 
     def __init__(
-        self, config: ShardConfig, values: ShardValues, service: Service, *, memory: Memory
+        self, config: ShardConfig, values: ShardStore, service: ClientService, *, memory: Memory
     ) -> None:
         self._name = config.name
         self._has_other = config.waits_for_lead
         self._values = values
         self._service = service
         self._forwarding = service.forwarding
-        self._following: Following | None = None  # until it leads
+        self._following: Backup | None = None  # until it leads
         if config.waits_for_lead:
-            self._following = Following(
+            self._following = Backup(
                 values, memory=memory, bounds=service.bounds, n_clients_max=config.n_clients_max
             )
         self._life = 0
-        self._lead: Lead | None = None  # that it is to obey
+        self._lead: Promote | None = None  # that it is to obey
         self._restored_pairing = 0  # of the snapshot
         self._unrestored: str | None = None  # why there is none that can be used
         self._followed: Address | None = None  # before it led
@@ -196,7 +199,7 @@ class Standing:
         self._restored_pairing = state.incarnation
         return self._following.restored(state.clients)
 
-    def begin_next(self) -> Forwarded | None:
+    def begin_next(self) -> Replicated | None:
         """Take the next push of the leader, to apply it."""
         return None if self._following is None else self._following.begin_next()
 
@@ -258,13 +261,13 @@ class Standing:
                 "is the only copy of its shard"
             )
         match message:
-            case Lead() | Follow() if message.receiver_incarnation != self._life:
+            case Promote() | StartSync() if message.receiver_incarnation != self._life:
                 return []
-            case Lead():
+            case Promote():
                 return self._take_lead(message, now)
-            case Follow() | StateBlock() | Forward() | PushBlock():
+            case StartSync() | StateBlock() | ReplicatePush() | PushBlock():
                 return self._from_leader(event.sender, message)
-            case StateCredit() | Acknowledge() | PushCredit():
+            case StateAck() | PushApplied() | PushBlockAck():
                 return self._from_second(event, message, now)
             case _:
                 assert_never(message)
@@ -273,7 +276,7 @@ class Standing:
         """Return whether blocks of this sender come from a leader, not a client."""
         return self._following is not None or sender == self._followed
 
-    def _take_lead(self, lead: Lead, now: Seconds) -> list[Action]:
+    def _take_lead(self, lead: Promote, now: Seconds) -> list[Action]:
         if self._following is not None:
             return self._prepare(self._following, lead)
         if lead.pairing <= self._forwarding.pairing:
@@ -281,7 +284,7 @@ class Standing:
         actions = self._forwarding.lead(lead, now)
         return [*actions, *self._service.greet_held()]
 
-    def _prepare(self, following: Following, lead: Lead) -> list[Action]:
+    def _prepare(self, following: Backup, lead: Promote) -> list[Action]:
         """Lead as soon as what was taken is applied."""
         if lead.pairing <= following.pairing:
             return []
@@ -300,11 +303,11 @@ class Standing:
             self._check_deposed(sender, message)
             return []
         match message:
-            case Follow():
+            case StartSync():
                 return following.follow(sender, message)
             case StateBlock():
                 return following.take_piece(sender, message)
-            case Forward():
+            case ReplicatePush():
                 return following.forward(sender, message)
             case PushBlock():
                 return following.take_block(sender, message)
@@ -316,18 +319,18 @@ class Standing:
             return []  # meant for an earlier life
         forwarding = self._forwarding
         match message:
-            case StateCredit():
+            case StateAck():
                 return forwarding.credit_pieces(event, message, now)
-            case PushCredit():
+            case PushBlockAck():
                 return forwarding.credit_blocks(event, message, now)
-            case Acknowledge():
+            case PushApplied():
                 actions = forwarding.acknowledged(event, message, now)
                 return [*actions, *self._service.greet_held()]
             case _:
                 assert_never(message)
 
     def _check_deposed(self, sender: Address, message: FromLeader) -> None:
-        if isinstance(message, Follow) and message.pairing > self._forwarding.pairing:
+        if isinstance(message, StartSync) and message.pairing > self._forwarding.pairing:
             raise DistBeliefError(
                 f"{sender} leads as pairing {message.pairing} where {self._name} led "
                 f"as {self._forwarding.pairing}: only its next life can be a second"
@@ -372,7 +375,7 @@ class _Work(Enum):
 
 
 @final
-class Agenda:
+class WorkQueue:
     """What one life of a shard does.
 
     Attributes:
@@ -385,11 +388,11 @@ class Agenda:
     def __init__(
         self,
         identity: ShardIdentity,
-        values: ShardValues,
+        values: ShardStore,
         *,
-        service: Service,
-        standing: Standing,
-        orders: Orders,
+        service: ClientService,
+        standing: ReplicaState,
+        orders: CommandExecutor,
     ) -> None:
         self._identity = identity
         self._values = values
@@ -399,7 +402,7 @@ class Agenda:
         self._work: _Work | None = None
         self._ready = False
         self._copied_last = False
-        self.saves = Saves()
+        self.saves = CheckpointWriter()
         self.is_sealed = False
         self.is_stopping = False
         self.is_over = False
@@ -473,7 +476,7 @@ class Agenda:
         return [] if label is None else self._begin_save(label)
 
     def _apply(
-        self, pushed: Vector, *, n_clients: int, holding: Holding, touches: Vector | None
+        self, pushed: Vector, *, n_clients: int, holding: ShardSlice, touches: Vector | None
     ) -> list[Action]:
         self._work = _Work.APPLY
         self._copied_last = False
@@ -483,7 +486,7 @@ class Agenda:
         )
         return [Compute(name="apply", work=work, cost=cost)]
 
-    def _begin_apply(self, applying: Applying, now: Seconds) -> list[Action]:
+    def _begin_apply(self, applying: PushInProgress, now: Seconds) -> list[Action]:
         if applying.push.grant:
             self._work = _Work.COLLECT
             self._copied_last = False
@@ -562,11 +565,8 @@ class Agenda:
                 assert_never(work)
 
 
-__all__ = ["ParameterServerShard", "ShardConfig"]
-
-
 @final
-class ParameterServerShard:
+class Shard:
     """The role `shard-INDEX`, or one of two copies of it."""
 
     def __init__(
@@ -582,11 +582,11 @@ class ParameterServerShard:
         """
         self._memory = memory
         self._initialise = initialise
-        self._values = ShardValues(config.identity, memory=memory)
-        self._service = Service(config, self._values, memory=memory)
-        self._standing = Standing(config, self._values, self._service, memory=memory)
-        self._orders = Orders(config, self._values)
-        self._agenda = Agenda(
+        self._values = ShardStore(config.identity, memory=memory)
+        self._service = ClientService(config, self._values, memory=memory)
+        self._standing = ReplicaState(config, self._values, self._service, memory=memory)
+        self._orders = CommandExecutor(config, self._values)
+        self._agenda = WorkQueue(
             config.identity,
             self._values,
             service=self._service,
@@ -674,10 +674,10 @@ class ParameterServerShard:
         self._standing.release()
         self._memory.release(self._values.region)
         if self._abandoned is not None:
-            return [Halt(error=self._abandoned)]  # to be started again
+            return [Exit(error=self._abandoned)]  # to be started again
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
-        return [Send(receiver=self._stopped_by, message=finished), Halt()]
+        return [Send(receiver=self._stopped_by, message=finished), Exit()]
 
     def _timer(self, name: str, now: Seconds) -> list[Action]:
         if name == SECOND_TIMER:
@@ -689,61 +689,61 @@ class ParameterServerShard:
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
         sender, message, standing = event.sender, event.message, self._standing
         match message:
-            case Hello():
+            case OpenSession():
                 actions = self._service.greet(event, message)
             case PushBlock() if standing.is_leader(sender):
                 actions = standing.receive(event, message, now)
-            case Fetch() | Credit() | PushBlock() | Push():
+            case Fetch() | FetchAck() | PushBlock() | Push():
                 actions = self._serve_client(event, message, now)
-            case Order():
+            case ShardCommand():
                 actions = self._orders.take(event, message)
             case (
-                Lead()
-                | Follow()
+                Promote()
+                | StartSync()
                 | StateBlock()
-                | Forward()
-                | StateCredit()
-                | Acknowledge()
-                | PushCredit()
+                | ReplicatePush()
+                | StateAck()
+                | PushApplied()
+                | PushBlockAck()
             ):
                 actions = standing.receive(event, message, now)
-            case Save() | Stop():
+            case SaveCheckpoint() | Stop():
                 actions = self._obey(sender, message)
             case (
                 Join()
                 | Peers()
                 | Heartbeat()
-                | Alive()
-                | Begin()
+                | HeartbeatAck()
+                | StartTraining()
                 | Finished()
                 | Failed()
                 | Progress()
                 | Evaluate()
-                | Measured()
-                | Saved()
-                | Alone()
-                | Whole()
-                | Leading()
-                | Welcome()
-                | Refused()
+                | EvaluationDone()
+                | CheckpointSaved()
+                | BackupUnresponsive()
+                | BackupInSync()
+                | PrimaryChanged()
+                | SessionOpened()
+                | SessionRefused()
                 | ParameterBlock()
-                | Performed()
+                | CommandDone()
                 | Assignment()
-                | Account()
-                | Gather()
-                | Gathered()
-                | Proceed()
-                | Stepped()
-                | PushPart()
-                | PartStaged()
-                | Transfer()
-                | Taken()
+                | WorkReport()
+                | StartEpoch()
+                | RankReady()
+                | GrantSteps()
+                | StepsDone()
+                | PushChunk()
+                | ChunkStaged()
+                | TransferBlock()
+                | TransferAck()
                 | Offer()
-                | Duties()
+                | Assignments()
                 | HostReport()
-                | Dismiss()
-                | Ask()
-                | Piece()
+                | Release()
+                | FileRequest()
+                | FileChunk()
             ):
                 raise RemoteProtocolError(
                     f"{sender} sent {type(message).__name__} to a shard, which has no use for it"
@@ -755,12 +755,12 @@ class ParameterServerShard:
     def _serve_client(self, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
         if isinstance(message, Push) and not message.grant and self._orders.drives:
             reason = "a coordinator drives this shard: nothing else can be pushed"
-            refused = Refused(reason=reason, for_good=True)
+            refused = SessionRefused(reason=reason, for_good=True)
             return [Send(receiver=event.sender, message=refused)]
         return self._service.serve(event, message, now)
 
-    def _obey(self, sender: Address, message: Save | Stop) -> list[Action]:
-        if isinstance(message, Save):
+    def _obey(self, sender: Address, message: SaveCheckpoint | Stop) -> list[Action]:
+        if isinstance(message, SaveCheckpoint):
             self._agenda.is_sealed = self._agenda.is_sealed or message.last
             return self._save(sender, message.label)
         return self._stop(sender)

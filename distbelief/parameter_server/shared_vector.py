@@ -29,7 +29,7 @@ _VERSION, _CLOCK, _INCARNATION = range(3)
 
 
 @final
-class Published:
+class SeqlockVector:
     """One vector under a sequence lock.
 
     Attributes:
@@ -51,7 +51,7 @@ class Published:
         n_elements: int,
         dtype: np.dtype[Element],
         incarnation: int,
-    ) -> "Published":
+    ) -> "SeqlockVector":
         """Return a vector of zeros that others may attach, not yet to be read.
 
         Raises:
@@ -64,7 +64,7 @@ class Published:
         return published
 
     @classmethod
-    def private(cls, *, n_elements: int, dtype: np.dtype[Element]) -> "Published":
+    def private(cls, *, n_elements: int, dtype: np.dtype[Element]) -> "SeqlockVector":
         """Return the same for a shard whose memory nobody shares."""
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
         published = cls("", np.zeros(n_bytes, np.uint8), dtype=dtype)
@@ -74,7 +74,7 @@ class Published:
     @classmethod
     def attach(
         cls, memory: Memory, name: str, *, n_elements: int, dtype: np.dtype[Element]
-    ) -> "Published":
+    ) -> "SeqlockVector":
         """Return the vector that another role created.
 
         Raises:

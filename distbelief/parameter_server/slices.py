@@ -10,7 +10,7 @@ that hold nothing of them never hear from it. Rules:
 
 * No element is held twice. Regions may be empty, and so may a selection.
 * Of one item a shard holds consecutive elements, for it holds a range of each tensor.
-* Whoever holds everything needs none (`Part.whole`): its tensors are copied whole.
+* Whoever holds everything needs none (`SliceCopier.whole`): its tensors are copied whole.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from distbelief.core.vectors import ALIGNMENT, Element, Vector, block_bounds
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server.layout import (
-    Exchange,
     Layout,
     Segment,
+    TensorCopier,
     TensorSpec,
     as_tensor,
     check_tensor,
@@ -67,7 +67,7 @@ _WORDS: Final = 4  # start, length, stride, count
 
 
 @final
-class Ranges:
+class IndexRanges:
     """Sorted, disjoint ranges.
 
     Attributes:
@@ -85,7 +85,7 @@ class Ranges:
         self.n_elements = int(ends[-1]) if len(ends) else 0
 
     @classmethod
-    def of(cls, starts: Indices, stops: Indices) -> "Ranges":
+    def of(cls, starts: Indices, stops: Indices) -> "IndexRanges":
         """Return these, in whatever order they are given; empty ones do not count.
 
         Raises:
@@ -107,7 +107,7 @@ class Ranges:
         return cls(starts[opens], stops[closes])
 
     @classmethod
-    def union(cls, parts: Iterable["Ranges"]) -> "Ranges":
+    def union(cls, parts: Iterable["IndexRanges"]) -> "IndexRanges":
         """Return all of them.
 
         Raises:
@@ -119,13 +119,13 @@ class Ranges:
         return cls.of(starts, np.concatenate([part.stops for part in all_parts]))
 
     @classmethod
-    def whole(cls, start: int, stop: int) -> "Ranges":
+    def whole(cls, start: int, stop: int) -> "IndexRanges":
         """Return the one range [start, stop); none if it is empty."""
         ends = ([start], [stop]) if start < stop else ([], [])
         return cls(*(np.array(end, np.int64) for end in ends))
 
     @classmethod
-    def read(cls, words: Vector, *, size: int) -> "Ranges":
+    def read(cls, words: Vector, *, size: int) -> "IndexRanges":
         """Return what stripes from the wire say of a vector of `size` elements.
 
         Raises:
@@ -193,19 +193,19 @@ class Ranges:
             first = last + 1
         return np.array(words, np.int64)
 
-    def clipped(self, start: int, stop: int) -> "Ranges":
+    def clipped(self, start: int, stop: int) -> "IndexRanges":
         """Return what of them lies in [start, stop)."""
         first = int(np.searchsorted(self.stops, start, side="right"))
         last = int(np.searchsorted(self.starts, stop, side="left"))
-        return Ranges(
+        return IndexRanges(
             np.maximum(self.starts[first:last], start), np.minimum(self.stops[first:last], stop)
         )
 
-    def shifted(self, by: int) -> "Ranges":
+    def shifted(self, by: int) -> "IndexRanges":
         """Return the ranges that lie so many elements later."""
-        return Ranges(self.starts + by, self.stops + by)
+        return IndexRanges(self.starts + by, self.stops + by)
 
-    def part(self, start: int, stop: int) -> "Ranges":
+    def part(self, start: int, stop: int) -> "IndexRanges":
         """Return the elements [start, stop) of the compact vector."""
         ends = self.offsets + (self.stops - self.starts)
         first = int(np.searchsorted(ends, start, side="right"))
@@ -213,19 +213,19 @@ class Ranges:
         offsets = self.offsets[first:last]
         before = np.maximum(start - offsets, 0)
         beyond = np.maximum(ends[first:last] - stop, 0)
-        return Ranges(self.starts[first:last] + before, self.stops[first:last] - beyond)
+        return IndexRanges(self.starts[first:last] + before, self.stops[first:last] - beyond)
 
-    def places(self, inner: "Ranges") -> "Ranges":
+    def places(self, inner: "IndexRanges") -> "IndexRanges":
         """Return where `inner`, each range in one of these, lies in the compact one."""
         at = np.searchsorted(self.starts, inner.starts, side="right") - 1
         starts = self.offsets[at] + inner.starts - self.starts[at]
-        return Ranges.of(starts, starts + (inner.stops - inner.starts))
+        return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
 
     def n_below(self, stop: int) -> int:
         """Return how many elements have an index below `stop`."""
         return self.clipped(0, stop).n_elements
 
-    def meets(self, other: "Ranges") -> bool:
+    def meets(self, other: "IndexRanges") -> bool:
         """Return whether they have an element in common."""
         after = np.searchsorted(self.stops, other.starts, side="right")
         some = after < len(self.starts)
@@ -244,10 +244,10 @@ class Ranges:
 
 
 @final
-class Copier:
+class RangeCopier:
     """Copies between a vector and the compact vector of some of its ranges."""
 
-    def __init__(self, ranges: Ranges) -> None:
+    def __init__(self, ranges: IndexRanges) -> None:
         self.n_elements = ranges.n_elements
         words = ranges.stripes().reshape(-1, _WORDS)
         sizes = words[:, 1] * words[:, 3]
@@ -315,7 +315,7 @@ _N_KNOWN_MAX = 1024
 
 
 @final
-class Holding:
+class ShardSlice:
     """One client's part of one shard's vector.
 
     Attributes:
@@ -332,7 +332,7 @@ class Holding:
         n_elements: int,
         *,
         dtype: np.dtype[Element],
-        ranges: Ranges | None = None,
+        ranges: IndexRanges | None = None,
         stripes: Vector | None = None,
     ) -> None:
         self.n_elements = n_elements
@@ -341,26 +341,26 @@ class Holding:
         self.stripes = stripes
         self.bounds = tuple(block_bounds(n_elements, itemsize=dtype.itemsize))
         self.key = b"" if ranges is None else ranges.key
-        self._copiers: dict[int, Copier] = {}  # by block
-        self._copier: Copier | None = None  # of all blocks at once
+        self._copiers: dict[int, RangeCopier] = {}  # by block
+        self._copier: RangeCopier | None = None  # of all blocks at once
 
     @classmethod
-    def whole(cls, layout: Layout, k: int) -> "Holding":
+    def whole(cls, layout: Layout, k: int) -> "ShardSlice":
         """Return what a client with a whole model holds of shard k."""
         return cls(layout.shard_size(k), dtype=layout.dtype)
 
     @classmethod
-    def of(cls, ranges: Ranges, layout: Layout) -> "Holding":
+    def of(cls, ranges: IndexRanges, layout: Layout) -> "ShardSlice":
         """Return these ranges of a shard's vector."""
         return cls(ranges.n_elements, dtype=layout.dtype, ranges=ranges, stripes=ranges.stripes())
 
-    def within(self, start: int, stop: int) -> Ranges:
+    def within(self, start: int, stop: int) -> IndexRanges:
         """Return what of it lies in [start, stop) of the shard's vector."""
         if self.ranges is None:
-            return Ranges.whole(start, stop)
+            return IndexRanges.whole(start, stop)
         return self.ranges.clipped(start, stop)
 
-    def places(self, inner: Ranges) -> Ranges:
+    def places(self, inner: IndexRanges) -> IndexRanges:
         """Return where some of it lies in the compact vector."""
         return inner if self.ranges is None else self.ranges.places(inner)
 
@@ -373,7 +373,7 @@ class Holding:
         if self.ranges is None:
             return values[start:stop]
         if index not in self._copiers:
-            self._copiers[index] = Copier(self.ranges.part(start, stop))
+            self._copiers[index] = RangeCopier(self.ranges.part(start, stop))
         block = np.empty(stop - start, self.dtype)
         self._copiers[index].gather(as_tensor(values), as_tensor(block))
         return block
@@ -384,16 +384,16 @@ class Holding:
             values[:] = compact
             return
         if self._copier is None:
-            self._copier = Copier(self.ranges)
+            self._copier = RangeCopier(self.ranges)
         self._copier.scatter(as_tensor(compact), as_tensor(values))
 
 
-NOTHING: Final = Holding(0, dtype=np.dtype(np.float32))
+NOTHING: Final = ShardSlice(0, dtype=np.dtype(np.float32))
 """Of a client that has not said Hello to this life of the shard."""
 
 
 @final
-class Holdings:
+class SliceTable:
     """What the clients of one shard hold; those who hold the same share one.
 
     Attributes:
@@ -403,10 +403,10 @@ class Holdings:
     def __init__(self, layout: Layout, k: int) -> None:
         self._layout = layout
         self._size = layout.shard_size(k)
-        self.whole = Holding.whole(layout, k)
-        self._known: dict[bytes, Holding] = {}
+        self.whole = ShardSlice.whole(layout, k)
+        self._known: dict[bytes, ShardSlice] = {}
 
-    def get(self, stripes: Vector | None) -> Holding:
+    def get(self, stripes: Vector | None) -> ShardSlice:
         """Return what a client holds that said so.
 
         Raises:
@@ -417,8 +417,8 @@ class Holdings:
         words = stripes.tobytes()
         known = self._known.get(words)
         if known is None:
-            ranges = Ranges.read(stripes, size=self._size)
-            known = Holding(
+            ranges = IndexRanges.read(stripes, size=self._size)
+            known = ShardSlice(
                 ranges.n_elements, dtype=self._layout.dtype, ranges=ranges, stripes=stripes.copy()
             )
             if len(self._known) >= _N_KNOWN_MAX:
@@ -435,11 +435,11 @@ class _Piece:
     item_index: int
     start: int  # elements [start, stop) of the item
     stop: int
-    ranges: Ranges  # of the shard's vector
+    ranges: IndexRanges  # of the shard's vector
 
 
 @final
-class Selection:
+class PartialView:
     """Regions of a layout's tensors, and what each shard has of them.
 
     Attributes:
@@ -457,7 +457,7 @@ class Selection:
         self._ranges = {k: _united(self._pieces[k], self.items, k=k) for k in self.shards}
 
     @classmethod
-    def of(cls, layout: Layout, items: Sequence[tuple[str, Region]]) -> "Selection":
+    def of(cls, layout: Layout, items: Sequence[tuple[str, Region]]) -> "PartialView":
         """Return the selection of these regions, each of the named tensor.
 
         Raises:
@@ -475,9 +475,11 @@ class Selection:
         """Return how many elements of shard k's vector it holds."""
         return sum(piece.stop - piece.start for piece in self._pieces[k])
 
-    def part(self, k: int) -> "Part":
+    def part(self, k: int) -> "SliceCopier":
         """Return what it holds of shard k, which is one of `shards`."""
-        return Part(Holding.of(self._ranges[k], self._layout), self._layout, k, selection=self)
+        return SliceCopier(
+            ShardSlice.of(self._ranges[k], self._layout), self._layout, k, selection=self
+        )
 
     def pieces(self, k: int) -> tuple[_Piece, ...]:
         """Return what shard k holds of each item."""
@@ -485,7 +487,7 @@ class Selection:
 
 
 @final
-class Part:
+class SliceCopier:
     """What one client holds of one shard, and how to copy it.
 
     Attributes:
@@ -493,7 +495,7 @@ class Part:
     """
 
     def __init__(
-        self, holding: Holding, layout: Layout, k: int, *, selection: Selection | None
+        self, holding: ShardSlice, layout: Layout, k: int, *, selection: PartialView | None
     ) -> None:
         self.holding = holding
         self._layout = layout
@@ -501,12 +503,12 @@ class Part:
         self._selection = selection
 
     @classmethod
-    def whole(cls, layout: Layout, k: int) -> "Part":
+    def whole(cls, layout: Layout, k: int) -> "SliceCopier":
         """Return everything of shard k."""
-        return cls(Holding.whole(layout, k), layout, k, selection=None)
+        return cls(ShardSlice.whole(layout, k), layout, k, selection=None)
 
     @classmethod
-    def of(cls, selection: Selection | None, layout: Layout, k: int) -> "Part":
+    def of(cls, selection: PartialView | None, layout: Layout, k: int) -> "SliceCopier":
         """Return what is selected of shard k; everything if there is no selection."""
         return cls.whole(layout, k) if selection is None else selection.part(k)
 
@@ -549,7 +551,7 @@ class Part:
             return None
         starts = np.array([one.offset for one in given], np.int64)
         sizes = np.array([one.n_elements for one in given], np.int64)
-        return Ranges.of(starts, starts + -(-sizes // ALIGNMENT) * ALIGNMENT).stripes()
+        return IndexRanges.of(starts, starts + -(-sizes // ALIGNMENT) * ALIGNMENT).stripes()
 
     def exchange(self, compact: Vector) -> "TensorExchange":
         """Return what copies between tensors and the compact vector."""
@@ -558,11 +560,11 @@ class Part:
         pieces = [
             (piece, self.holding.places(piece.ranges)) for piece in self._selection.pieces(self._k)
         ]
-        return RegionExchange(self._selection.tensors, pieces, compact)
+        return RegionCopier(self._selection.tensors, pieces, compact)
 
-    def exchange_blocks(self, blocks: Sequence[Vector]) -> "BlockExchange":
+    def exchange_blocks(self, blocks: Sequence[Vector]) -> "BlockCopier":
         """Return what copies the compact vector, in blocks, to tensors."""
-        return BlockExchange(self, blocks)
+        return BlockCopier(self, blocks)
 
     def scatter(self, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor]) -> None:
         """Copy the compact vector, in blocks, to tensors; see `Exchange.scatter`."""
@@ -577,14 +579,14 @@ class Part:
         if self._selection is None:
             return self._layout.exchange(self._k, vector)
         pieces = [(piece, piece.ranges) for piece in self._selection.pieces(self._k)]
-        return RegionExchange(self._selection.tensors, pieces, vector)
+        return RegionCopier(self._selection.tensors, pieces, vector)
 
 
 @final
-class BlockExchange:
+class BlockCopier:
     """The compact vector in blocks, as they came."""
 
-    def __init__(self, part: Part, blocks: Sequence[Vector]) -> None:
+    def __init__(self, part: SliceCopier, blocks: Sequence[Vector]) -> None:
         self._part = part
         self._blocks = blocks
 
@@ -594,7 +596,7 @@ class BlockExchange:
 
 
 @final
-class RegionExchange:
+class RegionCopier:
     """What `Exchange` is for whole tensors, for flat tensors of regions.
 
     Args:
@@ -606,12 +608,12 @@ class RegionExchange:
     def __init__(
         self,
         tensors: tuple[TensorSpec, ...],
-        pieces: Sequence[tuple[_Piece, Ranges]],
+        pieces: Sequence[tuple[_Piece, IndexRanges]],
         vector: Vector,
     ) -> None:
         self._tensors = tensors
         self._vector = as_tensor(vector)
-        self._copiers = {piece.item_index: (piece, Copier(ranges)) for piece, ranges in pieces}
+        self._copiers = {piece.item_index: (piece, RangeCopier(ranges)) for piece, ranges in pieces}
 
     def gather(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy what the shard has of `tensors` into the vector.
@@ -663,7 +665,7 @@ class RegionExchange:
                 copier.gather(self._vector, part)
 
 
-TensorExchange = Exchange | RegionExchange
+TensorExchange = TensorCopier | RegionCopier
 
 
 def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
@@ -701,13 +703,13 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_
     ]
 
 
-def _in_segment(flat: Ranges, segment: Segment) -> Ranges:
+def _in_segment(flat: IndexRanges, segment: Segment) -> IndexRanges:
     """Return where ranges of a tensor's elements lie in the shard's vector."""
     clipped = flat.clipped(segment.start, segment.stop)
     return clipped.shifted(segment.offset - segment.start)
 
 
-def _flat(shape: tuple[int, ...], region: Region) -> Ranges:
+def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
     """Return the elements of a region of a tensor of this shape, row-major."""
     starts = np.zeros(1, np.int64)
     stride, run = 1, 1
@@ -722,20 +724,22 @@ def _flat(shape: tuple[int, ...], region: Region) -> Ranges:
         is_run = is_run and (start, stop) == (0, extent)
         stride *= extent
     if not region.n_elements:
-        return Ranges.whole(0, 0)
+        return IndexRanges.whole(0, 0)
     if len(starts) > N_RANGES_MAX:
         raise ValueError(
             f"region {region} of a tensor of shape {shape} is {len(starts)} separate "
             f"runs of elements; the most is {N_RANGES_MAX}: cut it along an earlier "
             "dimension"
         )
-    return Ranges.of(starts, starts + run)
+    return IndexRanges.of(starts, starts + run)
 
 
-def _united(pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int) -> Ranges:
+def _united(
+    pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int
+) -> IndexRanges:
     """Return all that a shard has of the items."""
     try:
-        ranges = Ranges.union(piece.ranges for piece in pieces)
+        ranges = IndexRanges.union(piece.ranges for piece in pieces)
     except ValueError:
         raise _overlap(pieces, items) from None
     n = len(ranges.stripes()) // 4

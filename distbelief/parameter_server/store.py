@@ -28,9 +28,9 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import ALIGNMENT, Element, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore
-from distbelief.parameter_server.optimizers import State, Steps
-from distbelief.parameter_server.shared_vector import Published
-from distbelief.parameter_server.slices import Copier, Holding, Holdings, Ranges
+from distbelief.parameter_server.optimizers import State, StepCounts
+from distbelief.parameter_server.shared_vector import SeqlockVector
+from distbelief.parameter_server.slices import IndexRanges, RangeCopier, ShardSlice, SliceTable
 from distbelief.roles.role import Cost, Snapshot
 
 
@@ -68,12 +68,12 @@ class _Piece:
     """
 
     n_elements: int
-    target: int | Copier
-    source: int | Copier
+    target: int | RangeCopier
+    source: int | RangeCopier
 
 
 @final
-class Application:
+class SliceUpdate:
     """One way to apply pushes, made once for many.
 
     Args:
@@ -85,11 +85,11 @@ class Application:
         n_elements: Of the target.
     """
 
-    def __init__(self, target: Ranges, source: Ranges) -> None:
+    def __init__(self, target: IndexRanges, source: IndexRanges) -> None:
         self.target = target
         self.n_elements = target.n_elements
         self._pieces = tuple(_pieces(target, source))
-        copied = [p.n_elements for p in self._pieces if isinstance(p.target, Copier)]
+        copied = [p.n_elements for p in self._pieces if isinstance(p.target, RangeCopier)]
         self._n_copied = max(copied, default=0)
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
@@ -115,7 +115,7 @@ def _apply_to_copies(
     copies: npt.NDArray[Element],
 ) -> None:
     n, target = piece.n_elements, piece.target
-    assert isinstance(target, Copier)
+    assert isinstance(target, RangeCopier)
     *targets, gradient = copies
     if isinstance(piece.source, int):
         gradient[:n] = pushed[piece.source : piece.source + n]
@@ -132,7 +132,7 @@ def _apply_to_copies(
         target.scatter(part, whole)
 
 
-def _pieces(target: Ranges, source: Ranges) -> Iterator[_Piece]:
+def _pieces(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
     """Yield the pieces, by rising index."""
     lengths = target.stops - target.starts
     in_place = lengths >= _IN_PLACE_MIN
@@ -149,13 +149,13 @@ def _pieces(target: Ranges, source: Ranges) -> Iterator[_Piece]:
     yield from _copied(target, source, done, target.n_elements)
 
 
-def _copied(target: Ranges, source: Ranges, start: int, stop: int) -> Iterator[_Piece]:
+def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> Iterator[_Piece]:
     for first in range(start, stop, _PIECE):
         last = min(first + _PIECE, stop)
         there, here = target.part(first, last), source.part(first, last)
         # What is pushed lies side by side, unless its elements differ in their clocks.
-        place = int(here.starts[0]) if len(here.starts) == 1 else Copier(here)
-        yield _Piece(last - first, Copier(there), place)
+        place = int(here.starts[0]) if len(here.starts) == 1 else RangeCopier(here)
+        yield _Piece(last - first, RangeCopier(there), place)
 
 
 def _padded(n_elements: int) -> int:
@@ -179,7 +179,7 @@ def _padded(n_elements: int) -> int:
 
 
 @final
-class Pieces:
+class StateChunks:
     """How these arrays are cut; it sees them, and writes into them."""
 
     def __init__(self, values: Vector, state: State) -> None:
@@ -230,12 +230,12 @@ _N_APPLICATIONS_MAX = 256
 
 
 @final
-class ShardValues:
+class ShardStore:
     """The arrays of one life of one shard.
 
     Attributes:
         clock: Pushes applied, of each machine of a replica its own.
-        n_restored: Whole pushes (`Steps.n_pushes`) that this life began with.
+        n_restored: Whole pushes (`StepCounts.n_pushes`) that this life began with.
         holdings: What clients hold of them.
         steps: Pushes that each element has met.
     """
@@ -247,16 +247,16 @@ class ShardValues:
         self._n_elements = layout.shard_size(index)
         self._n_gradient = layout.n_gradient(index)
         self._dtype = layout.dtype
-        self._published = Published.private(n_elements=0, dtype=self._dtype)
+        self._published = SeqlockVector.private(n_elements=0, dtype=self._dtype)
         self._state: State = {}
-        self._pieces = Pieces(self.vector, self._state)
+        self._pieces = StateChunks(self.vector, self._state)
         self._n_held: int | None = None  # pieces, while it becomes a copy
-        self.holdings = Holdings(layout, index)
+        self.holdings = SliceTable(layout, index)
         self._pushing = self.holdings.whole
-        self._applications: dict[tuple[bytes, bytes, int, int], Application] = {}
+        self._applications: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
         self.clock = 0
         self.n_restored = 0
-        self.steps = Steps()
+        self.steps = StepCounts()
 
     @property
     def region(self) -> str:
@@ -278,7 +278,7 @@ class ShardValues:
         why_not = None
         if self._memory.host:
             try:
-                self._published = Published.create(
+                self._published = SeqlockVector.create(
                     self._memory,
                     region,
                     n_elements=self._n_elements,
@@ -289,7 +289,7 @@ class ShardValues:
                 why_not = str(error)
             else:
                 return None
-        self._published = Published.private(n_elements=self._n_elements, dtype=self._dtype)
+        self._published = SeqlockVector.private(n_elements=self._n_elements, dtype=self._dtype)
         return why_not
 
     def initialising(
@@ -322,7 +322,7 @@ class ShardValues:
                     values=initialise(),
                     state=identity.rule.state(self._n_gradient, dtype),
                     clients=(),
-                    steps=Steps(),
+                    steps=StepCounts(),
                 )
             if state.values.shape != vector.shape:
                 raise LocalProtocolError(
@@ -338,7 +338,7 @@ class ShardValues:
     def initialised(self, state: ShardState) -> None:
         """The work is done: they can be read."""
         self._state = state.state
-        self._pieces = Pieces(self.vector, self._state)
+        self._pieces = StateChunks(self.vector, self._state)
         self.clock, self.steps = state.clock, state.steps
         self.n_restored = state.steps.n_pushes
         self._published.end(clock=self.clock)
@@ -359,7 +359,7 @@ class ShardValues:
         """Return a copy of one piece."""
         return self._pieces.pack(index)
 
-    def follow(self, *, clock: int, steps: Steps) -> None:
+    def follow(self, *, clock: int, steps: StepCounts) -> None:
         """Hold nothing from now on, and become a copy of a shard at that clock."""
         if self._n_held is None:
             self._published.begin()
@@ -380,7 +380,7 @@ class ShardValues:
 
     # -------------------------------------------------------------------- pushes
 
-    def why_not(self, touches: Vector | None, holding: Holding) -> str | None:
+    def why_not(self, touches: Vector | None, holding: ShardSlice) -> str | None:
         """Return why a push of what a client holds cannot change just this, if so.
 
         Raises:
@@ -398,8 +398,8 @@ class ShardValues:
         pushed: Vector,
         *,
         n_clients: int,
-        holding: Holding | None = None,
-        touched: Holding | None = None,
+        holding: ShardSlice | None = None,
+        touched: ShardSlice | None = None,
     ) -> tuple[Callable[[], None], Cost]:
         """Return the work that applies a push, and what it costs.
 
@@ -437,27 +437,27 @@ class ShardValues:
         return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
 
     def _application(
-        self, touched: Holding, holding: Holding, start: int, stop: int
-    ) -> Application:
+        self, touched: ShardSlice, holding: ShardSlice, start: int, stop: int
+    ) -> SliceUpdate:
         """Return how to apply what is pushed of [start, stop)."""
         key = touched.key, holding.key, start, stop
         if key not in self._applications:
             if len(self._applications) >= _N_APPLICATIONS_MAX:
                 self._applications.clear()
             inner = touched.within(start, stop)
-            self._applications[key] = Application(inner, holding.places(inner))
+            self._applications[key] = SliceUpdate(inner, holding.places(inner))
         return self._applications[key]
 
     def _by_steps(
-        self, application: Application, touched: Holding, holding: Holding
-    ) -> list[tuple[int, Application]]:
+        self, application: SliceUpdate, touched: ShardSlice, holding: ShardSlice
+    ) -> list[tuple[int, SliceUpdate]]:
         """Return how to apply a push, with the clock that the rule is to see."""
         if not self._identity.rule.needs_clock:
             return [(self.clock, application)]
         parts = self.steps.at(application.target, holding=touched)
         if len(parts) == 1:
             return [(parts[0][0], application)]
-        return [(clock, Application(inner, holding.places(inner))) for clock, inner in parts]
+        return [(clock, SliceUpdate(inner, holding.places(inner))) for clock, inner in parts]
 
     def _updating(self, clock: int) -> Update:
         """Return what the rule does at that clock to values and state."""

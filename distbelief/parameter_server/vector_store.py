@@ -64,7 +64,7 @@ _PIECE_OF_FEW = 1 << 16
 
 
 @final
-class Algebra:
+class VectorStore:
     """Holds vectors by name, and performs batches of commands on them.
 
     Args:

@@ -25,8 +25,8 @@ from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
 from distbelief.partition import report, report as report_module
 from distbelief.partition.plan_picture import draw_plan
-from distbelief.partition.planner import Planned, order_of, plan as plan_order
-from distbelief.partition.search import Order, Told
+from distbelief.partition.planner import Planned, plan as plan_order, planning_request
+from distbelief.partition.search import PlanningRequest, Told
 from distbelief.program.chrome_trace import chrome_trace
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import Plan, Prediction, load, plan_for
@@ -158,7 +158,7 @@ WIDTH: Final = 130
 
 
 @final
-class Outlook:
+class PlanningResult:
     """Plans for several numbers of machines, the most last.
 
     Args:
@@ -171,7 +171,7 @@ class Outlook:
 
     def __init__(
         self,
-        order: Order,
+        order: PlanningRequest,
         planned: Sequence[Planned],
         *,
         model: str,
@@ -328,7 +328,7 @@ def plan(
     pins: Mapping[str, str] | None = None,
     exactly: bool = False,
     profile: bool = False,
-) -> Outlook:
+) -> PlanningResult:
     """Return which machine is to compute what, and how fast that would be.
 
     With `cluster="here"`, or `profile`, each layer that is unlike others is measured on
@@ -360,7 +360,7 @@ def plan(
     check_words(
         loss=loss, cluster=cluster, pins=pins or {}, flags={"exactly": exactly, "profile": profile}
     )
-    order = order_of(
+    order = planning_request(
         model,
         [spec_of(x) for x in examples],
         batch=len(examples[0]),
@@ -371,17 +371,22 @@ def plan(
         exactly=exactly,
         profile=profile,
     )
-    return outlook_of(order, counts, model=type(model).__name__, loss=loss)
+    return planning_result(order, counts, model=type(model).__name__, loss=loss)
 
 
-def outlook_of(
-    order: Order, counts: Sequence[int], *, model: str, loss: str, tell: Told = lambda _: None
-) -> Outlook:
+def planning_result(
+    order: PlanningRequest,
+    counts: Sequence[int],
+    *,
+    model: str,
+    loss: str,
+    tell: Told = lambda _: None,
+) -> PlanningResult:
     """Plan for each number of machines; `tell` is told of each."""
     planned = plan_order(order, counts, tell=tell)
     done = {each.forecast.n_machines for each in planned}
     skipped = sorted(set(counts) - done)
-    return Outlook(order, planned, model=model, loss=loss, skipped=skipped)
+    return PlanningResult(order, planned, model=model, loss=loss, skipped=skipped)
 
 
 # What `distbelief partition` does: plan, print, and write what was asked for.
@@ -451,7 +456,7 @@ def run(
     request: Request,
     make: Callable[[], object],
     *,
-    verify: Callable[[Outlook], Trial] | None = None,
+    verify: Callable[[PlanningResult], Trial] | None = None,
 ) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
@@ -468,7 +473,7 @@ def run(
     for path in (request.out, request.picture, request.timeline):
         _check_place(path)
     with console.status("capturing the model") as status:
-        order = order_of(
+        order = planning_request(
             _made(request, make),
             request.inputs,
             batch=request.batch,
@@ -483,7 +488,7 @@ def run(
     for layer in request.explain:
         report.check(order.graph, layer)
     with console.status("planning") as status:
-        outlook = outlook_of(
+        outlook = planning_result(
             order,
             request.counts,
             model=request.model,
@@ -505,7 +510,7 @@ def run(
 
 
 def _tried(
-    outlook: Outlook, verify: Callable[[Outlook], Trial] | None, console: Console
+    outlook: PlanningResult, verify: Callable[[PlanningResult], Trial] | None, console: Console
 ) -> Trial | None:
     """Run the plan, if that was asked for."""
     if verify is None:
@@ -514,7 +519,9 @@ def _tried(
         return verify(outlook)
 
 
-def _print(outlook: Outlook, trial: Trial | None, console: Console, *, as_json: bool) -> None:
+def _print(
+    outlook: PlanningResult, trial: Trial | None, console: Console, *, as_json: bool
+) -> None:
     if as_json:
         tried = {} if trial is None else {"verified": trial.plain()}
         print(json.dumps({**outlook.plain(), **tried}))  # noqa: T201 -- was asked for

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
@@ -72,7 +72,7 @@ def _even(layer: Layer, cluster: Cluster) -> Placement:
     most = (
         {}
         if layer.whole
-        else {cut.dim: layer.shape[cut.dim] // cut.unit for cut in kind_of(layer).cuts(layer)}
+        else {cut.dim: layer.shape[cut.dim] // cut.unit for cut in operator_of(layer).cuts(layer)}
     )
     if n_dims >= 3 and {n_dims - 2, n_dims - 1} <= set(most):
         rows, columns = layer.shape[-2:]

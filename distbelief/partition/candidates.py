@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Cut, kind_of
+from distbelief.graph.operator import Cut, operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.cluster import UNLIMITED, Cluster, weights
 from distbelief.program.placement import Placement, grid
@@ -97,7 +97,7 @@ def split(
     Returns:
         None if it cannot be cut so, or there are too few machines.
     """
-    cuts = () if layer.whole else kind_of(layer).cuts(layer)
+    cuts = () if layer.whole else operator_of(layer).cuts(layer)
     machines = machines or range(len(cluster))
     placement = _cut(layer.shape, cuts, cluster, parts, machines)
     if placement is None:
@@ -128,7 +128,7 @@ def partial_sums(
     """
     if dim not in summed_dims(layer):
         return None
-    partial = kind_of(layer).partial
+    partial = operator_of(layer).partial
     assert partial is not None, layer.name
     machines = machines or range(len(cluster))
     shape = layer.input_shapes[0]
@@ -152,7 +152,7 @@ def partial_sums(
 
 def summed_dims(layer: Layer) -> tuple[int, ...]:
     """Return along which dimensions of the first input it is a sum, the last first."""
-    partial = None if layer.whole else kind_of(layer).partial
+    partial = None if layer.whole else operator_of(layer).partial
     if partial is None:
         return ()
     whole_input = Region.of(*layer.input_shapes[0])
@@ -200,7 +200,7 @@ def _whole_machines(cluster: Cluster, machines: Sequence[int]) -> list[int]:
 def _families(layer: Layer, cluster: Cluster, machines: Sequence[int]) -> Iterator[list[Candidate]]:
     """Yield candidates of each sort, in order of their number of parts."""
     n_dims = len(layer.shape)
-    cuttable = [cut.dim for cut in kind_of(layer).cuts(layer)]
+    cuttable = [cut.dim for cut in operator_of(layer).cuts(layer)]
     counts = sizes(len(cluster))
     tried: list[list[tuple[int, ...]]] = []
     for dim in cuttable:

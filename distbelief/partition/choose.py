@@ -16,12 +16,12 @@ from typing import Final
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.partition.api import Outlook, outlook_of
+from distbelief.partition.api import PlanningResult, planning_result
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, here
 from distbelief.partition.report import size
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import compile_plan
@@ -111,7 +111,7 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
     tell(f"planning for {count} machine{'' if count == 1 else 's'}")
     cluster = _cluster(job, count)
     single = single_sample(graph)
-    order = Order(
+    order = PlanningRequest(
         graph=graph,
         cluster=cluster,
         batch=batch,
@@ -122,7 +122,7 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
         solver_seconds=SOLVER_SECONDS,
     )
     try:
-        outlook = outlook_of(
+        outlook = planning_result(
             order,
             [count],
             model=job.model.factory,
@@ -136,7 +136,7 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
     return outlook.plan
 
 
-def _check_memory(job: Job, outlook: Outlook) -> None:
+def _check_memory(job: Job, outlook: PlanningResult) -> None:
     """Refuse the best plan if it asks for more memory than the machines have."""
     forecast = outlook.planned[-1].forecast
     if forecast.fits:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.partition.candidates import (
     Candidate,
     dimension_words,
@@ -87,7 +87,7 @@ def possible(layer: Layer, cluster: Cluster) -> list[str]:
     if n_machines > 1:
         found.append(f"whole@0 to whole@{n_machines - 1}")
     words, most = dimension_words(layer), {}
-    for cut in () if layer.whole else kind_of(layer).cuts(layer):
+    for cut in () if layer.whole else operator_of(layer).cuts(layer):
         most[cut.dim] = min(n_machines, layer.shape[cut.dim] // cut.unit)
         if most[cut.dim] >= 2:
             found.append(f"{words[cut.dim]}:2 to {words[cut.dim]}:{most[cut.dim]}")

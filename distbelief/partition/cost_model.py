@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.operator import joined, operator_of
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.cost import Costs, Price
+from distbelief.program.cost import Costs, StepCost
 from distbelief.program.instructions import work_of
 
 
@@ -133,7 +133,7 @@ def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float,
 
     Every use counts; whether another layer uses the same tensor is not known here.
     """
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     if partial:
         assert kind.partial is not None, layer.name
         uses = kind.partial.uses(layer, region)
@@ -180,7 +180,7 @@ Floats = NDArray[np.float64]
 
 
 @final
-class Jitter:
+class Variance:
     """Draws for one graph on one cluster.
 
     Args:
@@ -195,7 +195,9 @@ class Jitter:
         self._seed = seed
         self._drawn: dict[tuple[int, bool], Floats] = {}
 
-    def quantiles(self, price: Price, quantiles: Sequence[float] = QUANTILES) -> tuple[float, ...]:
+    def quantiles(
+        self, price: StepCost, quantiles: Sequence[float] = QUANTILES
+    ) -> tuple[float, ...]:
         """Return the seconds of a step that so many of the draws do not exceed.
 
         What the draws add to phases that follow each other is added to the simulated
@@ -248,7 +250,7 @@ Shares = Callable[[Layer, int], tuple[float, float] | None]
 
 
 @final
-class FewerSamples:
+class MicroBatchScaling:
     """Costs with fewer samples than were measured.
 
     Args:

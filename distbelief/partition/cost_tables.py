@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.operator import joined, operator_of
 from distbelief.graph.region import Region, disjoint
 from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
@@ -320,7 +320,7 @@ _T = TypeVar("_T")
 
 
 @final
-class Placed:
+class NodeCosts:
     """A layer in the candidates of its group.
 
     Equal layers with equal placements share one of these, and all that follows from it.
@@ -352,21 +352,21 @@ class Placed:
     @cached_property
     def reads(self) -> list[list[tuple[int, tuple[Region, ...]]]]:
         """Per candidate what each machine needs of each input."""
-        kind = kind_of(self.layer)
+        kind = operator_of(self.layer)
         partial = kind.partial.reads if kind.partial else None
         return self._told(kind.reads, partial)
 
     @cached_property
     def uses(self) -> list[list[tuple[int, Mapping[str, Region]]]]:
         """Per candidate what each machine uses of the tensors."""
-        kind = kind_of(self.layer)
+        kind = operator_of(self.layer)
         partial = kind.partial.uses if kind.partial else None
         return self._told(kind.uses, partial)
 
     @cached_property
     def writes(self) -> list[Cells]:
         """Per candidate what each machine adds to the output, if it is partial."""
-        partial = kind_of(self.layer).partial
+        partial = operator_of(self.layer).partial
         return [
             [(m, partial.writes(self.layer, cell)) for m, cell in cells]
             if placement.combine and partial
@@ -391,7 +391,7 @@ class Placed:
         return found
 
 
-def needed(readers: Sequence[tuple[Placed, Sequence[int]]], *, n_dims: int) -> Boxes:
+def needed(readers: Sequence[tuple[NodeCosts, Sequence[int]]], *, n_dims: int) -> Boxes:
     """Return which part of a layer each machine needs, all that it reads it for.
 
     Args:
@@ -438,8 +438,8 @@ class Tables:
         self._joined = joined(graph)
         self._single = single_sample(graph)
         self._backward = with_gradient(graph)
-        self._placed: dict[str, Placed] = {}
-        self._alike: dict[Hashable, Placed] = {}
+        self._placed: dict[str, NodeCosts] = {}
+        self._alike: dict[Hashable, NodeCosts] = {}
         self._followed: dict[Hashable, list[Placement]] = {}
         self._boxes: dict[Hashable, Boxes] = {}
         self._numbers: dict[Hashable, Floats] = {}
@@ -499,10 +499,10 @@ class Tables:
             total = total + self._memory(layer, leader)
         return total
 
-    def _shared(self, layer: Layer, placements: Sequence[Placement]) -> Placed:
+    def _shared(self, layer: Layer, placements: Sequence[Placement]) -> NodeCosts:
         key = (self._signatures.of(layer), tuple(placements))
         if key not in self._alike:
-            self._alike[key] = Placed(layer, placements)
+            self._alike[key] = NodeCosts(layer, placements)
         return self._alike[key]
 
     def _bytes_each(self, layer: Layer) -> float:
@@ -547,7 +547,7 @@ class Tables:
         self._numbers[key] = seconds
         return seconds
 
-    def _adding(self, placed: Placed, bytes_each: float) -> Floats:
+    def _adding(self, placed: NodeCosts, bytes_each: float) -> Floats:
         seconds = np.zeros(len(placed.placements))
         for index, cells in enumerate(placed.combined):
             written = sum(region.n_elements for _, region in placed.writes[index])
@@ -595,7 +595,9 @@ class Tables:
             )
         return self._numbers[key]
 
-    def _needed(self, reading: tuple[tuple[Placed, tuple[int, ...]], ...], *, n_dims: int) -> Boxes:
+    def _needed(
+        self, reading: tuple[tuple[NodeCosts, tuple[int, ...]], ...], *, n_dims: int
+    ) -> Boxes:
         if reading not in self._boxes:
             self._boxes[reading] = needed(reading, n_dims=n_dims)
         return self._boxes[reading]
@@ -623,7 +625,7 @@ class Tables:
         return self._numbers[key]
 
 
-def _bytes(placed: Placed, read: Sequence[float], *, own: float, n_machines: int) -> Floats:
+def _bytes(placed: NodeCosts, read: Sequence[float], *, own: float, n_machines: int) -> Floats:
     """Return the bytes on each machine: (candidates, machines).
 
     Args:

@@ -21,7 +21,7 @@ from itertools import product
 from typing import Literal, final
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.operator import joined, operator_of
 from distbelief.graph.region import Interval, Region, Shape
 from distbelief.program.placement import Cuts, Placement
 
@@ -110,7 +110,7 @@ def _follows(
         # Statistics are one for the batch: what reads samples too goes with samples.
         same = (layer.inputs[index] in statistics) == (layer.name in statistics)
         return "alike" if same else None
-    reduces = kind_of(layer).partial is not None and not layer.tensors
+    reduces = operator_of(layer).partial is not None and not layer.tensors
     n_read = math.prod(layer.input_shapes[index])
     smaller = index == 0 and math.prod(layer.shape) <= n_read
     return "reduced" if reduces and smaller else None
@@ -124,7 +124,7 @@ def reads_its_own(layer: Layer, index: int) -> bool:
     shape = layer.input_shapes[index]
     if _squeezed(layer.shape) != _squeezed(shape):
         return False
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     units = {cut.dim: cut.unit for cut in kind.cuts(layer)}
     if any(units.get(dim) != 1 for dim, n in enumerate(layer.shape) if n > 1):
         return False
@@ -160,7 +160,7 @@ def _reduced(layer: Layer, shape: Shape, layout: Placement) -> Placement:
 
     Each part of the sum is combined by the first machine that contributes to it.
     """
-    partial = kind_of(layer).partial
+    partial = operator_of(layer).partial
     assert partial is not None, layer.name
     whole = Placement.whole(len(layer.shape), layout.machines[0])
     cells = list(layout.cells(shape))
@@ -172,7 +172,7 @@ def _reduced(layer: Layer, shape: Shape, layout: Placement) -> Placement:
     for machine, cell in cells:
         first.setdefault(partial.writes(layer, cell), machine)
     combine = _grid_of(first, len(layer.shape))
-    units = {cut.dim: cut.unit for cut in kind_of(layer).cuts(layer)}
+    units = {cut.dim: cut.unit for cut in operator_of(layer).cuts(layer)}
     if len(first) == len(cells) and _allows(units, combine.cuts):
         return combine  # nothing to combine: each writes a part of its own
     return Placement(cuts=layout.cuts, machines=layout.machines, combine=combine)

@@ -23,12 +23,12 @@ from torch import nn
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.losses import append_loss, whole_loss
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.constraints import check_pins
 from distbelief.partition.cost_model import (
     AnalyticCosts,
-    FewerSamples,
+    MicroBatchScaling,
     ProfiledCosts,
     single_sample,
 )
@@ -37,22 +37,25 @@ from distbelief.partition.problem import Decoder
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.this_host import HERE, here, recheck
 from distbelief.partition.search import (
-    Forecast,
-    Order,
+    PlanEstimate,
+    PlanningRequest,
     Told,
     Way,
-    forecast_of,
-    player_of,
-    pose,
+    estimate_of,
     search,
+    simulator_of,
+    solve_problem,
 )
 from distbelief.partition.solvers.problem import Problem, Solution
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import with_gradient
-from distbelief.program.cost import Costs, Price
+from distbelief.program.cost import Costs, StepCost
 from distbelief.program.placement import Placement
 from distbelief.program.step_graph import statistics_of
+
+
+__all__ = ["Planned", "PlanningRequest", "Told", "each_plan", "plan", "played", "simulator_of"]
 
 
 # In which order machines are used, so that the first k of them are good company.
@@ -167,7 +170,7 @@ def _busy(beyond: dict[str, Floats], passes: dict[str, int], overheads: Floats) 
 
 
 def _splits(layer: Layer) -> bool:
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     return bool(kind.cuts(layer)) or kind.partial is not None
 
 
@@ -182,7 +185,7 @@ _N_BYTES_MAX: Final = 1 << 50
 """Of one layer, a petabyte: beyond, sums over layers and machines might overflow."""
 
 
-def order_of(  # noqa: PLR0913 -- all that a plan depends on
+def planning_request(  # noqa: PLR0913 -- all that a plan depends on
     model: nn.Module,
     inputs: Sequence[InputSpec],
     *,
@@ -194,7 +197,7 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
     exactly: bool,
     profile: bool = False,
     tell: Told = lambda _: None,
-) -> Order:
+) -> PlanningRequest:
     """Return what is to be planned.
 
     Args:
@@ -227,7 +230,7 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
         machines = here(max([1, *counts]))
     single = single_sample(graph)
     costs = AnalyticCosts(machines, batch=batch, single=single)
-    order = Order(
+    order = PlanningRequest(
         graph=graph,
         cluster=machines,
         batch=batch,
@@ -250,10 +253,10 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
     profiled_costs = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
 
-    def fewer(n_samples: int) -> FewerSamples:
+    def fewer(n_samples: int) -> MicroBatchScaling:
         part = AnalyticCosts(machines, batch=n_samples, single=single)
         shares = profiled_costs.shares
-        return FewerSamples(profiled_costs, batch=costs, part=part, shares=shares)
+        return MicroBatchScaling(profiled_costs, batch=costs, part=part, shares=shares)
 
     return replace(order, costs=profiled_costs, costs_for=fewer)
 
@@ -314,8 +317,6 @@ def _refuse_indivisible(graph: LayerGraph) -> None:
         raise GraphError(f"nothing of this model can be split: {layers[0].whole}")
 
 
-__all__ = ["Order", "Planned", "Told", "each_plan", "plan", "played", "player_of"]
-
 _FEWER: Final = (1, 2, 4, 8, 16)
 """Numbers of machines that are planned whether or not anybody asks for them."""
 
@@ -334,15 +335,17 @@ class Planned:
         baselines: Seconds of a step of each, in simulation.
     """
 
-    forecast: Forecast
-    price: Price
+    forecast: PlanEstimate
+    price: StepCost
     problem: Problem
     decoder: Decoder
     solution: Solution
     baselines: Mapping[str, float]
 
 
-def plan(order: Order, counts: Sequence[int], *, tell: Told = lambda _: None) -> list[Planned]:
+def plan(
+    order: PlanningRequest, counts: Sequence[int], *, tell: Told = lambda _: None
+) -> list[Planned]:
     """Return the best plan for each number of machines, ascending.
 
     Args:
@@ -357,7 +360,7 @@ def plan(order: Order, counts: Sequence[int], *, tell: Told = lambda _: None) ->
 
 
 def each_plan(
-    order: Order, counts: Sequence[int], *, tell: Told = lambda _: None
+    order: PlanningRequest, counts: Sequence[int], *, tell: Told = lambda _: None
 ) -> Iterator[Planned]:
     """Yield what `plan` returns, each plan as soon as it is found."""
     counts = list(counts)
@@ -378,7 +381,7 @@ def each_plan(
             yield done
 
 
-def _all_counts(counts: Sequence[int], order: Order) -> list[int]:
+def _all_counts(counts: Sequence[int], order: PlanningRequest) -> list[int]:
     """Return what is planned: so that a row does not depend on which others there are.
 
     What fewer machines are best at, more may do as well.
@@ -389,10 +392,14 @@ def _all_counts(counts: Sequence[int], order: Order) -> list[int]:
 
 
 def played(
-    order: Order, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
-) -> Price:
+    order: PlanningRequest,
+    placements: Mapping[str, Placement],
+    *,
+    n_machines: int,
+    micro_batches: int = 1,
+) -> StepCost:
     """Return the price of one plan on the first machines."""
-    return player_of(order).price(placements, n_machines=n_machines, micro_batches=micro_batches)
+    return simulator_of(order).price(placements, n_machines=n_machines, micro_batches=micro_batches)
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:
@@ -405,10 +412,10 @@ def divisors(batch: int, *, n_machines: int) -> list[int]:
 class _Planner:
     """Plans for one number of machines after the other, ascending."""
 
-    def __init__(self, order: Order, *, tell: Told) -> None:
+    def __init__(self, order: PlanningRequest, *, tell: Told) -> None:
         self._order = order
         self._tell = tell
-        self._player = player_of(order)
+        self._player = simulator_of(order)
         self._best: Way | None = None
         whole = {
             layer.name: Placement.whole(len(layer.shape), 0)
@@ -425,7 +432,7 @@ class _Planner:
         others = [*baselines, *self._before(count)]
         in_orders = arrangements(cluster)
         posed = [
-            pose(
+            solve_problem(
                 order,
                 cluster,
                 machines=machines,
@@ -448,7 +455,7 @@ class _Planner:
             ways = _of_most(ways, count)
         chosen = self._best = min(ways, key=lambda way: way.rank)
         return Planned(
-            forecast=forecast_of(
+            forecast=estimate_of(
                 chosen,
                 cluster,
                 alone=self._alone,

@@ -19,7 +19,7 @@ from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.partition.cost_model import ProfiledCosts
 from distbelief.partition.planner import Planned
 from distbelief.partition.profiling.layer_timer import is_too_large
-from distbelief.partition.search import Forecast, Order
+from distbelief.partition.search import PlanEstimate, PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import Plan
 
@@ -74,7 +74,7 @@ LOAD_MAX: Final = 1.5
 """Programs per processor above which measurements are not to be trusted."""
 
 
-def origin(order: Order) -> str:
+def origin(order: PlanningRequest) -> str:
     """Say it, for below the table and for the plan."""
     cluster, costs = order.cluster, order.costs
     if isinstance(costs, ProfiledCosts):
@@ -116,7 +116,7 @@ def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
     )
 
 
-def _left(order: Order, costs: ProfiledCosts) -> str:
+def _left(order: PlanningRequest, costs: ProfiledCosts) -> str:
     """Say how many layers are left to arithmetic, and why."""
     layers = [layer for layer in order.graph.layers if layer.kind != INPUT]
     unknown = [layer for layer in layers if not costs.knows(layer)]
@@ -139,7 +139,7 @@ def _left(order: Order, costs: ProfiledCosts) -> str:
 Plain = dict[str, object]
 
 
-def table(forecasts: Sequence[Forecast], *, title: str) -> Table:
+def table(forecasts: Sequence[PlanEstimate], *, title: str) -> Table:
     """Return one row per machine count; rows that do not fit are red.
 
     Columns that are not of the table itself: `bound` is what no plan beats, `gap` how
@@ -182,7 +182,7 @@ def table(forecasts: Sequence[Forecast], *, title: str) -> Table:
     return shown
 
 
-def plain(forecast: Forecast) -> Plain:
+def plain(forecast: PlanEstimate) -> Plain:
     """Return a row as JSON has it; times in seconds, memory in bytes."""
     p10, p50, p90 = forecast.seconds
     shares = forecast.shares
@@ -207,7 +207,7 @@ def plain(forecast: Forecast) -> Plain:
 
 
 def remarks(
-    forecasts: Sequence[Forecast],
+    forecasts: Sequence[PlanEstimate],
     *,
     caps: Sequence[float],
     whole: Sequence[tuple[str, str]],

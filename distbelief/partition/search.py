@@ -7,13 +7,13 @@ from typing import Final, final
 import numpy as np
 
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.cost_model import Jitter
+from distbelief.partition.cost_model import Variance
 from distbelief.partition.problem import Decoder, build
 from distbelief.partition.solvers.problem import Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
 from distbelief.program.cluster import Cluster
-from distbelief.program.compiler import Known, compile_plan
-from distbelief.program.cost import Costs, Price, price
+from distbelief.program.compiler import CompilerCache, compile_plan
+from distbelief.program.cost import Costs, StepCost, price
 from distbelief.program.placement import Placement
 
 
@@ -39,7 +39,7 @@ class Way:
 
     method: str
     placements: Mapping[str, Placement]
-    price: Price
+    price: StepCost
     seconds: tuple[float, float, float]
     overrun: float
     model_seconds: float | None = None
@@ -61,7 +61,7 @@ class Way:
 
 
 @final
-class Player:
+class PlanSimulator:
     """Plays plans of one graph through.
 
     Args:
@@ -86,19 +86,21 @@ class Player:
         self._batch = batch
         self._costs = {1: costs}
         self._costs_for = costs_for
-        self._known: dict[int, Known] = {}
-        self._jitter = Jitter(graph, cluster)
+        self._known: dict[int, CompilerCache] = {}
+        self._jitter = Variance(graph, cluster)
 
     def price(
         self, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
-    ) -> Price:
+    ) -> StepCost:
         """Return the price of a plan on the first machines."""
         if micro_batches not in self._costs:
             assert self._costs_for is not None
             self._costs[micro_batches] = self._costs_for(self._batch // micro_batches)
         if micro_batches not in self._known:
             # Nobody searches among plans in several parts: there is one of each.
-            self._known[micro_batches] = Known(self._graph, n_plans=4 if micro_batches == 1 else 1)
+            self._known[micro_batches] = CompilerCache(
+                self._graph, n_plans=4 if micro_batches == 1 else 1
+            )
         compiled = compile_plan(
             self._graph,
             placements,
@@ -134,7 +136,7 @@ class Player:
         )
 
 
-def overrun(done: Price, caps: Sequence[float]) -> float:
+def overrun(done: StepCost, caps: Sequence[float]) -> float:
     """Return by what share the fullest machine exceeds its memory; 0 if it fits."""
     used = zip(done.memory_bytes, caps, strict=True)
     return max(0.0, *(n_bytes / cap - 1.0 for n_bytes, cap in used))
@@ -163,7 +165,7 @@ class Shares:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class PlanEstimate:
     """The best plan found for so many machines.
 
     Attributes:
@@ -228,9 +230,9 @@ class Forecast:
         return not self.offenders
 
 
-def forecast_of(
+def estimate_of(
     way: Way, cluster: Cluster, *, alone: float, model_bound: float, lower_bound: float
-) -> Forecast:
+) -> PlanEstimate:
     """Return what is to be expected of a way.
 
     Args:
@@ -244,7 +246,7 @@ def forecast_of(
     used = tuple(sorted(done.compiled.order))
     step = max(done.step_seconds, 1e-300) * len(used)
     rows = [done.seconds[machine] for machine in used]
-    return Forecast(
+    return PlanEstimate(
         n_machines=len(cluster),
         used=used,
         placements=way.placements,
@@ -280,7 +282,7 @@ Told = Callable[[str], None]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class PlanningRequest:
     """What is to be planned.
 
     Attributes:
@@ -306,9 +308,9 @@ class Order:
     solver_seconds: float = SOLVER_SECONDS
 
 
-def player_of(order: Order) -> Player:
+def simulator_of(order: PlanningRequest) -> PlanSimulator:
     """Return what plays plans of this order through."""
-    return Player(
+    return PlanSimulator(
         order.graph, order.cluster, batch=order.batch, costs=order.costs, costs_for=order.costs_for
     )
 
@@ -388,7 +390,7 @@ _SEARCHED: Final = " + search"
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Posed:
+class SolvedProblem:
     """What a solver was asked, with machines in one order, and what came of it.
 
     Attributes:
@@ -409,15 +411,15 @@ class Posed:
         return min(way.rank for way in self.ways.values())
 
 
-def pose(
-    order: Order,
+def solve_problem(
+    order: PlanningRequest,
     cluster: Cluster,
     *,
     machines: Sequence[int],
     others: Sequence[Way],
-    player: Player,
+    player: PlanSimulator,
     tell: Told,
-) -> Posed:
+) -> SolvedProblem:
     """Return what the solver says, and which other ways it might have said.
 
     Args:
@@ -456,7 +458,7 @@ def pose(
         known = decoder.choice(way.placements)
         if known is not None:
             ways.setdefault(known, way)
-    return Posed(
+    return SolvedProblem(
         problem=problem,
         decoder=decoder,
         solution=solution,
@@ -466,7 +468,9 @@ def pose(
     )
 
 
-def search(posed: Posed, cluster: Cluster, *, player: Player, tell: Told) -> Way | None:
+def search(
+    posed: SolvedProblem, cluster: Cluster, *, player: PlanSimulator, tell: Told
+) -> Way | None:
     """Return what local search makes of the best way; None if nothing better.
 
     It makes the jittered median small, by which plans are ranked and which is printed.

@@ -32,12 +32,12 @@ from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
 from distbelief.graph.ops.dropout import Dropout, mask
 from distbelief.graph.ops.linear import Embedding
-from distbelief.graph.ops.opaque import Whole
+from distbelief.graph.ops.opaque import Opaque
 from distbelief.graph.region import Region, Shape
-from distbelief.partition.api import Outlook
+from distbelief.partition.api import PlanningResult
 from distbelief.partition.report import seconds
 from distbelief.partition.verify_rank import OUTPUT, gradient_file
-from distbelief.partition.verify_run import SEED, Rehearsal, Seen, rehearse
+from distbelief.partition.verify_run import SEED, Seen, VerificationRun, run_verification
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan
 from distbelief.task.losses import Loss, loss_function
@@ -58,7 +58,7 @@ _USUAL: Final = 0.5
 
 
 @final
-class SameMasks(TorchDispatchMode):
+class SharedDropoutMasks(TorchDispatchMode):
     """Lets one forward pass of a model drop what machines drop.
 
     Args:
@@ -178,7 +178,7 @@ class Link:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class VerificationResult:
     """What was found.
 
     Attributes:
@@ -288,8 +288,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def verify(
-    outlook: Outlook, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
-) -> Verified:
+    outlook: PlanningResult, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
+) -> VerificationResult:
     """Run the plan of an outlook for some steps, and compare.
 
     Args:
@@ -316,7 +316,7 @@ def verify(
         plan.save(folder / "plan.json")
         np.save(folder / "inputs.npy", inputs.numpy())
         np.save(folder / "targets.npy", targets.numpy())
-        rehearsal = Rehearsal(
+        rehearsal = VerificationRun(
             folder=str(folder),
             run=secrets.token_hex(16),
             task=TaskSpec(model=spec, train=DataSpec(factory="none:none"), loss=loss),
@@ -331,7 +331,7 @@ def verify(
             import_paths=(str(Path.cwd()),),
         )
         _make_room(rehearsal, graph, tensors)
-        seen = rehearse(rehearsal, n_machines=plan.cluster.n_machines)
+        seen = run_verification(rehearsal, n_machines=plan.cluster.n_machines)
         found = _found(rehearsal, graph, tensors, seen)
     function = loss_function(loss)
     threads = torch.get_num_threads()
@@ -346,7 +346,7 @@ def verify(
         )
     finally:
         torch.set_num_threads(threads)
-    return Verified(
+    return VerificationResult(
         n_machines=plan.cluster.n_machines,
         agreements=_compared(found, single, exact),
         links=_links(plan, graph, seen, n_steps=n_steps + N_WARM),
@@ -399,13 +399,13 @@ def _n_words(graph: LayerGraph) -> int:
         layer.tensors["weight"].shape[0] for layer in graph.layers if layer.kind == Embedding.name
     ]
     hides = any(
-        layer.kind == Whole.name and any(graph[name].is_integer for name in layer.inputs)
+        layer.kind == Opaque.name and any(graph[name].is_integer for name in layer.inputs)
         for layer in graph.layers
     )
     return 1 if hides else min(known, default=1)
 
 
-def _make_room(rehearsal: Rehearsal, graph: LayerGraph, tensors: Tensors) -> None:
+def _make_room(rehearsal: VerificationRun, graph: LayerGraph, tensors: Tensors) -> None:
     """Make the files that machines write into."""
     shape = (rehearsal.n_samples, *graph[graph.outputs[0]].shape)
     names = [(OUTPUT, shape)] + [
@@ -417,7 +417,7 @@ def _make_room(rehearsal: Rehearsal, graph: LayerGraph, tensors: Tensors) -> Non
 
 
 def _found(
-    rehearsal: Rehearsal, graph: LayerGraph, tensors: Tensors, seen: Sequence[Seen]
+    rehearsal: VerificationRun, graph: LayerGraph, tensors: Tensors, seen: Sequence[Seen]
 ) -> dict[str, torch.Tensor]:
     """Return what the machines have computed, put together."""
     losses = [machine.loss for machine in seen if machine.loss is not None]
@@ -431,7 +431,7 @@ def _found(
     return found
 
 
-def _load(rehearsal: Rehearsal, name: str) -> torch.Tensor:
+def _load(rehearsal: VerificationRun, name: str) -> torch.Tensor:
     array: Array = np.load(rehearsal.path(name))
     return torch.from_numpy(array)
 
@@ -460,7 +460,7 @@ def _reference(
 ) -> dict[str, torch.Tensor]:
     """Return what one process computes that drops what machines drop in this step."""
     module.zero_grad()
-    masks = SameMasks(graph, seed=seed)
+    masks = SharedDropoutMasks(graph, seed=seed)
     with masks:
         outputs = module(inputs)
         value = loss(outputs, targets)

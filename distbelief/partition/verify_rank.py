@@ -23,35 +23,35 @@ from distbelief.core.memory import PrivateMemory, keep_memory
 from distbelief.data.sharding import Indices
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import Execution, Found, Put
+from distbelief.execution.executor import PartitionExecutor, Put, StepResult
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.slices import Selection
-from distbelief.partition.verify_run import SEED, Rehearsal, Seen, beat
+from distbelief.parameter_server.slices import PartialView
+from distbelief.partition.verify_run import SEED, Seen, VerificationRun, beat
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.protocol import Begin, Evaluate, Stop
-from distbelief.roles.reliable import Courier
+from distbelief.protocol import Evaluate, StartTraining, Stop
+from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import Action, Address, Computed, PeerJoined, Seconds
 from distbelief.task.task import build_model, capture_for, modules_of
-from distbelief.transport.config import Reach
-from distbelief.transport.node import Node
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
 from distbelief.worker.batches import (
-    Chosen,
-    Course,
-    MeasuringCourse,
-    Portion,
-    PortionReader,
-    PortionsAhead,
+    BatchIndices,
+    BatchPlan,
+    BatchSlice,
+    EvaluationPlan,
+    SlicePrefetch,
+    SliceReader,
 )
 from distbelief.worker.group import Install, member_names
-from distbelief.worker.group_leader import Leader, Outgoing
-from distbelief.worker.partition import Machine, MachineConfig
-from distbelief.worker.steps import Stepping
+from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.partition import PartitionWorker, RankConfig
+from distbelief.worker.steps import StepRunner
 
 
 # What a machine of a rehearsal computes for: some steps on arrays, kept in files.
@@ -95,7 +95,7 @@ class Pairs:
 
 
 @final
-class SameCourse:
+class FixedBatchPlan:
     """All samples, at every step.
 
     Args:
@@ -108,13 +108,13 @@ class SameCourse:
     def start(self, position: int) -> None:
         """Begin anywhere: all steps are alike."""
 
-    def batch(self, step: int) -> Chosen:
+    def batch(self, step: int) -> BatchIndices:
         """Return all samples."""
-        return Chosen(position=step * len(self._indices), indices=self._indices)
+        return BatchIndices(position=step * len(self._indices), indices=self._indices)
 
 
 @final
-class Rehearsing:
+class VerificationObjective:
     """What a machine of a rehearsal computes for; see `runtime.machine.Duty`.
 
     Args:
@@ -130,7 +130,7 @@ class Rehearsing:
     """
 
     def __init__(
-        self, rehearsal: Rehearsal, flow: Dataflow, values: Sequence[torch.Tensor]
+        self, rehearsal: VerificationRun, flow: Dataflow, values: Sequence[torch.Tensor]
     ) -> None:
         self.values = values
         self.n_done = 0
@@ -138,7 +138,7 @@ class Rehearsing:
         self.loss: float | None = None
         self._rehearsal = rehearsal
         self._flow = flow
-        self._chosen: Chosen | None = None
+        self._chosen: BatchIndices | None = None
         self._gradients: dict[int, torch.Tensor] = {}
 
     @property
@@ -188,7 +188,7 @@ class Rehearsing:
         del seconds
         return True
 
-    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
         """Keep the gradients of this step."""
         del step, portion
         self._chosen = chosen
@@ -198,7 +198,7 @@ class Rehearsing:
     def _put(self, item: int, gradient: torch.Tensor) -> None:
         self._gradients[item] = gradient
 
-    def close(self, found: Found) -> object:
+    def close(self, found: StepResult) -> object:
         """Write what is wanted of this step."""
         assert self._chosen is not None
         rehearsal, rows = self._rehearsal, self._chosen.indices
@@ -209,7 +209,7 @@ class Rehearsing:
             self._write_gradients()
         return None
 
-    def _write(self, found: Found, rows: Indices) -> None:
+    def _write(self, found: StepResult, rows: Indices) -> None:
         if not found.outputs:
             return
         output = np.load(self._rehearsal.path(OUTPUT), mmap_mode="r+")
@@ -229,7 +229,7 @@ class Rehearsing:
             whole.flush()
 
     def closed(
-        self, result: object, found: Found, chosen: Chosen, now: Seconds
+        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """A step is over."""
         del result, chosen
@@ -249,13 +249,15 @@ class Rehearsing:
         del event, now
         return []
 
-    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
         """Nobody commands here."""
         del leader, message, now
         return []
 
     def report(
-        self, leader: Leader, now: Seconds, *, final: bool
+        self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Nobody is told."""
         del leader, now, final
@@ -266,7 +268,7 @@ class Rehearsing:
         return {}
 
 
-def _order(rehearsal: Rehearsal) -> dict[str, int]:
+def _order(rehearsal: VerificationRun) -> dict[str, int]:
     """Return the number of each tensor's file."""
     with safe_open(rehearsal.weights, framework="pt") as file:
         return {name: index for index, name in enumerate(sorted(file.keys()))}
@@ -278,7 +280,7 @@ MEET_SECONDS: Final = 120.0
 
 def main(spec: str, machine: int, n_machines: int) -> int:
     """Be this machine; return the process's exit status."""
-    rehearsal = msgspec.json.decode(Path(spec).read_bytes(), type=Rehearsal)
+    rehearsal = msgspec.json.decode(Path(spec).read_bytes(), type=VerificationRun)
     _end_with_parent()
     beat(rehearsal.path(f"{machine}.alive"))
     sys.path[:0] = [p for p in rehearsal.import_paths if p not in sys.path]
@@ -308,16 +310,16 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _run(rehearsal: Rehearsal, machine: int, n_machines: int) -> str | None:
+def _run(rehearsal: VerificationRun, machine: int, n_machines: int) -> str | None:
     names = member_names(GROUP, n_machines)
-    links = Reach(directory=rehearsal.folder).transport(
+    links = ListenConfig(directory=rehearsal.folder).transport(
         name=names[machine], incarnation=1, run=rehearsal.run, log=_log
     )
     with links as transport:
         _tell_endpoint(rehearsal, machine, transport.endpoint)
         plan = load(rehearsal.plan)
         role, duty = _role(rehearsal, plan, machine)
-        node = Node(role, transport=transport, log=_log)
+        node = RoleRunner(role, transport=transport, log=_log)
         for other, name in enumerate(names):
             if other != machine:
                 transport.connect(name, 1, _endpoint(rehearsal, other))
@@ -340,11 +342,11 @@ def _log(level: str, text: str) -> None:
     sys.stdout.flush()
 
 
-def _tell_endpoint(rehearsal: Rehearsal, machine: int, endpoint: str) -> None:
+def _tell_endpoint(rehearsal: VerificationRun, machine: int, endpoint: str) -> None:
     files.write(rehearsal.path(f"{machine}.endpoint"), endpoint.encode())
 
 
-def _endpoint(rehearsal: Rehearsal, machine: int) -> str:
+def _endpoint(rehearsal: VerificationRun, machine: int) -> str:
     """Wait until another machine says where it is."""
     path = rehearsal.path(f"{machine}.endpoint")
     deadline = time.monotonic() + MEET_SECONDS
@@ -355,7 +357,9 @@ def _endpoint(rehearsal: Rehearsal, machine: int) -> str:
     return path.read_text()
 
 
-def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehearsing]:
+def _role(
+    rehearsal: VerificationRun, plan: Plan, machine: int
+) -> tuple[PartitionWorker, VerificationObjective]:
     graph, modules, outputs = graph_of(rehearsal)
     compiled = compiled_for(plan, graph)
     flow = dataflow(
@@ -371,21 +375,21 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
     targets = None
     if rehearsal.trains:
         targets = np.load(rehearsal.targets, mmap_mode="r", allow_pickle=False)
-    course: Course = SameCourse(rehearsal.n_samples)
+    course: BatchPlan = FixedBatchPlan(rehearsal.n_samples)
     if not rehearsal.trains:
-        course = MeasuringCourse([np.arange(rehearsal.n_samples, dtype=np.int64)], chunk=plan.batch)
+        course = EvaluationPlan([np.arange(rehearsal.n_samples, dtype=np.int64)], chunk=plan.batch)
     n_machines = plan.cluster.n_machines
     names = member_names(GROUP, n_machines)
     peers = sorted({peer for _, peer in (*flow.sent, *flow.received)})
-    couriers = {peer: Courier(names[peer]) for peer in peers}
-    duty = Rehearsing(rehearsal, flow, values)
-    leader = Leader(n_machines, plan="rehearsal", steps_max=rehearsal.n_steps)
+    couriers = {peer: ReliableSender(names[peer]) for peer in peers}
+    duty = VerificationObjective(rehearsal, flow, values)
+    leader = GroupLeader(n_machines, plan="rehearsal", steps_max=rehearsal.n_steps)
     leader.begin(0.0)
-    role = Machine(
-        MachineConfig(group=GROUP, machine=machine, n_machines=n_machines, plan="rehearsal"),
+    role = PartitionWorker(
+        RankConfig(group=GROUP, machine=machine, n_machines=n_machines, plan="rehearsal"),
         client=_no_client(),
-        stepping=Stepping(
-            Execution(flow, dtype=dtype, modules=modules, device=rehearsal.device),
+        stepping=StepRunner(
+            PartitionExecutor(flow, dtype=dtype, modules=modules, device=rehearsal.device),
             couriers=couriers,
             course=course,
             micro_batches=plan.micro_batches,
@@ -394,9 +398,8 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
         ),
         couriers=couriers,
         course=course,
-        portions=PortionsAhead(
-            PortionReader(Pairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype),
-            course,
+        portions=SlicePrefetch(
+            SliceReader(Pairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype), course
         ),
         duty=duty,
         shapes=[region.shape for _, region in flow.items],
@@ -405,7 +408,7 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
     return role, duty
 
 
-def graph_of(rehearsal: Rehearsal) -> tuple[LayerGraph, Mapping[str, torch.nn.Module], str]:
+def graph_of(rehearsal: VerificationRun) -> tuple[LayerGraph, Mapping[str, torch.nn.Module], str]:
     """Return the layer graph, modules that are called whole, and the output layer."""
     if rehearsal.trains:
         captured = capture_for(rehearsal.task, rehearsal.sample)
@@ -432,7 +435,7 @@ def compiled_for(plan: Plan, graph: LayerGraph) -> Compiled:
     )
 
 
-def _values(rehearsal: Rehearsal, flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:
+def _values(rehearsal: VerificationRun, flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return what this machine keeps of each tensor, read from the file."""
     with safe_open(rehearsal.weights, framework="pt") as file:
         found: list[torch.Tensor] = []
@@ -452,7 +455,7 @@ def _no_client() -> ParameterClient:
         layout=layout,
         shards=[Address("shard-0")],
         memory=PrivateMemory(host=""),
-        selection=Selection.of(layout, []),
+        selection=PartialView.of(layout, []),
     )
 
 

@@ -63,7 +63,7 @@ def beat(path: Path) -> None:
 
 
 @final
-class Pulse:
+class ProcessHeartbeat:
     """What is known of the signs of life of some machines.
 
     Args:
@@ -140,7 +140,7 @@ _LOG_MAX: Final = 2000  # characters of it that are shown
 
 
 @final
-class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
+class VerificationRun(msgspec.Struct, frozen=True, kw_only=True):
     """What all machines are told.
 
     Attributes:
@@ -202,8 +202,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
 
 
-def rehearse(
-    rehearsal: Rehearsal, *, n_machines: int, tell: Callable[[str], None] | None = None
+def run_verification(
+    rehearsal: VerificationRun, *, n_machines: int, tell: Callable[[str], None] | None = None
 ) -> list[Seen]:
     """Run all machines until they end; return what each has measured.
 
@@ -243,12 +243,12 @@ def rehearse(
 
 def _await(
     hands: Sequence[subprocess.Popen[bytes]],
-    rehearsal: Rehearsal,
+    rehearsal: VerificationRun,
     tell: Callable[[str], None] | None,
 ) -> None:
     begun = time.monotonic()
     paths = [rehearsal.path(f"{machine}.alive") for machine in range(len(hands))]
-    pulse = Pulse(paths, pids=[hand.pid for hand in hands], now=begun)
+    pulse = ProcessHeartbeat(paths, pids=[hand.pid for hand in hands], now=begun)
     while (now := time.monotonic()) < begun + SECONDS_MAX:
         codes = [hand.poll() for hand in hands]
         failed = [m for m, code in enumerate(codes) if code not in {None, 0}]
@@ -265,7 +265,7 @@ def _await(
     raise DistBeliefError(f"machines have not ended within {SECONDS_MAX:.0f} s")
 
 
-def _failure(machine: int, code: int, rehearsal: Rehearsal) -> DistBeliefError:
+def _failure(machine: int, code: int, rehearsal: VerificationRun) -> DistBeliefError:
     error = rehearsal.path(f"{machine}.error")
     if error.is_file():
         return JobError(f"machine {machine}: {error.read_text()}")

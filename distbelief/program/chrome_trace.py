@@ -10,7 +10,7 @@ from typing import Literal, final
 
 import msgspec
 
-from distbelief.program.cost import Price
+from distbelief.program.cost import StepCost
 from distbelief.program.step_simulator import NOTHING
 
 
@@ -45,7 +45,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     n_bytes: int = 0
 
 
-def events(price: Price) -> Iterator[Event]:
+def events(price: StepCost) -> Iterator[Event]:
     """Yield all events of a step, messages twice: where they leave and arrive."""
     for index in range(len(price.played.starts)):
         event = _event(price, index)
@@ -56,7 +56,7 @@ def events(price: Price) -> Iterator[Event]:
             )
 
 
-def critical_path(price: Price) -> list[Event]:
+def critical_path(price: StepCost) -> list[Event]:
     """Return the events of which each began when the one before let it, first to last.
 
     The step is as long as they are, and latencies between them. Messages are seen from
@@ -71,7 +71,7 @@ def critical_path(price: Price) -> list[Event]:
     return path[::-1]
 
 
-def chrome_trace(price: Price) -> list[TraceEvent]:
+def chrome_trace(price: StepCost) -> list[TraceEvent]:
     """Return a step in the trace event format: to be written as JSON."""
     trace: list[TraceEvent] = []
     for machine in sorted(price.compiled.order):
@@ -100,7 +100,7 @@ def chrome_trace(price: Price) -> list[TraceEvent]:
     return trace
 
 
-def _event(price: Price, index: int) -> Event:
+def _event(price: StepCost, index: int) -> Event:
     played = price.played
     start, end = float(played.starts[index]), float(played.ends[index])
     if index < played.n_tasks:

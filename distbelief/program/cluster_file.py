@@ -34,7 +34,7 @@
     flops = "measured: a product of 1024 x 1024 matrices"
 
 Machines are counted from 0 in the order of the file. Keys are those of `Cluster` and
-`Machine`, and no others: a mistake names the file, the key and what to write instead.
+`PartitionWorker`, and no others: a mistake names the file, the key and what to write instead.
 """
 
 import re

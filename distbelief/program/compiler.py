@@ -375,7 +375,7 @@ def route(
         )
         for name, by_machine in needs.tensors.items()
     }
-    found = _Ways(graph, needs, gradients, states, sums, parameters)
+    found = _Routes(graph, needs, gradients, states, sums, parameters)
     return tuple(way for way in (*found.forward(), *found.back()) if len(way))
 
 
@@ -396,7 +396,7 @@ def _way(
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Ways:
+class _Routes:
     graph: LayerGraph
     needs: Demands
     gradients: frozenset[str]
@@ -658,7 +658,7 @@ class Compiled:
 
 
 @final
-class Known:
+class CompilerCache:
     """What is alike in plans of one graph and batch, kept for whoever compiles many.
 
     Args:
@@ -681,7 +681,7 @@ def compile_plan(
     *,
     batch: int,
     n_machines: int,
-    known: Known | None = None,
+    known: CompilerCache | None = None,
 ) -> Compiled:
     """Return who computes and sends what.
 
@@ -695,7 +695,7 @@ def compile_plan(
     Raises:
         GraphError: a layer has no place, cannot be computed there, or is unknown.
     """
-    known = known or Known(graph, n_plans=1)
+    known = known or CompilerCache(graph, n_plans=1)
     check(graph, placements, n_machines=n_machines, known=known.checked)
     order = _order(graph, placements)
     gradients = known.gradients

@@ -20,7 +20,7 @@ from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import NUMBER_BYTES, Compiled, index_bytes
 from distbelief.program.instructions import Task
 from distbelief.program.step_graph import schedule
-from distbelief.program.step_simulator import FloatArray, Played, Queues
+from distbelief.program.step_simulator import FloatArray, SimulatedStep, StepSimulator
 from distbelief.program.traffic import Traffic
 
 
@@ -113,7 +113,7 @@ class Seconds(NamedTuple):
 
 
 def shares(
-    played: Played,
+    played: SimulatedStep,
     tasks: Sequence[Task],
     traffic: Sequence[Traffic],
     *,
@@ -164,7 +164,7 @@ def _by_machine(events: IntArray, machines: IntArray, *, n_machines: int) -> lis
     return np.split(events[order], bounds)
 
 
-def _covered(played: Played, events: npt.NDArray[np.int64]) -> float:
+def _covered(played: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
     """Return the seconds in which at least one of these goes on."""
     starts: FloatArray = played.starts[events]
     order = np.argsort(starts, kind="stable")
@@ -198,7 +198,7 @@ class Costs(Protocol):
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Price:
+class StepCost:
     """What a step costs.
 
     Attributes:
@@ -215,7 +215,7 @@ class Price:
     tasks: tuple[Task, ...]
     traffic: tuple[Traffic, ...]
     step_seconds: float
-    played: Played
+    played: SimulatedStep
 
     @cached_property
     def seconds(self) -> tuple[Seconds, ...]:
@@ -246,7 +246,9 @@ class Price:
         return {divmod(pair, n): n_bytes for pair, n_bytes in pairs}
 
 
-def price(compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1) -> Price:
+def price(
+    compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1
+) -> StepCost:
     """Return what a step of this plan costs.
 
     Args:
@@ -267,7 +269,7 @@ def price(compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: 
     step = schedule(compiled, micro_batches=micro_batches)
     seconds = [_seconds(task, compiled, cluster, costs) for task in compiled.tasks]
     machines = [cluster.machines[p] for p in compiled.order]
-    played = Queues(
+    played = StepSimulator(
         step.nodes,
         machines=compiled.order,
         places=[place[task.machine] for task in step.tasks],
@@ -280,7 +282,7 @@ def price(compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: 
         each=[machine.handling / machine.cores for machine in machines],
         adding=[_ADDING / machine.memory_rate for machine in machines],
     ).play()
-    return Price(
+    return StepCost(
         compiled=compiled,
         micro_batches=micro_batches,
         tasks=step.tasks,

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, final
 import msgspec
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Work, kind_of
+from distbelief.graph.operator import Work, operator_of
 from distbelief.graph.region import Region
 from distbelief.program.placement import Placement
 
@@ -117,7 +117,7 @@ class Backward(msgspec.Struct, frozen=True):
 
     Attributes:
         layer: Which.
-        region: As in the `Forward` or `Partial` that it belongs to.
+        region: As in the `ReplicatePush` or `Partial` that it belongs to.
         partial: Whether it belongs to a `Partial`.
     """
 
@@ -245,7 +245,7 @@ def backward_of(task: Task, layer: Layer, *, batch: int) -> Task:
 
 def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
     """Return what computing this region, or this part of the first input, needs."""
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     if partial:
         assert kind.partial is not None, layer.name
         reads = kind.partial.reads(layer, region)
@@ -263,7 +263,7 @@ def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
 
 def written_by(layer: Layer, region: Region) -> Region:
     """Return the part of the output that this part of the first input adds to."""
-    rule = kind_of(layer).partial
+    rule = operator_of(layer).partial
     assert rule is not None, layer.name
     return rule.writes(layer, region)
 
@@ -273,7 +273,7 @@ def work_of(layer: Layer, region: Region, *, partial: bool) -> Work:
 
     Partial sums take their share of the whole, but each writes all that it adds to.
     """
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     if not partial:
         return kind.work(layer, region)
     assert kind.partial is not None, layer.name

@@ -21,7 +21,7 @@ import msgspec
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.region import Interval, Region, Shape
 
 
@@ -84,7 +84,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Raises:
             GraphError: it cannot; says why.
         """
-        kind = kind_of(layer)
+        kind = operator_of(layer)
         if self.combine is None:
             _check_grid(self, layer.name, layer.shape, n_machines=n_machines)
             _check_cuts(self.cuts, layer.name, dict(kind.cuts(layer)))

@@ -38,7 +38,7 @@ but by a task of their own."""
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Played:
+class SimulatedStep:
     """When what happened. Events are tasks, then messages in the order of their start.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Batch:
 
 
 @final
-class Queues:
+class StepSimulator:
     """The queues of all machines of a plan, which are numbered from 0 here.
 
     Args:
@@ -164,7 +164,7 @@ class Queues:
         self._receivers: list[int] = []
         self._message_causes: list[int] = []
 
-    def play(self) -> Played:
+    def play(self) -> SimulatedStep:
         """Play the step through."""
         n_nodes = len(self._nodes.after)
         n_tasks = self._nodes.n_tasks
@@ -346,7 +346,7 @@ class Queues:
             self._arrivals[index] = arrival
             heapq.heappush(self._agenda, (arrival, node))
 
-    def _played(self) -> Played:
+    def _played(self) -> SimulatedStep:
         n_tasks = self._nodes.n_tasks
         starts = np.array([*self._task_starts, *self._starts])
         task_ends = starts[:n_tasks] + np.array(self._seconds)
@@ -354,7 +354,7 @@ class Queues:
         expected = sum(map(len, self._traffic))
         assert len(self._starts) == expected, (len(self._starts), expected)
         assert not any(self._nodes.n_before), "a task waits for what never happens"
-        return Played(
+        return SimulatedStep(
             starts=starts,
             ends=np.append(task_ends, self._ends),
             arrivals=np.append(task_ends, self._arrivals),

@@ -16,7 +16,7 @@ pairing names the life that it is meant for as well, by its `receiver_incarnatio
       | Credit ------------------>  |   more blocks, or (all) the lease may end
       |                             |
       | PushBlock ----------------> |   block messages only; with shared memory the
-      | <-------------- PushCredit  |   client fills the slot it was lent
+      | <-------------- PushBlockAck  |   client fills the slot it was lent
       | Push ---------------------> |   the slot of this sequence is complete: apply it
       | <------------- Acknowledge  |   applied; staleness measured; the slot is free
 
@@ -25,10 +25,10 @@ copy holds it as well (Chilimbi et al. 2014, section 3.3, do so in two phases):
 
     supervisor       leader                        second
       | Lead --------> |  Follow, StateBlock ------> |   be what I am, at this clock
-      |                | <-------------- StateCredit |   so far I am
+      |                | <-------------- StateAck |   so far I am
       | <------------------------------------- Whole |   in all
       |                |  Forward (PushBlock) -----> |   the next push, in order
-      |                | <- Acknowledge (PushCredit) |   applied here too
+      |                | <- Acknowledge (PushBlockAck) |   applied here too
       | <------- Alone |                             |   it does not answer: release me
       |
       | Lead -----------------------> (the second)   |   you lead now
@@ -55,9 +55,9 @@ do what it does:
     machine          leader                        shards
       | <------ Gather |                             |   compute this set with us
       | Stepped -----> |  (Account, Assignment)      |   computed; granted
-      | <---- PushPart |                             |   push your part of it
+      | <---- PushChunk |                             |   push your part of it
       | Push ----------------------------------->    |
-      | PartStaged --> |  (Account)                  |   all my shards hold it
+      | ChunkStaged --> |  (Account)                  |   all my shards hold it
 
 A machine that joins a job is a host: it runs what the supervisor wants to run there:
 
@@ -72,164 +72,164 @@ A machine that joins a job is a host: it runs what the supervisor wants to run t
 """
 
 from distbelief.protocol.batch import (
-    Account,
     Assignment,
-    Attach,
-    CutRecord,
-    Fold,
-    GrantedSet,
-    Keep,
-    Mark,
-    Open,
-    Order,
-    Perform,
-    Performed,
+    BeginEpoch,
+    BeginEvaluation,
+    Checkpoint,
+    CheckpointRecord,
+    ChunkResult,
+    ChunkTask,
+    CommandDone,
+    Commit,
+    Execute,
+    FinishEvaluation,
+    GrantedChunk,
     Publish,
-    Recall,
-    Seal,
-    SetResult,
-    SetTask,
+    Restore,
+    Savepoint,
+    ShardCommand,
     ShardVersion,
     Task,
+    WorkReport,
 )
 from distbelief.protocol.fields import Blob, Count, Name, Text
 from distbelief.protocol.groups import (
-    Gather,
-    Gathered,
-    PartStaged,
-    Proceed,
-    PushPart,
-    SetOrder,
-    Stepped,
-    Taken,
-    Transfer,
+    ChunkOrder,
+    ChunkStaged,
+    GrantSteps,
+    PushChunk,
+    RankReady,
+    StartEpoch,
+    StepsDone,
+    TransferAck,
+    TransferBlock,
 )
 from distbelief.protocol.hosts import (
-    Ask,
-    Dismiss,
-    Duties,
-    Duty,
-    DutyEnded,
+    Assignments,
+    FileChunk,
+    FileRequest,
     HostReport,
     Offer,
-    Piece,
+    Release,
+    RoleAssignment,
+    RoleEnded,
 )
 from distbelief.protocol.membership import (
-    Alive,
-    Begin,
+    CheckpointSaved,
     Evaluate,
+    EvaluationDone,
     Failed,
     Finished,
     Heartbeat,
+    HeartbeatAck,
     Join,
-    Measured,
     PeerEntry,
     Peers,
     Progress,
-    Save,
-    Saved,
+    SaveCheckpoint,
+    StartTraining,
     Stop,
 )
 from distbelief.protocol.push_fetch import (
-    Acknowledge,
-    Credit,
     Fetch,
-    Hello,
+    FetchAck,
+    OpenSession,
     ParameterBlock,
     Push,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Refused,
-    Welcome,
+    PushBlockAck,
+    SessionOpened,
+    SessionRefused,
 )
 from distbelief.protocol.replication import (
-    Alone,
-    ClientRecord,
-    Follow,
-    Forward,
-    Lead,
-    Leading,
+    BackupInSync,
+    BackupUnresponsive,
+    PrimaryChanged,
+    Promote,
+    ReplicatePush,
+    SessionRecord,
+    StartSync,
+    StateAck,
     StateBlock,
-    StateCredit,
-    Whole,
 )
 
 
 __all__ = [
-    "Account",
-    "Acknowledge",
-    "Alive",
-    "Alone",
-    "Ask",
     "Assignment",
-    "Attach",
-    "Begin",
+    "Assignments",
+    "BackupInSync",
+    "BackupUnresponsive",
+    "BeginEpoch",
+    "BeginEvaluation",
     "Blob",
-    "ClientRecord",
+    "Checkpoint",
+    "CheckpointRecord",
+    "CheckpointSaved",
+    "ChunkOrder",
+    "ChunkResult",
+    "ChunkStaged",
+    "ChunkTask",
+    "CommandDone",
+    "Commit",
     "Count",
-    "Credit",
-    "CutRecord",
-    "Dismiss",
-    "Duties",
-    "Duty",
-    "DutyEnded",
     "Evaluate",
+    "EvaluationDone",
+    "Execute",
     "Failed",
     "Fetch",
+    "FetchAck",
+    "FileChunk",
+    "FileRequest",
+    "FinishEvaluation",
     "Finished",
-    "Fold",
-    "Follow",
-    "Forward",
-    "Gather",
-    "Gathered",
-    "GrantedSet",
+    "GrantSteps",
+    "GrantedChunk",
     "Heartbeat",
-    "Hello",
+    "HeartbeatAck",
     "HostReport",
     "Join",
-    "Keep",
-    "Lead",
-    "Leading",
-    "Mark",
-    "Measured",
     "Message",
     "Name",
     "Offer",
-    "Open",
-    "Order",
+    "OpenSession",
     "ParameterBlock",
-    "PartStaged",
     "PeerEntry",
     "Peers",
-    "Perform",
-    "Performed",
-    "Piece",
-    "Proceed",
+    "PrimaryChanged",
     "Progress",
+    "Promote",
     "Publish",
     "Push",
+    "PushApplied",
     "PushBlock",
-    "PushCredit",
-    "PushPart",
-    "Recall",
-    "Refused",
-    "Save",
-    "Saved",
-    "Seal",
-    "SetOrder",
-    "SetResult",
-    "SetTask",
+    "PushBlockAck",
+    "PushChunk",
+    "RankReady",
+    "Release",
+    "ReplicatePush",
+    "Restore",
+    "RoleAssignment",
+    "RoleEnded",
+    "SaveCheckpoint",
+    "Savepoint",
+    "SessionOpened",
+    "SessionRecord",
+    "SessionRefused",
+    "ShardCommand",
     "ShardVersion",
+    "StartEpoch",
+    "StartSync",
+    "StartTraining",
+    "StateAck",
     "StateBlock",
-    "StateCredit",
-    "Stepped",
+    "StepsDone",
     "Stop",
-    "Taken",
     "Task",
     "Text",
-    "Transfer",
-    "Welcome",
-    "Whole",
+    "TransferAck",
+    "TransferBlock",
+    "WorkReport",
 ]
 
 
@@ -237,50 +237,50 @@ Message = (
     Join
     | Peers
     | Heartbeat
-    | Alive
-    | Begin
+    | HeartbeatAck
+    | StartTraining
     | Stop
     | Finished
     | Failed
     | Progress
     | Evaluate
-    | Measured
-    | Save
-    | Saved
-    | Lead
-    | Alone
-    | Whole
-    | Follow
+    | EvaluationDone
+    | SaveCheckpoint
+    | CheckpointSaved
+    | Promote
+    | BackupUnresponsive
+    | BackupInSync
+    | StartSync
     | StateBlock
-    | StateCredit
-    | Forward
-    | Leading
-    | Hello
-    | Welcome
-    | Refused
+    | StateAck
+    | ReplicatePush
+    | PrimaryChanged
+    | OpenSession
+    | SessionOpened
+    | SessionRefused
     | Fetch
     | ParameterBlock
-    | Credit
+    | FetchAck
     | PushBlock
-    | PushCredit
+    | PushBlockAck
     | Push
-    | Acknowledge
-    | Order
-    | Performed
+    | PushApplied
+    | ShardCommand
+    | CommandDone
     | Assignment
-    | Account
-    | Gather
-    | Gathered
-    | Proceed
-    | Stepped
-    | PushPart
-    | PartStaged
-    | Transfer
-    | Taken
+    | WorkReport
+    | StartEpoch
+    | RankReady
+    | GrantSteps
+    | StepsDone
+    | PushChunk
+    | ChunkStaged
+    | TransferBlock
+    | TransferAck
     | Offer
-    | Duties
+    | Assignments
     | HostReport
-    | Dismiss
-    | Ask
-    | Piece
+    | Release
+    | FileRequest
+    | FileChunk
 )

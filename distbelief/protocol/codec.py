@@ -43,7 +43,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=Fa
     message: Message
 
 
-class Wire:
+class Codec:
     """Encodes and decodes the envelopes of one run. Not for several threads.
 
     Args:

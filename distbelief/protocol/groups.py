@@ -9,7 +9,7 @@ from distbelief.protocol.batch import ShardVersion
 from distbelief.protocol.fields import AnyMessage, Count, Name
 
 
-class SetOrder(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The set of portions that a life of a replica computes, for a coordinator."""
 
     epoch: Count
@@ -21,21 +21,21 @@ class SetOrder(msgspec.Struct, frozen=True, kw_only=True):
     keeps: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # other tries'
 
 
-class Gather(AnyMessage, frozen=True):
+class StartEpoch(AnyMessage, frozen=True):
     """Leader -> machine: a new life of our replica begins; drop the one before.
 
-    Idempotent: repeated until `Gathered` comes.
+    Idempotent: repeated until `RankReady` comes.
     """
 
     life: Count  # rises: the leader's incarnation, then a counter
     plan: Name  # hash of the plan; all machines must have the same
-    order: SetOrder | None = None  # what the life is about, if there is a coordinator
+    order: ChunkOrder | None = None  # what the life is about, if there is a coordinator
 
 
-class Gathered(AnyMessage, frozen=True):
+class RankReady(AnyMessage, frozen=True):
     """Machine -> leader: what I pushed is applied, and nothing is under way.
 
-    With life 0, repeated until `Gather` comes: I am in no life; gather us.
+    With life 0, repeated until `StartEpoch` comes: I am in no life; gather us.
     """
 
     life: Count
@@ -43,10 +43,10 @@ class Gathered(AnyMessage, frozen=True):
     samples: Count  # of the pushes that the shards have from me
 
 
-class Proceed(AnyMessage, frozen=True):
+class GrantSteps(AnyMessage, frozen=True):
     """Leader -> machine: take the steps [0, steps) of this life; no others yet.
 
-    Answers `Gathered` of all machines, and every `Stepped`. Idempotent.
+    Answers `RankReady` of all machines, and every `StepsDone`. Idempotent.
     """
 
     life: Count
@@ -59,7 +59,7 @@ class Proceed(AnyMessage, frozen=True):
     sample: Count | None = None  # what the first has said of it who has seen one
 
 
-class Stepped(AnyMessage, frozen=True):
+class StepsDone(AnyMessage, frozen=True):
     """Machine -> leader: so far, in this life. Idempotent."""
 
     life: Count
@@ -73,10 +73,10 @@ class Stepped(AnyMessage, frozen=True):
     sample: Count | None = None  # of the data set: it is to blame for that
 
 
-class PushPart(AnyMessage, frozen=True):
+class PushChunk(AnyMessage, frozen=True):
     """Leader -> machine: push your part of this try's sum, under this grant.
 
-    Idempotent: repeated until `PartStaged` tells of it. Who has no such sum has begun
+    Idempotent: repeated until `ChunkStaged` tells of it. Who has no such sum has begun
     anew since it was computed, and pushes nothing.
     """
 
@@ -85,7 +85,7 @@ class PushPart(AnyMessage, frozen=True):
     grant: Count
 
 
-class PartStaged(AnyMessage, frozen=True):
+class ChunkStaged(AnyMessage, frozen=True):
     """Machine -> leader: of these grants all shards that I push to hold my part.
 
     Repeated now and then, whether or not anything changed: I live.
@@ -94,7 +94,7 @@ class PartStaged(AnyMessage, frozen=True):
     grants: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # the newest
 
 
-class Transfer(AnyMessage, frozen=True):
+class TransferBlock(AnyMessage, frozen=True):
     """Machine -> machine: one block of one message of the plan's program.
 
     Sent again until `taken` says that it came.
@@ -110,7 +110,7 @@ class Transfer(AnyMessage, frozen=True):
     values: Vector
 
 
-class Taken(AnyMessage, frozen=True):
+class TransferAck(AnyMessage, frozen=True):
     """Machine -> machine: of your transfers, all before this one have come."""
 
     life: Count

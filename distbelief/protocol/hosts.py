@@ -16,7 +16,7 @@ _Reason = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class Offer(AnyMessage, frozen=True):
-    """Host -> supervisor: use this machine; repeated until `Duties` of this life come.
+    """Host -> supervisor: use this machine; repeated until `Assignments` of this life come.
 
     Figures are the machine's own word.
     """
@@ -30,14 +30,14 @@ class Offer(AnyMessage, frozen=True):
     flops: Rate = 0.0  # of one core, in a large matrix product
 
 
-class Duty(msgspec.Struct, frozen=True, kw_only=True):
+class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """One life of one role."""
 
     name: Name
     incarnation: Count
 
 
-class Duties(AnyMessage, frozen=True):
+class Assignments(AnyMessage, frozen=True):
     """Supervisor -> host: run these roles of this run, and no others. Idempotent.
 
     Answers every `Offer` and `HostReport` of a life that counts.
@@ -45,10 +45,10 @@ class Duties(AnyMessage, frozen=True):
 
     life: Count
     run: Name
-    duties: Annotated[tuple[Duty, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
+    duties: Annotated[tuple[RoleAssignment, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
 
 
-class DutyEnded(msgspec.Struct, frozen=True, kw_only=True):
+class RoleEnded(msgspec.Struct, frozen=True, kw_only=True):
     """The process of a role has ended, or could not be begun."""
 
     name: Name
@@ -64,11 +64,11 @@ class HostReport(AnyMessage, frozen=True):
     leaving: bool  # the machine's user wants it back
     refusal: Text | None  # why this machine can be of no use to this run
     # Of the duties, those that have ended: until they are duties no more.
-    ended: Annotated[tuple[DutyEnded, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
+    ended: Annotated[tuple[RoleEnded, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
     bandwidth: Rate = 0.0  # bytes that come in from the supervisor
 
 
-class Dismiss(AnyMessage, frozen=True):
+class Release(AnyMessage, frozen=True):
     """Supervisor -> host: that life is over; end all that runs. Idempotent."""
 
     life: Count
@@ -77,14 +77,14 @@ class Dismiss(AnyMessage, frozen=True):
     refused: bool = False  # this machine can be of no use to the job, for that reason
 
 
-class Ask(AnyMessage, frozen=True):
+class FileRequest(AnyMessage, frozen=True):
     """Host -> supervisor: send this piece of a document; or the other way round."""
 
     document: Name
     offset: Count
 
 
-class Piece(AnyMessage, frozen=True):
+class FileChunk(AnyMessage, frozen=True):
     """Supervisor -> host: a piece of a document; or the other way round."""
 
     document: Name

@@ -42,11 +42,11 @@ class Heartbeat(AnyMessage, frozen=True):
     counters: dict[Name, float]
 
 
-class Alive(AnyMessage, frozen=True):
+class HeartbeatAck(AnyMessage, frozen=True):
     """Supervisor -> role: I live too."""
 
 
-class Begin(AnyMessage, frozen=True):
+class StartTraining(AnyMessage, frozen=True):
     """Supervisor -> replica: train (a warm start releases replicas one by one).
 
     Said again with another bound before the replica gets there; the newest counts.
@@ -95,7 +95,7 @@ class Evaluate(AnyMessage, frozen=True):
     whole: bool  # all held-out samples, not the usual subset
 
 
-class Measured(AnyMessage, frozen=True):
+class EvaluationDone(AnyMessage, frozen=True):
     """Evaluator -> supervisor: held-out figures of the parameters just fetched."""
 
     request: Count
@@ -105,14 +105,14 @@ class Measured(AnyMessage, frozen=True):
     clock: float  # mean over shards of the clock at which they were read
 
 
-class Save(AnyMessage, frozen=True):
+class SaveCheckpoint(AnyMessage, frozen=True):
     """Supervisor -> shard: persist a snapshot. A coordinator passes it on."""
 
     label: Name
     last: bool = False  # of this life: apply no push that it would not have
 
 
-class Saved(AnyMessage, frozen=True):
+class CheckpointSaved(AnyMessage, frozen=True):
     """Shard -> supervisor: it is safe, or why not. A coordinator answers for all."""
 
     label: Name

@@ -4,10 +4,10 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name, Text
 
 
-class Hello(AnyMessage, frozen=True):
+class OpenSession(AnyMessage, frozen=True):
     """Client -> shard: I begin (or begin again) to talk to you.
 
-    Idempotent: repeated until `Welcome` comes. A client that holds a part of the model
+    Idempotent: repeated until `SessionOpened` comes. A client that holds a part of the model
     fetches and pushes the elements of the shard's vector that it holds, by rising
     index; that part is the same as long as it lives.
     """
@@ -19,8 +19,8 @@ class Hello(AnyMessage, frozen=True):
     holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
 
 
-class Welcome(AnyMessage, frozen=True):
-    """Shard -> client: answer to `Hello`."""
+class SessionOpened(AnyMessage, frozen=True):
+    """Shard -> client: answer to `OpenSession`."""
 
     shard_incarnation: Count
     clock: Count
@@ -31,7 +31,7 @@ class Welcome(AnyMessage, frozen=True):
     slots_region: Name  # shared memory to push into, "" if none
 
 
-class Refused(AnyMessage, frozen=True):
+class SessionRefused(AnyMessage, frozen=True):
     """Shard -> client: your message cannot be served, now or ever."""
 
     reason: Text
@@ -56,7 +56,7 @@ class ParameterBlock(AnyMessage, frozen=True):
     values: Vector  # (block_size,)
 
 
-class Credit(AnyMessage, frozen=True):
+class FetchAck(AnyMessage, frozen=True):
     """Client -> shard: I hold blocks [0, received); send up to `limit` of them.
 
     received = number of blocks ends the lease. Also sent when blocks seem lost: the
@@ -77,10 +77,10 @@ class PushBlock(AnyMessage, frozen=True):
     shard_incarnation: Count
     block_index: Count
     values: Vector  # (block_size,)
-    answer: bool = True  # by PushCredit; a few words for many blocks are enough
+    answer: bool = True  # by PushBlockAck; a few words for many blocks are enough
 
 
-class PushCredit(AnyMessage, frozen=True):
+class PushBlockAck(AnyMessage, frozen=True):
     """Shard -> client: I hold blocks [0, received) of that push."""
 
     sequence: Count
@@ -91,7 +91,7 @@ class PushCredit(AnyMessage, frozen=True):
 class Push(AnyMessage, frozen=True):
     """Client -> shard: the slot of this sequence is filled: apply it.
 
-    Idempotent: repeated until `Acknowledge` comes. Sequences rise by one; those of an
+    Idempotent: repeated until `PushApplied` comes. Sequences rise by one; those of an
     incarnation of the client begin beyond all of the one before, so that no late answer
     fits the wrong push. Sequence s lies in slot s mod 2.
     """
@@ -107,7 +107,7 @@ class Push(AnyMessage, frozen=True):
     touches: Vector | None = None
 
 
-class Acknowledge(AnyMessage, frozen=True):
+class PushApplied(AnyMessage, frozen=True):
     """Shard -> client: every push up to `sequence` is applied, once.
 
     `staleness` is that of push `sequence`.

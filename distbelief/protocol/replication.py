@@ -6,7 +6,7 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name
 
 
-class Lead(AnyMessage, frozen=True):
+class Promote(AnyMessage, frozen=True):
     """Supervisor -> shard: serve the clients; acknowledge what `second` holds too.
 
     Idempotent: repeated until the shard's counter "pairing" says that it came. It names
@@ -19,19 +19,19 @@ class Lead(AnyMessage, frozen=True):
     second_incarnation: Count  # 0: nobody
 
 
-class Alone(AnyMessage, frozen=True):
+class BackupUnresponsive(AnyMessage, frozen=True):
     """Leader -> supervisor: my second does not answer; may I go on without it?"""
 
     pairing: Count
 
 
-class Whole(AnyMessage, frozen=True):
+class BackupInSync(AnyMessage, frozen=True):
     """Second -> supervisor: I hold all that my leader has acknowledged."""
 
     pairing: Count
 
 
-class ClientRecord(msgspec.Struct, frozen=True, kw_only=True):
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a shard knows of one client, and its other copy has to know as well."""
 
     name: Name
@@ -42,16 +42,16 @@ class ClientRecord(msgspec.Struct, frozen=True, kw_only=True):
     staleness: Count
 
 
-class Follow(AnyMessage, frozen=True):
+class StartSync(AnyMessage, frozen=True):
     """Leader -> second: become my copy; I send you my state, and every push from here.
 
-    Idempotent: repeated until `StateCredit` comes.
+    Idempotent: repeated until `StateAck` comes.
     """
 
     pairing: Count
     receiver_incarnation: Count  # another life of it does not obey
     clock: Count
-    clients: tuple[ClientRecord, ...]
+    clients: tuple[SessionRecord, ...]
     steps: Vector | None = None  # what was pushed in parts; None: nothing ever was
 
 
@@ -64,7 +64,7 @@ class StateBlock(AnyMessage, frozen=True):
     values: Vector  # that range of the values, then of each vector of the rule's state
 
 
-class StateCredit(AnyMessage, frozen=True):
+class StateAck(AnyMessage, frozen=True):
     """Second -> leader: I hold pieces [0, received), brought up to that clock."""
 
     pairing: Count
@@ -72,17 +72,17 @@ class StateCredit(AnyMessage, frozen=True):
     received: Count
 
 
-class Forward(AnyMessage, frozen=True):
+class ReplicatePush(AnyMessage, frozen=True):
     """Leader -> second: the push that I apply at `clock`; apply it too.
 
-    Answered by `Acknowledge` with `sequence` clock + 1 and the pairing as
+    Answered by `PushApplied` with `sequence` clock + 1 and the pairing as
     `shard_incarnation`. What was pushed lies in slot `slot` of `slots_region`, or comes
     before this as `PushBlock`s of sequence clock + 1.
     """
 
     pairing: Count
     clock: Count  # before it is applied
-    client: ClientRecord  # after it is applied
+    client: SessionRecord  # after it is applied
     n_pushing: Count  # over how many clients buffers are averaged
     slots_region: Name  # "": blocks
     slot: Count
@@ -92,7 +92,7 @@ class Forward(AnyMessage, frozen=True):
     touches: bool = False
 
 
-class Leading(AnyMessage, frozen=True):
+class PrimaryChanged(AnyMessage, frozen=True):
     """Shard -> client: I serve you from now on; say Hello."""
 
     shard_incarnation: Count

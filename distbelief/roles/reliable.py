@@ -13,14 +13,14 @@ import numpy as np
 
 from distbelief.core.vectors import Element, Vector, block_bounds, n_blocks
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Taken, Transfer
+from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.roles.role import Action, Address, Seconds, Send
 
 
 # What one machine sends another and hears from it, in one life: nothing is lost.
 #
 # Transfers are numbered; each is sent again until the other says, in a transfer of its
-# own or by `Taken`, that it has come. Only so many are under way; the others wait here.
+# own or by `TransferAck`, that it has come. Only so many are under way; the others wait here.
 # Order does not matter to who receives them, and what comes twice is dropped.
 
 WINDOW: Final = 32
@@ -35,7 +35,7 @@ AGAIN_SECONDS_MAX: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
+class Outgoing:
     """One block of one message of a program."""
 
     step: int
@@ -46,7 +46,7 @@ class Parcel:
 
 
 @final
-class Courier:
+class ReliableSender:
     """The link to one other machine.
 
     Args:
@@ -67,8 +67,8 @@ class Courier:
     def begin(self, life: int) -> None:
         """Begin a life; what was under way in the one before is forgotten."""
         self._life = life
-        self._waiting: deque[Parcel] = deque()
-        self._under_way: deque[tuple[int, Parcel]] = deque()
+        self._waiting: deque[Outgoing] = deque()
+        self._under_way: deque[tuple[int, Outgoing]] = deque()
         self._next = 0  # sequence of the next to be sent
         self._came = 0  # all before it have
         self._ahead: set[int] = set()  # have come too
@@ -78,7 +78,7 @@ class Courier:
 
     # --------------------------------------------------------------------------- sends
 
-    def post(self, parcels: Iterable[Parcel], now: Seconds) -> list[Action]:
+    def post(self, parcels: Iterable[Outgoing], now: Seconds) -> list[Action]:
         """Send these, as far as there is room; the rest as soon as there is."""
         self._waiting.extend(parcels)
         return self._send(now)
@@ -124,9 +124,9 @@ class Courier:
             self.n_out += 1
         return actions
 
-    def _transfer(self, sequence: int, parcel: Parcel) -> Send:
+    def _transfer(self, sequence: int, parcel: Outgoing) -> Send:
         self._untold = 0
-        message = Transfer(
+        message = TransferBlock(
             life=self._life,
             sequence=sequence,
             taken=self._came,
@@ -165,10 +165,10 @@ class Courier:
 
     def _tell(self) -> Send:
         self._untold = 0
-        return Send(receiver=self._peer, message=Taken(life=self._life, taken=self._came))
+        return Send(receiver=self._peer, message=TransferAck(life=self._life, taken=self._came))
 
 
-class Label(NamedTuple):
+class StreamKey(NamedTuple):
     """Which message it is: the same in every life and process."""
 
     step: int
@@ -184,12 +184,12 @@ class _Parts:
 
 
 @final
-class Inbox:
+class Reassembly:
     """Messages that have come, whole or in part."""
 
     def __init__(self) -> None:
-        self._parts: dict[Label, _Parts] = {}
-        self._whole: dict[Label, Vector] = {}
+        self._parts: dict[StreamKey, _Parts] = {}
+        self._whole: dict[StreamKey, Vector] = {}
 
     def clear(self) -> None:
         """Forget all: another life begins."""
@@ -197,7 +197,12 @@ class Inbox:
         self._whole.clear()
 
     def take(
-        self, label: Label, message: Transfer, *, n_elements: int, dtype: "np.dtype[Element]"
+        self,
+        label: StreamKey,
+        message: TransferBlock,
+        *,
+        n_elements: int,
+        dtype: "np.dtype[Element]",
     ) -> bool:
         """Keep a block; return whether its message is whole now.
 
@@ -229,7 +234,7 @@ class Inbox:
         self._whole[label] = self._parts.pop(label).whole
         return True
 
-    def pop_step(self, step: int) -> Iterator[tuple[Label, Vector]]:
+    def pop_step(self, step: int) -> Iterator[tuple[StreamKey, Vector]]:
         """Yield the whole messages of a step; they are no longer kept."""
         for label in [label for label in self._whole if label.step == step]:
             yield label, self._whole.pop(label)

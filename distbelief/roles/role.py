@@ -41,7 +41,7 @@ HOST = "host-"
 """How the names of hosts begin: machines that have joined, and run roles."""
 
 
-class Lane(Enum):
+class Executor(Enum):
     """Where work runs: one piece at a time in each lane, the lanes side by side."""
 
     COMPUTE = "compute"  # gradients, updates, copies: owns the role's arrays
@@ -172,7 +172,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     work: Callable[[], object]
     cost: Cost = Cost()
-    lane: Lane = Lane.COMPUTE
+    lane: Executor = Executor.COMPUTE
     # Asked when its turn comes: what part of the cost is there still to pay; 0 for work
     # that will find that it is in vain. None: all of it.
     remaining: Callable[[], float] | None = None
@@ -207,7 +207,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
 
 
-class Entrust(msgspec.Struct, frozen=True, kw_only=True):
+class AssignName(msgspec.Struct, frozen=True, kw_only=True):
     """From now on `name` belongs to the machine of `to`: nobody else speaks for it."""
 
     name: Address
@@ -220,7 +220,7 @@ class Terminate(msgspec.Struct, frozen=True, kw_only=True):
     name: Address
 
 
-class Halt(msgspec.Struct, frozen=True, kw_only=True):
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
     """The role has ended; `error` says why if not as planned."""
 
     error: str | None = None
@@ -235,9 +235,9 @@ Action = (
     | Report
     | Connect
     | Launch
-    | Entrust
+    | AssignName
     | Terminate
-    | Halt
+    | Exit
 )
 
 

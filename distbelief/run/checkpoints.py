@@ -49,7 +49,7 @@ _HEADER_BYTES_MAX: Final = 1 << 20
 
 
 @final
-class SnapshotStore:
+class CheckpointStore:
     """The snapshots of one run, by role.
 
     Args:
@@ -272,7 +272,7 @@ def _age(label: str) -> tuple[int, int, str]:
 SET_ASIDE: Final = ".incomplete"
 
 
-def agreed_label(store: SnapshotStore, shards: Sequence[str]) -> str | None:
+def agreed_label(store: CheckpointStore, shards: Sequence[str]) -> str | None:
     """Return the newest label of which every shard has a whole snapshot."""
     shared = set(store.labels(shards[0])).intersection(*(store.labels(name) for name in shards[1:]))
     for label in reversed(store.labels(shards[0])):
@@ -281,7 +281,7 @@ def agreed_label(store: SnapshotStore, shards: Sequence[str]) -> str | None:
     return None
 
 
-def set_aside(store: SnapshotStore, shards: Sequence[str]) -> tuple[str, ...]:
+def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
     """Rename what is newer than the newest that all shards have.
 
     Returns:
@@ -325,7 +325,7 @@ def set_aside(store: SnapshotStore, shards: Sequence[str]) -> tuple[str, ...]:
     return (told,)
 
 
-def _is_first_round(store: SnapshotStore, labels: Mapping[str, Sequence[str]]) -> bool:
+def _is_first_round(store: CheckpointStore, labels: Mapping[str, Sequence[str]]) -> bool:
     """Return whether a kill in the first round left these, and nothing is damaged."""
     return all(
         label.isdigit() and int(label) == 1 and store.is_whole(name, label)
@@ -334,7 +334,7 @@ def _is_first_round(store: SnapshotStore, labels: Mapping[str, Sequence[str]]) -
     )
 
 
-def _newer(store: SnapshotStore, name: str, agreed: str | None) -> list[str]:
+def _newer(store: CheckpointStore, name: str, agreed: str | None) -> list[str]:
     """Return the labels of one shard that are newer than what all have."""
     labels = store.labels(name)
     return labels if agreed is None else labels[labels.index(agreed) + 1 :]

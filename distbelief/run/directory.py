@@ -33,7 +33,7 @@ import msgspec
 
 from distbelief.core import files
 from distbelief.errors import JobError, StorageError
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 
 
 SIBLINGS_MAX: Final = 10_000
@@ -56,7 +56,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pid: int
     written: float
-    view: SupervisorView
+    view: JobView
     ended: bool = False
     error: str | None = None
 

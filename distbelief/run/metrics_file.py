@@ -15,7 +15,7 @@ from typing import Self, final
 import msgspec
 
 from distbelief.core import files
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float] = {}
 
     @classmethod
-    def of(cls, view: SupervisorView) -> Self:
+    def of(cls, view: JobView) -> Self:
         """Return the line of this view."""
         return cls(
             time=round(view.seconds, 3),

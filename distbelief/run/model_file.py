@@ -17,11 +17,11 @@ from distbelief.core import files
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.layout import Layout, Segment
-from distbelief.run.checkpoints import SnapshotStore, agreed_label
+from distbelief.run.checkpoints import CheckpointStore, agreed_label
 from distbelief.run.directory import RunDirectory
 from distbelief.run.metrics_file import read_metrics
 from distbelief.task.task import build_model
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 
 
 # The trained model's file, written tensor by tensor from the snapshots of the shards.
@@ -79,7 +79,7 @@ def write_model_file(
     """
     if len(snapshots) != layout.n_shards:
         raise ValueError(f"{len(snapshots)} snapshots of {layout.n_shards} shards")
-    model = None if like is None else LocalModel(like)
+    model = None if like is None else FlatModel(like)
     types = _types(layout, model)
     # A file holds every name by itself, so what is shared is written twice.
     names = {spec.name: spec.name for spec in layout.tensors}
@@ -90,7 +90,7 @@ def write_model_file(
         raise StorageError(f"a snapshot cannot be read: {error}") from error
 
 
-def _types(layout: Layout, model: LocalModel | None) -> dict[str, torch.dtype]:
+def _types(layout: Layout, model: FlatModel | None) -> dict[str, torch.dtype]:
     usual = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
     own = {} if model is None else model.named_tensors()
     return {
@@ -171,7 +171,7 @@ def _write_piece(file: BinaryIO, piece: torch.Tensor, kind: torch.dtype) -> None
 # The files that a run leaves when it ends: its model, and its curve.
 
 
-def write_model(job: Job, run: RunDirectory, *, layout: Layout, store: SnapshotStore) -> None:
+def write_model(job: Job, run: RunDirectory, *, layout: Layout, store: CheckpointStore) -> None:
     """Write the trained model, from the newest whole snapshots of all shards.
 
     Raises:
@@ -208,7 +208,7 @@ def draw_curve_of(run: RunDirectory, *, title: str) -> None:
     draw_curve(run.curve_file, read_metrics(run.metrics_file), title=title)
 
 
-def _newest(store: SnapshotStore, shard: str) -> Path | None:
+def _newest(store: CheckpointStore, shard: str) -> Path | None:
     """Return where its newest whole snapshot lies; its values are let go again."""
     snapshot = store.newest(shard)
     return None if snapshot is None else store.path(shard, snapshot.label)

@@ -23,15 +23,15 @@ from distbelief.parameter_server.checkpoint import (
     take,
 )
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import Steps, UpdateRule
-from distbelief.parameter_server.session_state import Client
+from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
+from distbelief.parameter_server.session_state import Session
 from distbelief.roles.role import Address, Snapshot
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Recutting:
+class Resharder:
     """Of the newest snapshots of one run.
 
     Attributes:
@@ -42,13 +42,13 @@ class Recutting:
         incarnation: Above all that they know of; the next life begins with it.
     """
 
-    source: SnapshotStore
+    source: CheckpointStore
     old: Layout
     new: Layout
     rule: UpdateRule
     incarnation: int
 
-    def write(self, target: SnapshotStore, *, label: str, samples: Mapping[str, int]) -> None:
+    def write(self, target: CheckpointStore, *, label: str, samples: Mapping[str, int]) -> None:
         """Write the new shards' snapshots.
 
         Args:
@@ -73,7 +73,7 @@ class Recutting:
                 del content, snapshot  # before the next one is made
 
     def _snapshot(
-        self, k: int, content: Content, *, label: str, clients: tuple[Client, ...]
+        self, k: int, content: Content, *, label: str, clients: tuple[Session, ...]
     ) -> Snapshot:
         state = ShardState(
             incarnation=self.incarnation - 1,
@@ -86,11 +86,11 @@ class Recutting:
         identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
         return take(label, state, identity=identity)
 
-    def _client(self, name: str, samples: int) -> Client:
+    def _client(self, name: str, samples: int) -> Session:
         """Return a replica that has pushed nothing in its present life."""
-        return Client(name=Address(name), incarnation=self.incarnation - 1, samples=samples)
+        return Session(name=Address(name), incarnation=self.incarnation - 1, samples=samples)
 
-    def _check(self, k: int) -> tuple[str, int, Steps]:
+    def _check(self, k: int) -> tuple[str, int, StepCounts]:
         """Return label, clock and steps of shard k's snapshot, if all is right."""
         snapshot = self.source.newest(_shard(k))
         if snapshot is None:
@@ -101,7 +101,7 @@ class Recutting:
 
 
 @contextmanager
-def _reader(labels: list[str], store: SnapshotStore) -> Iterator[Read]:
+def _reader(labels: list[str], store: CheckpointStore) -> Iterator[Read]:
     """Yield what reads ranges of the snapshots of these labels, one of each shard."""
     paths = [store.path(_shard(k), label) for k, label in enumerate(labels)]
     with ExitStack() as stack:

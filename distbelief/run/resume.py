@@ -28,17 +28,17 @@ from distbelief.core import files
 from distbelief.data.sharding import fresh_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import Steps, UpdateRule
+from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
 from distbelief.parameter_server.replication import shard_of
 from distbelief.program.plan import Plan
 from distbelief.roles.role import Snapshot
-from distbelief.run.checkpoints import SnapshotStore, set_aside
+from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.reshard import Recutting
+from distbelief.run.reshard import Resharder
 from distbelief.run.summary import DataFacts, read_summary
-from distbelief.supervisor.metrics import Before
-from distbelief.supervisor.view import SupervisorView
-from distbelief.worker.group import machine_name, member_name, place_of
+from distbelief.supervisor.metrics import PreviousTotals
+from distbelief.supervisor.view import JobView
+from distbelief.worker.group import group_rank_of, member_name, rank_name
 
 
 # Cuts: for how many shards and replicas the snapshots of a run are, of which data.
@@ -59,7 +59,7 @@ _SNAPSHOT: Final = re.compile(r"/shard-(\d{1,18})/[^/]+\.safetensors$")
 
 
 @final
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
     """Content of cut.json: what the snapshots beside it mean.
 
     Attributes:
@@ -76,7 +76,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     plan: str | None = None
     train: DataFacts | None = None
 
-    def is_cut_like(self, other: "Cut") -> bool:
+    def is_cut_like(self, other: "CheckpointSet") -> bool:
         """Return whether each client of one finds in the other what it needs.
 
         A machine that holds other tensors than before does not, though its name is the
@@ -95,14 +95,14 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         """The names of the roles that lead a replica, or are one."""
         if self.n_machines is None:
             return [f"replica-{r}" for r in range(self.n_replicas)]
-        return [machine_name(r, 0) for r in range(self.n_replicas)]
+        return [rank_name(r, 0) for r in range(self.n_replicas)]
 
     def clients(self, places: Mapping[str, int]) -> dict[str, int]:
         """Return the place of each client, given that of each of `replicas`."""
         if self.n_machines is None:
             return dict(places)
         return {
-            machine_name(r, machine): places[name]
+            rank_name(r, machine): places[name]
             for r, name in enumerate(self.replicas)
             for machine in range(self.n_machines)
         }
@@ -114,7 +114,7 @@ def mark_of(plan: Plan) -> str:
     return hashlib.blake2b(msgspec.json.encode(placed), digest_size=8).hexdigest()
 
 
-def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
+def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None]:
     """Return the cut in use: its directory, and what it is; None of a new run.
 
     Raises:
@@ -136,7 +136,7 @@ def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
         return directory, _cut_of_job(run)
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
-    cut = cut_in(content, file, run)
+    cut = checkpoint_set_in(content, file, run)
     beyond = _shards_beyond(directory, cut.n_shards)
     if beyond:
         names = ", ".join(beyond)
@@ -146,7 +146,7 @@ def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
     return directory, cut
 
 
-def cut_in(content: bytes, file: Path, run: RunDirectory) -> Cut:
+def checkpoint_set_in(content: bytes, file: Path, run: RunDirectory) -> CheckpointSet:
     """Return the cut that stands in cut.json.
 
     Args:
@@ -158,12 +158,12 @@ def cut_in(content: bytes, file: Path, run: RunDirectory) -> Cut:
         StorageError: it is damaged.
     """
     try:
-        return msgspec.json.decode(content, type=Cut)
+        return msgspec.json.decode(content, type=CheckpointSet)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _distrusted(file, run, str(error)) from None
 
 
-def write_cut(directory: Path, cut: Cut) -> None:
+def write_checkpoint_set(directory: Path, cut: CheckpointSet) -> None:
     """Say what the snapshots in this directory are.
 
     Raises:
@@ -173,7 +173,9 @@ def write_cut(directory: Path, cut: Cut) -> None:
 
 
 @contextmanager
-def making_cut(run: RunDirectory, number: int, cut: Cut) -> Iterator[tuple[Path, Path]]:
+def making_checkpoint_set(
+    run: RunDirectory, number: int, cut: CheckpointSet
+) -> Iterator[tuple[Path, Path]]:
     """Make a new cut in a `with` block; it is in use once the block has ended well.
 
     Args:
@@ -194,7 +196,7 @@ def making_cut(run: RunDirectory, number: int, cut: Cut) -> Iterator[tuple[Path,
             shutil.rmtree(left)
         place.mkdir(parents=True)
         yield place, final_place
-        write_cut(place, cut)  # this forces the directory to the disk, too
+        write_checkpoint_set(place, cut)  # this forces the directory to the disk, too
         place.rename(final_place)
         files.force(run.snapshots)
     except OSError as error:
@@ -230,7 +232,7 @@ def _directories(snapshots: Path) -> Iterator[tuple[int, Path]]:
             yield int(found[1]), path
 
 
-def _cut_of_job(run: RunDirectory) -> Cut | None:
+def _cut_of_job(run: RunDirectory) -> CheckpointSet | None:
     """Return the cut of a run that was made when nobody wrote it down."""
     if not run.job_file.is_file():
         return None
@@ -242,7 +244,7 @@ def _cut_of_job(run: RunDirectory) -> Cut | None:
         summary = None  # it is only a second source
     if summary is not None:
         train = summary.train
-    return Cut(n_shards=cluster.shards, n_replicas=cluster.replicas, train=train)
+    return CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas, train=train)
 
 
 # What former lives of a run left behind.
@@ -260,7 +262,7 @@ _SIZE_MAX: Final = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
-class Legacy:
+class PreviousRun:
     """What the next life of a run has to know of those before.
 
     Attributes:
@@ -273,7 +275,7 @@ class Legacy:
         told: What the user should know of it, a line each.
     """
 
-    before: Before = field(default_factory=Before)
+    before: PreviousTotals = field(default_factory=PreviousTotals)
     incarnation: int = 1
     label: int = 1
     restored: Mapping[str, str] = field(default_factory=dict)
@@ -292,9 +294,9 @@ class _Client(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
-def read_legacy(
-    run: RunDirectory, store: SnapshotStore, *, n_shards: int, coordinator: str | None = None
-) -> Legacy:
+def read_previous_run(
+    run: RunDirectory, store: CheckpointStore, *, n_shards: int, coordinator: str | None = None
+) -> PreviousRun:
     """Return what the lives before left in this run directory.
 
     Args:
@@ -342,7 +344,7 @@ def read_legacy(
     if coordinator is not None:
         samples = {coordinator: 0 if missing else _samples_seen(run)}
     before, told = _before(run, samples, clocks, n_shards=n_shards)
-    return Legacy(
+    return PreviousRun(
         before=before,
         incarnation=incarnation,
         label=label,
@@ -354,7 +356,7 @@ def read_legacy(
     )
 
 
-def _of_coordinator(store: SnapshotStore, coordinator: str | None) -> int:
+def _of_coordinator(store: CheckpointStore, coordinator: str | None) -> int:
     """Return a life above all that a coordinator has written of."""
     if coordinator is None:
         return 1
@@ -383,7 +385,7 @@ def _samples_seen(run: RunDirectory) -> int:
 
 def _before(
     run: RunDirectory, samples: Mapping[str, int], clocks: Mapping[str, int], *, n_shards: int
-) -> tuple[Before, tuple[str, ...]]:
+) -> tuple[PreviousTotals, tuple[str, ...]]:
     """Return the figures; losses and metric only if the snapshots answer for them.
 
     Also what the user should know of them.
@@ -400,14 +402,14 @@ def _before(
     if status is None:
         # It holds figures only: what to go on with is in the snapshots.
         lost = None if clocks else 0
-        return Before(samples=samples, clocks=clocks, pushes_lost=lost), told
+        return PreviousTotals(samples=samples, clocks=clocks, pushes_lost=lost), told
     view = status.view
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
         view = replace(view, loss=None, metric=None, held_out_loss=None)
     lost = view.pushes_lost
     if lost is not None:
         lost += _newly_lost(view, clocks, n_shards=n_shards)
-    before = Before(
+    before = PreviousTotals(
         seconds=view.seconds,
         training_seconds=view.training_seconds,
         step=view.step,
@@ -429,7 +431,7 @@ def _before(
     return before, ()
 
 
-def _newly_lost(view: SupervisorView, clocks: Mapping[str, int], *, n_shards: int) -> int:
+def _newly_lost(view: JobView, clocks: Mapping[str, int], *, n_shards: int) -> int:
     """Return how many pushes were last seen in shards' values, and are not restored.
 
     Clocks of another number of shards are of other values: then nobody can say.
@@ -442,7 +444,7 @@ def _newly_lost(view: SupervisorView, clocks: Mapping[str, int], *, n_shards: in
 
 def _replica(client: str) -> str:
     """Return the role that leads the replica which this client is of; "" if none."""
-    place = place_of(client)
+    place = group_rank_of(client)
     if place is None:
         return client if client.startswith("replica-") else ""
     return member_name(place.group, 0) if place.replica is not None else ""
@@ -463,7 +465,7 @@ def _pushes(snapshot: Snapshot) -> int:
     clock = int(text) if text.isdecimal() else 0
     try:
         words = msgspec.json.decode(snapshot.facts.get("steps", ""), type=list[int])
-        return Steps.read(np.array(words, np.int64), size=_SIZE_MAX).n_pushes
+        return StepCounts.read(np.array(words, np.int64), size=_SIZE_MAX).n_pushes
     except (msgspec.MsgspecError, RemoteProtocolError, OverflowError):
         return clock  # written before clients could hold parts
 
@@ -488,8 +490,8 @@ class Resumed:
         told: What the user should know of it, a line each.
     """
 
-    legacy: Legacy
-    store: SnapshotStore
+    legacy: PreviousRun
+    store: CheckpointStore
     told: tuple[str, ...] = ()
 
 
@@ -515,7 +517,7 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             )
 
 
-def take_up(
+def resume_run(
     job: Job,
     run: RunDirectory,
     *,
@@ -538,8 +540,8 @@ def take_up(
         JobError: the data are others, or what would have to be cut anew is not there.
         StorageError: the run's files cannot be read or written; it is as it was.
     """
-    directory, was = newest_cut(run)
-    now = Cut(
+    directory, was = newest_checkpoint_set(run)
+    now = CheckpointSet(
         n_shards=job.cluster.shards,
         n_replicas=job.cluster.replicas,
         n_machines=None if plan is None else plan.cluster.n_machines,
@@ -547,10 +549,10 @@ def take_up(
         train=train,
     )
     was = was or now
-    store = SnapshotStore(directory, report=report)
+    store = CheckpointStore(directory, report=report)
     coordinator = coordinator_of(job)
     told = () if coordinator is None else _set_aside(store, was)
-    legacy = read_legacy(run, store, n_shards=was.n_shards, coordinator=coordinator)
+    legacy = read_previous_run(run, store, n_shards=was.n_shards, coordinator=coordinator)
     told += legacy.told
     if legacy.trained:
         _check_data(job, run, was=was.train, now=train)
@@ -562,8 +564,8 @@ def take_up(
             resumed = change.recut(legacy, store, layout=layout, report=report)
             return replace(resumed, told=told + resumed.told)
         # Of what was never saved, anything can be made.
-        legacy = read_legacy(run, store, n_shards=now.n_shards, coordinator=coordinator)
-    write_cut(directory, now)
+        legacy = read_previous_run(run, store, n_shards=now.n_shards, coordinator=coordinator)
+    write_checkpoint_set(directory, now)
     told += tuple(_told_of_seed(job, run)) if legacy.trained else ()
     if legacy.restored and legacy.missing:
         names = ", ".join(legacy.missing)
@@ -584,12 +586,12 @@ def begin_anew(job: Job, run: RunDirectory) -> str:
     # Snapshots last: a run that has any left has not begun anew.
     place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
     cluster = job.cluster
-    cut = Cut(n_shards=cluster.shards, n_replicas=cluster.replicas)
-    write_cut(run.snapshots, cut)
+    cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
+    write_checkpoint_set(run.snapshots, cut)
     return f"begins anew; what was saved before is in {place}"
 
 
-def _set_aside(store: SnapshotStore, was: Cut) -> tuple[str, ...]:
+def _set_aside(store: CheckpointStore, was: CheckpointSet) -> tuple[str, ...]:
     """Set aside the snapshots that do not belong to what all shards have."""
     try:
         return set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
@@ -604,12 +606,12 @@ class _Change:
 
     job: Job
     run: RunDirectory
-    was: Cut
-    now: Cut
+    was: CheckpointSet
+    now: CheckpointSet
     n_samples: int  # of the training data
 
     def recut(
-        self, legacy: Legacy, store: SnapshotStore, *, layout: Layout, report: Report
+        self, legacy: PreviousRun, store: CheckpointStore, *, layout: Layout, report: Report
     ) -> Resumed:
         """Cut the snapshots anew; return the run that goes on with those."""
         self._check(legacy, store)
@@ -618,7 +620,7 @@ class _Change:
             raise self._refusal(
                 f"those of algorithm {self.job.algorithm_name!r} cannot be cut anew"
             )
-        recutting = Recutting(
+        recutting = Resharder(
             source=store,
             old=Layout.of(layout.tensors, n_shards=self.was.n_shards, dtype=layout.spec.dtype),
             new=layout,
@@ -626,11 +628,11 @@ class _Change:
             incarnation=legacy.incarnation,
         )
         places = self._places(legacy.before.samples)
-        with making_cut(self.run, legacy.label, self.now) as (written, kept):
-            fresh = SnapshotStore(written, report=report)
+        with making_checkpoint_set(self.run, legacy.label, self.now) as (written, kept):
+            fresh = CheckpointStore(written, report=report)
             clients = self.now.clients(places)
             recutting.write(fresh, label=f"{legacy.label:05d}", samples=clients)
-            read_back = read_legacy(self.run, fresh, n_shards=self.now.n_shards)
+            read_back = read_previous_run(self.run, fresh, n_shards=self.now.n_shards)
             if read_back.missing or read_back.before.samples != places:
                 raise StorageError(
                     f"what was cut anew cannot be read back from {written}: do not "
@@ -638,11 +640,11 @@ class _Change:
                 )
         return Resumed(
             legacy=read_back,
-            store=SnapshotStore(kept, report=report),
+            store=CheckpointStore(kept, report=report),
             told=tuple(self._told(sum(places.values()), kept)),
         )
 
-    def _check(self, legacy: Legacy, store: SnapshotStore) -> None:
+    def _check(self, legacy: PreviousRun, store: CheckpointStore) -> None:
         if legacy.missing:
             names = ", ".join(legacy.missing)
             raise self._refusal(
@@ -737,7 +739,7 @@ def _shown(part: object) -> str:
     return toml.excerpt(msgspec.to_builtins(part), n_max=200)
 
 
-def _numbers(cut: Cut) -> str:
+def _numbers(cut: CheckpointSet) -> str:
     machines = f" of {cut.n_machines} machines" if cut.n_machines else ""
     return f"{cut.n_shards} shards and {cut.n_replicas} replicas{machines}"
 

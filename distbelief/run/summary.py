@@ -13,7 +13,7 @@ from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.errors import StorageError
 from distbelief.run.directory import RunDirectory
-from distbelief.supervisor.view import HostView, SupervisorView
+from distbelief.supervisor.view import HostView, JobView
 
 
 _GAP = 2  # columns between two figures
@@ -152,7 +152,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(
     job: Job,
-    view: SupervisorView,
+    view: JobView,
     *,
     directory: str,
     task: TaskFacts,
@@ -319,7 +319,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
     return [(head, figure) for head, figure in figures if figure != formatting.DASH]
 
 
-def _start_seconds(view: SupervisorView) -> float | None:
+def _start_seconds(view: JobView) -> float | None:
     """Return how long nothing was trained yet, if anything ever was."""
     if not view.training_seconds:
         return None

@@ -20,13 +20,13 @@ from distbelief.parameter_server.replication import copies_of_all
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.server import ServerAddress, parameter_specs, reach_towards
-from distbelief.transport.node import Node
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.loop_worker import LEAVE, Worker
+from distbelief.worker.loop_worker import LEAVE, LoopWorker
 
 
 @final
-class Session:
+class ClientSession:
     """Begun when it is made, as far as that needs no answer (`join`).
 
     Args:
@@ -85,8 +85,8 @@ class Session:
             self._transport.close()
             raise
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
-        self._worker = Worker(client=self.client, join=join)
-        self.node = Node(self._worker, transport=self._transport, log=self._note)
+        self._worker = LoopWorker(client=self.client, join=join)
+        self.node = RoleRunner(self._worker, transport=self._transport, log=self._note)
 
     def _note(self, level: str, text: str) -> None:
         if level in {"warning", "error"}:

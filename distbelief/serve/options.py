@@ -10,12 +10,12 @@ from typing import Final
 import msgspec
 import torch
 
-from distbelief.cluster.listen import Hosting
+from distbelief.cluster.listen import JoinServer
 from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.task.imports import resolve
 from distbelief.transport.address import number_of
-from distbelief.transport.config import Keyring, Reach
+from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import new_secret
 
 
@@ -68,7 +68,7 @@ def hosting_of(
     hosts_seconds: float,
     cores: int | None,
     on: str | None = None,
-) -> Hosting:
+) -> JoinServer:
     """Return how a job spans machines.
 
     Raises:
@@ -80,19 +80,21 @@ def hosting_of(
     if found.keys is not None:
         ring = msgspec.structs.replace(found.keys, role="job")
         found = msgspec.structs.replace(found, keys=ring)
-    return Hosting(
+    return JoinServer(
         reach=found, n_hosts=n_hosts, hosts_seconds=hosts_seconds, cores=cores, on_ray=on == "ray"
     )
 
 
-def reach(bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind") -> Reach:
+def reach(
+    bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind"
+) -> ListenConfig:
     """Return from where the server can be reached; by default, by its user's processes.
 
     Raises:
         JobError: the address makes no sense, or would be open to strangers.
     """
     if bind is None and keys is None and not insecure:
-        return Reach()
+        return ListenConfig()
     bind = bind or ANY_PORT
     found = _BIND.fullmatch(bind)
     if found is None or (found["port"] != "*" and int(found["port"]) > 65535):
@@ -106,7 +108,7 @@ def reach(bind: str | None, *, keys: Path | None, insecure: bool, option: str = 
         )
     ring = None
     if keys is not None:
-        ring = Keyring(directory=str(keys.expanduser().absolute()), role="server")
+        ring = KeyConfig(directory=str(keys.expanduser().absolute()), role="server")
     number = number_of(found["host"])
     is_named = found["host"] not in {number, "localhost"}
     is_loopback = ipaddress.IPv4Address(number).is_loopback
@@ -118,7 +120,7 @@ def reach(bind: str | None, *, keys: Path | None, insecure: bool, option: str = 
         )
     # Without key files, the run gets a key pair of its own.
     has_secret = ring is None and (insecure or is_loopback)
-    wanted = Reach(
+    wanted = ListenConfig(
         host=number,
         port=0 if found["port"] == "*" else int(found["port"]),
         secret=new_secret() if has_secret else "",

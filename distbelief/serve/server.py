@@ -19,9 +19,9 @@ from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import COPIES_MAX
-from distbelief.serve.server_process import Ready
-from distbelief.transport.address import Place, number_of, own_number_towards
-from distbelief.transport.config import Keyring, Reach
+from distbelief.serve.server_process import ServerReady
+from distbelief.transport.address import Endpoint, number_of, own_number_towards
+from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
 from distbelief.transport.shared_memory import FileMemory
 
@@ -59,7 +59,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
             query["memory"] = self.memory
         return f"{self.endpoint}?{urlencode(query)}"
 
-    def place(self) -> Place:
+    def place(self) -> Endpoint:
         """Return where to connect to.
 
         Raises:
@@ -67,10 +67,10 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         """
         parts = urlsplit(self.endpoint)
         if parts.scheme == "ipc":
-            return Place(path=parts.path)
+            return Endpoint(path=parts.path)
         host, port = number_of(parts.hostname or ""), parts.port or 0
         key = KeyPair.parse(self.secret).public if self.secret else self.key
-        return Place(host=host, port=port, key=key)
+        return Endpoint(host=host, port=port, key=key)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -121,20 +121,22 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return address
 
 
-def reach_towards(place: Place, *, secret: str = "", keys: str | Path | None = None) -> Reach:
+def reach_towards(
+    place: Endpoint, *, secret: str = "", keys: str | Path | None = None
+) -> ListenConfig:
     """Return from where a worker of the server at this place is to be reached.
 
     Raises:
         JobError: the server is known by its key, and this side has none.
     """
     if place.path:
-        return Reach(directory=str(Path(place.path).parent))
+        return ListenConfig(directory=str(Path(place.path).parent))
     host = own_number_towards(place.host)
     if secret:
-        return Reach(host=host, secret=secret)
+        return ListenConfig(host=host, secret=secret)
     directory = Path(DIRECTORY if keys is None else keys).expanduser()
-    ring = Keyring(directory=str(directory), role="worker", server_key=place.key)
-    return Reach(host=host, keys=ring)
+    ring = KeyConfig(directory=str(directory), role="worker", server_key=place.key)
+    return ListenConfig(host=host, keys=ring)
 
 
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec]:
@@ -345,7 +347,7 @@ class ParameterServer:
                 else f"ended with status {status}"
             )
             raise PeerLostError(f"the parameter server {how}")
-        told = msgspec.json.decode(line, type=Ready)
+        told = msgspec.json.decode(line, type=ServerReady)
         if told.error is not None:
             raise PeerLostError(f"the parameter server cannot start: {told.error}")
         address = ServerAddress(

@@ -37,23 +37,23 @@ from distbelief.config.job import (
 from distbelief.core import files
 from distbelief.core.writer import Writer
 from distbelief.errors import DistBeliefError
-from distbelief.launch.local import Launcher
-from distbelief.launch.role_process import Spec
+from distbelief.launch.local import LocalLauncher
+from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import copy_names
 from distbelief.protocol import Stop
 from distbelief.roles.role import SUPERVISOR, USER, Received
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
-from distbelief.run.resume import Legacy, read_legacy
-from distbelief.supervisor.metrics import Before
+from distbelief.run.resume import PreviousRun, read_previous_run
+from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import DataSpec, ModelSpec
-from distbelief.transport.address import LOOPBACK, Place
-from distbelief.transport.config import Reach
-from distbelief.transport.node import Node
+from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.config import DownpourSettings
 
@@ -62,7 +62,7 @@ TICK_SECONDS: Final = 0.05
 END_SECONDS_MAX: Final = 3.0
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be served.
 
     Attributes:
@@ -89,10 +89,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     keeps: bool = True
     run: str = ""
-    reach: Reach = Reach()
+    reach: ListenConfig = ListenConfig()
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class ServerReady(msgspec.Struct, frozen=True, kw_only=True):
     """The one line of output: where the server is, or why there is none."""
 
     endpoint: str = ""
@@ -106,23 +106,23 @@ def main(path: str) -> int:
     # The terminal tells everybody; when to end is our parent's business.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
+    request = msgspec.json.decode(Path(path).read_bytes(), type=ServerRequest)
     try:
         error = serve(request, _watched_by_parent)
     except DistBeliefError as problem:
-        _say(Ready(error=str(problem)))
+        _say(ServerReady(error=str(problem)))
         return 1
     finally:
         if not request.keeps:  # its owner may have been killed
             shutil.rmtree(request.directory, ignore_errors=True)
     if error is not None:
-        _say(Ready(error=error))
+        _say(ServerReady(error=error))
     return 0
 
 
 def serve(
-    request: Request,
-    watch: Callable[[Node, Supervisor, Ready], None],
+    request: ServerRequest,
+    watch: Callable[[RoleRunner, Supervisor, ServerReady], None],
     *,
     tell: Callable[[str], None] | None = None,
 ) -> str | None:
@@ -145,9 +145,9 @@ def serve(
 
 
 def _serve(
-    request: Request,
+    request: ServerRequest,
     private: Path,
-    watch: Callable[[Node, Supervisor, Ready], None],
+    watch: Callable[[RoleRunner, Supervisor, ServerReady], None],
     tell: Callable[[str], None] | None,
 ) -> str | None:
     directory = Path(request.directory)
@@ -192,15 +192,15 @@ def _serve(
             before=legacy.before,
         )
         supervisor = Supervisor(config)
-        with Launcher(spec=spec, log_of=log_of) as launcher:
-            node = Node(supervisor, transport=links, log=log, launcher=launcher)
-            ready = Ready(endpoint=links.endpoint, run=run, memory=memory)
+        with LocalLauncher(spec=spec, log_of=log_of) as launcher:
+            node = RoleRunner(supervisor, transport=links, log=log, launcher=launcher)
+            ready = ServerReady(endpoint=links.endpoint, run=run, memory=memory)
             with disk:
                 watch(node, supervisor, ready)
     return _outcome(node, supervisor, directory)
 
 
-def _outcome(node: Node, supervisor: Supervisor, directory: Path) -> str | None:
+def _outcome(node: RoleRunner, supervisor: Supervisor, directory: Path) -> str | None:
     """Return what went wrong, if anything did."""
     if supervisor.interrupted:
         return f"ended at once: {directory} is as its last snapshot has it"
@@ -221,29 +221,29 @@ def _write_private(path: Path, content: bytes) -> None:
 
 def _own(endpoint: str) -> str:
     """Return where the server's own processes find the supervisor."""
-    return str(Place.parse(endpoint).seen_from(LOOPBACK))
+    return str(Endpoint.parse(endpoint).seen_from(LOOPBACK))
 
 
-def _legacy(request: Request, warn: Callable[[str], None]) -> Legacy:
+def _legacy(request: ServerRequest, warn: Callable[[str], None]) -> PreviousRun:
     """Return what earlier lives of this server left in its directory."""
     run = RunDirectory(Path(request.directory), lock=None)
-    store = SnapshotStore(run.snapshots, report=warn)
-    legacy = read_legacy(run, store, n_shards=request.n_shards)
+    store = CheckpointStore(run.snapshots, report=warn)
+    legacy = read_previous_run(run, store, n_shards=request.n_shards)
     # Figures of replicas: a server has none.
-    return replace(legacy, before=Before(clocks=legacy.before.clocks))
+    return replace(legacy, before=PreviousTotals(clocks=legacy.before.clocks))
 
 
-def _watched_by_parent(node: Node, supervisor: Supervisor, ready: Ready) -> None:
+def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
     _Parent(node, supervisor, ready).watch()
 
 
 class _Parent:
     """Tells the process that started this one when to begin, and asks when to end."""
 
-    def __init__(self, node: Node, supervisor: Supervisor, ready: Ready) -> None:
+    def __init__(self, node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
         self._node = node
         self._supervisor = supervisor
-        self._ready: Ready | None = ready
+        self._ready: ServerReady | None = ready
         self._stopping = False
 
     def watch(self) -> None:
@@ -261,7 +261,7 @@ class _Parent:
             self._node.post(Received(sender=USER, incarnation=0, message=stop))
 
 
-def _spec(request: Request, supervisor: str, memory: str) -> bytes:
+def _spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
     """Return what the shards' processes are told: a job with no data and no replica."""
     layout = Layout.of(request.tensors, n_shards=request.n_shards)
     nothing = "none:none"  # a shard builds neither model nor data
@@ -278,7 +278,7 @@ def _spec(request: Request, supervisor: str, memory: str) -> bytes:
         source="server.toml",
         import_paths=(),
     )
-    spec = Spec(
+    spec = RoleSpec(
         job=msgspec.Raw(job.to_json()),
         run=request.run,
         supervisor=supervisor,
@@ -297,7 +297,7 @@ def _complain(text: str) -> None:
         sys.stderr.write(f"parameter server: {text}. It goes on without this log\n")
 
 
-def _say(ready: Ready) -> None:
+def _say(ready: ServerReady) -> None:
     text = json.dumps(cast("object", msgspec.to_builtins(ready)))
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

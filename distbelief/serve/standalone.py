@@ -34,12 +34,12 @@ from distbelief.protocol import Stop
 from distbelief.roles.role import USER, Received
 from distbelief.run.directory import RunDirectory
 from distbelief.serve.server import ServerAddress, parameter_specs
-from distbelief.serve.server_process import Ready, Request, serve
+from distbelief.serve.server_process import ServerReady, ServerRequest, serve
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.supervisor.view import SupervisorView
-from distbelief.transport.address import ANYWHERE, Place, own_number
-from distbelief.transport.config import Reach
-from distbelief.transport.node import Node
+from distbelief.supervisor.view import JobView
+from distbelief.transport.address import ANYWHERE, Endpoint, own_number
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
 
 
 TELL_SECONDS: Final = 30.0
@@ -50,7 +50,7 @@ Tell = Callable[[str], None]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ServeOptions:
     """What the user wants served.
 
     Attributes:
@@ -69,10 +69,12 @@ class Wanted:
     shard_copies: int
     shared_memory: bool
     snapshot_every: float
-    reach: Reach
+    reach: ListenConfig
 
 
-def stand(wanted: Wanted, directory: Path, *, tell: Tell, from_scratch: bool = False) -> str | None:
+def run_server(
+    wanted: ServeOptions, directory: Path, *, tell: Tell, from_scratch: bool = False
+) -> str | None:
     """Serve until Ctrl+C or SIGTERM; return what went wrong, if anything did.
 
     Args:
@@ -110,12 +112,14 @@ def _taken(directory: Path) -> RunDirectory:
     return RunDirectory.take(directory)
 
 
-def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell, from_scratch: bool) -> Request:
+def _request(
+    wanted: ServeOptions, run: RunDirectory, *, tell: Tell, from_scratch: bool
+) -> ServerRequest:
     """Return what is to be served: as before, if there was anything before."""
     parameters = list(wanted.model.parameters())
     specs = tuple(parameter_specs(parameters))
     initial = run.path.absolute() / "initial.safetensors"
-    request = Request(
+    request = ServerRequest(
         tensors=specs,
         initial_file=str(initial),
         rule=wanted.rule,
@@ -148,7 +152,7 @@ def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell, from_scratch: boo
     return request
 
 
-def _gone_on(request: Request, before: Request) -> Request:
+def _gone_on(request: ServerRequest, before: ServerRequest) -> ServerRequest:
     """Return what is to be served, under the name and by the secret from before."""
     reach, secret = request.reach, before.reach.secret
     if reach.secret and secret:
@@ -156,9 +160,9 @@ def _gone_on(request: Request, before: Request) -> Request:
     return msgspec.structs.replace(request, run=before.run or request.run, reach=reach)
 
 
-def _read(file: Path) -> Request:
+def _read(file: Path) -> ServerRequest:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Request)
+        return msgspec.json.decode(file.read_bytes(), type=ServerRequest)
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -168,7 +172,7 @@ def _read(file: Path) -> Request:
         ) from None
 
 
-def _check_same(now: Request, before: Request, *, directory: Path) -> None:
+def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
     for what, was, wanted in (
         ("model", _shapes(before), _shapes(now)),
         ("rule", before.rule, now.rule),
@@ -182,7 +186,7 @@ def _check_same(now: Request, before: Request, *, directory: Path) -> None:
             )
 
 
-def _shapes(request: Request) -> list[tuple[int, ...]]:
+def _shapes(request: ServerRequest) -> list[tuple[int, ...]]:
     return [tuple(spec.shape) for spec in request.tensors]
 
 
@@ -190,7 +194,7 @@ def _shapes(request: Request) -> list[tuple[int, ...]]:
 class _Terminal:
     """Says where the server is and how it goes, and ends it at Ctrl+C."""
 
-    def __init__(self, request: Request, *, tell: Tell) -> None:
+    def __init__(self, request: ServerRequest, *, tell: Tell) -> None:
         self._request = request
         self._screen = Writer("screen", tell=tell)
         self._say = tell
@@ -199,7 +203,7 @@ class _Terminal:
         self._n_pushes = 0
         self._is_ready = False
 
-    def watch(self, node: Node, supervisor: Supervisor, ready: Ready) -> None:
+    def watch(self, node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
         """Run the node until it ends."""
         with caught_signals() as caught:
 
@@ -217,7 +221,7 @@ class _Terminal:
         """Say it, in a thread: nobody may be reading the terminal."""
         self._screen.write(partial(self._say, text))
 
-    def _tick(self, supervisor: Supervisor, ready: Ready) -> None:
+    def _tick(self, supervisor: Supervisor, ready: ServerReady) -> None:
         now = time.monotonic()
         view = supervisor.view(now)
         supervisor.take_records()
@@ -234,9 +238,9 @@ class _Terminal:
             pushes = formatting.count(view.pushes_applied)
             self._tell(f"{_workers(view)}, {pushes} pushes applied")
 
-    def _lines(self, ready: Ready) -> list[str]:
+    def _lines(self, ready: ServerReady) -> list[str]:
         """Return what a user needs to know to begin."""
-        place = Place.parse(ready.endpoint)
+        place = Endpoint.parse(ready.endpoint)
         is_anywhere = place.host == ANYWHERE
         request = self._request
         address = ServerAddress(
@@ -265,7 +269,7 @@ class _Terminal:
         return lines
 
 
-def _workers(view: SupervisorView) -> str:
+def _workers(view: JobView) -> str:
     """Return how many there are now: who is silent for long is away."""
     heard = [role for role in view.roles if role.last_heartbeat_age is not None]
     n = sum(role.name.startswith("worker-") for role in heard)

@@ -36,10 +36,10 @@ from distbelief.simulation.faults import (
     TornSnapshot,
 )
 from distbelief.simulation.machines import ClusterOptions, blocks_of
-from distbelief.simulation.processes import Life
+from distbelief.simulation.processes import SimulatedProcess
 from distbelief.simulation.storage import Disk, HostMemory
 from distbelief.simulation.trace import Trace, Traffic
-from distbelief.simulation.world import Builder, Counts, Observer, Streams, World
+from distbelief.simulation.world import Builder, Counts, Observer, RandomStreams, World
 
 
 N_EVENTS_MAX = 1_000_000  # of one `run`
@@ -212,7 +212,7 @@ class SimulatedCluster:
         return self._world.disk
 
     @property
-    def streams(self) -> Streams:
+    def streams(self) -> RandomStreams:
         """The random streams; `user` is the test's own."""
         return self._world.streams
 
@@ -255,7 +255,7 @@ class SimulatedCluster:
         """Let `fault` happen at its time."""
         self._world.agenda.at(fault.at, partial(self._begin, fault))
 
-    def _life(self, name: Address) -> Life:
+    def _life(self, name: Address) -> SimulatedProcess:
         try:
             return self._lives.newest[name]
         except KeyError:
@@ -295,7 +295,7 @@ class SimulatedCluster:
                 life.restart_after = fault.seconds if fault.restarts else None
                 self._lives.end(life, f"its machine is away until {back_at!r}")
 
-    def _begin_for(self, life: Life, fault: Kill | Pause | Supersede) -> None:
+    def _begin_for(self, life: SimulatedProcess, fault: Kill | Pause | Supersede) -> None:
         match fault:
             case Kill():
                 self._begin_kill(life, fault)
@@ -306,7 +306,7 @@ class SimulatedCluster:
             case _:
                 assert_never(fault)
 
-    def _begin_kill(self, life: Life, fault: Kill) -> None:
+    def _begin_kill(self, life: SimulatedProcess, fault: Kill) -> None:
         life.tears, life.restart_after = fault.tears, fault.restart_after
         if fault.after_actions is None:
             self._lives.end(life, "killed")
@@ -316,7 +316,7 @@ class SimulatedCluster:
             disarm = partial(self._disarm, life)
             self._world.agenda.at(self.now + fault.restart_after, disarm)
 
-    def _disarm(self, life: Life) -> None:
+    def _disarm(self, life: SimulatedProcess) -> None:
         life.last_actions = life.restart_after = None
 
 

@@ -14,8 +14,8 @@ from typing import final
 
 import msgspec
 
-from distbelief.roles.role import Computed, Event, Lane, Received, Seconds, TimerFired
-from distbelief.simulation.event_queue import Agenda, Call
+from distbelief.roles.role import Computed, Event, Executor, Received, Seconds, TimerFired
+from distbelief.simulation.event_queue import Call, EventQueue
 
 
 # Processors: the roles of one host share its cores, and its way to memory.
@@ -88,10 +88,10 @@ class Job(msgspec.Struct, eq=False):
 
 @final
 @dataclass(slots=True, eq=False)
-class Sharing:
+class ProcessorSharing:
     """The works under way on one host."""
 
-    agenda: Agenda
+    agenda: EventQueue
     processor: Processor
     _jobs: list[Job] = field(default_factory=list)
     _since: Seconds = 0.0
@@ -189,7 +189,7 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handling:
+class EventCost:
     """What events take of the process that handles them.
 
     Attributes:
@@ -222,7 +222,7 @@ def label_of(event: Event) -> str:
 
 
 @final
-class Desk:
+class EventLoop:
     """The events of one life of a role.
 
     Args:
@@ -234,8 +234,8 @@ class Desk:
 
     def __init__(
         self,
-        sharing: Sharing,
-        handling: Handling,
+        sharing: ProcessorSharing,
+        handling: EventCost,
         handle: Callable[[Event], None],
         *,
         slowness: Callable[[], float],
@@ -321,7 +321,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     cut_short: Call = _nothing  # the process was killed meanwhile
 
 
-class Lanes:
+class Executors:
     """The lanes of one life of one role.
 
     Args:
@@ -331,18 +331,18 @@ class Lanes:
     """
 
     def __init__(
-        self, agenda: Agenda, sharing: Sharing | None = None, *, begins: Seconds = 0.0
+        self, agenda: EventQueue, sharing: ProcessorSharing | None = None, *, begins: Seconds = 0.0
     ) -> None:
         self._agenda = agenda
         self._sharing = sharing
         self._begins = begins
-        self._jobs: dict[Lane, Job] = {}  # of a shared host
+        self._jobs: dict[Executor, Job] = {}  # of a shared host
         self._held_until: Seconds = 0.0
-        self._queues: dict[Lane, deque[Work]] = {lane: deque() for lane in Lane}
-        self._began: dict[Lane, Seconds] = {}
-        self._ends: dict[Lane, Seconds] = {}  # of the first in each busy queue
+        self._queues: dict[Executor, deque[Work]] = {lane: deque() for lane in Executor}
+        self._began: dict[Executor, Seconds] = {}
+        self._ends: dict[Executor, Seconds] = {}  # of the first in each busy queue
 
-    def add(self, lane: Lane, work: Work) -> None:
+    def add(self, lane: Executor, work: Work) -> None:
         """Do `work` after all that was added to this lane before."""
         queue = self._queues[lane]
         queue.append(work)
@@ -375,7 +375,7 @@ class Lanes:
             for work in running:
                 work.cut_short()
 
-    def _wake(self, lane: Lane, work: Work) -> None:
+    def _wake(self, lane: Executor, work: Work) -> None:
         """Begin what a lane was handed when it slept."""
         queue = self._queues[lane]
         if not queue or queue[0] is not work:
@@ -385,7 +385,7 @@ class Lanes:
         else:
             self._begin(lane, wakes=True)
 
-    def _begin(self, lane: Lane, *, wakes: bool) -> None:
+    def _begin(self, lane: Executor, *, wakes: bool) -> None:
         work = self._queues[lane][0]
         work.begin()
         self._began[lane] = self._agenda.now
@@ -399,7 +399,7 @@ class Lanes:
         self._ends[lane] = self._agenda.now + work.seconds()
         self._agenda.at(self._ends[lane], partial(self._end, lane))
 
-    def _end(self, lane: Lane) -> None:
+    def _end(self, lane: Executor) -> None:
         ends = self._ends.get(lane)
         if ends is None:
             return  # closed meanwhile
@@ -409,7 +409,7 @@ class Lanes:
         del self._ends[lane]
         self._finish(lane)
 
-    def _end_shared(self, lane: Lane) -> None:
+    def _end_shared(self, lane: Executor) -> None:
         del self._jobs[lane]
         self._finish(lane)
 
@@ -426,7 +426,7 @@ class Lanes:
             for job in self._jobs.values():
                 self._sharing.hold(job, held=False)
 
-    def _finish(self, lane: Lane) -> None:
+    def _finish(self, lane: Executor) -> None:
         queue = self._queues[lane]
         work = queue[0]  # stays there, so that what it calls for waits its turn
         work.end(self._agenda.now - self._began[lane])

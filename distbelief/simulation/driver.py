@@ -13,15 +13,15 @@ from typing import assert_never
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles.role import (
     Action,
+    AssignName,
     CancelTimer,
     Compute,
     Computed,
     Connect,
     Cost,
-    Entrust,
     Event,
-    Halt,
-    Lane,
+    Executor,
+    Exit,
     Launch,
     Persist,
     Persisted,
@@ -35,17 +35,17 @@ from distbelief.roles.role import (
 )
 from distbelief.simulation.cpu import Demand, Work
 from distbelief.simulation.machines import ONE
-from distbelief.simulation.network import Encoded, Network, Packet, PassedOn, Post
-from distbelief.simulation.processes import Life, Lives
+from distbelief.simulation.network import Encoded, MessageSizing, Network, Packet, PassedOn
+from distbelief.simulation.processes import ProcessTable, SimulatedProcess
 from distbelief.simulation.storage import NO_SPACE, checksums, size_of
-from distbelief.simulation.world import Happening, World
+from distbelief.simulation.world import HandledEvent, World
 
 
 class Driver:
     """What `distbelief.transport.node` is to one real role, for all roles of a simulation."""
 
     def __init__(self, world: World) -> None:
-        self.lives = Lives(world, self.deliver, self._handle)
+        self.lives = ProcessTable(world, self.deliver, self._handle)
         self._lives = self.lives.known
         self.network = Network(world.agenda, world.streams, deliver=self._arrive, lose=self._lose)
         self._world = world
@@ -55,18 +55,18 @@ class Driver:
         self._observers, self._checks = world.observers, world.checks
         self._counts = world.counts
         run = f"simulation-{world.seed}"
-        self._post: Post = Encoded(run) if world.options.codec else PassedOn(run)
+        self._post: MessageSizing = Encoded(run) if world.options.codec else PassedOn(run)
 
     # -------------------------------------------------------------------- events
 
-    def deliver(self, life: Life, event: Event) -> None:
+    def deliver(self, life: SimulatedProcess, event: Event) -> None:
         """Let a life handle an event: now, when it comes to it, or after its pause."""
         if life.desk is None:
             self._handle(life, event)
         elif life.alive:
             life.desk.add(event)
 
-    def _handle(self, life: Life, event: Event) -> None:
+    def _handle(self, life: SimulatedProcess, event: Event) -> None:
         if not life.alive:
             return
         if life.paused_until is not None:
@@ -87,8 +87,8 @@ class Driver:
         for check in self._checks:
             check()
 
-    def _observe(self, life: Life, event: Event, actions: Sequence[Action]) -> None:
-        happening = Happening(
+    def _observe(self, life: SimulatedProcess, event: Event, actions: Sequence[Action]) -> None:
+        happening = HandledEvent(
             name=life.name,
             incarnation=life.incarnation,
             role=life.role,
@@ -98,7 +98,7 @@ class Driver:
         for observer in self._world.observers:
             observer(happening)
 
-    def _answer_to(self, life: Life, error: Exception) -> Sequence[Action]:
+    def _answer_to(self, life: SimulatedProcess, error: Exception) -> Sequence[Action]:
         """Return what a role that raised this is taken to have asked for."""
         match error:
             case RemoteProtocolError():
@@ -108,11 +108,11 @@ class Driver:
             case LocalProtocolError():
                 raise error  # a bug: it must not merely halt, and be restarted
             case DistBeliefError():
-                return (Halt(error=f"{type(error).__name__}: {error}"),)
+                return (Exit(error=f"{type(error).__name__}: {error}"),)
             case _:
                 raise self._blame(life, error) from error
 
-    def _blame(self, life: Life, error: Exception) -> Exception:
+    def _blame(self, life: SimulatedProcess, error: Exception) -> Exception:
         return self._world.failure(
             f"{life.name}#{life.incarnation} raised {type(error).__name__}: {error}"
         )
@@ -138,7 +138,7 @@ class Driver:
         else:
             self._lose(packet, "nobody there")
 
-    def _hand_over(self, life: Life, event: Received, n_bytes: float) -> None:
+    def _hand_over(self, life: SimulatedProcess, event: Received, n_bytes: float) -> None:
         """Deliver a message once its process has dealt with those before.
 
         What it takes itself delays those behind it, and is part of its latency. Such a
@@ -165,7 +165,7 @@ class Driver:
 
     # ------------------------------------------------------------------- actions
 
-    def _perform_all(self, life: Life, actions: Sequence[Action]) -> int:
+    def _perform_all(self, life: SimulatedProcess, actions: Sequence[Action]) -> int:
         """Perform them as long as it lives; return how many that was."""
         n_last, n_performed = life.last_actions, 0
         for action in actions if n_last is None else actions[:n_last]:
@@ -180,7 +180,7 @@ class Driver:
             self.lives.end(life, f"killed after {n_last} actions of this event")
         return n_performed
 
-    def _perform(self, life: Life, action: Action) -> None:
+    def _perform(self, life: SimulatedProcess, action: Action) -> None:
         match action:
             case Send():
                 self._send(life, action)
@@ -196,7 +196,9 @@ class Driver:
                 self._perform_rare(life, action)
 
     def _perform_rare(
-        self, life: Life, action: Report | Connect | Launch | Entrust | Terminate | Halt
+        self,
+        life: SimulatedProcess,
+        action: Report | Connect | Launch | AssignName | Terminate | Exit,
     ) -> None:
         match action:
             case Report():
@@ -207,17 +209,17 @@ class Driver:
                 self.lives.connect(life, action.peer, action.incarnation)
             case Launch():
                 self.lives.launch(action.name, incarnation=action.incarnation, launcher=life)
-            case Entrust():
+            case AssignName():
                 pass  # in a simulation everybody is who he says
             case Terminate():
                 self.lives.terminate(action.name, f"terminated by {life.name}")
-            case Halt():
+            case Exit():
                 life.halted, life.error = True, action.error
                 self.lives.end(life, f"halted: {action.error or 'as planned'}")
             case _:
                 assert_never(action)
 
-    def _send(self, life: Life, action: Send) -> None:
+    def _send(self, life: SimulatedProcess, action: Send) -> None:
         post, receiver = self._post, action.receiver
         payload = post.sent(action, sender=life.name, incarnation=life.incarnation)
         path = life.paths.get(receiver) or self.lives.path(life, receiver)
@@ -230,7 +232,7 @@ class Driver:
         n_bytes = header + round(arrays * path.frame_scale) if arrays else header
         self.network.send(path, payload, n_bytes)
 
-    def _compute(self, life: Life, action: Compute) -> None:
+    def _compute(self, life: SimulatedProcess, action: Compute) -> None:
         machine, cost = life.machine, action.cost
         if life.scale is not ONE:
             cost = life.scale.of(cost, action.lane)
@@ -248,12 +250,12 @@ class Driver:
             return modelled * self._world.slowness(life.name)
 
         def demand(seconds: Seconds) -> Demand:
-            threads = machine.threads if action.lane is Lane.COMPUTE else 1
+            threads = machine.threads if action.lane is Executor.COMPUTE else 1
             slowness = self._world.slowness(life.name)  # it leaves more to the others
             return machine.demand(cost, seconds, threads / slowness)
 
         def end(seconds: Seconds) -> None:
-            if action.lane is Lane.COMPUTE:
+            if action.lane is Executor.COMPUTE:
                 busy = self._world.busy
                 busy[life.name] = busy.get(life.name, 0.0) + seconds
             result: object = None
@@ -267,14 +269,14 @@ class Driver:
 
         life.lanes.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
 
-    def _answer(self, life: Life, answer: Computed | Persisted) -> None:
+    def _answer(self, life: SimulatedProcess, answer: Computed | Persisted) -> None:
         """Let a life handle what its lane has done, once it has woken up."""
         if life.desk is None:
             self._handle(life, answer)
         elif life.alive:
             life.desk.answer(answer)
 
-    def _persist(self, life: Life, snapshot: Snapshot) -> None:
+    def _persist(self, life: SimulatedProcess, snapshot: Snapshot) -> None:
         world = self._world
         sums: dict[str, int] = {}
 
@@ -302,4 +304,4 @@ class Driver:
                 world.disk.save(life.name, snapshot, whole=False)
 
         work = Work(seconds=seconds, begin=begin, end=end, cut_short=cut_short)
-        life.lanes.add(Lane.COMPUTE, work)
+        life.lanes.add(Executor.COMPUTE, work)

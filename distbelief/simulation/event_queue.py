@@ -25,7 +25,7 @@ from distbelief.roles.role import Seconds
 Call = Callable[[], None]
 
 
-class Agenda:
+class EventQueue:
     """A virtual clock and the calls due on it.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Timer(msgspec.Struct, eq=False):
 class Timers:
     """Calls `fire(name)` when a timer comes due."""
 
-    def __init__(self, agenda: Agenda, fire: Callable[[str], None]) -> None:
+    def __init__(self, agenda: EventQueue, fire: Callable[[str], None]) -> None:
         self._agenda = agenda
         self._fire = fire
         self._timers: dict[str, _Timer] = {}

@@ -2,7 +2,7 @@
 
 A schedule of faults is a tuple of these; `random_faults` draws one. Everything it draws
 has healed by its horizon, so that a test can ask for progress afterwards. Faults of
-messages throw dice of their own (`Streams.faults`): adding one moves no other
+messages throw dice of their own (`RandomStreams.faults`): adding one moves no other
 random number.
 """
 

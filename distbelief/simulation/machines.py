@@ -13,8 +13,8 @@ from distbelief.core.vectors import n_blocks
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import shard_of
-from distbelief.roles.role import Address, Cost, Lane, Seconds
-from distbelief.simulation.cpu import Demand, Handling, Processor
+from distbelief.roles.role import Address, Cost, Executor, Seconds
+from distbelief.simulation.cpu import Demand, EventCost, Processor
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.topology import WITHIN_HOST, Fabric, Link
 
@@ -44,7 +44,7 @@ class Machine:
     handling_bytes_per_second: float = math.inf
     # What each event, of whatever kind, takes of a core of a host that has a processor;
     # then the two above are of no account.
-    handling: Handling | None = None
+    handling: EventCost | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -116,7 +116,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class CostScale:
     """By what the figures of one role are multiplied.
 
     Attributes:
@@ -137,9 +137,9 @@ class Scale:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"a scale's {name} is {getattr(self, name)}; use 0 or more")
 
-    def of(self, cost: Cost, lane: Lane) -> Cost:
+    def of(self, cost: Cost, lane: Executor) -> Cost:
         """Return the cost of the large task's work."""
-        if lane is Lane.DATA:  # whatever that is counted in
+        if lane is Executor.DATA:  # whatever that is counted in
             flops = n_bytes = waiting = self.data_bytes
         else:
             flops, n_bytes, waiting = self.flops, self.n_bytes, 1.0
@@ -148,10 +148,10 @@ class Scale:
         )
 
 
-ONE: Final = Scale()
+ONE: Final = CostScale()
 
 
-def frame_scale(scales: Mapping[Address, Scale], sender: Address, receiver: Address) -> float:
+def frame_scale(scales: Mapping[Address, CostScale], sender: Address, receiver: Address) -> float:
     """Return by what the array bytes of a message between these two are multiplied."""
     if not scales:
         return 1.0
@@ -161,7 +161,7 @@ def frame_scale(scales: Mapping[Address, Scale], sender: Address, receiver: Addr
 
 def scales_for(
     small: Layout, large: Layout, names: Mapping[Address, float], *, data_bytes: float = 1.0
-) -> dict[Address, Scale]:
+) -> dict[Address, CostScale]:
     """Return the scales of a job whose roles work on a small net.
 
     Args:
@@ -183,12 +183,12 @@ def scales_for(
     sizes = [(_bytes(small, k), _bytes(large, k)) for k in range(small.n_shards)]
     whole = sum(n for _, n in sizes) / max(1, sum(m for m, _ in sizes))
     scales = {
-        name: Scale(flops=flops, n_bytes=whole, data_bytes=data_bytes, frame_bytes=whole)
+        name: CostScale(flops=flops, n_bytes=whole, data_bytes=data_bytes, frame_bytes=whole)
         for name, flops in names.items()
     }
     for k, (m, n) in enumerate(sizes):
         ratio = n / max(1, m)
-        shard = Scale(flops=ratio, n_bytes=ratio, frame_bytes=ratio)
+        shard = CostScale(flops=ratio, n_bytes=ratio, frame_bytes=ratio)
         scales[Address(f"shard-{k}")] = shard
     return scales
 
@@ -218,7 +218,7 @@ def blocks_of(n_bytes: int | None) -> Iterator[None]:
         vectors.BLOCK_BYTES = before
 
 
-def scale_of(scales: Mapping[Address, Scale], name: Address) -> Scale:
+def scale_of(scales: Mapping[Address, CostScale], name: Address) -> CostScale:
     """Return the scale of a role; both copies of a shard have one."""
     return scales.get(name) or scales.get(shard_of(name)) or ONE
 
@@ -243,7 +243,7 @@ class ClusterOptions:
     # of its own. Links within a host are no part of the fabric.
     fabric: Fabric | None = None
     processors: Mapping[str, Processor] = field(default_factory=dict)  # by host
-    scales: Mapping[Address, Scale] = field(default_factory=dict)
+    scales: Mapping[Address, CostScale] = field(default_factory=dict)
     block_bytes: int | None = None  # if not as usual: see `scales.block_bytes_for`
     faults: tuple[Fault, ...] = ()
     # Who begins at time 0: None is everybody; the rest wait to be launched.

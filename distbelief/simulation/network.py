@@ -16,23 +16,23 @@ import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol import (
-    Acknowledge,
-    Credit,
     Fetch,
+    FetchAck,
     Message,
     ParameterBlock,
     Push,
+    PushApplied,
     PushBlock,
-    PushCredit,
+    PushBlockAck,
     StateBlock,
-    Transfer,
+    TransferBlock,
 )
-from distbelief.protocol.codec import Frame, Wire
+from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import Address, Received, Seconds, Send
-from distbelief.simulation.event_queue import Agenda
+from distbelief.simulation.event_queue import EventQueue
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, MessageFault, NetworkFault
 from distbelief.simulation.topology import Path, Port
-from distbelief.simulation.world import Streams, draws
+from distbelief.simulation.world import RandomStreams, draws
 
 
 # The simulated network: carries messages along paths, subject to faults.
@@ -69,8 +69,8 @@ class Network:
 
     def __init__(
         self,
-        agenda: Agenda,
-        streams: Streams,
+        agenda: EventQueue,
+        streams: RandomStreams,
         *,
         deliver: Callable[[Packet], None],
         lose: Callable[[Packet, str], None],
@@ -193,7 +193,17 @@ class Network:
 
 
 _ALIKE: Final = frozenset(
-    {Acknowledge, Credit, Fetch, ParameterBlock, Push, PushBlock, PushCredit, StateBlock, Transfer}
+    {
+        PushApplied,
+        FetchAck,
+        Fetch,
+        ParameterBlock,
+        Push,
+        PushBlock,
+        PushBlockAck,
+        StateBlock,
+        TransferBlock,
+    }
 )
 
 
@@ -206,7 +216,7 @@ _ARRAYS: Final[Mapping[type[Message], str]] = {
 """The field of each message that is an array: no message has more than one."""
 
 
-class Post(Protocol):
+class MessageSizing(Protocol):
     """How messages travel.
 
     Attributes:
@@ -233,7 +243,7 @@ class Encoded:
     """
 
     def __init__(self, run: str) -> None:
-        self._wire = Wire(run=run)
+        self._wire = Codec(run=run)
         self.size = (0, 0)
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
@@ -280,7 +290,7 @@ class PassedOn:
     """
 
     def __init__(self, run: str) -> None:
-        self._wire = Wire(run=run)
+        self._wire = Codec(run=run)
         self._headers: dict[type[Message], int] = {}
         self.size = (0, 0)
 

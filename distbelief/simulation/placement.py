@@ -207,7 +207,7 @@ N_DRAWN_MAX: Final = 1_000_000
 Absence = tuple[Seconds, int, Seconds]  # from when, which machine, for how long
 
 
-def absences(
+def drawn_outages(
     cluster: Cluster,
     placement: Mapping[Address, Place],
     *,

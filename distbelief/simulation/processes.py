@@ -23,9 +23,9 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.simulation.cpu import Desk, Lanes
+from distbelief.simulation.cpu import EventLoop, Executors
 from distbelief.simulation.event_queue import Call, Timers
-from distbelief.simulation.machines import Machine, Scale, frame_scale, scale_of
+from distbelief.simulation.machines import CostScale, Machine, frame_scale, scale_of
 from distbelief.simulation.storage import HostMemory, LentMemory
 from distbelief.simulation.topology import Path
 from distbelief.simulation.world import World
@@ -35,21 +35,21 @@ N_ASTRAY_MAX = 1000  # messages for one life to come; ZeroMQ's queues end there 
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Life:
+class SimulatedProcess:
     """One incarnation of one role, and all that dies with it."""
 
     name: Address
     incarnation: int
     role: Role
     machine: Machine
-    scale: Scale
+    scale: CostScale
     memory: LentMemory
-    lanes: Lanes
+    lanes: Executors
     timers: Timers
-    launcher: "Life | None"
+    launcher: "SimulatedProcess | None"
     paths: dict[Address, Path] = field(default_factory=dict)
     alive: bool = True
-    desk: Desk | None = None  # what it has to handle, if that takes any time
+    desk: EventLoop | None = None  # what it has to handle, if that takes any time
     paused_until: Seconds | None = None
     waiting: list[Event] = field(default_factory=list)  # while paused
     handles_slowly: bool = False  # its process is busy with messages
@@ -67,14 +67,14 @@ class _Launch:
 
     name: Address
     incarnation: int
-    launcher: Life
+    launcher: SimulatedProcess
     cancelled: str | None = None  # why
 
 
-Deliver = Callable[[Life, Event], None]
+Deliver = Callable[[SimulatedProcess, Event], None]
 
 
-class Lives:
+class ProcessTable:
     """All lives of a simulated cluster, past and present.
 
     Attributes:
@@ -83,8 +83,8 @@ class Lives:
     """
 
     def __init__(self, world: World, deliver: Deliver, handle: Deliver) -> None:
-        self.newest: dict[Address, Life] = {}
-        self.known: dict[tuple[Address, int], Life] = {}
+        self.newest: dict[Address, SimulatedProcess] = {}
+        self.known: dict[tuple[Address, int], SimulatedProcess] = {}
         self._world = world
         self._deliver = deliver
         self._handle = handle  # at once
@@ -107,7 +107,11 @@ class Lives:
     # --------------------------------------------------------------------- start
 
     def start(
-        self, name: Address, *, incarnation: int | None = None, launcher: Life | None = None
+        self,
+        name: Address,
+        *,
+        incarnation: int | None = None,
+        launcher: SimulatedProcess | None = None,
     ) -> None:
         """Begin a new life of `name`; by default its incarnation is the next one."""
         number = self._next_incarnation(name, incarnation)
@@ -125,7 +129,7 @@ class Lives:
         sharing = self._world.sharings.get(machine.host)
         handling = machine.handling if sharing is not None else None
         begins = 0.0 if handling is None else handling.begins
-        life = Life(
+        life = SimulatedProcess(
             name=name,
             incarnation=number,
             role=role,
@@ -133,12 +137,12 @@ class Lives:
             scale=scale_of(options.scales, name),
             handles_slowly=machine.handles_slowly,
             memory=memory,
-            lanes=Lanes(agenda, sharing, begins=begins),
+            lanes=Executors(agenda, sharing, begins=begins),
             timers=Timers(agenda, lambda timer: self._fire(life, timer)),
             launcher=launcher,
         )
         if handling is not None and sharing is not None:
-            life.desk = Desk(
+            life.desk = EventLoop(
                 sharing,
                 handling,
                 partial(self._handle, life),
@@ -161,7 +165,7 @@ class Lives:
             if path is not None and path.incarnation != incarnation:
                 del life.paths[name]
 
-    def launch(self, name: Address, *, incarnation: int, launcher: Life) -> None:
+    def launch(self, name: Address, *, incarnation: int, launcher: SimulatedProcess) -> None:
         """Begin a new life of `name` as soon as its process has started."""
         launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
         self._launches.append(launch)
@@ -206,7 +210,7 @@ class Lives:
         return number
 
     def _stillborn(
-        self, name: Address, number: int, launcher: Life | None, error: Exception
+        self, name: Address, number: int, launcher: SimulatedProcess | None, error: Exception
     ) -> None:
         reason = f"could not be built: {error}"
         if launcher is None:
@@ -214,10 +218,10 @@ class Lives:
         self._world.note(name, number, reason)
         self._tell(launcher, name, number, reason)
 
-    def _fire(self, life: Life, timer: str) -> None:
+    def _fire(self, life: SimulatedProcess, timer: str) -> None:
         self._deliver(life, TimerFired(name=timer))
 
-    def _introduce(self, life: Life) -> None:
+    def _introduce(self, life: SimulatedProcess) -> None:
         joined = PeerJoined(peer=life.name, incarnation=life.incarnation)
         acquainted = self._world.options.acquainted
         others = [other for other in self.newest.values() if other is not life]
@@ -229,8 +233,8 @@ class Lives:
 
     # ----------------------------------------------------------------------- end
 
-    def end(self, life: Life, reason: str) -> None:
-        """End a life: by its own `Halt` (what it sent still leaves), or by force."""
+    def end(self, life: SimulatedProcess, reason: str) -> None:
+        """End a life: by its own `Exit` (what it sent still leaves), or by force."""
         if not life.alive:
             return
         self._world.note(life.name, life.incarnation, reason)
@@ -251,7 +255,7 @@ class Lives:
             agenda = self._world.agenda
             agenda.at(agenda.now + life.restart_after, partial(self._succeed, life))
 
-    def _succeed(self, life: Life) -> None:
+    def _succeed(self, life: SimulatedProcess) -> None:
         if self._waits_for_machine(life.name, partial(self._succeed, life)):
             return
         if self.newest[life.name] is life:
@@ -266,7 +270,9 @@ class Lives:
             if life.name == name:
                 self.end(life, reason)
 
-    def _tell(self, launcher: Life, name: Address, incarnation: int, reason: str) -> None:
+    def _tell(
+        self, launcher: SimulatedProcess, name: Address, incarnation: int, reason: str
+    ) -> None:
         lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
         agenda = self._world.agenda
         agenda.at(
@@ -275,7 +281,7 @@ class Lives:
 
     # --------------------------------------------------------------------- pause
 
-    def pause(self, life: Life, seconds: Seconds) -> None:
+    def pause(self, life: SimulatedProcess, seconds: Seconds) -> None:
         """Let a life stand still: its events wait, its work ends later."""
         agenda = self._world.agenda
         until = agenda.now + seconds
@@ -289,7 +295,7 @@ class Lives:
         life.paused_until = until
         agenda.at(until, partial(self._resume, life))
 
-    def _resume(self, life: Life) -> None:
+    def _resume(self, life: SimulatedProcess) -> None:
         if life.paused_until is None or life.paused_until > self._world.agenda.now:
             return  # paused again, for longer
         life.paused_until = None
@@ -309,14 +315,14 @@ class Lives:
             held = self._astray.setdefault(name, deque(maxlen=N_ASTRAY_MAX))
             held.append(event)
 
-    def connect(self, life: Life, peer: Address, incarnation: int) -> Path:
+    def connect(self, life: SimulatedProcess, peer: Address, incarnation: int) -> Path:
         """Let what `life` sends to `peer` go to this incarnation of it."""
         path = life.paths.get(peer)
         if path is None or path.incarnation != incarnation:
             path = life.paths[peer] = self._new_path(life, peer, incarnation)
         return path
 
-    def _new_path(self, life: Life, peer: Address, incarnation: int) -> Path:
+    def _new_path(self, life: SimulatedProcess, peer: Address, incarnation: int) -> Path:
         world, ends = self._world, (life.name, peer)
         options = world.options
         path = Path(
@@ -333,7 +339,7 @@ class Lives:
         path.tally = world.tallies.setdefault(ends, [0, 0])
         return path
 
-    def path(self, life: Life, receiver: Address) -> Path | None:
+    def path(self, life: SimulatedProcess, receiver: Address) -> Path | None:
         """Return the connection to `receiver`, or None if there is none."""
         introduced = self._world.options.introduce
         known = life.paths.get(receiver)

@@ -70,7 +70,7 @@ def message_text(message: Message) -> str:
     fields = []
     for name in kind.__struct_fields__:
         value = getattr(message, name)
-        text = repr(value) if type(value) in _PLAIN else brief(value, depth=1)
+        text = repr(value) if type(value) in _PLAIN else stable_repr(value, depth=1)
         fields.append(f"{name}={text if len(text) <= TEXT_MAX else _cut(text)}")
     text = f"{kind.__name__}({', '.join(fields)})"
     return text if len(text) <= TEXT_MAX else _cut(text)
@@ -81,7 +81,7 @@ def crc(array: Vector) -> int:
     return zlib.crc32(array.tobytes())
 
 
-def brief(value: object, *, depth: int = 0) -> str:
+def stable_repr(value: object, *, depth: int = 0) -> str:
     """Return a short text of `value` that depends on its content alone."""
     if type(value) in _PLAIN:
         return _cut(repr(value))
@@ -120,11 +120,11 @@ def _content(event: Event) -> str:
             text = event.name
         case Computed():
             outcome = event.result if event.error is None else event.error
-            text = f"{event.name} {brief(outcome)}"
+            text = f"{event.name} {stable_repr(outcome)}"
         case Persisted():
             text = f"{event.label} {event.error or ''}"
         case Started():
-            text = brief(event.restored)
+            text = stable_repr(event.restored)
         case PeerJoined():
             text = f"{event.peer}#{event.incarnation}"
         case PeerLost():
@@ -137,17 +137,17 @@ def _content(event: Event) -> str:
 def _brief_composite(value: object, depth: int) -> str:
     kind = type(value)
     if isinstance(value, Mapping):
-        items = [f"{key}: {brief(item, depth=depth)}" for key, item in value.items()]
+        items = [f"{key}: {stable_repr(item, depth=depth)}" for key, item in value.items()]
         return f"{{{', '.join(items[:ITEMS_MAX])}}}"
     if isinstance(value, (tuple, list)):
-        texts = [brief(item, depth=depth) for item in value[:ITEMS_MAX]]
+        texts = [stable_repr(item, depth=depth) for item in value[:ITEMS_MAX]]
         return f"{len(value)}[{', '.join(texts)}]"
     if kind not in _names:
         _names[kind] = _declared(kind)
     names = _names[kind]
     if names is None:
         return kind.__name__  # its repr may hold an address
-    fields = [f"{name}={brief(getattr(value, name), depth=depth)}" for name in names]
+    fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]
     return f"{kind.__name__}({', '.join(fields)})"
 
 

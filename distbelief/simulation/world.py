@@ -9,8 +9,8 @@ import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.roles.role import Action, Address, Event, Received, Report, Role, Seconds
-from distbelief.simulation.cpu import Sharing
-from distbelief.simulation.event_queue import Agenda
+from distbelief.simulation.cpu import ProcessorSharing
+from distbelief.simulation.event_queue import EventQueue
 from distbelief.simulation.faults import Slow
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.storage import Disk
@@ -36,7 +36,7 @@ def draws(stream: np.random.Generator) -> Iterator[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Streams:
+class RandomStreams:
     """The generators of one simulation."""
 
     schedule: np.random.Generator  # how long work takes
@@ -46,18 +46,20 @@ class Streams:
     user: np.random.Generator  # what the test itself draws
 
     @staticmethod
-    def of(seed: int) -> "Streams":
+    def of(seed: int) -> "RandomStreams":
         """Return the streams of `seed`, in the order of the fields."""
         schedule, network, disk, faults, user = (
             np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)
         )
-        return Streams(schedule=schedule, network=network, disk=disk, faults=faults, user=user)
+        return RandomStreams(
+            schedule=schedule, network=network, disk=disk, faults=faults, user=user
+        )
 
 
 Builder = Callable[[Memory], Role]
 
 
-class Happening(msgspec.Struct, kw_only=True, eq=False):
+class HandledEvent(msgspec.Struct, kw_only=True, eq=False):
     """One event, as one life has handled it."""
 
     name: Address
@@ -67,7 +69,7 @@ class Happening(msgspec.Struct, kw_only=True, eq=False):
     actions: Sequence[Action]  # those that were performed: a kill may cut them short
 
 
-Observer = Callable[[Happening], None]
+Observer = Callable[[HandledEvent], None]
 
 N_REMEMBERED = 100_000  # reports, and messages to each outsider
 
@@ -88,14 +90,14 @@ class World:
     builders: Mapping[Address, Builder]
     seed: int
     options: ClusterOptions
-    streams: Streams
+    streams: RandomStreams
     trace: Trace
-    agenda: Agenda = field(default_factory=Agenda)
+    agenda: EventQueue = field(default_factory=EventQueue)
     disk: Disk = field(default_factory=Disk)
     counts: Counts = field(default_factory=Counts)
     slow: list[Slow] = field(default_factory=list)  # in force at present
     ports: Ports = field(default_factory=lambda: Ports(Fabric(cards={})))
-    sharings: Mapping[str, Sharing] = field(default_factory=dict)  # by host
+    sharings: Mapping[str, ProcessorSharing] = field(default_factory=dict)  # by host
     # Messages and bytes sent, by sender and receiver.
     tallies: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
     busy: dict[Address, Seconds] = field(default_factory=dict)  # compute lanes
@@ -111,12 +113,12 @@ class World:
     @staticmethod
     def of(builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions) -> "World":
         """Return a world in which nothing has happened yet."""
-        agenda = Agenda()
+        agenda = EventQueue()
         return World(
             builders=dict(builders),
             seed=seed,
             options=options,
-            streams=Streams.of(seed),
+            streams=RandomStreams.of(seed),
             trace=Trace(
                 n_kept=options.n_lines_kept,
                 full=options.full_trace,
@@ -125,7 +127,8 @@ class World:
             agenda=agenda,
             ports=Ports(options.fabric or Fabric(cards={})),
             sharings={
-                host: Sharing(agenda, processor) for host, processor in options.processors.items()
+                host: ProcessorSharing(agenda, processor)
+                for host, processor in options.processors.items()
             },
         )
 

@@ -5,7 +5,7 @@
     pool   left, less what all replicas hold
 
 A supervisor that only says `Stop` learns of progress late, and is heard late. So each
-replica has a bound (`Begin.samples`): it begins no step once it has so many. It holds
+replica has a bound (`StartTraining.samples`): it begins no step once it has so many. It holds
 half of its share of what is left, by its speed, and at least what it trains in a few
 seconds, up to its share: its bound is raised long before it gets there, even by a slow
 supervisor. At the end the pool runs dry, and all come to their bounds at about the same
@@ -17,10 +17,10 @@ If it goes on after all, its part is trained beyond the bound of the job.
 
 from typing import Final, final
 
-from distbelief.protocol import Begin
+from distbelief.protocol import StartTraining
 from distbelief.roles.role import Address
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
-from distbelief.supervisor.metrics import Figures
+from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.stop_rules import StopRules
 
 
@@ -43,7 +43,7 @@ class Allowances:
     """
 
     def __init__(
-        self, members: Membership, figures: Figures, *, stop: StopRules | None, batch_size: int
+        self, members: Membership, figures: JobMetrics, *, stop: StopRules | None, batch_size: int
     ) -> None:
         self._members = members
         self._figures = figures
@@ -54,22 +54,22 @@ class Allowances:
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # where the bound is to be raised
 
-    def begin(self, record: RoleRecord) -> Begin:
+    def begin(self, record: RoleRecord) -> StartTraining:
         """Return what a new life of a role is told: it holds nothing yet."""
         self._bounds.pop(record.name, None)
         self._raise(record)
         return self._message(record)
 
-    def after_progress(self, record: RoleRecord) -> Begin | None:
+    def after_progress(self, record: RoleRecord) -> StartTraining | None:
         """Return what a replica is told that has reported: a new bound, if any."""
         if not (record.begun and self._raise(record)):
             return None
         return self._message(record)
 
-    def again(self, record: RoleRecord) -> Begin | None:
+    def again(self, record: RoleRecord) -> StartTraining | None:
         """Return what a role that has begun is told at its heartbeat, if anything."""
         if self._total is None or record.kind != "replica":
-            return None if record.progressed else Begin()
+            return None if record.progressed else StartTraining()
         bound = self._bounds.get(record.name)
         if bound is not None and self._samples(record) >= bound:
             # It waits, and does not report again: its last report may be lost.
@@ -80,8 +80,8 @@ class Allowances:
             return None
         return self._message(record)
 
-    def _message(self, record: RoleRecord) -> Begin:
-        return Begin(samples=self._bounds.get(record.name))
+    def _message(self, record: RoleRecord) -> StartTraining:
+        return StartTraining(samples=self._bounds.get(record.name))
 
     def _samples(self, record: RoleRecord) -> int:
         """Return what it has trained in all its lives, by its latest word."""

@@ -1,6 +1,6 @@
 """Which copy of each shard leads, as the supervisor sees it.
 
-A shard with one copy is led by it. Of two copies, `Pairing` decides; what the other one
+A shard with one copy is led by it. Of two copies, `PrimaryElection` decides; what the other one
 does (`part`), and whether it could take over now (`survivor`, `answers`), is told here.
 A push is one push, however many shards it goes to and however many copies these have:
 it is applied if it is in the values of every shard, and lost if it was acknowledged and
@@ -13,7 +13,7 @@ from typing import Final, final
 
 from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
 from distbelief.parameter_server.replication import other_copy
-from distbelief.protocol import Alone, Lead, Whole
+from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.supervisor.membership import Membership, RoleRecord
 
@@ -57,7 +57,7 @@ goes would hold up its pushes again and again."""
 class Decision:
     """What the supervisor is to do now."""
 
-    sends: tuple[Send, ...] = ()  # each a `Lead`
+    sends: tuple[Send, ...] = ()  # each a `Promote`
     deposed: Address | None = None  # end it by force, and start it again
 
 
@@ -65,7 +65,7 @@ _NOTHING = Decision()
 
 
 @final
-class Pairing:
+class PrimaryElection:
     """Who leads one shard, and who is its second.
 
     Its methods tell it what happened; each may be called again with the same news. It
@@ -207,7 +207,7 @@ class Pairing:
 
     def _again(self) -> Decision:
         assert self.leader is not None
-        lead = Lead(
+        lead = Promote(
             pairing=self.number,
             receiver_incarnation=self._lives[self.leader],
             second=self.second or "",
@@ -232,7 +232,7 @@ TAKEOVER_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tally:
+class _PushCount:
     """The pushes that were in a shard's values, and those that are no more.
 
     They go on from leader to whole second. Who begins from a snapshot begins with the
@@ -260,7 +260,7 @@ class _Tally:
 
 
 @final
-class Pairs:
+class ShardFailover:
     """Of all shards.
 
     Args:
@@ -273,8 +273,8 @@ class Pairs:
         self, members: Membership, *, first: int = 1, clocks: Mapping[str, int] | None = None
     ) -> None:
         self._members = members
-        self._pairings: dict[Address, Pairing] = {}
-        self._tallies: dict[Address, _Tally] = {}
+        self._pairings: dict[Address, PrimaryElection] = {}
+        self._tallies: dict[Address, _PushCount] = {}
         # Whether who leads went on with all that was there, or began from a snapshot.
         self._goes_on: dict[Address, bool] = {}
         self._deposed: dict[Address, tuple[Address, int]] = {}  # the last: name, life
@@ -282,10 +282,10 @@ class Pairs:
             if record.name != record.shard:
                 continue
             clock = (clocks or {}).get(record.shard, 0)
-            self._tallies[record.shard] = _Tally(seen=clock)
+            self._tallies[record.shard] = _PushCount(seen=clock)
             other = members.get(other_copy(record.name))
             if other is not None:
-                self._pairings[record.shard] = Pairing(
+                self._pairings[record.shard] = PrimaryElection(
                     (record.name, other.name), first=first, takeover_seconds=TAKEOVER_SECONDS
                 )
 
@@ -383,26 +383,28 @@ class Pairs:
             self._goes_on[record.shard] = pairing.leader is not None
         return sends
 
-    def hear(self, record: RoleRecord, message: Alone | Whole, now: Seconds) -> Sequence[Send]:
+    def hear(
+        self, record: RoleRecord, message: BackupUnresponsive | BackupInSync, now: Seconds
+    ) -> Sequence[Send]:
         """A copy tells how it stands with the other one."""
         pairing = self._pairings.get(record.shard)
         if pairing is None:
             return []
         match message:
-            case Alone():
+            case BackupUnresponsive():
                 return pairing.alone(record.name, message.pairing, now).sends
-            case Whole():
+            case BackupInSync():
                 return pairing.whole(record.name, message.pairing, now).sends
 
-    def news(self, record: RoleRecord, message: Alone | Whole) -> str:
+    def news(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> str:
         """Return what is worth telling of this message, before it is heard."""
         pairing = self._pairings.get(record.shard)
         if pairing is None or message.pairing != pairing.number:
             return ""
         match message:
-            case Whole() if record.name == pairing.second and not pairing.is_whole:
+            case BackupInSync() if record.name == pairing.second and not pairing.is_whole:
                 return f"{record.label} holds all that its leader has acknowledged"
-            case Alone() if record.name == pairing.leader and pairing.second:
+            case BackupUnresponsive() if record.name == pairing.leader and pairing.second:
                 other = pairing.second.replace("-", " ")
                 return f"{other} does not answer {record.label}, which goes on alone"
             case _:

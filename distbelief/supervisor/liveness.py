@@ -4,7 +4,7 @@ from typing import Final, final
 
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Alive, Heartbeat, Join, Peers
+from distbelief.protocol import Heartbeat, HeartbeatAck, Join, Peers
 from distbelief.roles.role import (
     Action,
     Address,
@@ -17,7 +17,7 @@ from distbelief.roles.role import (
     Terminate,
 )
 from distbelief.supervisor.membership import Presence, RoleRecord
-from distbelief.supervisor.state import Books, Stage
+from distbelief.supervisor.state import JobState, ShutdownStage
 
 
 # The lives of a job's roles: launch, introduction, silence, death, restart.
@@ -41,10 +41,10 @@ _RESTORING: Final = "starting"
 
 
 @final
-class Lives:
+class Heartbeats:
     """Looks after all members."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: JobState) -> None:
         self._config = books.config
         self._ending = books.ending
         self._members = books.members
@@ -127,7 +127,7 @@ class Lives:
         if not record.has_joined:
             return []
         actions: list[Action] = [
-            Send(receiver=record.name, message=Alive()),
+            Send(receiver=record.name, message=HeartbeatAck()),
             *self._pairs.beaten(record, now),
         ]
         told_at = record.introduced_at
@@ -189,7 +189,7 @@ class Lives:
     def is_late(self, record: RoleRecord) -> bool:
         """Whether the end of the job does without it: it is not started again."""
         stage = self._ending.stage
-        return stage >= Stage.CLOSE or (record.trains and stage is not Stage.RUN)
+        return stage >= ShutdownStage.CLOSE or (record.trains and stage is not ShutdownStage.RUN)
 
     def so_often(self, record: RoleRecord) -> str:
         """Return " after 3 restarts, none of which lasted 30 s"."""
@@ -322,10 +322,10 @@ LAST_WORDS_SECONDS: Final = 0.1
 
 
 @final
-class Deaths:
+class RestartPolicy:
     """Decides what follows from the death of a role."""
 
-    def __init__(self, books: Books, *, lives: Lives) -> None:
+    def __init__(self, books: JobState, *, lives: Heartbeats) -> None:
         self._ending = books.ending
         self._members = books.members
         self._pairs = books.pairs
@@ -340,7 +340,7 @@ class Deaths:
         if record is None or event.incarnation != record.incarnation or not record.is_alive:
             return []
         record.end = event.reason
-        if self._ending.interrupted or self._ending.stage >= Stage.CLOSE:
+        if self._ending.interrupted or self._ending.stage >= ShutdownStage.CLOSE:
             return self.settle(record.name, now)
         timer = SetTimer(name=f"{TIMER}{record.name}", at=now + LAST_WORDS_SECONDS)
         return [timer]
@@ -356,7 +356,7 @@ class Deaths:
     def bury(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
         """A role is dead: restart it, unless it is not needed any more."""
         ending = self._ending
-        if ending.interrupted or (ending.stage >= Stage.CLOSE and record.end):
+        if ending.interrupted or (ending.stage >= ShutdownStage.CLOSE and record.end):
             return self._lives.finished(record, now)
         if self._lives.is_late(record):
             text = f"{record.label} {why} while it was stopping"

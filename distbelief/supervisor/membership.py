@@ -25,7 +25,7 @@ from typing import Literal, final
 from distbelief.parameter_server.replication import shard_of
 from distbelief.protocol import Join, PeerEntry
 from distbelief.roles.role import Address, Seconds
-from distbelief.worker.group import place_of
+from distbelief.worker.group import group_rank_of
 
 
 Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator", "guest"]
@@ -114,7 +114,7 @@ class RoleRecord:
     @property
     def group(self) -> str:
         """What compute one model together: "replica-3" of all its machines."""
-        place = place_of(self.name)
+        place = group_rank_of(self.name)
         return self.name if place is None else place.group
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from distbelief.core import formatting
-from distbelief.protocol import Measured, Progress
+from distbelief.protocol import EvaluationDone, Progress
 from distbelief.roles.role import Report, Seconds
 from distbelief.supervisor.membership import Rate, RoleRecord
 from distbelief.supervisor.stop_rules import Reached
@@ -22,7 +22,7 @@ Level = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Before:
+class PreviousTotals:
     """What former lives of this run have come to.
 
     Attributes:
@@ -66,10 +66,10 @@ class Before:
 
 
 @final
-class Figures:
+class JobMetrics:
     """What is known of the job as a whole."""
 
-    def __init__(self, *, metric_name: str, higher_is_better: bool, before: Before) -> None:
+    def __init__(self, *, metric_name: str, higher_is_better: bool, before: PreviousTotals) -> None:
         self.metric_name = metric_name
         self._higher_is_better = higher_is_better
         self.before = before
@@ -154,7 +154,7 @@ class Figures:
         record.rate.add(now, message.samples)
         self._rate.add(now, self.samples)
 
-    def measured(self, message: Measured, now: Seconds) -> None:
+    def measured(self, message: EvaluationDone, now: Seconds) -> None:
         """The evaluator has measured, the usual subset or all held-out samples."""
         self.metric, self.held_out_loss = message.metric, message.loss
         if not math.isfinite(message.metric):

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import final
 
-from distbelief.protocol import Evaluate, Measured, Save, Saved
+from distbelief.protocol import CheckpointSaved, Evaluate, EvaluationDone, SaveCheckpoint
 from distbelief.roles.role import FIRST_LABEL, Address, Seconds
 
 
@@ -66,7 +66,7 @@ class Evaluations:
         self._said_at = now
         return self._asked
 
-    def answered(self, message: Measured) -> Evaluate | None:
+    def answered(self, message: EvaluationDone) -> Evaluate | None:
         """Return the request that this answers, if it is awaited."""
         asked = self._asked
         if asked is None or message.request != asked.request:
@@ -100,7 +100,7 @@ class _Round:
 
 
 @final
-class Saves:
+class Checkpoints:
     """The rounds of snapshots.
 
     Args:
@@ -155,7 +155,7 @@ class Saves:
         *,
         retry_seconds: Seconds = 0.0,
         last: bool = False,
-    ) -> Save:
+    ) -> SaveCheckpoint:
         """Begin a round, and return what to say to each of these.
 
         Args:
@@ -172,9 +172,11 @@ class Saves:
         )
         self._round.said_at = dict.fromkeys(shards, now)
         self._next_at = now + self._every
-        return Save(label=label, last=last)
+        return SaveCheckpoint(label=label, last=last)
 
-    def again(self, shard: Address, now: Seconds, *, at_once: bool = False) -> Save | None:
+    def again(
+        self, shard: Address, now: Seconds, *, at_once: bool = False
+    ) -> SaveCheckpoint | None:
         """Return what to say to this one, if it is time to ask it again."""
         asked = self._round
         if asked is None or shard not in asked.waiting:
@@ -182,9 +184,9 @@ class Saves:
         if not at_once and now - asked.said_at[shard] < REPEAT_SECONDS:
             return None
         asked.said_at[shard] = now
-        return Save(label=asked.label, last=asked.last)
+        return SaveCheckpoint(label=asked.label, last=asked.last)
 
-    def answered(self, shard: Address, message: Saved, now: Seconds) -> str | None:
+    def answered(self, shard: Address, message: CheckpointSaved, now: Seconds) -> str | None:
         """Note an answer; return what went wrong, if that is news."""
         if message.error is None:
             known = self._newest.get(shard)

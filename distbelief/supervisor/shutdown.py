@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from distbelief.protocol import Stop
-from distbelief.roles.role import Action, Halt, Seconds, Send, Terminate
-from distbelief.supervisor.liveness import Lives
+from distbelief.roles.role import Action, Exit, Seconds, Send, Terminate
+from distbelief.supervisor.liveness import Heartbeats
 from distbelief.supervisor.membership import RoleRecord
-from distbelief.supervisor.state import Books, Stage, listed
+from distbelief.supervisor.state import JobState, ShutdownStage, listed
 
 
 LAST_SAVE_SECONDS: Final = 10.0
@@ -15,10 +15,10 @@ LAST_SAVE_SECONDS: Final = 10.0
 
 
 @final
-class Closing:
+class Shutdown:
     """Takes a job through the stages of its end (`ending`)."""
 
-    def __init__(self, books: Books, *, lives: Lives) -> None:
+    def __init__(self, books: JobState, *, lives: Heartbeats) -> None:
         self._ending = books.ending
         self._members = books.members
         self._pairs = books.pairs
@@ -30,7 +30,7 @@ class Closing:
     def pursue(self, now: Seconds) -> list[Action]:
         """Do what the present stage asks for, and go on as far as that is done."""
         actions: list[Action] = []
-        before = Stage.RUN
+        before = ShutdownStage.RUN
         while self._ending.stage > before:
             before = self._ending.stage
             actions += self._step(now)
@@ -47,9 +47,9 @@ class Closing:
             return [Send(receiver=coordinator.name, message=save)]
         shards = {shard.shard for shard in self._members.of("shard") if shard.is_alive}
         patience = 0.0
-        if self._ending.stage is Stage.KEEP and not self._ending.interrupted:
+        if self._ending.stage is ShutdownStage.KEEP and not self._ending.interrupted:
             patience = LAST_SAVE_SECONDS  # there will be no other
-        last = self._ending.stage is Stage.KEEP
+        last = self._ending.stage is ShutdownStage.KEEP
         save = self._saves.ask(shards, now, retry_seconds=patience, last=last)
         leaders = [self._pairs.leader(name) for name in sorted(shards)]
         return [Send(receiver=r.name, message=save) for r in leaders if r is not None]
@@ -61,11 +61,11 @@ class Closing:
     def _step(self, now: Seconds) -> list[Action]:
         """Do what the present stage of the end asks for, and go on if that is done."""
         match self._ending.stage:
-            case Stage.DRAIN:
+            case ShutdownStage.DRAIN:
                 return self._drain(now)
-            case Stage.KEEP:
+            case ShutdownStage.KEEP:
                 return self._keep(now)
-            case Stage.CLOSE:
+            case ShutdownStage.CLOSE:
                 return self._close(now)
             case _:
                 return []
@@ -81,7 +81,7 @@ class Closing:
         if left and now < ending.deadline:
             return actions
         actions += self._outlasted(left, "its last step and push", now)
-        ending.enter(Stage.KEEP, now)
+        ending.enter(ShutdownStage.KEEP, now)
         return [*actions, *self._begin_keep(now)]
 
     def _begin_keep(self, now: Seconds) -> list[Action]:
@@ -125,7 +125,7 @@ class Closing:
             actions.append(self._figures.tell(text, now, "warning"))
             self._evaluations.give_up()
         self._fail_if_unsaved()
-        ending.enter(Stage.CLOSE, now)
+        ending.enter(ShutdownStage.CLOSE, now)
         return actions
 
     def _fail_if_unsaved(self) -> None:
@@ -182,7 +182,7 @@ class Closing:
             for record in self._members
             if record.is_alive and record.kind != "guest"
         ]
-        self._ending.stage = Stage.OVER
+        self._ending.stage = ShutdownStage.OVER
         self._figures.ended_at = now
         error = "interrupted" if self._ending.interrupted else self._ending.error
-        return [*actions, Halt(error=error)]
+        return [*actions, Exit(error=error)]

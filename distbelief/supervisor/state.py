@@ -9,10 +9,10 @@ from typing import Self, final
 from distbelief.config.job import Judge, done
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.allowances import Allowances
-from distbelief.supervisor.failover import Pairs
+from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.membership import Kind, Membership
-from distbelief.supervisor.metrics import Before, Figures
-from distbelief.supervisor.rounds import Evaluations, Saves
+from distbelief.supervisor.metrics import JobMetrics, PreviousTotals
+from distbelief.supervisor.rounds import Checkpoints, Evaluations
 from distbelief.supervisor.stop_rules import StopRules
 
 
@@ -28,7 +28,7 @@ from distbelief.supervisor.stop_rules import StopRules
 # whoever is not done by then is ended by force.
 
 
-class Stage(IntEnum):
+class ShutdownStage(IntEnum):
     """How far the end has come; stages only rise."""
 
     RUN = 0
@@ -39,7 +39,7 @@ class Stage(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
+class ShutdownBounds:
     """How long each stage may take.
 
     Attributes:
@@ -59,37 +59,37 @@ class Bounds:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
 
-    def of(self, stage: Stage, *, failed: bool) -> Seconds:
+    def of(self, stage: ShutdownStage, *, failed: bool) -> Seconds:
         """Return that of this stage."""
         match stage:
-            case Stage.DRAIN:
+            case ShutdownStage.DRAIN:
                 return self.failed_seconds_max if failed else self.drain_seconds_max
-            case Stage.KEEP:
+            case ShutdownStage.KEEP:
                 return self.keep_seconds_max
-            case Stage.CLOSE:
+            case ShutdownStage.CLOSE:
                 return self.close_seconds_max
             case _:
                 return math.inf
 
 
-USUAL = Bounds(
+USUAL = ShutdownBounds(
     drain_seconds_max=120.0,
     keep_seconds_max=1800.0,
     close_seconds_max=15.0,
     failed_seconds_max=20.0,
 )
-INTERRUPTED = Bounds(
+INTERRUPTED = ShutdownBounds(
     drain_seconds_max=0.3, keep_seconds_max=0.8, close_seconds_max=0.2, failed_seconds_max=0.3
 )
 """1.3 s in all; two seconds after Ctrl+C nothing may be left, the model included."""
 
 
 @final
-class Ending:
+class ShutdownState:
     """Why, how, and how far a job has ended."""
 
     def __init__(self) -> None:
-        self.stage = Stage.RUN
+        self.stage = ShutdownStage.RUN
         self.reason: str | None = None
         self.error: str | None = None
         self.interrupted = False
@@ -98,22 +98,22 @@ class Ending:
 
     def begin(self, reason: str, now: Seconds, *, error: str | None = None) -> None:
         """The job is to end; only the first reason, and the first error, count."""
-        if self.stage is not Stage.RUN:
+        if self.stage is not ShutdownStage.RUN:
             self.error = self.error or error
             return
         self.reason, self.error = reason, error
-        self.enter(Stage.DRAIN, now)
+        self.enter(ShutdownStage.DRAIN, now)
 
     def interrupt(self, reason: str, now: Seconds) -> None:
         """The user wants it to end at once, whatever stage it is in."""
         self._bounds = INTERRUPTED
         self.interrupted = True
-        if self.stage is Stage.RUN:
+        if self.stage is ShutdownStage.RUN:
             self.begin(reason, now)
         else:
             self.enter(self.stage, now)
 
-    def enter(self, stage: Stage, now: Seconds) -> None:
+    def enter(self, stage: ShutdownStage, now: Seconds) -> None:
         """Go on to this stage."""
         self.stage = stage
         bound = self._bounds.of(stage, failed=self.error is not None)
@@ -179,7 +179,7 @@ class SupervisorConfig:
     report_every: Seconds = 2.0
     first_incarnation: int = 1
     first_label: int = 1
-    before: Before = field(default_factory=Before)
+    before: PreviousTotals = field(default_factory=PreviousTotals)
     fields: tuple[str, ...] = ()
     verdict: Judge = done
     silent_seconds: Seconds = 3.0
@@ -232,7 +232,7 @@ class SupervisorConfig:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class JobState:
     """What is known and what is under way.
 
     Attributes:
@@ -248,11 +248,11 @@ class Books:
 
     config: SupervisorConfig
     members: Membership
-    pairs: Pairs
-    figures: Figures
+    pairs: ShardFailover
+    figures: JobMetrics
     evaluations: Evaluations
-    saves: Saves
-    ending: Ending
+    saves: Checkpoints
+    ending: ShutdownState
     allowances: Allowances
 
     @classmethod
@@ -261,7 +261,7 @@ class Books:
         members = Membership(
             config.roster, incarnation=config.first_incarnation, admits_guests=config.admits_guests
         )
-        figures = Figures(
+        figures = JobMetrics(
             metric_name=config.metric_name,
             higher_is_better=config.higher_is_better,
             before=config.before,
@@ -269,10 +269,12 @@ class Books:
         return cls(
             config=config,
             members=members,
-            pairs=Pairs(members, first=config.first_incarnation, clocks=config.before.clocks),
+            pairs=ShardFailover(
+                members, first=config.first_incarnation, clocks=config.before.clocks
+            ),
             figures=figures,
             evaluations=Evaluations(every=config.evaluate_every),
-            saves=Saves(every=config.snapshot_every, first=config.first_label),
-            ending=Ending(),
+            saves=Checkpoints(every=config.snapshot_every, first=config.first_label),
+            ending=ShutdownState(),
             allowances=Allowances(members, figures, stop=config.stop, batch_size=config.batch_size),
         )

@@ -30,17 +30,17 @@ from typing import Final, final
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
-    Alone,
+    BackupInSync,
+    BackupUnresponsive,
+    CheckpointSaved,
+    EvaluationDone,
     Failed,
     Finished,
     Heartbeat,
     Join,
-    Measured,
     Message,
     Progress,
-    Saved,
     Stop,
-    Whole,
 )
 from distbelief.roles.role import (
     USER,
@@ -57,11 +57,11 @@ from distbelief.roles.role import (
 )
 from distbelief.supervisor import liveness
 from distbelief.supervisor.allowances import Allowances
-from distbelief.supervisor.liveness import Deaths, Lives
+from distbelief.supervisor.liveness import Heartbeats, RestartPolicy
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
-from distbelief.supervisor.shutdown import Closing
-from distbelief.supervisor.state import Books, Stage, SupervisorConfig, listed
-from distbelief.supervisor.view import Phase, RoleView, SupervisorView
+from distbelief.supervisor.shutdown import Shutdown
+from distbelief.supervisor.state import JobState, ShutdownStage, SupervisorConfig, listed
+from distbelief.supervisor.view import JobView, Phase, RoleView
 
 
 # The supervisor's view of its job, made from all that it knows.
@@ -128,7 +128,7 @@ def total(records: Iterable[RoleRecord], counter: str) -> int:
     return int(sum(n for n in told if 0.0 <= n <= COUNT_MAX))
 
 
-def figures_of(books: Books) -> dict[str, float]:
+def figures_of(books: JobState) -> dict[str, float]:
     """Return what the coordinator counts, if there is one, as far as it is shown."""
     coordinator = books.members.coordinator
     counters = {} if coordinator is None else coordinator.counters
@@ -147,7 +147,7 @@ def _by_shard(members: Membership) -> Iterable[list[RoleRecord]]:
     return found.values()
 
 
-def _applied(books: Books) -> int:
+def _applied(books: JobState) -> int:
     """Return the pushes that every shard has."""
     if books.members.coordinator is None:
         return books.pairs.pushes_applied
@@ -156,7 +156,7 @@ def _applied(books: Books) -> int:
     return books.figures.before.pushes_applied + min(taken, default=0)
 
 
-def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
+def view_of(books: JobState, *, phase: Phase, now: Seconds) -> JobView:
     """Return the whole job at one moment.
 
     What is sent and received is taken from the clients' counters: nobody tells a shard
@@ -182,7 +182,7 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
     clients = [record for record in members if record.kind != "shard"]
     stale = members.coordinator is None  # else every set is of the point asked for
     mean, p95, largest = staleness([r for r in shards if pairs.leads(r) and stale])
-    return SupervisorView(
+    return JobView(
         now=now,
         seconds=figures.seconds(now),
         training_seconds=figures.training_seconds(now),
@@ -231,7 +231,7 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
 
 
 @final
-class WarmStart:
+class WarmStartPhase:
     """Lets replicas begin.
 
     Args:
@@ -281,10 +281,10 @@ class WarmStart:
 
 
 @final
-class Phases:
+class JobPhases:
     """Takes a job from its start to a reason to end."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: JobState) -> None:
         self._config = books.config
         self._members = books.members
         self._pairs = books.pairs
@@ -292,7 +292,7 @@ class Phases:
         self._evaluations = books.evaluations
         self._saves = books.saves
         self._ending = books.ending
-        self._warm_start = WarmStart(
+        self._warm_start = WarmStartPhase(
             books.members, books.allowances, n_steps=books.config.warm_start_steps
         )
         self._progress_at: Seconds = 0.0
@@ -303,13 +303,13 @@ class Phases:
         """The one that the job is in."""
         ending = self._ending
         match ending.stage:
-            case Stage.OVER if ending.interrupted:
+            case ShutdownStage.OVER if ending.interrupted:
                 return "interrupted"
-            case Stage.OVER:
+            case ShutdownStage.OVER:
                 return "done" if ending.error is None else "failed"
-            case Stage.KEEP:
+            case ShutdownStage.KEEP:
                 return "saving"
-            case Stage.DRAIN | Stage.CLOSE:
+            case ShutdownStage.DRAIN | ShutdownStage.CLOSE:
                 return "stopping"
             case _:
                 return self._of_running
@@ -354,7 +354,7 @@ class Phases:
         self.moved(now)
         self._figures.progress(record, message, now)
         record.progressed = True
-        if self._ending.stage is Stage.RUN:
+        if self._ending.stage is ShutdownStage.RUN:
             self.end_if_due(now)
 
     def tell_stall(self, now: Seconds) -> list[Action]:
@@ -427,20 +427,20 @@ class Supervisor:
 
     def __init__(self, config: SupervisorConfig) -> None:
         self._config = config
-        self._books = Books.open(config)
+        self._books = JobState.open(config)
         self._members = self._books.members
         self._pairs = self._books.pairs
         self._figures = self._books.figures
         self._evaluations = self._books.evaluations
         self._saves = self._books.saves
         self._ending = self._books.ending
-        self._lives = Lives(self._books)
-        self._closing = Closing(self._books, lives=self._lives)
-        self._deaths = Deaths(self._books, lives=self._lives)
-        self._phases = Phases(self._books)
+        self._lives = Heartbeats(self._books)
+        self._closing = Shutdown(self._books, lives=self._lives)
+        self._deaths = RestartPolicy(self._books, lives=self._lives)
+        self._phases = JobPhases(self._books)
         self._tick_at: Seconds = 0.0
         self._report_at: Seconds = 0.0
-        self._records: list[SupervisorView] = []
+        self._records: list[JobView] = []
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
@@ -471,7 +471,7 @@ class Supervisor:
     # -------------------------------------------------------------- for the driver
 
     @property
-    def books(self) -> Books:
+    def books(self) -> JobState:
         """All that it keeps, for who decides where its roles run."""
         return self._books
 
@@ -489,12 +489,12 @@ class Supervisor:
         """End the job in order, from the next moment on."""
         self._phases.wind_up(reason)
 
-    def take_records(self) -> list[SupervisorView]:
+    def take_records(self) -> list[JobView]:
         """Return the views that belong in the metrics, and forget them."""
         records, self._records = self._records, []
         return records
 
-    def view(self, now: Seconds) -> SupervisorView:
+    def view(self, now: Seconds) -> JobView:
         """Return what is to be shown of the job now."""
         return view_of(self._books, phase=self._phases.present, now=now)
 
@@ -519,14 +519,14 @@ class Supervisor:
             self._phases.excuse(late)
         actions: list[Action] = [self._next_tick(now)]
         stage = self._ending.stage
-        if stage < Stage.CLOSE:
+        if stage < ShutdownStage.CLOSE:
             actions += self._depose(now)
-        if stage < Stage.CLOSE or not self._ending.interrupted:
+        if stage < ShutdownStage.CLOSE or not self._ending.interrupted:
             said, dead = self._lives.silent(now)
             actions += said
             for record, why in dead:
                 actions += self._deaths.bury(record, why, now)
-        if self._ending.stage is Stage.RUN:
+        if self._ending.stage is ShutdownStage.RUN:
             actions += self._ask(now)
             actions += self._phases.tell_stall(now)
             self._phases.end_if_due(now)
@@ -586,7 +586,7 @@ class Supervisor:
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
         if self._ending.interrupted:  # asked twice: not a moment longer
             return self._closing.halt(now)
-        if self._config.stop is None and self._ending.stage is Stage.RUN:
+        if self._config.stop is None and self._ending.stage is ShutdownStage.RUN:
             self._ending.begin(message.reason, now)  # that is how serving ends
         else:
             self._ending.interrupt(message.reason, now)
@@ -613,11 +613,11 @@ class Supervisor:
         match message:
             case Progress():
                 return self._progressed(record, message, now)
-            case Measured():
+            case EvaluationDone():
                 self._measured(record, message, now)
-            case Saved():
+            case CheckpointSaved():
                 return self._saved(record, message, now)
-            case Alone() | Whole():
+            case BackupUnresponsive() | BackupInSync():
                 return self._paired(record, message, now)
             case _:
                 raise RemoteProtocolError(
@@ -644,28 +644,30 @@ class Supervisor:
             raise RemoteProtocolError(f"{record.name} sent Progress, but does not train")
         self._phases.progressed(record, message, now)
         begin = None
-        if self._ending.stage is Stage.RUN:
+        if self._ending.stage is ShutdownStage.RUN:
             begin = self._books.allowances.after_progress(record)
         return [Send(receiver=record.name, message=begin)] if begin else []
 
-    def _measured(self, record: RoleRecord, message: Measured, now: Seconds) -> None:
+    def _measured(self, record: RoleRecord, message: EvaluationDone, now: Seconds) -> None:
         if record.kind != "evaluator":
-            raise RemoteProtocolError(f"{record.name} sent Measured, but does not evaluate")
+            raise RemoteProtocolError(f"{record.name} sent EvaluationDone, but does not evaluate")
         if self._evaluations.answered(message) is None:
             return
         self._figures.measured(message, now)
-        if self._ending.stage is Stage.RUN:
+        if self._ending.stage is ShutdownStage.RUN:
             self._record(now)
             self._phases.end_if_due(now)
 
-    def _saved(self, record: RoleRecord, message: Saved, now: Seconds) -> list[Action]:
+    def _saved(self, record: RoleRecord, message: CheckpointSaved, now: Seconds) -> list[Action]:
         error = self._saves.answered(record.shard, message, now)
         if error is None:
             return []
         text = f"{record.label} could not save its snapshot: {error}"
         return [self._figures.tell(text, now, "error")]
 
-    def _paired(self, record: RoleRecord, message: Alone | Whole, now: Seconds) -> list[Action]:
+    def _paired(
+        self, record: RoleRecord, message: BackupUnresponsive | BackupInSync, now: Seconds
+    ) -> list[Action]:
         if record.kind != "shard":
             raise RemoteProtocolError(
                 f"{record.name} sent {type(message).__name__}, but is no shard"
@@ -701,13 +703,13 @@ class Supervisor:
         """Go on to whatever can be done now."""
         ending = self._ending
         actions: list[Action] = []
-        if ending.stage is Stage.RUN:
+        if ending.stage is ShutdownStage.RUN:
             actions += self._phases.advance(now)
-        if ending.stage is not Stage.RUN:
+        if ending.stage is not ShutdownStage.RUN:
             before = ending.stage
             actions += self._closing.pursue(now)
-            if before <= Stage.KEEP < ending.stage:
+            if before <= ShutdownStage.KEEP < ending.stage:
                 self._record(now)  # the last point of the curve
-        if Stage.RUN < ending.stage < Stage.OVER:
+        if ShutdownStage.RUN < ending.stage < ShutdownStage.OVER:
             actions.append(SetTimer(name=_DEADLINE, at=ending.deadline))
         return actions

@@ -62,7 +62,7 @@ class HostView:
 class Point:
     """One moment of the curve."""
 
-    seconds: Seconds  # of the job, as in `SupervisorView`
+    seconds: Seconds  # of the job, as in `JobView`
     samples: int
     loss: float | None = None  # of training, mean since the point before
     held_out_loss: float | None = None
@@ -84,7 +84,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisorView:
+class JobView:
     """The whole job at one moment.
 
     Attributes:

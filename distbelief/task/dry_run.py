@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distbelief.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.graph.ops.losses import ClassSums, PlaceLoss
+from distbelief.graph.ops.losses import ClassSums, ElementwiseLoss
 from distbelief.graph.unsupported import refuse_bounded_tables
 from distbelief.task.losses import CLASS_LOSSES, LOSSES, Loss, Metric
 
@@ -34,7 +34,7 @@ def class_counts(graph: LayerGraph) -> Mapping[str, int]:
     """Return how many classes there are, by the input that has their labels."""
     found = {}
     for layer in graph.layers:
-        is_place = layer.kind == PlaceLoss.name and layer.options["labels"]
+        is_place = layer.kind == ElementwiseLoss.name and layer.options["labels"]
         is_class = layer.kind == ClassSums.name and not layer.options["soft"]
         if is_place or is_class:
             scores, dim = layer.input_shapes[0], layer.integer("dim")
@@ -89,7 +89,7 @@ _WIDTHS: Final[tuple[tuple[type[nn.Module], str, int], ...]] = (
 
 
 @final
-class Watch:
+class LayerWatch:
     """Remembers which innermost layer was entered last, with what, and if it returned.
 
     Use as a context manager around a forward pass.
@@ -103,7 +103,7 @@ class Watch:
         self._received: torch.Tensor | None = None
         self._returned = False
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "LayerWatch":
         for name, layer in self._module.named_modules():
             if next(layer.children(), None) is None:
                 for handle in self._hook(name, layer):
@@ -322,7 +322,7 @@ def shown(value: object) -> str:
 
 
 def _forward(module: nn.Module, inputs: torch.Tensor, *, names: Names) -> torch.Tensor:
-    with Watch(module) as watch:
+    with LayerWatch(module) as watch:
         try:
             outputs: object = module(inputs)
         except Exception as error:  # the model is the user's

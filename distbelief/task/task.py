@@ -181,14 +181,14 @@ class BuildContext:
         seed: Of the evaluation subset (the order of samples has its own, in the
             algorithm's table; initial values have [model] seed).
         memory: What the driver lends.
-        initials: How to draw each tensor, by its name: `LocalModel.initials()`, needed
+        initials: How to draw each tensor, by its name: `FlatModel.initials()`, needed
             by shards if [model] initial is "seed".
         initial_file: A safetensors file with the initial values of all tensors by
             name (whole tensors, in the shapes of the layout), needed by shards
             otherwise: written by the job layer for "module", the user's own else.
         evaluation_subset: Held-out samples of a usual evaluation; None means all.
         threads: Of torch in this process (the process sets them, `build` does not).
-        await_begin: Replicas wait for `Begin` (a supervisor sends it to each life).
+        await_begin: Replicas wait for `StartTraining` (a supervisor sends it to each life).
         plan: Path of the plan that replicas and evaluator are split by; None if each
             is one process.
         sample: What the data are like, for the layer graph of that plan.
@@ -464,7 +464,7 @@ def modules_of(graph: LayerGraph, module: nn.Module, loss: str | Loss) -> dict[s
 
 
 def specs_of(module: nn.Module) -> list[TensorSpec]:
-    """Return name, shape and kind of every saved tensor, as `LocalModel.specs` does."""
+    """Return name, shape and kind of every saved tensor, as `FlatModel.specs` does."""
     saved = module.state_dict(keep_vars=True).keys()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return [

@@ -40,7 +40,7 @@ _FILE: Final = re.compile(r'ipc://(?P<path>/[!"$&->@-~]+)')
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Endpoint:
     """Where somebody listens.
 
     Attributes:
@@ -88,7 +88,7 @@ class Place:
         """Write it as one line."""
         return f"{self.endpoint}?key={self.key}" if self.key else self.endpoint
 
-    def seen_from(self, supervisor_host: str) -> "Place":
+    def seen_from(self, supervisor_host: str) -> "Endpoint":
         """Return the place for one who found the supervisor at this host."""
         return replace(self, host=supervisor_host) if self.host == ANYWHERE else self
 

@@ -21,16 +21,16 @@ from typing import Final, Protocol, final
 import zmq
 
 from distbelief.errors import RemoteProtocolError, TransportError
-from distbelief.transport.address import PLACE_CHARACTERS_MAX, Place
+from distbelief.transport.address import PLACE_CHARACTERS_MAX, Endpoint
 from distbelief.transport.keys import KeyPair
 
 
 # The guard of a transport: who may open a connection, and as whom it may speak.
 #
 #     guard              sockets   who is let in                   who may name a sender
-#     DirectoryGuard     files     whoever may enter a directory   anybody
-#     RunGuard (here)    TCP       the holders of the run's key    anybody
-#     KeyGuard           TCP       keys of an allow-list           each key for its roles
+#     DirectoryAuth     files     whoever may enter a directory   anybody
+#     RunAuth (here)    TCP       the holders of the run's key    anybody
+#     CurveAuth           TCP       keys of an allow-list           each key for its roles
 #
 # With keys ZeroMQ asks at its door (RFC 27, "ZAP") before a connection carries its first
 # message. No guard sends a secret: CURVE proves at both sides that they hold one.
@@ -90,7 +90,7 @@ class Source:
     connection: int = -1
 
 
-class Guard(Protocol):
+class Authenticator(Protocol):
     """Of one transport."""
 
     @property
@@ -119,7 +119,7 @@ class Guard(Protocol):
         """Return what ZeroMQ binds or connects to in place of this endpoint."""
         ...
 
-    def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
+    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
         """Prepare a socket before it is connected; `TransportError` if it may not."""
         ...
 
@@ -156,7 +156,7 @@ class Guard(Protocol):
         ...
 
 
-class TrustingGuard:
+class TrustingAuth:
     """Base of the guards that trust every member of the run alike."""
 
     watch_seconds: Final = float("inf")
@@ -183,7 +183,7 @@ class TrustingGuard:
 
 
 @final
-class RunGuard(TrustingGuard):
+class RunAuth(TrustingAuth):
     """Lets in peers that hold the run's key pair; all members share it.
 
     Both sides of a connection prove that they hold the secret key, and neither sends
@@ -209,7 +209,7 @@ class RunGuard(TrustingGuard):
         """Return the same."""
         return endpoint
 
-    def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
+    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
         """Connect to who holds the same key, only."""
         if place.key != self._pair.public:
             raise TransportError(
@@ -243,7 +243,7 @@ _CLOSED: Final = -1
 
 
 @final
-class DirectoryGuard(TrustingGuard):
+class DirectoryAuth(TrustingAuth):
     """Trusts every process that can enter the directory.
 
     Args:
@@ -286,7 +286,7 @@ class DirectoryGuard(TrustingGuard):
             base = self._directory
         return f"ipc://{base}/{name}"
 
-    def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
+    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
         """Do nothing: only the same user can listen in the directory."""
 
     def judge(self, request: object) -> Verdict:
@@ -306,7 +306,7 @@ class DirectoryGuard(TrustingGuard):
 
     def _name_in(self, endpoint: str) -> str:
         """Return the name of a socket, which must be in the directory."""
-        directory, _, name = Place.parse(endpoint).path.rpartition("/")
+        directory, _, name = Endpoint.parse(endpoint).path.rpartition("/")
         if directory != str(self._directory) or _NAME.fullmatch(name) is None:
             raise TransportError(
                 f"{endpoint} is not in {self._directory}, where all members of this "

@@ -16,17 +16,17 @@ from typing import Literal, Self
 import msgspec
 
 from distbelief.errors import JobError
-from distbelief.transport.authenticator import DirectoryGuard, Guard, RunGuard
-from distbelief.transport.curve_auth import KeyGuard, Speakers
+from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
+from distbelief.transport.curve_auth import CurveAuth, Permissions
 from distbelief.transport.keys import KeyFiles, KeyPair
-from distbelief.transport.limits import Caps
+from distbelief.transport.limits import PeerLimits
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
 # A keyring: by which keys a process speaks, and whom it believes; given by path.
 
 
-class Keyring(msgspec.Struct, frozen=True, kw_only=True):
+class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Holds no key itself: it may be written down, and sent to one's own processes.
 
     Attributes:
@@ -59,7 +59,9 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         """
         return msgspec.structs.replace(self, own_key=self.public)
 
-    def guard(self, *, log: Callable[[str, str], None], caps: Caps | None = None) -> KeyGuard:
+    def guard(
+        self, *, log: Callable[[str, str], None], caps: PeerLimits | None = None
+    ) -> CurveAuth:
         """Return the guard of one transport.
 
         Raises:
@@ -72,14 +74,14 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         def warn(text: str) -> None:
             log("warning", text)
 
-        speakers = Speakers(
+        speakers = Permissions(
             files,
             trusted=self._trusted(pair),
             warn=warn,
             is_of_job=self.role in {"job", "host"},
             believes=self.believes,
         )
-        return KeyGuard(pair, speakers, warn=warn, caps=caps)
+        return CurveAuth(pair, speakers, warn=warn, caps=caps)
 
     def _pair(self, files: KeyFiles) -> KeyPair:
         return files.pair_of(self.own_key) if self.own_key else files.pair()
@@ -97,7 +99,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
                 return {pair.public: ("guest",), self.server_key: ("job",)}
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True):
+class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of all processes that one user starts on one machine.
 
     Attributes:
@@ -112,7 +114,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     port: int = 0
     secret: str = ""
-    keys: Keyring | None = None
+    keys: KeyConfig | None = None
 
     @property
     def is_local(self) -> bool:
@@ -178,9 +180,9 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
             name=name, incarnation=incarnation, run=run, bind=bind, guard=self._guard(log), log=log
         )
 
-    def _guard(self, log: Callable[[str, str], None]) -> Guard:
+    def _guard(self, log: Callable[[str, str], None]) -> Authenticator:
         if self.keys is not None:
             return self.keys.guard(log=log)
         if self.host:
-            return RunGuard(KeyPair.parse(self.secret))
-        return DirectoryGuard(Path(self.directory))
+            return RunAuth(KeyPair.parse(self.secret))
+        return DirectoryAuth(Path(self.directory))

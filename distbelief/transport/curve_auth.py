@@ -32,7 +32,7 @@ import zmq
 from distbelief.errors import DistBeliefError, RemoteProtocolError, TransportError
 from distbelief.roles.role import SUPERVISOR, Seconds
 from distbelief.transport import limits
-from distbelief.transport.address import Place
+from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import (
     NOT_NOW,
     REFUSED,
@@ -44,7 +44,15 @@ from distbelief.transport.authenticator import (
     curve_bytes,
 )
 from distbelief.transport.keys import KEY_BYTES, KeyFiles, KeyPair
-from distbelief.transport.limits import Books, Caps, Connection, Newcomers, Peer, Record, Siege
+from distbelief.transport.limits import (
+    Connection,
+    ConnectionRate,
+    PacketFilter,
+    Peer,
+    PeerLimits,
+    PeerRecord,
+    PeerTable,
+)
 
 
 # Speakers: which key may speak as which role, by the allow-list and by introduction.
@@ -81,7 +89,7 @@ N_NAMES_MAX: Final = 8192
 
 
 @final
-class Speakers:
+class Permissions:
     """Of one transport.
 
     Args:
@@ -202,7 +210,7 @@ _PEEK_SECONDS: Final = 0.01  # a flood of that time is as much as a burst
 
 
 @final
-class KeyGuard:
+class CurveAuth:
     """Lets in the keys of an allow-list, each for its roles.
 
     Args:
@@ -218,32 +226,32 @@ class KeyGuard:
     def __init__(
         self,
         pair: KeyPair,
-        speakers: Speakers,
+        speakers: Permissions,
         *,
         warn: Callable[[str], None],
-        caps: Caps | None = None,
+        caps: PeerLimits | None = None,
         now: Callable[[], Seconds] = time.monotonic,
     ) -> None:
         self._pair = pair
         self._speakers = speakers
         self._warn = warn
-        self._caps = caps or Caps()
+        self._caps = caps or PeerLimits()
         self._now = now
-        self._books = Books()
+        self._books = PeerTable()
         self._watched_at: Seconds = now()
         self._peeked_at: Seconds = now()
         self._port = 0
         self._has_drained = False  # since the last look
         leak = self._caps.newcomers_per_second_max
         burst = self._caps.burst_newcomers_max
-        self._newcomers = Newcomers(
+        self._newcomers = ConnectionRate(
             per_second_max=leak,
             burst_max=burst,
             silent_max=self._caps.connections_max,
             ended_max=self._caps.unheard_max,
             own=pair.public,
         )
-        self._siege = Siege(per_second_max=leak, burst_max=burst)
+        self._siege = PacketFilter(per_second_max=leak, burst_max=burst)
         self.watch_seconds = self._caps.watch_seconds
         speakers.refresh()
 
@@ -265,7 +273,7 @@ class KeyGuard:
         """Return the same."""
         return endpoint
 
-    def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
+    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
         """Show this side's key to who holds the one that the place names, only."""
         if not place.key:
             raise TransportError(
@@ -326,7 +334,7 @@ class KeyGuard:
             return None
         return Source(key, descriptor)
 
-    def _met(self, descriptor: int) -> Record | None:
+    def _met(self, descriptor: int) -> PeerRecord | None:
         """Return the record of one that says its first word; None: it has ended."""
         books = self._books
         connection = limits.at(descriptor, self._port)
@@ -398,7 +406,7 @@ class KeyGuard:
         found = sorted(limits.connections(port), key=self._age)
         self._forget({connection.peer for connection in found}, now)
         n_of: Counter[str] = Counter()  # connections, by key or else by address
-        cuts: dict[Peer, tuple[Record, str]] = {}
+        cuts: dict[Peer, tuple[PeerRecord, str]] = {}
         hoarding: set[str] = set()  # addresses
         greedy = self._greedy(found, now)
         for connection in found:
@@ -494,7 +502,7 @@ class KeyGuard:
                 books.levels[key] = level
         books.n_messages.clear()
 
-    def _closed(self, record: Record, why: str) -> None:
+    def _closed(self, record: PeerRecord, why: str) -> None:
         """A connection was closed: say so, but never so often as to fill a disk."""
         # Who is let in no longer has broken no rule: allowed again, it need not wait.
         if record.key and self._speakers.admit(record.key):
@@ -508,12 +516,12 @@ class KeyGuard:
         if n & (n - 1) == 0:
             self._warn(f"{text} (so far {n})")
 
-    def _record(self, connection: Connection, now: Seconds) -> Record:
+    def _record(self, connection: Connection, now: Seconds) -> PeerRecord:
         """Return what is known of a connection."""
         known = self._books.connections
         record = known.get(connection.peer)
         if record is None:
-            record = known[connection.peer] = Record(peer=connection.peer, since=now)
+            record = known[connection.peer] = PeerRecord(peer=connection.peer, since=now)
         return record
 
     def _age(self, connection: Connection) -> Seconds:
@@ -521,7 +529,7 @@ class KeyGuard:
         record = self._books.connections.get(connection.peer)
         return self._now() if record is None else record.since
 
-    def _objection(self, connection: Connection, record: Record, n_alike: int) -> str | None:
+    def _objection(self, connection: Connection, record: PeerRecord, n_alike: int) -> str | None:
         """Return why this connection must not go on."""
         caps = self._caps
         unread = connection.n_bytes - record.n_bytes

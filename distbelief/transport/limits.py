@@ -232,7 +232,7 @@ _WORDS: Final = "inproc://newcomers"  # of this transport's context alone
 
 
 @final
-class Newcomers:
+class ConnectionRate:
     """To the port of one inbox.
 
     Args:
@@ -348,7 +348,7 @@ class Newcomers:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Caps:
+class PeerLimits:
     """What one peer may cost.
 
     Attributes:
@@ -388,7 +388,7 @@ class Caps:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Record:
+class PeerRecord:
     """What is known of one connection.
 
     Attributes:
@@ -414,11 +414,11 @@ class Record:
 
 @final
 @dataclass(slots=True)
-class Books:
+class PeerTable:
     """Of all peers."""
 
-    connections: dict[Peer, Record] = field(default_factory=dict)
-    speaking: dict[int, Record] = field(default_factory=dict)  # by descriptor
+    connections: dict[Peer, PeerRecord] = field(default_factory=dict)
+    speaking: dict[int, PeerRecord] = field(default_factory=dict)  # by descriptor
     n_messages: Counter[str] = field(default_factory=Counter)  # by key, since a look
     levels: dict[str, float] = field(default_factory=dict)  # by key, of its bucket
     suspended: dict[str, Seconds] = field(default_factory=dict)  # key -> until when
@@ -437,7 +437,7 @@ class Books:
 _ALIKE = 8  # less than the cap
 
 
-def objection(record: Record, caps: Caps) -> str | None:
+def objection(record: PeerRecord, caps: PeerLimits) -> str | None:
     """Return what is wrong with the message that has come in parts so far."""
     held = _held(record)
     if held <= caps.unfinished_bytes_max:
@@ -446,8 +446,8 @@ def objection(record: Record, caps: Caps) -> str | None:
 
 
 def alike(
-    records: Iterable[Record], caps: Caps, *, addresses: Collection[str]
-) -> dict[Peer, tuple[Record, str]]:
+    records: Iterable[PeerRecord], caps: PeerLimits, *, addresses: Collection[str]
+) -> dict[Peer, tuple[PeerRecord, str]]:
     """Return what else comes from where messages do not end, and is like that.
 
     Each of many connections would come to the cap, and all at about the same time:
@@ -458,7 +458,7 @@ def alike(
         caps: What one may have.
         addresses: Of those who began such messages.
     """
-    cuts: dict[Peer, tuple[Record, str]] = {}
+    cuts: dict[Peer, tuple[PeerRecord, str]] = {}
     for record in records if addresses else ():
         is_alike = not record.key and record.peer[0] in addresses
         held = _held(record) if is_alike else 0
@@ -468,7 +468,7 @@ def alike(
     return cuts
 
 
-def _held(record: Record) -> int:
+def _held(record: PeerRecord) -> int:
     return record.n_taken - record.n_bytes
 
 
@@ -490,7 +490,7 @@ _ALL: Final = 0xFFFFFFFF
 
 @final
 @dataclass(kw_only=True)
-class Siege:
+class PacketFilter:
     """Of one port.
 
     Attributes:

@@ -39,14 +39,14 @@ from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import (
     Action,
     Address,
+    AssignName,
     CancelTimer,
     Compute,
     Computed,
     Connect,
-    Entrust,
     Event,
-    Halt,
-    Lane,
+    Executor,
+    Exit,
     Launch,
     PeerLost,
     Persist,
@@ -69,7 +69,7 @@ from distbelief.transport.zmq_transport import Log, ZmqTransport
 
 
 @final
-class Alarm:
+class Waker:
     """Two sockets: what is written to one ends a poll of the other."""
 
     def __init__(self) -> None:
@@ -110,24 +110,24 @@ class Alarm:
 Task = Callable[[], Event]  # does the work; raises nothing
 
 
-class Lanes:
+class WorkExecutors:
     """The threads of one role. Only `start` starts them."""
 
     def __init__(self, name: str, *, now: Callable[[], Seconds], wake: Callable[[], None]) -> None:
         self._now = now
         self._wake = wake  # called, in a lane's thread, whenever an answer is there
         self._answers: deque[Event] = deque()
-        self._busy_with: dict[Lane, str] = {}
+        self._busy_with: dict[Executor, str] = {}
         self._ending = False
-        self._tasks: dict[Lane, queue.SimpleQueue[tuple[str, Task] | None]] = {
-            lane: queue.SimpleQueue() for lane in Lane
+        self._tasks: dict[Executor, queue.SimpleQueue[tuple[str, Task] | None]] = {
+            lane: queue.SimpleQueue() for lane in Executor
         }
         # Daemons: an endless user function must not keep the process from exiting.
         self._threads = {
             lane: threading.Thread(
                 target=self._work, args=(lane,), name=f"{name}-{lane.value}", daemon=True
             )
-            for lane in Lane
+            for lane in Executor
         }
 
     def start(self) -> None:
@@ -135,7 +135,7 @@ class Lanes:
         for thread in self._threads.values():
             thread.start()
 
-    def add(self, lane: Lane, name: str, task: Task) -> None:
+    def add(self, lane: Executor, name: str, task: Task) -> None:
         """Do `task` after all that was added to this lane before."""
         self._tasks[lane].put((name, task))
 
@@ -163,7 +163,7 @@ class Lanes:
                 left_behind.append(f"{work} ({lane.value})")
         return left_behind
 
-    def _work(self, lane: Lane) -> None:
+    def _work(self, lane: Executor) -> None:
         while (item := self._tasks[lane].get()) and not self._ending:
             self._busy_with[lane], task = item
             self._answers.append(task())
@@ -235,7 +235,7 @@ WAIT_SECONDS_MAX = 60.0  # of one poll; there is nothing to do when it passes
 JOIN_SECONDS_MAX = 5.0  # how long the end waits for work that is under way
 
 
-class SnapshotStore(Protocol):
+class CheckpointStorage(Protocol):
     """Where snapshots survive their role. Called from the compute lane's thread."""
 
     def save(self, role: Address, snapshot: Snapshot) -> None:
@@ -271,7 +271,7 @@ class Launcher(Protocol):
         ...
 
 
-class Node:
+class RoleRunner:
     """One role, its timers, its work and its links.
 
     Use `run` for a process that is the role, or `pump` for a role inside somebody
@@ -285,7 +285,7 @@ class Node:
         *,
         transport: ZmqTransport,
         log: Log,
-        store: SnapshotStore | None = None,
+        store: CheckpointStorage | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         self._role = role
@@ -298,8 +298,8 @@ class Node:
         self._posted: deque[Event] = deque()
         self._n_posted_lost = 0
         self._n_refused = 0
-        self._alarm = Alarm()
-        self._lanes = Lanes(self._name, now=self._now, wake=self._alarm.ring)
+        self._alarm = Waker()
+        self._lanes = WorkExecutors(self._name, now=self._now, wake=self._alarm.ring)
         self._begun = False
         self._halted = False
         self._error: str | None = None
@@ -514,11 +514,13 @@ class Node:
                 self._lanes.compute(action)
             case Persist():
                 task = partial(_persist, self._store, self._name, action.snapshot)
-                self._lanes.add(Lane.COMPUTE, f"saving {action.snapshot.label}", task)
+                self._lanes.add(Executor.COMPUTE, f"saving {action.snapshot.label}", task)
             case _:
                 self._perform_rare(action)
 
-    def _perform_rare(self, action: Report | Connect | Launch | Entrust | Terminate | Halt) -> None:
+    def _perform_rare(
+        self, action: Report | Connect | Launch | AssignName | Terminate | Exit
+    ) -> None:
         match action:
             case Report():
                 self._log(action.level, action.text)
@@ -526,11 +528,11 @@ class Node:
                 self._connect(action)
             case Launch():
                 self._launch(action)
-            case Entrust():
+            case AssignName():
                 self._transport.entrust(action.name, action.to)
             case Terminate():
                 self._its_launcher().terminate(action.name)
-            case Halt():
+            case Exit():
                 self._halted, self._error = True, action.error
             case _:
                 assert_never(action)
@@ -562,7 +564,7 @@ def _received(envelope: Envelope) -> Received:
     )
 
 
-def _persist(store: SnapshotStore | None, role: Address, snapshot: Snapshot) -> Persisted:
+def _persist(store: CheckpointStorage | None, role: Address, snapshot: Snapshot) -> Persisted:
     if store is None:
         return Persisted(label=snapshot.label, error="there is no place for snapshots")
     try:

@@ -14,7 +14,7 @@ Rules this file keeps:
   the run's directory; over TCP, who has a key (CURVE). It asks before a connection
   carries its first message, because what ZeroMQ holds of an unfinished multipart
   message is bounded by nothing else.
-* No secret is in any message: `Wire` only tells runs apart.
+* No secret is in any message: `Codec` only tells runs apart.
 * Nobody in the network is the user: a message that says so is dropped.
 * Nothing here blocks but `poll`, up to its timeout, and `close`, up to its linger.
 * What a peer sends wrongly costs a counter and, now and then, a line in the log.
@@ -40,13 +40,13 @@ from distbelief.protocol.codec import (
     FRAMES_MAX,
     HEADER_BYTES_MAX,
     AnotherRunError,
+    Codec,
     Envelope,
     Frame,
-    Wire,
 )
 from distbelief.roles.role import HOST, SUPERVISOR, USER
-from distbelief.transport.address import LOOPBACK, Place, is_local
-from distbelief.transport.authenticator import Guard, NotIntroducedError, Source
+from distbelief.transport.address import LOOPBACK, Endpoint, is_local
+from distbelief.transport.authenticator import Authenticator, NotIntroducedError, Source
 
 
 # An outbox: one link to one peer, and ZeroMQ's word on whether it was let in.
@@ -65,7 +65,7 @@ SILENCE_SECONDS_MAX: Final = 8.0
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outbox:
+class PeerSocket:
     """To one life of one peer.
 
     Attributes:
@@ -87,11 +87,11 @@ class Outbox:
         cls,
         context: "zmq.Context[zmq.Socket[bytes]]",
         peer: str,
-        place: Place,
+        place: Endpoint,
         *,
         incarnation: int,
         endpoint: str,
-        guard: Guard,
+        guard: Authenticator,
         messages_max: int,
         watched: bool,
     ) -> Self:
@@ -194,7 +194,7 @@ class ZmqTransport:
         incarnation: int,
         run: str,
         bind: str,
-        guard: Guard,
+        guard: Authenticator,
         options: TransportOptions | None = None,
         log: Log = lambda _level, _text: None,
     ) -> None:
@@ -207,12 +207,12 @@ class ZmqTransport:
         self._log = log
         # Hosts do not know the run before they have joined it.
         strangers = HOST if name == SUPERVISOR and self._guard.encrypts else None
-        self._wire = Wire(run=run, strangers=strangers)
+        self._wire = Codec(run=run, strangers=strangers)
         self._endpoint = ""
         self._port = 0
         self._supervisor_host = LOOPBACK
         self._extra_fds: frozenset[int] = frozenset()
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes: dict[str, PeerSocket] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     @property
@@ -249,7 +249,7 @@ class ZmqTransport:
             raise TransportError(_cannot_bind(self._bind, error)) from None
         self._endpoint = self._bind
         if self._bind.startswith("tcp:"):
-            bound = Place.parse(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
+            bound = Endpoint.parse(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
             self._port, self._endpoint = bound.port, str(replace(bound, key=key))
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
@@ -300,7 +300,7 @@ class ZmqTransport:
         self.disconnect(peer)
         while len(self._outboxes) >= _OUTBOXES_MAX:  # the first: unused for longest
             self.disconnect(next(iter(self._outboxes)))
-        self._outboxes[peer] = Outbox.open(
+        self._outboxes[peer] = PeerSocket.open(
             self._running_context(),
             peer,
             place,
@@ -409,7 +409,7 @@ class ZmqTransport:
 
     def _read(self, frames: list[Frame], source: Source) -> Envelope:
         envelope = self._wire.decode(frames)
-        if envelope.sender == USER:  # `Node.post` alone delivers what the user says
+        if envelope.sender == USER:  # `RoleRunner.post` alone delivers what the user says
             raise RemoteProtocolError(f"a peer speaks as {USER!r}")
         self._guard.check(source, envelope.sender)
         return envelope
@@ -442,13 +442,13 @@ class ZmqTransport:
         if count & (count - 1) == 0:
             self._log("warning", f"{text} (so far {count})")
 
-    def _place(self, peer: str, endpoint: str) -> Place:
+    def _place(self, peer: str, endpoint: str) -> Endpoint:
         """Return where a peer is, seen from here.
 
         Who listens at all interfaces is where the supervisor is.
         """
         try:
-            place = Place.parse(endpoint).seen_from(self._supervisor_host)
+            place = Endpoint.parse(endpoint).seen_from(self._supervisor_host)
         except TransportError as error:
             raise TransportError(f"cannot connect to {peer} at {error}") from None
         if peer == SUPERVISOR:

@@ -15,9 +15,9 @@ from distbelief.data.sharding import BatchCursor, DataShard, Indices
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region
-from distbelief.roles.role import Action, Compute, Cost, Lane
+from distbelief.roles.role import Action, Compute, Cost, Executor
 from distbelief.task.dry_run import check_labels, class_counts
-from distbelief.worker.local_executor import Batch, Trainer
+from distbelief.worker.local_executor import Batch, LocalExecutor
 
 
 # Batches read in advance, in the data lane: that of the present step, and the next.
@@ -26,7 +26,7 @@ N_BATCHES_HELD = 2
 
 
 @final
-class BatchReader:
+class Prefetcher:
     """The batches of one life of a replica, each read once.
 
     Args:
@@ -37,7 +37,12 @@ class BatchReader:
     """
 
     def __init__(
-        self, data_shard: DataShard, trainer: Trainer, *, batch_size: int, n_batches_max: int | None
+        self,
+        data_shard: DataShard,
+        trainer: LocalExecutor,
+        *,
+        batch_size: int,
+        n_batches_max: int | None,
     ) -> None:
         self._cursor = BatchCursor(data_shard)
         self._trainer = trainer
@@ -76,7 +81,7 @@ class BatchReader:
                 name="replica:read",
                 work=work,
                 cost=Cost(n_bytes=2.0 * self._bytes_per_sample * len(indices)),
-                lane=Lane.DATA,
+                lane=Executor.DATA,
             )
         ]
 
@@ -96,7 +101,7 @@ N_KEPT: Final = 4
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class BatchIndices:
     """The samples of one step.
 
     Attributes:
@@ -113,20 +118,20 @@ class Chosen:
         return self.position + len(self.indices)
 
 
-class Course(Protocol):
+class BatchPlan(Protocol):
     """The samples of all steps of a life."""
 
     def start(self, position: int) -> None:
         """Begin a life there."""
         ...
 
-    def batch(self, step: int) -> Chosen:
+    def batch(self, step: int) -> BatchIndices:
         """Return the samples of this step: not long before, nor after, others asked."""
         ...
 
 
 @final
-class TrainingCourse:
+class TrainingPlan:
     """One batch after the other, pass after pass.
 
     Args:
@@ -138,7 +143,7 @@ class TrainingCourse:
         self._cursor = BatchCursor(data_shard)
         self._n_samples = len(data_shard)
         self._batch_size = batch_size
-        self._known: dict[int, Chosen] = {}
+        self._known: dict[int, BatchIndices] = {}
         self._next = 0
         self._position = 0
 
@@ -147,11 +152,11 @@ class TrainingCourse:
         self._known.clear()
         self._next, self._position = 0, position
 
-    def batch(self, step: int) -> Chosen:
+    def batch(self, step: int) -> BatchIndices:
         """Return the samples of this step."""
         while self._next <= step:
             indices = self._cursor.batch(self._position, self._batch_size)
-            self._known[self._next] = Chosen(position=self._position, indices=indices)
+            self._known[self._next] = BatchIndices(position=self._position, indices=indices)
             self._known.pop(self._next - N_KEPT, None)
             self._position += len(indices)
             self._next += 1
@@ -177,7 +182,7 @@ class TrainingCourse:
 
 
 @final
-class MeasuringCourse:
+class EvaluationPlan:
     """The held-out samples, chunk by chunk: a subset (position 0), or all (1).
 
     Args:
@@ -198,10 +203,10 @@ class MeasuringCourse:
         """Return how many chunks there are."""
         return -(-len(self._kinds[position]) // self._chunk)
 
-    def batch(self, step: int) -> Chosen:
+    def batch(self, step: int) -> BatchIndices:
         """Return a chunk."""
         first = step * self._chunk
-        return Chosen(position=first, indices=self._indices[first : first + self._chunk])
+        return BatchIndices(position=first, indices=self._indices[first : first + self._chunk])
 
 
 def step_seed(seed: Sequence[int], position: int) -> int:
@@ -224,7 +229,7 @@ N_AHEAD: Final = 2
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portion:
+class BatchSlice:
     """What there is of one batch.
 
     Attributes:
@@ -241,7 +246,7 @@ class Portion:
 
 
 @final
-class PortionReader:
+class SliceReader:
     """Reads portions, in the data lane.
 
     Args:
@@ -282,7 +287,7 @@ class PortionReader:
         """Whether this machine needs nothing of any batch."""
         return not (self._reads or self._keeps_targets)
 
-    def read(self, life: int, step: int, chosen: Chosen) -> Portion:
+    def read(self, life: int, step: int, chosen: BatchIndices) -> BatchSlice:
         """Return the portion of these samples.
 
         Raises:
@@ -308,11 +313,11 @@ class PortionReader:
                 value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
             ]
         targets = batch[1] if self._keeps_targets else None
-        return Portion(life=life, step=step, inputs=found, targets=targets)
+        return BatchSlice(life=life, step=step, inputs=found, targets=targets)
 
 
 @final
-class PortionsAhead:
+class SlicePrefetch:
     """The portions of a life, each read once, a step ahead.
 
     Args:
@@ -320,10 +325,10 @@ class PortionsAhead:
         course: What.
     """
 
-    def __init__(self, reader: PortionReader, course: Course) -> None:
+    def __init__(self, reader: SliceReader, course: BatchPlan) -> None:
         self._reader = reader
         self._course = course
-        self._held: dict[int, Portion] = {}
+        self._held: dict[int, BatchSlice] = {}
         self._life = 0
         self._next = 0
         self._reading = False
@@ -333,10 +338,10 @@ class PortionsAhead:
         self._life, self._next = life, 0
         self._held.clear()
 
-    def take(self, step: int) -> Portion | None:
+    def take(self, step: int) -> BatchSlice | None:
         """Return the portion of this step, if it has been read."""
         if self._reader.reads_nothing:
-            return Portion(life=self._life, step=step)
+            return BatchSlice(life=self._life, step=step)
         return self._held.pop(step, None)
 
     def read_ahead(self, step: int, *, stop: int) -> list[Action]:
@@ -360,13 +365,13 @@ class PortionsAhead:
                 name=READ,
                 work=lambda: reader.read(life, number, chosen),
                 cost=Cost(n_bytes=1e3 * len(chosen.indices)),
-                lane=Lane.DATA,
+                lane=Executor.DATA,
             )
         ]
 
     def have_read(self, result: object) -> None:
         """Keep what was asked for, if it is still wanted."""
-        assert isinstance(result, Portion), result
+        assert isinstance(result, BatchSlice), result
         self._reading = False
         if result.life == self._life:
             self._held[result.step] = result

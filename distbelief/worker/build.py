@@ -15,7 +15,7 @@ from distbelief.data.sharding import DataShard
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import (
-    Execution,
+    PartitionExecutor,
     Seed,
     inference_of,
     mean_over_samples,
@@ -31,11 +31,11 @@ from distbelief.parameter_server.initial_values import shard_values, shard_value
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import copies_of_all, copy_names, shard_of
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slices import Selection
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import PartialView
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.reliable import Courier
+from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import Address, Role
 from distbelief.task import dry_run
 from distbelief.task.initializers import reader
@@ -52,21 +52,27 @@ from distbelief.task.task import (
     sample_of,
 )
 from distbelief.worker.batches import (
-    Course,
-    MeasuringCourse,
-    PortionReader,
-    PortionsAhead,
-    TrainingCourse,
+    BatchPlan,
+    EvaluationPlan,
+    SlicePrefetch,
+    SliceReader,
+    TrainingPlan,
 )
 from distbelief.worker.config import DownpourConfig, DownpourSettings
-from distbelief.worker.evaluator import Evaluator, EvaluatorConfig, Judge, Measuring, held_out
-from distbelief.worker.gradients import PartTrainer
-from distbelief.worker.group import EVALUATORS, Duty, Place, member_names, place_of
-from distbelief.worker.group_leader import Leader
-from distbelief.worker.local_executor import LocalModel
-from distbelief.worker.partition import Machine, MachineConfig
-from distbelief.worker.replica import Training
-from distbelief.worker.steps import Stepping
+from distbelief.worker.evaluator import (
+    EvaluationObjective,
+    Evaluator,
+    EvaluatorConfig,
+    Judge,
+    held_out,
+)
+from distbelief.worker.gradients import RankTrainer
+from distbelief.worker.group import EVALUATORS, GroupRank, Objective, group_rank_of, member_names
+from distbelief.worker.group_leader import GroupLeader
+from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.partition import PartitionWorker, RankConfig
+from distbelief.worker.replica import TrainingObjective
+from distbelief.worker.steps import StepRunner
 
 
 # The roles that every algorithm with a parameter server has, and their names.
@@ -111,7 +117,7 @@ def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
     """Return the shard of this name."""
     layout = layout_of(context)
     index = int(shard_of(name).removeprefix("shard-"))
-    return ParameterServerShard(
+    return Shard(
         ShardConfig(
             index=index,
             layout=layout,
@@ -147,7 +153,7 @@ def build_evaluator(context: BuildContext) -> Role:
     return Evaluator(
         EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed),
         client=build_client(context, pushes=False),
-        model=LocalModel(build_model(task.model)),
+        model=FlatModel(build_model(task.model)),
         dataset=dataset,
         loss=build_loss(task),
         metric=build_metric(task, sample),
@@ -247,13 +253,13 @@ class Split:
         )
 
 
-def place_in(name: str, *, context: BuildContext, split: Split) -> Place:
+def place_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
     """Return which machine of a job is called so.
 
     Raises:
         LocalProtocolError: none is.
     """
-    place = place_of(name)
+    place = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
     if place is None or place.machine >= n_machines:
         raise LocalProtocolError(f"no machine {name!r} in a plan for {n_machines}")
@@ -265,34 +271,34 @@ def place_in(name: str, *, context: BuildContext, split: Split) -> Place:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Makings:
+class RankBuild:
     """What machines for different duties have each of its own."""
 
     flow: Dataflow
     dtype: torch.dtype
     client: ParameterClient
-    course: Course
-    reader: PortionReader
-    duty: Duty
-    leader: Leader
+    course: BatchPlan
+    reader: SliceReader
+    duty: Objective
+    leader: GroupLeader
     training: bool
     micro_batches: int
     seed: tuple[int, ...]
     seed_gradient: Seed = mean_over_samples
 
 
-def assemble(place: Place, split: Split, makings: Makings) -> Machine:
+def assemble(place: GroupRank, split: Split, makings: RankBuild) -> PartitionWorker:
     """Return a machine of this group, made of these."""
     flow, course = makings.flow, makings.course
     n_machines = split.plan.cluster.n_machines
     couriers = _couriers(place, flow, n_machines)
-    return Machine(
-        MachineConfig(
+    return PartitionWorker(
+        RankConfig(
             group=place.group, machine=place.machine, n_machines=n_machines, plan=split.fingerprint
         ),
         client=makings.client,
-        stepping=Stepping(
-            Execution(
+        stepping=StepRunner(
+            PartitionExecutor(
                 flow,
                 dtype=makings.dtype,
                 modules=split.modules,
@@ -307,14 +313,14 @@ def assemble(place: Place, split: Split, makings: Makings) -> Machine:
         ),
         couriers=couriers,
         course=course,
-        portions=PortionsAhead(makings.reader, course),
+        portions=SlicePrefetch(makings.reader, course),
         duty=makings.duty,
         shapes=[region.shape for _, region in flow.items],
         leader=makings.leader if place.machine == 0 else None,
     )
 
 
-def evaluating_machine(place: Place, *, context: BuildContext, split: Split) -> Machine:
+def evaluating_rank(place: GroupRank, *, context: BuildContext, split: Split) -> PartitionWorker:
     """Return a machine of those that evaluate."""
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
@@ -331,8 +337,8 @@ def evaluating_machine(place: Place, *, context: BuildContext, split: Split) -> 
     dtype = dtype_of(context)
     client = client_of(flow, context, pushes=False)
     config = EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed)
-    course = MeasuringCourse(held_out(len(dataset), config), chunk=plan.batch)
-    reader = PortionReader(
+    course = EvaluationPlan(held_out(len(dataset), config), chunk=plan.batch)
+    reader = SliceReader(
         dataset,
         graph=graph,
         reads=flow.reads,
@@ -340,19 +346,19 @@ def evaluating_machine(place: Place, *, context: BuildContext, split: Split) -> 
         keeps_targets=place.machine == 0,
         table="data.test",
     )
-    duty = Measuring(
+    duty = EvaluationObjective(
         client=client,
         sizes=[region.n_elements for _, region in flow.items],
         dtype=dtype,
         course=course,
         judge=_judge(task, context.sample),
     )
-    leader = Leader(n_machines, plan=split.fingerprint, limit=0)
+    leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
     return assemble(
         place,
         split,
-        Makings(
+        RankBuild(
             flow=flow,
             dtype=dtype,
             client=client,
@@ -377,7 +383,7 @@ def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> Paramet
         shards=shards,
         memory=context.memory,
         second_copies=second_copies,
-        selection=Selection.of(layout, flow.items),
+        selection=PartialView.of(layout, flow.items),
     )
 
 
@@ -387,10 +393,10 @@ def dtype_of(context: BuildContext) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def _couriers(place: Place, flow: Dataflow, n_machines: int) -> dict[int, Courier]:
+def _couriers(place: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, ReliableSender]:
     names = member_names(place.group, n_machines)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
-    return {peer: Courier(names[peer]) for peer in sorted(peers)}
+    return {peer: ReliableSender(names[peer]) for peer in sorted(peers)}
 
 
 def _judge(task: TaskSpec, sample: Sample | None) -> Judge:
@@ -422,11 +428,11 @@ class ReplicaParts:
     dtype: torch.dtype
     client: ParameterClient
     dataset: Dataset
-    reader: PortionReader
+    reader: SliceReader
 
 
 def replica_parts(
-    place: Place, *, context: BuildContext, split: Split, batch: tuple[str, int]
+    place: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
 ) -> ReplicaParts:
     """Return the parts of a machine.
 
@@ -456,13 +462,11 @@ def replica_parts(
         dtype=dtype,
         client=client_of(flow, context, pushes=True),
         dataset=dataset,
-        reader=PortionReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
+        reader=SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
 
-def build_machine(
-    name: str, *, config: DownpourSettings, context: BuildContext, split: Split
-) -> Role:
+def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, split: Split) -> Role:
     """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
 
     Raises:
@@ -471,12 +475,12 @@ def build_machine(
     """
     place = place_in(name, context=context, split=split)
     if place.group == EVALUATORS:
-        return evaluating_machine(place, context=context, split=split)
+        return evaluating_rank(place, context=context, split=split)
     return _training_machine(place, config=config, context=context, split=split)
 
 
 def _training_machine(
-    place: Place, *, config: DownpourSettings, context: BuildContext, split: Split
+    place: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
 ) -> Role:
     assert place.replica is not None
     batch = "batch_size", config.batch_size
@@ -488,13 +492,13 @@ def _training_machine(
         n_replicas=context.n_replicas,
         seed=config.seed,
     )
-    course = TrainingCourse(data_shard, batch_size=config.batch_size)
+    course = TrainingPlan(data_shard, batch_size=config.batch_size)
     of_replica = _of_replica(config, context)
     n_machines = split.plan.cluster.n_machines
-    duty = Training(
+    duty = TrainingObjective(
         of_replica,
         client=parts.client,
-        trainer=PartTrainer(
+        trainer=RankTrainer(
             of_replica,
             sizes=[region.n_elements for _, region in flow.items],
             trained=flow.trained,
@@ -504,7 +508,7 @@ def _training_machine(
         ),
         await_begin=context.await_begin,
     )
-    leader = Leader(
+    leader = GroupLeader(
         n_machines, plan=split.fingerprint, steps_max=of_replica.max_steps, n_steps=course.n_steps
     )
     if not context.await_begin:
@@ -512,7 +516,7 @@ def _training_machine(
     return assemble(
         place,
         split,
-        Makings(
+        RankBuild(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,

@@ -20,10 +20,10 @@ import torch
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.data.sharding import Indices
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.execution.executor import Found, Put
-from distbelief.parameter_server.client.buffers import Installed
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import Begin, Evaluate, Finished, Measured, Message, Stop
+from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, StartTraining, Stop
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -32,7 +32,7 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Halt,
+    Exit,
     Received,
     Seconds,
     Send,
@@ -42,10 +42,10 @@ from distbelief.roles.role import (
 )
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
-from distbelief.worker.batches import Chosen, MeasuringCourse, Portion
+from distbelief.worker.batches import BatchIndices, BatchSlice, EvaluationPlan
 from distbelief.worker.group import Install
-from distbelief.worker.group_leader import Leader, Outgoing
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.local_executor import FlatModel
 
 
 # The evaluator: measures held-out data off the training path.
@@ -124,7 +124,7 @@ class Evaluator:
         config: EvaluatorConfig,
         *,
         client: ParameterClient,
-        model: LocalModel,
+        model: FlatModel,
         dataset: Dataset,
         loss: Loss,
         metric: Metric,
@@ -141,7 +141,7 @@ class Evaluator:
         self._subset = _subset(self._all, config)
         self._waiting: list[Evaluate] = []
         self._measurement: _Measurement | None = None
-        self._last: Measured | None = None
+        self._last: EvaluationDone | None = None
         self._answered: set[int] = set()  # by `_last`
         self._busy = False
         self._stopped_by: Address | None = None
@@ -205,7 +205,7 @@ class Evaluator:
             del self._waiting[:-N_WAITING_MAX]
         return []
 
-    def _answer(self, measured: Measured, request: int) -> Send:
+    def _answer(self, measured: EvaluationDone, request: int) -> Send:
         message = msgspec.structs.replace(measured, request=request)
         return Send(receiver=SUPERVISOR, message=message)
 
@@ -218,7 +218,7 @@ class Evaluator:
         if self._stopped_by is not None:
             _, counters = self.status()
             finished = Finished(counters=dict(counters))
-            return [Send(receiver=self._stopped_by, message=finished), Halt()]
+            return [Send(receiver=self._stopped_by, message=finished), Exit()]
         if self._measurement is None and self._waiting:
             self._measurement = self._begin()
         if self._measurement is None or not self._client.ready:
@@ -251,7 +251,7 @@ class Evaluator:
         )
 
     def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, Installed), result
+        assert isinstance(result, FetchResult), result
         assert self._measurement is not None
         self._busy = False
         actions = list(self._client.installed(result, now))
@@ -314,7 +314,7 @@ class Evaluator:
         self._measurement = None
         self._n_measured += 1
         self._answered = set(measurement.requests)
-        self._last = Measured(
+        self._last = EvaluationDone(
             request=measurement.requests[-1],
             loss=measurement.loss / n_all,
             metric=measurement.metric / n_all,
@@ -376,12 +376,12 @@ class _Requests:
     waiting: list[Evaluate] = field(default_factory=list)
     measured: list[int] = field(default_factory=list)
     answered: set[int] = field(default_factory=set)
-    last: Measured | None = None
+    last: EvaluationDone | None = None
     again: list[int] = field(default_factory=list)
 
 
 @final
-class Measuring:
+class EvaluationObjective:
     """Measures; see `runtime.machine.Duty`.
 
     Args:
@@ -401,7 +401,7 @@ class Measuring:
         client: ParameterClient,
         sizes: Sequence[int],
         dtype: torch.dtype,
-        course: MeasuringCourse,
+        course: EvaluationPlan,
         judge: Judge,
     ) -> None:
         self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
@@ -459,13 +459,13 @@ class Measuring:
 
     # ----------------------------------------------------------------------- the chunk
 
-    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
         """Begin a chunk."""
         del step, chosen
         self._targets = portion.targets
         return _nothing
 
-    def close(self, found: Found) -> object:
+    def close(self, found: StepResult) -> object:
         """Judge the outputs. Work."""
         if self._targets is None:
             return None
@@ -480,7 +480,7 @@ class Measuring:
             ) from error
 
     def closed(
-        self, result: object, found: Found, chosen: Chosen, now: Seconds
+        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """Add what was judged."""
         del found, now
@@ -505,10 +505,12 @@ class Measuring:
 
     # ---------------------------------------------------------------------- the leader
 
-    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
         """Obey the supervisor, if this machine leads."""
         match message:
-            case Begin():
+            case StartTraining():
                 return []
             case Stop():
                 return leader.stop(now)
@@ -529,7 +531,7 @@ class Measuring:
             del asked.waiting[:-N_REQUESTS_WAITING_MAX]
 
     def report(
-        self, leader: Leader, now: Seconds, *, final: bool
+        self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Answer the supervisor; begin the next measurement."""
         asked = self._asked
@@ -552,10 +554,10 @@ class Measuring:
         steps = self._course.n_steps(position)
         return actions, leader.new_life(now, position=position, limit=steps)
 
-    def _measured(self, leader: Leader) -> Measured:
+    def _measured(self, leader: GroupLeader) -> EvaluationDone:
         sums = self._sums
         n_samples = max(sums.n_samples, 1)
-        return Measured(
+        return EvaluationDone(
             request=self._asked.measured[-1],
             loss=sums.loss / n_samples,
             metric=sums.metric / n_samples,
@@ -579,6 +581,6 @@ def _nothing(item: int, _gradient: torch.Tensor) -> None:
     raise LocalProtocolError(f"a gradient of item {item} where nothing is trained")
 
 
-def _answer(measured: Measured, request: int) -> Send:
+def _answer(measured: EvaluationDone, request: int) -> Send:
     message = msgspec.structs.replace(measured, request=request)
     return Send(receiver=SUPERVISOR, message=message)

@@ -17,10 +17,10 @@ from typing import Final, final
 
 import torch
 
-from distbelief.execution.executor import Found, Put
-from distbelief.parameter_server.client.buffers import Draft, Installed, Staged
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.roles.role import Cost
-from distbelief.worker.batches import Chosen, Portion
+from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.config import DownpourConfig
 from distbelief.worker.group import Install, Vote
 
@@ -29,7 +29,7 @@ from distbelief.worker.group import Install, Vote
 
 
 @final
-class Accrued:
+class GradientAccumulator:
     """Gradients of several steps, added up until they are pushed.
 
     Args:
@@ -113,12 +113,12 @@ def clip(gradients: Gradients, square: float, *, norm_max: float | None) -> None
 
 
 def is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
-    """Return whether all are, by their sums; see `LocalModel.is_finite`."""
+    """Return whether all are, by their sums; see `FlatModel.is_finite`."""
     sums = [gradient.sum() for gradient in gradients.values()]
     return not sums or bool(torch.stack(sums).sum().isfinite())
 
 
-def bad_sample(portion: Portion) -> int | None:
+def bad_sample(portion: BatchSlice) -> int | None:
     """Return the place in the batch of the first sample with NaN or infinity."""
     for regions in portion.inputs.values():
         for part in regions:
@@ -141,7 +141,7 @@ class Closed:
     """
 
     is_finite: bool
-    staged: Staged | None = None
+    staged: PushResult | None = None
     blame: str | None = None
 
 
@@ -164,12 +164,12 @@ class Step:
 
     number: int
     counts: bool
-    draft: Draft | None
+    draft: PushDraft | None
     local_rate: float | None
-    chosen: Chosen
-    portion: Portion
+    chosen: BatchIndices
+    portion: BatchSlice
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    staged: Staged | None = None
+    staged: PushResult | None = None
     after: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -179,7 +179,7 @@ class Step:
 
 
 @final
-class PartTrainer:
+class RankTrainer:
     """The work of one machine's steps.
 
     Args:
@@ -206,7 +206,7 @@ class PartTrainer:
         n_machines: int,
     ) -> None:
         self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
-        self.accrued = Accrued(len(sizes))
+        self.accrued = GradientAccumulator(len(sizes))
         self._config = config
         self._trained = trained
         self._counts = counts
@@ -220,7 +220,7 @@ class PartTrainer:
         self._sent.clear()
         self._gains = None
 
-    def staged(self, staged: Staged) -> None:
+    def staged(self, staged: PushResult) -> None:
         """Begin to accrue anew: what there was is pushed, or is not finite."""
         self.accrued.drop()
         if staged.finite:
@@ -234,7 +234,7 @@ class PartTrainer:
             rate: Of the local steps, which are taken again.
         """
 
-        def install() -> Installed:
+        def install() -> FetchResult:
             if self._gains is None:  # else an install was torn: values are a mixture
                 self._gains = {item: self.values[item] - sent for item, sent in self._sent.items()}
             installed = work()
@@ -253,7 +253,7 @@ class PartTrainer:
             if accrued is not None and rate:
                 value.add_(accrued, alpha=-rate)
 
-    def close(self, step: Step, found: Found) -> Vote | Closed:
+    def close(self, step: Step, found: StepResult) -> Vote | Closed:
         """Say what this machine has of a step; alone, go on at once."""
         step.after = self._after(found)
         if step.draft is not None:
@@ -301,7 +301,7 @@ class PartTrainer:
             self._accrue(step)
         return Closed(is_finite=True, staged=step.staged)
 
-    def _after(self, found: Found) -> dict[int, torch.Tensor]:
+    def _after(self, found: StepResult) -> dict[int, torch.Tensor]:
         """Return what running averages, and counts of their steps, are after a step."""
         after = {item: value.reshape(-1) for item, value in found.averages.items()}
         for item, count in self._counts.items():

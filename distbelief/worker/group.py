@@ -11,9 +11,18 @@ from typing import Final, Protocol, final
 import torch
 
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.execution.executor import Found, Put
-from distbelief.parameter_server.client.buffers import Installed
-from distbelief.protocol import Begin, Evaluate, Finished, Gather, Gathered, Proceed, Stepped, Stop
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.protocol import (
+    Evaluate,
+    Finished,
+    GrantSteps,
+    RankReady,
+    StartEpoch,
+    StartTraining,
+    StepsDone,
+    Stop,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -21,18 +30,18 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Cost,
-    Halt,
+    Exit,
     Report,
     Seconds,
     Send,
 )
-from distbelief.worker.batches import Chosen, Portion
-from distbelief.worker.group_leader import Leader, Outgoing
+from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.group_leader import GroupLeader, Outgoing
 
 
 # What a machine computes for: training, or measuring. The role asks; see `machine`.
 
-Install = Callable[[], Installed]
+Install = Callable[[], FetchResult]
 """Copies what was fetched into a duty's tensors, in the compute lane."""
 
 
@@ -56,7 +65,7 @@ class Vote:
     sample: int | None = None
 
 
-class Duty(Protocol):
+class Objective(Protocol):
     """What a machine computes for."""
 
     @property
@@ -98,11 +107,11 @@ class Duty(Protocol):
         """A fetch was installed; return whether it is what was wanted."""
         ...
 
-    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
         """A step begins; return what takes its gradients, in the compute lane."""
         ...
 
-    def close(self, found: Found) -> object:
+    def close(self, found: StepResult) -> object:
         """Do with the result of a step what is to be done in the compute lane.
 
         Returns:
@@ -112,7 +121,7 @@ class Duty(Protocol):
         ...
 
     def closed(
-        self, result: object, found: Found, chosen: Chosen, now: Seconds
+        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """A step is over."""
         ...
@@ -130,12 +139,14 @@ class Duty(Protocol):
         """Something that `work` asked for is done."""
         ...
 
-    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
         """The supervisor has told the leader something."""
         ...
 
     def report(
-        self, leader: Leader, now: Seconds, *, final: bool
+        self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Return what the leader tells the supervisor, and does next."""
         ...
@@ -173,7 +184,7 @@ class _Sums:
 
 
 @final
-class Living:
+class GroupState:
     """One machine's life.
 
     Args:
@@ -210,7 +221,7 @@ class Living:
         """Return whether the step before this one was the last."""
         return self.is_last and step >= self.granted
 
-    def gather(self, message: Gather) -> bool:
+    def gather(self, message: StartEpoch) -> bool:
         """Obey the leader; return whether a new life begins.
 
         Raises:
@@ -232,7 +243,7 @@ class Living:
         self._sums = _Sums()
         return True
 
-    def proceed(self, message: Proceed) -> bool:
+    def proceed(self, message: GrantSteps) -> bool:
         """Obey the leader; return whether the first step may be taken now.
 
         Raises:
@@ -255,7 +266,7 @@ class Living:
             self.phase = Phase.RUNNING
         return begins
 
-    def add(self, found: Found, n_samples: int) -> None:
+    def add(self, found: StepResult, n_samples: int) -> None:
         """Add what a step has found of the loss, if this machine computes it."""
         if found.loss is None:
             return
@@ -266,15 +277,15 @@ class Living:
         else:
             sums.no_loss += n_samples
 
-    def gathered(self, pushed: int | None) -> Gathered:
+    def gathered(self, pushed: int | None) -> RankReady:
         """Return what the leader is told: so many samples are pushed."""
-        return Gathered(life=self.life, pushes=pushed is not None, samples=pushed or 0)
+        return RankReady(life=self.life, pushes=pushed is not None, samples=pushed or 0)
 
     def stepped(
         self, steps: int, *, clock: float | None, square: float, sample: int | None = None
-    ) -> Stepped:
+    ) -> StepsDone:
         """Return what the leader is told: so many steps are taken."""
-        return Stepped(
+        return StepsDone(
             life=self.life,
             steps=steps,
             loss=self._sums.loss,
@@ -286,7 +297,7 @@ class Living:
             sample=sample,
         )
 
-    def _check(self, message: Gather | Proceed) -> None:
+    def _check(self, message: StartEpoch | GrantSteps) -> None:
         if message.life < self.life:
             raise RemoteProtocolError(
                 f"{self._name} was sent {type(message).__name__} of life "
@@ -301,7 +312,7 @@ END_SECONDS: Final = 30.0
 
 
 @final
-class Ending:
+class RankShutdown:
     """The end of one machine.
 
     Args:
@@ -319,9 +330,9 @@ class Ending:
         self,
         names: Sequence[Address],
         *,
-        living: Living,
-        duty: Duty,
-        leader: Leader | None,
+        living: GroupState,
+        duty: Objective,
+        leader: GroupLeader | None,
         figures: Callable[[], Mapping[str, float]],
     ) -> None:
         self.is_gone = False
@@ -376,7 +387,7 @@ class Ending:
         """Go now."""
         self.is_gone = True
         finished = Finished(counters=dict(self._figures()))
-        return [Send(receiver=SUPERVISOR, message=finished), Halt()]
+        return [Send(receiver=SUPERVISOR, message=finished), Exit()]
 
     def _may_go(self, now: Seconds) -> bool:
         """Whether all have taken the last step; or the leader has gone without it."""
@@ -405,7 +416,7 @@ _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupRank:
     """One machine of a group.
 
     Attributes:
@@ -423,7 +434,7 @@ class Place:
         return int(index) if dash else None
 
 
-def machine_name(replica: int, machine: int) -> Address:
+def rank_name(replica: int, machine: int) -> Address:
     """Return the name of a machine of a model replica."""
     return member_name(f"replica-{replica}", machine)
 
@@ -445,12 +456,12 @@ def member_names(group: str, n_machines: int) -> list[Address]:
     return [member_name(group, machine) for machine in range(n_machines)]
 
 
-def place_of(name: str) -> Place | None:
+def group_rank_of(name: str) -> GroupRank | None:
     """Return which machine is called so; None if none is."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    return Place(match[1] or match[3], int(match[2] or match[4] or 0))
+    return GroupRank(match[1] or match[3], int(match[2] or match[4] or 0))
 
 
 SETTLE: Final = "machine:settle"
@@ -458,7 +469,7 @@ SETTLE: Final = "machine:settle"
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ballot:
+class NormSum:
     """A step that is computed.
 
     Attributes:
@@ -468,12 +479,12 @@ class Ballot:
     """
 
     vote: Vote
-    found: Found
-    chosen: Chosen
+    found: StepResult
+    chosen: BatchIndices
 
 
 @final
-class Voting:
+class NormReduction:
     """One machine's votes.
 
     Args:
@@ -484,18 +495,18 @@ class Voting:
         sample: Likewise, of who is to blame.
     """
 
-    def __init__(self, living: Living) -> None:
+    def __init__(self, living: GroupState) -> None:
         self.square = 0.0
         self.sample: int | None = None
         self._living = living
-        self._ballot: Ballot | None = None
+        self._ballot: NormSum | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a step waits for what all have of it."""
         return self._ballot is not None
 
-    def cast(self, ballot: Ballot) -> None:
+    def cast(self, ballot: NormSum) -> None:
         """Vote on a step."""
         self.square, self.sample = ballot.vote.square, ballot.vote.sample
         self._ballot = ballot
@@ -517,7 +528,7 @@ class Voting:
         work = partial(ballot.vote.settle, living.square, living.sample)
         return [Compute(name=SETTLE, work=work, cost=ballot.vote.cost)]
 
-    def settled(self) -> Ballot:
+    def settled(self) -> NormSum:
         """Return the step that was counted; none is open any more."""
         ballot, self._ballot = self._ballot, None
         assert ballot is not None

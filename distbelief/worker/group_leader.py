@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Gather, Gathered, Message, Proceed, SetOrder, Stepped
+from distbelief.protocol import ChunkOrder, GrantSteps, Message, RankReady, StartEpoch, StepsDone
 from distbelief.roles.role import Seconds
 
 
@@ -32,7 +32,7 @@ from distbelief.roles.role import Seconds
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class StepsBelow:
     """What a group has done in all lives of its leader.
 
     Attributes:
@@ -63,7 +63,7 @@ Outgoing = list[tuple[int, Message]]
 
 
 @final
-class Leader:
+class GroupLeader:
     """What machine 0 does besides its own part.
 
     Args:
@@ -97,8 +97,8 @@ class Leader:
         self._running = False  # all have gathered, and been told where to begin
         self._heard_at: Seconds = 0.0
         self._incarnations: dict[int, int] = {}
-        self._gathered: dict[int, Gathered] = {}
-        self._stepped: dict[int, Stepped] = {}
+        self._gathered: dict[int, RankReady] = {}
+        self._stepped: dict[int, StepsDone] = {}
         self._ended: set[int] = set()
         self._gone: set[int] = set()  # of these: they know that I know
         self._missing: set[int] = set()
@@ -109,7 +109,7 @@ class Leader:
         self._position = 0  # of this life's first step
         self._wanted: int | None = None
         self._limit = limit
-        self._order: SetOrder | None = None
+        self._order: ChunkOrder | None = None
 
     # ----------------------------------------------------------------------- commands
 
@@ -124,7 +124,7 @@ class Leader:
         *,
         position: int | None = None,
         limit: int | None = None,
-        order: SetOrder | None = None,
+        order: ChunkOrder | None = None,
     ) -> Outgoing:
         """Gather all machines anew.
 
@@ -197,9 +197,9 @@ class Leader:
         if incarnation < self._incarnations[machine]:
             return out
         match message:
-            case Gathered():
+            case RankReady():
                 return [*out, *self._hear_gathered(machine, message, now)]
-            case Stepped():
+            case StepsDone():
                 return [*out, *self._hear_stepped(machine, message, now)]
             case _:
                 raise RemoteProtocolError(
@@ -217,7 +217,7 @@ class Leader:
                 return self._go_on(now)
         return [] if self._running else self._gather()
 
-    def _hear_gathered(self, machine: int, message: Gathered, now: Seconds) -> Outgoing:
+    def _hear_gathered(self, machine: int, message: RankReady, now: Seconds) -> Outgoing:
         if message.life == self.life and self._running:
             return [(machine, self._proceeding(machine))]  # it has not heard of it
         if message.life == self.life:
@@ -226,7 +226,7 @@ class Leader:
         # It was in another life, or in none.
         return [] if machine in self._gathered else self._gather({machine})
 
-    def _hear_stepped(self, machine: int, message: Stepped, now: Seconds) -> Outgoing:
+    def _hear_stepped(self, machine: int, message: StepsDone, now: Seconds) -> Outgoing:
         if message.life != self.life or not self._running:
             return []
         before, granted = self._stepped.get(machine), self.granted
@@ -347,11 +347,11 @@ class Leader:
         """Of the gradient of the last step that all have computed."""
         return self._square
 
-    def life_done(self) -> Done:
+    def life_done(self) -> StepsBelow:
         """Return what all have done in this life; its loss may be a step ahead."""
         # Never in the order of arrival: same answers, same bits.
         said = [self._stepped[machine] for machine in sorted(self._stepped)]
-        return Done(
+        return StepsBelow(
             steps=self.steps,
             position=self._position,
             loss=sum(message.loss for message in said),
@@ -363,7 +363,7 @@ class Leader:
 
     def _gather(self, machines: frozenset[int] | set[int] | None = None) -> Outgoing:
         wanted = self.waiting_for if machines is None else machines
-        message = Gather(life=self.life, plan=self._plan, order=self._order)
+        message = StartEpoch(life=self.life, plan=self._plan, order=self._order)
         return [(machine, message) for machine in sorted(wanted)]
 
     def _go_on(self, now: Seconds) -> Outgoing:
@@ -388,11 +388,11 @@ class Leader:
         here = sorted(set(range(self._n)) - self._missing)
         return [(machine, self._proceeding(machine)) for machine in here]
 
-    def _proceeding(self, machine: int) -> Proceed:
+    def _proceeding(self, machine: int) -> GrantSteps:
         # Nobody goes before all have ended: else steps may have to be taken again.
         if self._have_ended:
             self._gone.add(machine)
-        return Proceed(
+        return GrantSteps(
             life=self.life,
             position=self._position,
             steps=self.granted,

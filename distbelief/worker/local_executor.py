@@ -21,7 +21,7 @@ from torch import nn
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.data.sharding import Indices
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.task import dry_run
@@ -46,7 +46,7 @@ that backward. Weight sharing (convolutions) makes it more."""
 
 
 @final
-class LocalModel:
+class FlatModel:
     """A module's tensors by name, its gradient, and what has accrued of it.
 
     Attributes:
@@ -306,7 +306,7 @@ class Outcome:
 
 
 @final
-class Trainer:
+class LocalExecutor:
     """The work of one replica's steps.
 
     Args:
@@ -321,7 +321,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LocalModel,
+        model: FlatModel,
         dataset: Dataset,
         *,
         loss: Loss,
@@ -344,8 +344,8 @@ class Trainer:
         return Batch(position=position, indices=indices, inputs=inputs, targets=targets)
 
     def install(
-        self, work: Callable[[], Installed], attempt: Attempt, *, rate: float | None
-    ) -> Installed:
+        self, work: Callable[[], FetchResult], attempt: Attempt, *, rate: float | None
+    ) -> FetchResult:
         """Copy what was fetched into the model; tell the attempt if it was torn.
 
         Args:
@@ -383,7 +383,7 @@ class Trainer:
         blame = dry_run.bad_sample(batch.inputs, batch.targets, names=names)
         return Outcome(loss=loss, is_finite=False, blame=blame)
 
-    def push(self, stage: Callable[[], Staged]) -> Staged:
+    def push(self, stage: Callable[[], PushResult]) -> PushResult:
         """Stage what has accrued, and begin anew.
 
         The slots now hold the sum, and nothing else does: no gradient is sent twice,

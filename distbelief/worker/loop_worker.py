@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from distbelief.errors import LocalProtocolError, PeerLostError
-from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Finished, Heartbeat, Join, Peers, Stop
 from distbelief.roles.role import (
@@ -49,13 +49,13 @@ knows nothing of who had joined the one before."""
 class StagedPush:
     """What the loop says of a push that lies in the slots."""
 
-    outcome: Staged
+    outcome: PushResult
     n_gradients: int
     samples: int
 
 
 @final
-class Worker:
+class LoopWorker:
     """The role "worker-…".
 
     Args:
@@ -162,7 +162,7 @@ class Worker:
         match event.name, event.result:
             case "worker:fetch", None:
                 return self.client.begin_fetch(now)
-            case "worker:installed", Installed() as outcome:
+            case "worker:installed", FetchResult() as outcome:
                 return self.client.installed(outcome, now)
             case "worker:pushed", StagedPush() as push:
                 return self.client.staged(

@@ -23,7 +23,16 @@ from typing import Final, cast, final
 
 from distbelief.config.job import PATIENCE_SECONDS
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.protocol import Alive, Failed, Finished, Heartbeat, Join, PeerEntry, Peers, Stop
+from distbelief.protocol import (
+    Failed,
+    Finished,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    PeerEntry,
+    Peers,
+    Stop,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -32,7 +41,7 @@ from distbelief.roles.role import (
     Computed,
     Connect,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     PeerLost,
     Received,
@@ -66,7 +75,7 @@ _TEXT_MAX = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberConfig:
+class JobMemberConfig:
     """How a member keeps in touch.
 
     Attributes:
@@ -106,7 +115,7 @@ def heartbeat_seconds(name: str, shard_copies: int) -> Seconds:
 
 
 @final
-class Member:
+class JobMember:
     """Wraps any role.
 
     Args:
@@ -114,7 +123,7 @@ class Member:
         build: Returns the role within; called once, as work.
     """
 
-    def __init__(self, config: MemberConfig, *, build: Callable[[], Role]) -> None:
+    def __init__(self, config: JobMemberConfig, *, build: Callable[[], Role]) -> None:
         self._config = config
         self._build = build
         self._role: Role | None = None
@@ -190,7 +199,7 @@ class Member:
             if now < self._save_by:
                 return []
             text = f"the last snapshot was not saved in {SAVE_SECONDS_MAX:.0f} s"
-            return [Halt(error=text)]
+            return [Exit(error=text)]
         silent = now - self._heard_at
         if silent <= self._config.patience_seconds:
             return []
@@ -200,7 +209,7 @@ class Member:
     def _abandoned(self, reason: str, now: Seconds) -> Sequence[Action]:
         """The supervisor is gone: end, a shard once it has saved."""
         if not (self._runs and self._config.is_shard):
-            return [Halt(error=reason)]
+            return [Exit(error=reason)]
         if self._save_by is not None:
             return []
         self._save_by = now + SAVE_SECONDS_MAX
@@ -221,12 +230,12 @@ class Member:
     def _supervised(self, event: Received, now: Seconds) -> Sequence[Action]:
         self._heard_at = max(self._heard_at, now)
         match event.message:
-            case Alive():
+            case HeartbeatAck():
                 return []
             case Peers():
                 return self._introduced(event.message, now)
             case Stop() if not self._runs:  # there is nothing to finish
-                return [_tell(Finished(counters={})), Halt()]
+                return [_tell(Finished(counters={})), Exit()]
             case _:
                 return self._pass_on(event, now)
 
@@ -313,7 +322,7 @@ class Member:
         if not isinstance(error, JobError):
             text = f"{type(error).__name__}: {text}"
         failed = Failed(error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError))
-        return [_tell(failed), Halt(error=text)]
+        return [_tell(failed), Exit(error=text)]
 
 
 def _lost_for_good(name: str, entry: PeerEntry | None) -> PeerLost:

@@ -9,7 +9,7 @@ from distbelief.errors import JobError
 from distbelief.protocol import Progress
 from distbelief.roles.role import SUPERVISOR, Action, Report, Seconds, Send
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.group_leader import Done, Leader
+from distbelief.worker.group_leader import GroupLeader, StepsBelow
 
 
 # What a replica has done: counters, progress to report, gradients gone bad.
@@ -34,7 +34,7 @@ class Counters:
 
 
 @final
-class Tally:
+class TrainingMetrics:
     """Counts and sums of one life of a replica.
 
     Attributes:
@@ -165,7 +165,7 @@ def _samples(indices: Sequence[int]) -> str:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _Reported:
     """What the supervisor was told last.
 
     Attributes:
@@ -178,11 +178,11 @@ class _Told:
     life: int = 0
     at: Seconds = -math.inf
     steps: int = 0
-    done: Done = field(default_factory=Done)
+    done: StepsBelow = field(default_factory=StepsBelow)
 
 
 @final
-class Telling:
+class ProgressReporter:
     """Tells of progress, and not too often.
 
     Args:
@@ -191,10 +191,16 @@ class Telling:
 
     def __init__(self, *, every: Seconds) -> None:
         self._every = every
-        self._told = _Told()
+        self._told = _Reported()
 
     def report(
-        self, leader: Leader, now: Seconds, *, final: bool, computing: Seconds, elapsed: Seconds
+        self,
+        leader: GroupLeader,
+        now: Seconds,
+        *,
+        final: bool,
+        computing: Seconds,
+        elapsed: Seconds,
     ) -> Progress | None:
         """Return what is new, if anything is and it is time.
 
@@ -208,7 +214,7 @@ class Telling:
         done = leader.life_done()
         told = self._told
         if told.life != leader.life:
-            told = self._told = _Told(life=leader.life, at=told.at, steps=told.steps)
+            told = self._told = _Reported(life=leader.life, at=told.at, steps=told.steps)
         n_new = done.samples + done.no_loss - told.done.samples - told.done.no_loss
         due = final or now - told.at >= self._every
         if not due or n_new <= 0:
@@ -216,7 +222,7 @@ class Telling:
         n_of_loss = done.samples - told.done.samples
         loss = (done.loss - told.done.loss) / n_of_loss if n_of_loss else math.nan
         steps = told.steps + max(done.steps - told.done.steps, 0)
-        self._told = _Told(life=leader.life, at=now, steps=steps, done=done)
+        self._told = _Reported(life=leader.life, at=now, steps=steps, done=done)
         return Progress(
             step=steps,
             samples=done.position + done.samples + done.no_loss,

@@ -28,17 +28,17 @@ import torch
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import (
-    Begin,
     Evaluate,
-    Gather,
-    Gathered,
-    Proceed,
-    Stepped,
+    GrantSteps,
+    RankReady,
+    StartEpoch,
+    StartTraining,
+    StepsDone,
     Stop,
-    Taken,
-    Transfer,
+    TransferAck,
+    TransferBlock,
 )
-from distbelief.roles.reliable import Courier
+from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import (
     Action,
     Address,
@@ -54,20 +54,20 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.worker.batches import READ, Chosen, Course, PortionsAhead
+from distbelief.worker.batches import READ, BatchIndices, BatchPlan, SlicePrefetch
 from distbelief.worker.group import (
     SETTLE,
-    Ballot,
-    Duty,
-    Ending,
-    Living,
+    GroupState,
+    NormReduction,
+    NormSum,
+    Objective,
     Phase,
+    RankShutdown,
     Vote,
-    Voting,
     member_names,
 )
-from distbelief.worker.group_leader import Leader, Outgoing
-from distbelief.worker.steps import CHAIN, INSTALL, Ran, Renewing, Stepping
+from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.steps import CHAIN, INSTALL, ParameterPrefetch, StepOutcome, StepRunner
 
 
 # What a machine of a group has: given whole to each part that acts for it.
@@ -75,7 +75,7 @@ from distbelief.worker.steps import CHAIN, INSTALL, Ran, Renewing, Stepping
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Equipment:
+class RankParts:
     """All that one machine has.
 
     Attributes:
@@ -98,17 +98,17 @@ class Equipment:
     names: Sequence[Address]
     machine: int
     client: ParameterClient
-    stepping: Stepping
-    couriers: Mapping[int, Courier]
-    course: Course
-    portions: PortionsAhead
-    duty: Duty
+    stepping: StepRunner
+    couriers: Mapping[int, ReliableSender]
+    course: BatchPlan
+    portions: SlicePrefetch
+    duty: Objective
     parameters: Sequence[torch.Tensor]
-    living: Living
-    renewing: Renewing
-    voting: Voting
-    ending: Ending
-    leader: Leader | None
+    living: GroupState
+    renewing: ParameterPrefetch
+    voting: NormReduction
+    ending: RankShutdown
+    leader: GroupLeader | None
 
     @property
     def may_step(self) -> bool:
@@ -126,7 +126,7 @@ class Equipment:
 
 
 @final
-class Following:
+class GroupMember:
     """One machine's talk with its leader.
 
     Args:
@@ -136,7 +136,7 @@ class Following:
         incarnation: Of the machine.
     """
 
-    def __init__(self, own: Equipment) -> None:
+    def __init__(self, own: RankParts) -> None:
         self.incarnation = 0
         self._own = own
 
@@ -150,7 +150,7 @@ class Following:
             if machine != own.machine:
                 actions.append(Send(receiver=own.names[machine], message=message))
             else:
-                assert isinstance(message, Gather | Proceed), message
+                assert isinstance(message, StartEpoch | GrantSteps), message
                 actions += self.obey(message, now)
         return actions
 
@@ -175,7 +175,7 @@ class Following:
         own = self._own
         match own.living.phase:
             case Phase.ALONE if own.leader is None:
-                return self._say(Gathered(life=0, pushes=False, samples=0), now)
+                return self._say(RankReady(life=0, pushes=False, samples=0), now)
             case Phase.GATHERED:
                 return self.gathered(now)
             case Phase.RUNNING | Phase.ENDED:
@@ -184,7 +184,7 @@ class Following:
             case _:
                 return []
 
-    def _say(self, message: Gathered | Stepped, now: Seconds) -> list[Action]:
+    def _say(self, message: RankReady | StepsDone, now: Seconds) -> list[Action]:
         """Say something to the leader, who may be this machine."""
         leader = self._own.leader
         if leader is None:
@@ -193,7 +193,7 @@ class Following:
 
     # --------------------------------------------------------------------------- heard
 
-    def obey(self, message: Gather | Proceed, now: Seconds) -> list[Action]:
+    def obey(self, message: StartEpoch | GrantSteps, now: Seconds) -> list[Action]:
         """Do what the leader says.
 
         Raises:
@@ -201,7 +201,7 @@ class Following:
             JobError: the leader has another plan.
         """
         own, living = self._own, self._own.living
-        if isinstance(message, Gather):
+        if isinstance(message, StartEpoch):
             if living.gather(message):
                 own.stepping.begin(message.life)
                 own.renewing.begin(message.life)
@@ -225,7 +225,7 @@ class Following:
 
 
 @final
-class Advancing:
+class StepLoop:
     """One machine's compute lane.
 
     Args:
@@ -236,11 +236,11 @@ class Advancing:
         lane: The work under way, or "".
     """
 
-    def __init__(self, own: Equipment, following: Following) -> None:
+    def __init__(self, own: RankParts, following: GroupMember) -> None:
         self.lane = ""
         self._own = own
         self._following = following
-        self._chosen: Chosen | None = None  # of the step under way
+        self._chosen: BatchIndices | None = None  # of the step under way
 
     # ---------------------------------------------------------------------------- done
 
@@ -272,7 +272,7 @@ class Advancing:
     def _ran(self, result: object, now: Seconds) -> Sequence[Action]:
         """Send what a chain has for others; account for a step that is over."""
         own = self._own
-        assert isinstance(result, Ran), result
+        assert isinstance(result, StepOutcome), result
         actions = own.stepping.ran(result, now)
         if result.found is None:
             return actions
@@ -282,7 +282,7 @@ class Advancing:
         if isinstance(result.closed, Vote):
             if is_over:
                 return actions  # nobody counts the votes; the duty drops it
-            own.voting.cast(Ballot(result.closed, result.found, chosen))
+            own.voting.cast(NormSum(result.closed, result.found, chosen))
         else:
             # Of a life that is over too: it is as good as any, if it is whole.
             actions += own.duty.closed(result.closed, result.found, chosen, now)
@@ -393,14 +393,14 @@ _IDLE: Final = {Phase.GATHERED: "waiting for begin", Phase.RUNNING: "reading"}
 
 
 @final
-class Whereabouts:
+class RankStatus:
     """Tells of one machine.
 
     Args:
         own: All that the machine has.
     """
 
-    def __init__(self, own: Equipment) -> None:
+    def __init__(self, own: RankParts) -> None:
         self._own = own
 
     def state(self, lane: str) -> str:
@@ -448,7 +448,7 @@ REMIND_SECONDS: Final = 0.25
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineConfig:
+class RankConfig:
     """Which machine it is.
 
     Attributes:
@@ -456,7 +456,7 @@ class MachineConfig:
         machine: Which of them; 0 leads.
         n_machines: How many they are.
         plan: Hash of the plan: all have the same.
-        await_begin: The leader waits for `Begin` before the first step.
+        await_begin: The leader waits for `StartTraining` before the first step.
     """
 
     group: str
@@ -467,7 +467,7 @@ class MachineConfig:
 
 
 @final
-class Machine:
+class PartitionWorker:
     """The role "replica-R.M", or "evaluator.M".
 
     Args:
@@ -483,16 +483,16 @@ class Machine:
 
     def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
         self,
-        config: MachineConfig,
+        config: RankConfig,
         *,
         client: ParameterClient,
-        stepping: Stepping,
-        couriers: Mapping[int, Courier],
-        course: Course,
-        portions: PortionsAhead,
-        duty: Duty,
+        stepping: StepRunner,
+        couriers: Mapping[int, ReliableSender],
+        course: BatchPlan,
+        portions: SlicePrefetch,
+        duty: Objective,
         shapes: Sequence[tuple[int, ...]],
-        leader: Leader | None,
+        leader: GroupLeader | None,
     ) -> None:
         self._names = member_names(config.group, config.n_machines)
         self._places = {name: index for index, name in enumerate(self._names)}
@@ -502,13 +502,13 @@ class Machine:
         self._couriers = couriers
         self._duty = duty
         self._leader = leader
-        living = Living(self._name, plan=config.plan)
-        self._renewing = Renewing(client, duty)
-        self._voting = Voting(living)
-        self._ending = Ending(
+        living = GroupState(self._name, plan=config.plan)
+        self._renewing = ParameterPrefetch(client, duty)
+        self._voting = NormReduction(living)
+        self._ending = RankShutdown(
             self._names, living=living, duty=duty, leader=leader, figures=self._figures
         )
-        own = Equipment(
+        own = RankParts(
             names=self._names,
             machine=config.machine,
             client=client,
@@ -526,9 +526,9 @@ class Machine:
             ending=self._ending,
             leader=leader,
         )
-        self._following = Following(own)
-        self._advancing = Advancing(own, self._following)
-        self._whereabouts = Whereabouts(own)
+        self._following = GroupMember(own)
+        self._advancing = StepLoop(own, self._following)
+        self._whereabouts = RankStatus(own)
         self._living = living
 
     # ------------------------------------------------------------------------- events
@@ -625,16 +625,16 @@ class Machine:
         message = event.message
         machine = self._places.get(event.sender)
         match message:
-            case Begin() | Evaluate() | Stop():
+            case StartTraining() | Evaluate() | Stop():
                 return self._command(message, now)
-            case Gathered() | Stepped() if self._leader and machine is not None:
+            case RankReady() | StepsDone() if self._leader and machine is not None:
                 heard = self._leader.hear(machine, event.incarnation, message, now)
                 return self._following.tell(heard, now)
-            case Gather() | Proceed() if machine == 0:
+            case StartEpoch() | GrantSteps() if machine == 0:
                 return self._following.obey(message, now)
-            case Transfer() if machine is not None and machine in self._couriers:
+            case TransferBlock() if machine is not None and machine in self._couriers:
                 return self._stepping.take(machine, message, now)
-            case Taken() if machine is not None and machine in self._couriers:
+            case TransferAck() if machine is not None and machine in self._couriers:
                 return self._stepping.taken(machine, message, now)
             case _:
                 raise RemoteProtocolError(
@@ -642,7 +642,7 @@ class Machine:
                     f"{type(message).__name__}, which is not for it"
                 )
 
-    def _command(self, message: Begin | Evaluate | Stop, now: Seconds) -> list[Action]:
+    def _command(self, message: StartTraining | Evaluate | Stop, now: Seconds) -> list[Action]:
         if self._leader is None:  # who is told too, and decides
             if isinstance(message, Stop):
                 self._ending.stop(now)

@@ -22,10 +22,10 @@ from typing import Final, assert_never, final
 
 from distbelief.data.sharding import DataShard
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.execution.executor import Found, Put
-from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import Begin, Evaluate, Finished, Message, Stop
+from distbelief.protocol import Evaluate, Finished, Message, StartTraining, Stop
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -34,7 +34,7 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Halt,
+    Exit,
     Received,
     Seconds,
     Send,
@@ -42,13 +42,13 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.worker.batches import BatchReader, Chosen, Portion
+from distbelief.worker.batches import BatchIndices, BatchSlice, Prefetcher
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.gradients import Closed, PartTrainer, Step
+from distbelief.worker.gradients import Closed, RankTrainer, Step
 from distbelief.worker.group import Install, Vote
-from distbelief.worker.group_leader import Leader, Outgoing
-from distbelief.worker.local_executor import Attempt, Batch, Outcome, Trainer
-from distbelief.worker.metrics import Counters, Tally, Telling
+from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor, Outcome
+from distbelief.worker.metrics import Counters, ProgressReporter, TrainingMetrics
 
 
 # The model replica: Algorithm 1.1 of Dean et al. 2012, as a state machine.
@@ -64,7 +64,7 @@ from distbelief.worker.metrics import Counters, Tally, Telling
 # paper.
 #
 # Paper to code: alpha `local_learning_rate`, n_fetch `n_fetch`, n_push `n_push`, accrued
-# gradients `LocalModel.accrued`.
+# gradients `FlatModel.accrued`.
 #
 # Three things run side by side, weakly synchronised (DB-10): the compute lane takes
 # steps, the data lane reads the batch of the next one, and the client's messages carry
@@ -85,7 +85,7 @@ TORN_RETRY_SECONDS = 1e-3
 
 
 @final
-class ModelReplica:
+class Replica:
     """The role `replica-INDEX`.
 
     Args:
@@ -93,7 +93,7 @@ class ModelReplica:
         client: Of the shards; it pushes.
         trainer: What is run in its lanes, with the model.
         data_shard: Its part of the data.
-        await_begin: Wait for `Begin` before the first step.
+        await_begin: Wait for `StartTraining` before the first step.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class ModelReplica:
         config: DownpourConfig,
         *,
         client: ParameterClient,
-        trainer: Trainer,
+        trainer: LocalExecutor,
         data_shard: DataShard,
         await_begin: bool = True,
     ) -> None:
         self._config = config
         self._client = client
         self._trainer = trainer
-        self._reader = BatchReader(
+        self._reader = Prefetcher(
             data_shard, trainer, batch_size=config.batch_size, n_batches_max=config.max_steps
         )
-        self._tally = Tally(config)
+        self._tally = TrainingMetrics(config)
         self._begun = not await_begin
         self._samples_allowed: int | None = None  # no step begins then
         self._placed = False  # does it know where in the data to begin?
@@ -180,7 +180,7 @@ class ModelReplica:
     # ---------------------------------------------------------------------- events
 
     def _receive(self, sender: Address, message: Message) -> None:
-        if isinstance(message, Begin):
+        if isinstance(message, StartTraining):
             self._begun, self._samples_allowed = True, message.samples
         elif isinstance(message, Stop):
             self._stopped_by = sender
@@ -277,7 +277,7 @@ class ModelReplica:
         return [
             *self._tally.progress(now),
             Send(receiver=self._stopped_by or SUPERVISOR, message=finished),
-            Halt(),
+            Exit(),
         ]
 
     # ----------------------------------------------------------------------- fetch
@@ -322,7 +322,7 @@ class ModelReplica:
         )
 
     def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, Installed), result
+        assert isinstance(result, FetchResult), result
         actions = list(self._client.installed(result, now))
         if result.torn:
             return actions
@@ -397,7 +397,7 @@ class ModelReplica:
 
     def _pushed(self, result: object, now: Seconds) -> Sequence[Action]:
         """Send what lies in the slots now; or, if it is not finite, forget it."""
-        assert isinstance(result, Staged), result
+        assert isinstance(result, PushResult), result
         self._staging = self._push_due = False
         n_gradients, self._n_accrued = self._n_accrued, 0
         actions = self._client.staged(
@@ -421,14 +421,14 @@ PUSH: Final = "machine:push"
 
 
 @final
-class Training:
+class TrainingObjective:
     """Trains; see `runtime.machine.Duty`.
 
     Args:
         config: How.
         client: Of the shards.
         trainer: Does the work of its steps.
-        await_begin: The leader waits for `Begin`.
+        await_begin: The leader waits for `StartTraining`.
 
     Attributes:
         values: Flat, one per item.
@@ -439,7 +439,7 @@ class Training:
         config: DownpourConfig,
         *,
         client: ParameterClient,
-        trainer: PartTrainer,
+        trainer: RankTrainer,
         await_begin: bool,
     ) -> None:
         self.values = trainer.values
@@ -447,7 +447,7 @@ class Training:
         self._client = client
         self._trainer = trainer
         self._accrued = trainer.accrued
-        self._tally = Tally(config)
+        self._tally = TrainingMetrics(config)
         self._begun = not await_begin
         self._samples_allowed: int | None = None
         self._pushed = 0  # samples of what was pushed last
@@ -456,7 +456,7 @@ class Training:
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
-        self._telling = Telling(every=config.progress_seconds)
+        self._telling = ProgressReporter(every=config.progress_seconds)
 
     # ------------------------------------------------------------------------ the life
 
@@ -521,7 +521,7 @@ class Training:
 
     # ------------------------------------------------------------------------ the step
 
-    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
         """Begin a step; return what takes its gradients."""
         config = self._config
         counts = bool(self.values) and chosen.stop > self._pushed
@@ -538,13 +538,13 @@ class Training:
         )
         return self._step.put
 
-    def close(self, found: Found) -> Vote | Closed:
+    def close(self, found: StepResult) -> Vote | Closed:
         """Say what this machine has of the step; alone, go on at once. Work."""
         assert self._step is not None
         return self._trainer.close(self._step, found)
 
     def closed(
-        self, result: object, found: Found, chosen: Chosen, now: Seconds
+        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """Account for a step; push what was laid into the slots."""
         assert isinstance(result, Closed), result
@@ -599,14 +599,14 @@ class Training:
         if event.name != PUSH:
             raise LocalProtocolError(f"nobody asked for {event.name!r}")
         result = event.result
-        assert isinstance(result, Staged), result
+        assert isinstance(result, PushResult), result
         self._staging = False
         n_gradients, stop = self._accrued.n_gradients, self._accrued.stop
         self._trainer.staged(result)
         return self._staged(result, n_gradients=n_gradients, stop=stop, now=now)
 
     def _staged(
-        self, staged: Staged, *, n_gradients: int, stop: int, now: Seconds
+        self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
     ) -> Sequence[Action]:
         actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
         if not staged.finite:  # the client's report names the tensors
@@ -619,10 +619,12 @@ class Training:
 
     # ---------------------------------------------------------------------- the leader
 
-    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
         """Obey the supervisor, if this machine leads."""
         match message:
-            case Begin():
+            case StartTraining():
                 self._samples_allowed = message.samples
                 return leader.begin(now, samples=message.samples)
             case Stop():
@@ -633,7 +635,7 @@ class Training:
                 assert_never(message)
 
     def report(
-        self, leader: Leader, now: Seconds, *, final: bool
+        self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report to the supervisor, unless that was done a moment ago."""
         progress = self._telling.report(

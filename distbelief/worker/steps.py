@@ -16,17 +16,17 @@ import torch
 
 from distbelief.core.vectors import ELEMENT_TYPES, Element, Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.execution.executor import Execution, Found, Given, Put
-from distbelief.execution.operations import Dataflow, Enter
-from distbelief.execution.schedule import Agenda, Timetable
-from distbelief.parameter_server.client.buffers import Installed
+from distbelief.execution.executor import PartitionExecutor, Put, StepInputs, StepResult
+from distbelief.execution.operations import Dataflow, InputOp
+from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
+from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.program.instructions import Receive
-from distbelief.protocol import Taken, Transfer
-from distbelief.roles.reliable import Courier, Inbox, Label, Parcel, blocks_of
+from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.roles.reliable import Outgoing, Reassembly, ReliableSender, StreamKey, blocks_of
 from distbelief.roles.role import Action, Compute, Computed, Cost, Seconds, SetTimer
-from distbelief.worker.batches import Course, Portion, micro_sizes, step_seed
-from distbelief.worker.group import Duty
+from distbelief.worker.batches import BatchPlan, BatchSlice, micro_sizes, step_seed
+from distbelief.worker.group import Objective
 from distbelief.worker.group_leader import AHEAD
 
 
@@ -44,7 +44,7 @@ OTHER_RETRY_SECONDS: Final = 0.05
 
 
 @final
-class Renewing:
+class ParameterPrefetch:
     """Fetches and installs, step by step.
 
     Args:
@@ -55,7 +55,7 @@ class Renewing:
         waits: A fetch is to be tried again soon.
     """
 
-    def __init__(self, client: ParameterClient, duty: Duty) -> None:
+    def __init__(self, client: ParameterClient, duty: Objective) -> None:
         self.waits = False
         self._client = client
         self._duty = duty
@@ -100,7 +100,7 @@ class Renewing:
     def installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         """Note what an install did."""
         result = event.result
-        assert isinstance(result, Installed), result
+        assert isinstance(result, FetchResult), result
         actions = self._client.installed(result, now)
         life, step = self._installing
         if life != self._life:
@@ -118,13 +118,13 @@ class Renewing:
 
 CHAIN: Final = "machine:chain"
 
-Close = Callable[[Found], object]
+Close = Callable[[StepResult], object]
 """What is done in the compute lane with the result of a step."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class StepOutcome:
     """What a chain came to.
 
     Attributes:
@@ -136,7 +136,7 @@ class Ran:
 
     life: int
     sends: Sequence[tuple[int, Vector]]
-    found: Found | None = None
+    found: StepResult | None = None
     closed: object = None
 
 
@@ -146,7 +146,7 @@ class _Open:
     """The step under way."""
 
     number: int
-    agenda: Agenda
+    agenda: ReadyQueue
     put: Put
     close: Close
     arrived: dict[int, Vector]
@@ -154,7 +154,7 @@ class _Open:
 
 
 @final
-class Stepping:
+class StepRunner:
     """Runs the steps of one machine, one after the other.
 
     Args:
@@ -172,10 +172,10 @@ class Stepping:
 
     def __init__(
         self,
-        execution: Execution,
+        execution: PartitionExecutor,
         *,
-        couriers: Mapping[int, Courier],
-        course: Course,
+        couriers: Mapping[int, ReliableSender],
+        course: BatchPlan,
         micro_batches: int,
         training: bool,
         seed: Sequence[int],
@@ -188,11 +188,11 @@ class Stepping:
         self._micro_batches = micro_batches
         self._training = training
         self._seed = tuple(seed)
-        self._inbox = Inbox()
-        self._early: list[tuple[int, Transfer]] = []
+        self._inbox = Reassembly()
+        self._early: list[tuple[int, TransferBlock]] = []
         self._is_placed = False  # does it know where in the data the life begins?
         self._open: _Open | None = None
-        self._tables: dict[int, Timetable] = {}
+        self._tables: dict[int, MicroBatchSchedule] = {}
         self._sent = {place: link for link, place in execution.flow.sent.items()}
 
     @property
@@ -207,7 +207,7 @@ class Stepping:
             return None
         instance = min(self._open.agenda.awaited)
         operation = self._flow.operations[instance % len(self._flow.operations)]
-        assert isinstance(operation, Enter)
+        assert isinstance(operation, InputOp)
         assert isinstance(operation.instruction, Receive)
         return operation.instruction.message.sender
 
@@ -238,7 +238,7 @@ class Stepping:
 
     # ----------------------------------------------------------------------- transfers
 
-    def take(self, sender: int, message: Transfer, now: Seconds) -> list[Action]:
+    def take(self, sender: int, message: TransferBlock, now: Seconds) -> list[Action]:
         """Take a transfer of another machine.
 
         Raises:
@@ -259,19 +259,19 @@ class Stepping:
                 del self._early[: -AHEAD * 32 * max(len(self._couriers), 1)]
             return actions
         if is_new and message.step >= self.step:
-            label = Label(message.step, message.micro_batch, message.way, sender)
+            label = StreamKey(message.step, message.micro_batch, message.way, sender)
             n_elements, dtype = self._expected(label)
             if self._inbox.take(label, message, n_elements=n_elements, dtype=dtype):
                 self._arrive(message.step)
         return [*actions, *courier.have(message.sequence)]
 
-    def taken(self, sender: int, message: Taken, now: Seconds) -> list[Action]:
+    def taken(self, sender: int, message: TransferAck, now: Seconds) -> list[Action]:
         """Another machine has transfers of this one."""
         if message.life != self.life:
             return []  # what was under way in another life is forgotten
         return self._couriers[sender].taken(message.taken, now)
 
-    def _expected(self, label: Label) -> tuple[int, "np.dtype[Element]"]:
+    def _expected(self, label: StreamKey) -> tuple[int, "np.dtype[Element]"]:
         """Return how many numbers of which type a message has.
 
         Raises:
@@ -291,7 +291,7 @@ class Stepping:
                 f"machine {label.sender} sent micro-batch {label.micro_batch} of a "
                 f"step of {len(sizes)}"
             )
-        assert isinstance(operation, Enter)
+        assert isinstance(operation, InputOp)
         assert isinstance(operation.instruction, Receive)
         message = operation.instruction.message
         n = sum(region.n_elements for region in message.regions)
@@ -317,7 +317,7 @@ class Stepping:
     # --------------------------------------------------------------------------- steps
 
     def open(
-        self, portion: Portion, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
+        self, portion: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
     ) -> None:
         """Begin the step `self.step`; the compute lane is idle.
 
@@ -329,10 +329,10 @@ class Stepping:
         """
         sizes = self._sizes(self.step)
         if len(sizes) not in self._tables:
-            self._tables[len(sizes)] = Timetable.of(self._flow, len(sizes))
+            self._tables[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))
         table = self._tables[len(sizes)]
         chosen = self._course.batch(self.step)
-        given = Given(
+        given = StepInputs(
             parameters=parameters,
             inputs=portion.inputs,
             sizes=sizes,
@@ -341,7 +341,7 @@ class Stepping:
         )
         self._execution.begin(table, given)
         self._open = _Open(
-            number=self.step, agenda=Agenda(table, sizes), put=put, close=close, arrived={}
+            number=self.step, agenda=ReadyQueue(table, sizes), put=put, close=close, arrived={}
         )
         self._arrive(self.step)
 
@@ -368,14 +368,14 @@ class Stepping:
         chain: Sequence[int],
         arrived: Mapping[int, Vector],
         closes: bool,  # noqa: FBT001 -- work of a lane
-    ) -> Ran:
+    ) -> StepOutcome:
         sends = self._execution.run(chain, arrived, opened.put)
         if not closes:
-            return Ran(life=life, sends=sends)
+            return StepOutcome(life=life, sends=sends)
         found = self._execution.finish()
-        return Ran(life=life, sends=sends, found=found, closed=opened.close(found))
+        return StepOutcome(life=life, sends=sends, found=found, closed=opened.close(found))
 
-    def ran(self, result: Ran, now: Seconds) -> list[Action]:
+    def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
         """Send what a chain has for others; after the last, the step is over."""
         opened = self._open
         if opened is None or result.life != self.life:
@@ -386,7 +386,7 @@ class Stepping:
             copy, operation = divmod(instance, n)
             way, receiver = self._sent[operation]
             parcels = [
-                Parcel(
+                Outgoing(
                     step=opened.number, micro_batch=copy, way=way, block_index=index, values=block
                 )
                 for index, block in blocks_of(values)

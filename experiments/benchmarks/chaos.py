@@ -32,7 +32,7 @@ from typing import final
 import numpy as np
 import torch
 
-from distbelief.chaos.local_faults import Hands
+from distbelief.chaos.local_faults import ProcessFaults
 from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.serve.server import ParameterServer
@@ -102,7 +102,7 @@ class Arena:
         suffixes = ["", "b"][:shard_copies]
         self._shards = [f"shard-{k}{s}" for k in range(N_SHARDS) for s in suffixes]
         self._stop = folder / "stop"
-        self._hands = Hands()
+        self._hands = ProcessFaults()
         self._paused_until = 0.0
         self._paused_worker: Worker | None = None
         self._begun = time.monotonic()

@@ -45,9 +45,9 @@ from typing import Final, final
 import msgspec
 
 from distbelief.serve.server import ServerAddress
-from distbelief.serve.server_process import Request
+from distbelief.serve.server_process import ServerRequest
 from distbelief.transport.keys import Allowed, KeyFiles
-from distbelief.transport.limits import Caps
+from distbelief.transport.limits import PeerLimits
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network.hostile_peer import ATTACKS, CONTROLS, Told
 from experiments.benchmarks.network.hosts import INTERFACE, Host, obstacle
@@ -67,7 +67,7 @@ SETTLE_SECONDS: Final = 0.1
 WARM_SECONDS: Final = 1.0
 PEACE_SECONDS: Final = 3.0
 TICK_SECONDS: Final = 0.02
-STATED_BYTES: Final = Caps().unread_bytes_of_key_max
+STATED_BYTES: Final = PeerLimits().unread_bytes_of_key_max
 
 
 @final
@@ -312,7 +312,7 @@ def _address(server: "subprocess.Popen[str]", folder: Path, host: Host) -> Serve
         if server.poll() is not None:
             raise SystemExit(f"the server ended: {server.communicate()[0]}")
         time.sleep(TICK_SECONDS)
-    request = msgspec.json.decode(file.read_bytes(), type=Request)
+    request = msgspec.json.decode(file.read_bytes(), type=ServerRequest)
     return ServerAddress(
         endpoint=_endpoint(host),
         run=request.run,

@@ -50,7 +50,7 @@ import torch
 from distbelief.core.memory import keep_memory
 from distbelief.partition.planner import plan, played
 from distbelief.partition.profiling.this_host import Network
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.crews import Crew
 from experiments.benchmarks.measuring.hands import Hand
@@ -128,7 +128,7 @@ class Contest:
         )
         self.crews[name] = Crew(name, [hand] * n_processes, self._folder)
 
-    def machines(self, name: str, way: Way, order: Order) -> None:
+    def machines(self, name: str, way: Way, order: PlanningRequest) -> None:
         """Enter a replica of the runtime's machines."""
         self.crews[name] = replica(
             name,
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measurement.conclude("model_parallel", figures)
 
 
-def preferred(order: Order, *, exactly: bool) -> tuple[Way, str]:
+def preferred(order: PlanningRequest, *, exactly: bool) -> tuple[Way, str]:
     """Return the planner's plan for two machines, and what found it.
 
     Args:
@@ -303,7 +303,7 @@ def _workload(net: NetName, batch_size: int, options: argparse.Namespace) -> Wor
     return Workload(net=net, batch_size=8 if small else batch_size, small=small)
 
 
-def _enter_usual(contest: Contest, order: Order) -> None:
+def _enter_usual(contest: Contest, order: PlanningRequest) -> None:
     contest.whole("torch")
     contest.machines("1 machine", on_one_machine(order.graph), order)
     contest.whole(APART, n_processes=2)

@@ -32,9 +32,9 @@ from typing import Final
 import torch
 
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.cost_model import AnalyticCosts, Jitter, single_sample
+from distbelief.partition.cost_model import AnalyticCosts, Variance, single_sample
 from distbelief.partition.planner import Planned, each_plan, plan
-from distbelief.partition.search import Order, player_of
+from distbelief.partition.search import PlanningRequest, simulator_of
 from distbelief.partition.solvers.problem import Choice
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
@@ -83,10 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measurement.conclude("planner", figures)
 
 
-def order_of(graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True) -> Order:
+def order_of(
+    graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True
+) -> PlanningRequest:
     """Return what is to be planned, without pins."""
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
-    return Order(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search)
+    return PlanningRequest(
+        graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search
+    )
 
 
 def choice_of(done: Planned) -> Choice | None:
@@ -94,7 +98,7 @@ def choice_of(done: Planned) -> Choice | None:
     return done.decoder.choice(done.forecast.placements)
 
 
-def over_search(order: Order, done: Planned, *, tries: int, seed: int = 0) -> float:
+def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int = 0) -> float:
     """Return the plan's seconds over the best that random search finds.
 
     Args:
@@ -103,7 +107,7 @@ def over_search(order: Order, done: Planned, *, tries: int, seed: int = 0) -> fl
         tries: Plans that are played through.
         seed: Of the search.
     """
-    jitter, player = Jitter(order.graph, order.cluster), player_of(order)
+    jitter, player = Variance(order.graph, order.cluster), simulator_of(order)
     n_machines = done.forecast.n_machines
     caps = [machine.memory for machine in order.cluster.first(n_machines).machines]
 
@@ -175,11 +179,11 @@ def _compared(
     return rows
 
 
-def _metis_seconds(order: Order, done: Planned) -> float:
+def _metis_seconds(order: PlanningRequest, done: Planned) -> float:
     n_machines = done.forecast.n_machines
     cluster = order.cluster.first(n_machines)
     placed = metis.metis(order.graph, cluster, batch=order.batch, costs=order.costs)
-    return player_of(order).way("metis", placed, n_machines=n_machines).seconds[1]
+    return simulator_of(order).way("metis", placed, n_machines=n_machines).seconds[1]
 
 
 def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:

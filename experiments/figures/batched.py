@@ -22,7 +22,7 @@ from typing import Final, final
 import msgspec
 
 from distbelief.core.memory import Memory
-from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import Tell
 from distbelief.roles.role import Action, Address, Event, Role, Seconds
 from distbelief.simulation.faults import Fault
@@ -103,12 +103,12 @@ def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
     )
 
 
-def learn(setting: float, *, seed: int, staging: Staging, tell: Tell) -> Course:
+def learn(setting: float, *, seed: int, staging: Preparation, tell: Tell) -> Course:
     """Run what is learnt, unless it is kept."""
     return course_of(LEARNER, setting=setting, seed=seed, staging=staging, tell=tell)
 
 
-def find_pace(entry: Entry, *, staging: Staging, tell: Tell) -> Pace:
+def find_pace(entry: Entry, *, staging: Preparation, tell: Tell) -> Pace:
     """Run a few evaluations with all replicas, unless that is kept, of this code."""
     known = pace(entry)
     if known is None or known.is_stale:
@@ -153,13 +153,13 @@ class _Timed:
     rig: Rig
     begun: list[Seconds]
 
-    def n_needed(self, staged: StagedJob) -> int:
+    def n_needed(self, staged: PreparedJob) -> int:
         return self.rig.n_needed(staged)
 
-    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         return self.rig.options(staged, faults=faults)
 
-    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
+    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
         builders = self.rig.builders(staged)
         build = builders[_COORDINATOR]
 

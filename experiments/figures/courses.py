@@ -11,8 +11,8 @@ from typing import Final, final
 import msgspec
 
 from distbelief.config.load import parse_job
-from distbelief.forecast.prepare import Staging
-from distbelief.forecast.run import Host, Tell, run_virtually
+from distbelief.forecast.prepare import Preparation
+from distbelief.forecast.run import RunHost, Tell, run_virtually
 from experiments.figures import task
 from experiments.figures.entries import Entry
 from experiments.figures.results import RESULTS, fingerprint, keep, kept, slug
@@ -88,7 +88,7 @@ def reached(points: Sequence[Point], target: float) -> float | None:
 
 
 def course_of(
-    entry: Entry, *, setting: float, seed: int, staging: Staging, tell: Tell | None = None
+    entry: Entry, *, setting: float, seed: int, staging: Preparation, tell: Tell | None = None
 ) -> Course:
     """Run an entry once; what was run before is read from its file.
 
@@ -124,10 +124,10 @@ def run(
     *,
     setting: float,
     seed: int,
-    staging: Staging,
+    staging: Preparation,
     stop_at: float | None = None,
     tell: Tell | None = None,
-    host: Host | None = None,
+    host: RunHost | None = None,
 ) -> Course:
     """Run an entry once, whatever is kept; to the end, or to an accuracy held out.
 

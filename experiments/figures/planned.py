@@ -12,7 +12,7 @@ import msgspec
 
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import plan
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster_file import load_cluster
 from experiments.benchmarks.plans.nets import IMAGES, SPEECH, Net
 from experiments.figures.results import RESULTS
@@ -58,7 +58,9 @@ def speed_ups(name: str) -> list[SpeedUp]:
     net, cluster = NETS[name], load_cluster("commodity-2012")
     graph = net.graph()
     costs = AnalyticCosts(cluster, batch=net.batch, single=single_sample(graph))
-    order = Order(graph=graph, cluster=cluster, batch=net.batch, costs=costs, pins={}, search=True)
+    order = PlanningRequest(
+        graph=graph, cluster=cluster, batch=net.batch, costs=costs, pins={}, search=True
+    )
     found = [
         SpeedUp(
             net=name,

@@ -18,7 +18,7 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.forecast.prepare import StagedJob
+from distbelief.forecast.prepare import PreparedJob
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address
@@ -75,16 +75,16 @@ class Rig:
         """How many replicas and shards take."""
         return self.n_replicas + shard_machines(self.n_replicas)
 
-    def n_needed(self, staged: StagedJob) -> int:
+    def n_needed(self, staged: PreparedJob) -> int:
         """Return how many machines a job takes, as the figures count."""
         del staged
         return self.n_machines
 
-    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
+    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
         """Return the roles, at the costs that they tell of."""
         return staged.builders()
 
-    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of them."""
         n = self.n_machines + _EVALUATOR_MACHINES + 1
         cluster = Cluster(name="scaled", machines=(self.machine,) * n, latency=LATENCY / self.haste)

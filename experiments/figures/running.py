@@ -9,8 +9,8 @@ from typing import Self, final
 
 from rich.console import Console
 
-from distbelief.display.progress import Waiting
-from distbelief.forecast.prepare import Staging
+from distbelief.display.progress import WaitProgress
+from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.run import Tell
 from experiments.figures.entries import Entry
 
@@ -67,9 +67,9 @@ class Runs:
     """
 
     def __init__(self, n_runs: int) -> None:
-        self.staging = Staging()
+        self.staging = Preparation()
         self._console = Console(soft_wrap=True)
-        self._waiting = Waiting(self._console, n_runs=n_runs)
+        self._waiting = WaitProgress(self._console, n_runs=n_runs)
 
     @contextmanager
     def one(self, what: str) -> Iterator[Tell]:

@@ -19,10 +19,10 @@ import numpy as np
 from distbelief.cluster.address import JobAddress
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, Steps
+from distbelief.parameter_server.optimizers import SGD, StepCounts
 from distbelief.run.directory import RunDirectory, Status, status_in
 from distbelief.run.metrics_file import Measurement, measurements_in
-from distbelief.run.resume import Cut, cut_in
+from distbelief.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.serve.server import ServerAddress
 from distbelief.transport.keys import entries_in, pair_in
 from experiments.fuzz.mutating import numbers
@@ -74,7 +74,7 @@ def _facts() -> Decoder:
         values=np.zeros(size, np.float32),
         state={},
         clients=(),
-        steps=Steps(41),
+        steps=StepCounts(41),
     )
     snapshot = take("00007", state, identity=identity)
     words = dict(snapshot.facts)
@@ -126,7 +126,9 @@ def _status() -> Decoder:
 def _cut() -> Decoder:
     run = RunDirectory(Path("run"), lock=None)
     return Decoder(
-        what="cut.json", seeds=_json(*_samples_of(Cut)), decode=partial(cut_in, file=_PATH, run=run)
+        what="cut.json",
+        seeds=_json(*_samples_of(CheckpointSet)),
+        decode=partial(checkpoint_set_in, file=_PATH, run=run),
     )
 
 

@@ -18,21 +18,21 @@ import msgspec
 import torch
 from torch import nn
 
-from distbelief.cluster.bootstrap import Reading, moved_here, read_brief, write_brief
+from distbelief.cluster.bootstrap import FileDownload, read_job_spec, relocated, write_job_spec
 from distbelief.config.load import job_from_json, parse_job
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
-from distbelief.launch.role_process import Spec
+from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.plan import decode, encode, plan_for
-from distbelief.protocol import Blob, Message, Piece
-from distbelief.protocol.codec import Frame, Wire
+from distbelief.protocol import Blob, FileChunk, Message
+from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import HOST
-from distbelief.transport.address import Place
-from distbelief.transport.config import Keyring
+from distbelief.transport.address import Endpoint
+from distbelief.transport.config import KeyConfig
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
 from experiments.fuzz.mutating import numbers
 from experiments.fuzz.samples import Sampler
@@ -89,7 +89,7 @@ _STEP: Final = struct.Struct("<IIB")  # offset, length of all, bytes that follow
 
 
 def _wire() -> Decoder:
-    wire = Wire(run="run", strangers=HOST)
+    wire = Codec(run="run", strangers=HOST)
 
     def read(data: bytes) -> None:
         n_header, n_arrays = _HEAD.unpack(data[:3].ljust(3, b"\x00"))
@@ -103,7 +103,7 @@ def _wire() -> Decoder:
     return Decoder(what="messages", seeds=tuple(map(_joined, _messages(wire))), decode=read)
 
 
-def _messages(wire: Wire) -> Iterator[Sequence[Frame]]:
+def _messages(wire: Codec) -> Iterator[Sequence[Frame]]:
     """Yield some messages of every kind."""
     sampler = Sampler(numbers(0))
     for kind in get_args(Message):
@@ -122,14 +122,14 @@ def _joined(frames: Sequence[Frame]) -> bytes:
 
 def _piece() -> Decoder:
     def read(data: bytes) -> None:
-        reading = Reading("d")
+        reading = FileDownload("d")
         at = 0
         while at + _STEP.size <= len(data):
             offset, n_bytes, n = _STEP.unpack_from(data, at)
             at += _STEP.size
             content = Blob(data[at : at + n])
             at += n
-            piece = Piece(document="d", offset=offset, n_bytes=n_bytes, content=content)
+            piece = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=content)
             reading.take(piece)
             reading.ask_again()
             whole = reading.content
@@ -145,10 +145,10 @@ def _piece() -> Decoder:
     )
 
 
-def _spec(text: str = JOB) -> Spec:
+def _spec(text: str = JOB) -> RoleSpec:
     job = parse_job(text, path=Path("/home/ada/nets/x.toml"), overrides=())
     tensors = [TensorSpec(name="w", shape=(3, 2), kind="parameter")]
-    return Spec(
+    return RoleSpec(
         job=msgspec.Raw(job.to_json()),
         run="run",
         supervisor="",
@@ -161,11 +161,11 @@ def _spec(text: str = JOB) -> Spec:
 
 
 def _brief() -> Decoder:
-    content = write_brief(_spec(), plan=None)
+    content = write_job_spec(_spec(), plan=None)
 
     def read(data: bytes) -> None:
-        brief = read_brief(data)
-        moved_here(brief.spec.job, Path("/home/eva"))
+        brief = read_job_spec(data)
+        relocated(brief.spec.job, Path("/home/eva"))
 
     return Decoder(what="a run's brief", seeds=(content,), decode=read)
 
@@ -208,8 +208,8 @@ def _place() -> Decoder:
     words = ("tcp://10.0.0.1:7700", f"tcp://0.0.0.0:1?key={'a' * 64}")
 
     def read(data: bytes) -> None:
-        place = Place.parse(data.decode("utf-8", "surrogateescape"))
-        assert Place.parse(str(place)) == place
+        place = Endpoint.parse(data.decode("utf-8", "surrogateescape"))
+        assert Endpoint.parse(str(place)) == place
 
     return Decoder(what="endpoints", seeds=tuple(map(str.encode, words)), decode=read)
 
@@ -222,7 +222,7 @@ def _door() -> Iterator[Decoder]:
         files.make()
         pair = KeyPair.new()
         files.allow(Allowed(key=pair.public, roles=("worker", "host"), name="ada"))
-        ring = Keyring(directory=str(files.directory), role="job")
+        ring = KeyConfig(directory=str(files.directory), role="job")
         guard = ring.guard(log=lambda _level, _text: None)
 
         def read(data: bytes) -> None:

@@ -114,7 +114,7 @@ def staged_net(
     """Stages of any size, then the outputs; (n, colours, size, size) in.
 
     Args:
-        stages: As `Stage`, or as tables of a job file.
+        stages: As `ShutdownStage`, or as tables of a job file.
         categories: Scores that come out.
         size: Rows and columns of an image.
         colours: Channels of an image.

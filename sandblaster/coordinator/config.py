@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from distbelief.roles.role import Seconds
-from sandblaster.chunks import Cutting
+from sandblaster.chunks import ChunkSizes
 
 
 @final
@@ -27,12 +27,12 @@ class CoordinatorConfig:
         silence_seconds_max: A shard silent for so long is given up.
         starved_seconds_max: So long without any replica, and the run is given up.
         n_warm: Replicas that begin with a warm start; 0: there is none.
-        await_begin: Wait for `Begin`.
+        await_begin: Wait for `StartTraining`.
         goal: Which method minimises what: a life that finds states of another goal on
             its disk begins anew at the parameters.
     """
 
-    cutting: Cutting
+    cutting: ChunkSizes
     window_sets: int = 64
     backups: bool = True
     backup_seconds_min: Seconds = 0.05

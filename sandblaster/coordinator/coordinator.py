@@ -21,14 +21,23 @@ from collections.abc import Mapping, Sequence
 from typing import Final, assert_never, final
 
 from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
-from distbelief.protocol import Account, Begin, Finished, Performed, Progress, Save, Saved, Stop
+from distbelief.protocol import (
+    CheckpointSaved,
+    CommandDone,
+    Finished,
+    Progress,
+    SaveCheckpoint,
+    StartTraining,
+    Stop,
+    WorkReport,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
     Address,
     Computed,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     PeerLost,
     Persist,
@@ -43,12 +52,12 @@ from distbelief.roles.role import (
 )
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import Journal
-from sandblaster.coordinator.metrics import Figures, Wishes
-from sandblaster.coordinator.run import Answered, Course, CourseSteps, Method, Wait
-from sandblaster.coordinator.shard_commands import TIMER as ORDERS_TIMER, ShardOrders
-from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, Warming, WarmSaves
-from sandblaster.coordinator.work_queue import Dealing
-from sandblaster.coordinator.workers import Crew
+from sandblaster.coordinator.metrics import CoordinatorMetrics, StopWishes
+from sandblaster.coordinator.run import Answered, CoordinatorRun, CourseSteps, Method, Wait
+from sandblaster.coordinator.shard_commands import TIMER as ORDERS_TIMER, CommandBroadcast
+from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmSaves, WarmStartRun
+from sandblaster.coordinator.work_queue import WorkQueue
+from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import Result
 from sandblaster.optimizers.termination import Reason
 
@@ -64,7 +73,7 @@ _TICK_SECONDS_MIN: Final = 0.02
 
 
 @final
-class Oversight:
+class WorkerTicks:
     """The replicas of one coordinator, and its ticks while there is work.
 
     Args:
@@ -72,14 +81,14 @@ class Oversight:
         crew: Who is there.
     """
 
-    def __init__(self, config: CoordinatorConfig, crew: Crew) -> None:
+    def __init__(self, config: CoordinatorConfig, crew: WorkerPool) -> None:
         self._config = config
         self._crew = crew
         self._tick_at: Seconds | None = None  # None: there is no work
         self._seen_at: Seconds = 0.0  # when there was anybody
 
     def hear(
-        self, event: Received, account: Account, dealing: Dealing | None, now: Seconds
+        self, event: Received, account: WorkReport, dealing: WorkQueue | None, now: Seconds
     ) -> None:
         """A replica says how it stands."""
         if self._crew.is_new_life(event, account):
@@ -92,19 +101,23 @@ class Oversight:
         elif (known := self._crew.get(event.sender)) is not None:
             dealing.heard(known)
 
-    def lost(self, name: Address, incarnation: int, dealing: Dealing | None, now: Seconds) -> None:
+    def lost(
+        self, name: Address, incarnation: int, dealing: WorkQueue | None, now: Seconds
+    ) -> None:
         """A life of a replica is over."""
         member = self._crew.get(name)
         if member is not None and member.incarnation <= incarnation:
             self.leave(name, dealing, now, is_over=True)
 
-    def leave(self, name: Address, dealing: Dealing | None, now: Seconds, *, is_over: bool) -> None:
+    def leave(
+        self, name: Address, dealing: WorkQueue | None, now: Seconds, *, is_over: bool
+    ) -> None:
         """Deal what it has again; if its life `is_over`, listen to it no more."""
         member = self._crew.leave(name, is_over=is_over)
         if member is not None and dealing is not None:
             dealing.lost(member, now)
 
-    def deal(self, dealing: Dealing | None, now: Seconds) -> list[Action]:
+    def deal(self, dealing: WorkQueue | None, now: Seconds) -> list[Action]:
         """Tell replicas what they have to do now; look again after a while."""
         if dealing is None:
             self._tick_at = None
@@ -119,7 +132,7 @@ class Oversight:
             actions.append(self._set_tick(now))
         return actions
 
-    def tick(self, dealing: Dealing | None, now: Seconds) -> list[Action]:
+    def tick(self, dealing: WorkQueue | None, now: Seconds) -> list[Action]:
         """See who is late or silent.
 
         Raises:
@@ -154,7 +167,7 @@ _N_SAVES_MAX: Final = 8
 
 
 @final
-class Supervision:
+class SupervisorRequests:
     """What the supervisor has asked for, and what it is told.
 
     Args:
@@ -162,7 +175,7 @@ class Supervision:
         figures: Of all courses.
     """
 
-    def __init__(self, wishes: Wishes, figures: Figures) -> None:
+    def __init__(self, wishes: StopWishes, figures: CoordinatorMetrics) -> None:
         self._wishes = wishes
         self._figures = figures
 
@@ -177,7 +190,7 @@ class Supervision:
         else:
             saves.append(label)
 
-    def tell(self, course: Course | None) -> Sequence[Action]:
+    def tell(self, course: CoordinatorRun | None) -> Sequence[Action]:
         """Tell what there is to tell."""
         actions: list[Action] = []
         figures, saved = self._figures, self._wishes.saved
@@ -196,7 +209,7 @@ class Supervision:
             course.note = ""
         while saved:
             label, error = saved.popleft()
-            message = Saved(label=label, clock=figures.iteration, error=error)
+            message = CheckpointSaved(label=label, clock=figures.iteration, error=error)
             actions.append(Send(receiver=SUPERVISOR, message=message))
         return actions
 
@@ -207,7 +220,7 @@ TIMER: Final = "coordinator:save"
 
 
 @final
-class Writing:
+class JournalWriter:
     """The journal of one life on its way to the disk, one cut at a time.
 
     Args:
@@ -222,7 +235,7 @@ class Writing:
         self._incarnation = incarnation
         self._saving: int | None = None  # the cut that is being written down
 
-    def if_marked(self, course: Course) -> Sequence[Action]:
+    def if_marked(self, course: CoordinatorRun) -> Sequence[Action]:
         """Write down the cut that every shard has marked by now, if there is one."""
         if course.unsaved is None or course.mark is not None:
             return []
@@ -230,7 +243,7 @@ class Writing:
             return []
         return self.write(course)
 
-    def write(self, course: Course | None) -> Sequence[Action]:
+    def write(self, course: CoordinatorRun | None) -> Sequence[Action]:
         """Write it down, unless that is under way."""
         if course is None or course.unsaved is None or self._saving is not None:
             return []
@@ -239,7 +252,9 @@ class Writing:
         snapshot = self._journal.snapshot(incarnation=self._incarnation)
         return [Persist(snapshot=snapshot)]
 
-    def persisted(self, event: Persisted, course: Course | None, now: Seconds) -> Sequence[Action]:
+    def persisted(
+        self, event: Persisted, course: CoordinatorRun | None, now: Seconds
+    ) -> Sequence[Action]:
         """It is on disk, or is not."""
         saved, self._saving = self._saving, None
         if course is None or course.unsaved is None:
@@ -285,19 +300,19 @@ class Coordinator:
         self._config = config
         self._method = method
         self._n_examples = n_examples
-        self._orders = ShardOrders(config, shards=shards)
-        self._crew = Crew(config)
-        self._replicas = Oversight(config, self._crew)
+        self._orders = CommandBroadcast(config, shards=shards)
+        self._crew = WorkerPool(config)
+        self._replicas = WorkerTicks(config, self._crew)
         self._journal = Journal(None, goal=config.goal)
-        self._writing = Writing(config, self._journal, incarnation=0)
-        self._figures = Figures()
-        self._wishes = Wishes()
-        self._supervision = Supervision(self._wishes, self._figures)
-        self._course: Course | None = None
+        self._writing = JournalWriter(config, self._journal, incarnation=0)
+        self._figures = CoordinatorMetrics()
+        self._wishes = StopWishes()
+        self._supervision = SupervisorRequests(self._wishes, self._figures)
+        self._course: CoordinatorRun | None = None
         self._steps: CourseSteps | None = None
-        self._warming: Warming | None = None
+        self._warming: WarmStartRun | None = None
         if config.n_warm:
-            self._warming = Warming(config.n_warm, retry_seconds=config.retry_seconds)
+            self._warming = WarmStartRun(config.n_warm, retry_seconds=config.retry_seconds)
         self._warm_saves = WarmSaves(shards)
         self._wait: Wait | None = None  # that the course waits for, if not for orders
         self._incarnation = 0
@@ -362,7 +377,7 @@ class Coordinator:
         }
 
     @property
-    def _dealing(self) -> Dealing | None:
+    def _dealing(self) -> WorkQueue | None:
         """Of the evaluation under way."""
         return None if self._course is None else self._course.dealing
 
@@ -386,26 +401,26 @@ class Coordinator:
         self._incarnation = event.incarnation
         journal = Journal(event.restored, goal=self._config.goal)
         self._journal = journal
-        self._writing = Writing(self._config, journal, incarnation=event.incarnation)
+        self._writing = JournalWriter(self._config, journal, incarnation=event.incarnation)
         if self._journal.base_clocks is not None:
             self._warming = None  # the life before has seen it over
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
         sender, message = event.sender, event.message
         match message:
-            case Performed() if self._orders.owns(sender):
+            case CommandDone() if self._orders.owns(sender):
                 self._orders.receive(event, message, now)
-            case Account() | Finished():
+            case WorkReport() | Finished():
                 return self._hear(event, message, now)
-            case Begin():
+            case StartTraining():
                 self._begun = True
             case Stop():
                 self._stopped_by, self._wishes.stop = sender, True
-            case Save(label=label) if self._warming is not None and self._begun:
+            case SaveCheckpoint(label=label) if self._warming is not None and self._begun:
                 return self._warm_saves.ask(label)
-            case Save(label=label):
+            case SaveCheckpoint(label=label):
                 self._supervision.ask_to_save(label)
-            case Saved() if self._orders.owns(sender):
+            case CheckpointSaved() if self._orders.owns(sender):
                 return self._warm_saves.answered(sender, message)
             case _:
                 raise RemoteProtocolError(
@@ -414,7 +429,9 @@ class Coordinator:
                 )
         return []
 
-    def _hear(self, event: Received, message: Account | Finished, now: Seconds) -> Sequence[Action]:
+    def _hear(
+        self, event: Received, message: WorkReport | Finished, now: Seconds
+    ) -> Sequence[Action]:
         """A replica speaks."""
         warming = self._warming
         if isinstance(message, Finished):
@@ -478,7 +495,7 @@ class Coordinator:
         if self._n_epochs >> _EPOCH_BITS:
             raise DistBeliefError(f"shards were lost {self._n_epochs} times: look at their logs")
         epoch = (self._incarnation << _EPOCH_BITS) + self._n_epochs
-        self._course = Course(
+        self._course = CoordinatorRun(
             self._config,
             method=self._method,
             n_examples=self._n_examples,
@@ -559,5 +576,5 @@ class Coordinator:
         return [
             *self._supervision.tell(self._course),
             Send(receiver=receiver, message=finished),
-            Halt(),
+            Exit(),
         ]

@@ -128,7 +128,7 @@ def _sum(entries: list[_Entry]) -> Sum:
 
 
 @final
-class Ranked:
+class FinishTimes:
     """Numbers with lines and weights."""
 
     def __init__(self) -> None:

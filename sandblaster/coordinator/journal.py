@@ -20,7 +20,7 @@ When a run has ended, its last point is in the published values, and with it cut
 then on: shards that nobody drives save that alone, if their vectors have moved on.
 
 The state of a cut is of one method and one function. Who resumes a run may have chosen
-others: then its cuts are so many points to begin at, and no more (`CutEntry.goal`).
+others: then its cuts are so many points to begin at, and no more (`CheckpointEntry.goal`).
 
 Grants are not written down: what an evaluation had gathered is given up with the epoch
 in which it began, so no grant outlives its coordinator.
@@ -33,16 +33,16 @@ from typing import Final, final
 import msgspec
 
 from distbelief.errors import StorageError
-from distbelief.protocol import Count, CutRecord
+from distbelief.protocol import CheckpointRecord, Count
 from distbelief.roles.role import Snapshot
-from sandblaster.optimizers.base import Iterated
+from sandblaster.optimizers.base import IterationDone
 
 
 N_ON_DISK: Final = 3
 """Cuts on disk of which entries are kept: so many snapshots are kept of each shard."""
 
 
-class CutEntry(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One cut, as the algorithm left it."""
 
     cut: Count
@@ -55,7 +55,7 @@ class CutEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
-    entries: tuple[CutEntry, ...]
+    entries: tuple[CheckpointEntry, ...]
     on_disk: Count
     before_on_disk: tuple[Count, ...] = ()
     base_clocks: tuple[Count, ...] | None
@@ -69,7 +69,7 @@ class Choice:
 
     cut: int
     whole: bool
-    entry: CutEntry | None  # None: nothing is known of it; it may be the beginning
+    entry: CheckpointEntry | None  # None: nothing is known of it; it may be the beginning
     has_other_goal: bool = False  # so what is known of it does not count
 
 
@@ -89,7 +89,7 @@ class Journal:
 
     def __init__(self, restored: Snapshot | None, *, goal: str = "") -> None:
         self._goal = goal
-        self._entries: dict[int, CutEntry] = {}
+        self._entries: dict[int, CheckpointEntry] = {}
         self.on_disk = 0
         self._before_on_disk: tuple[int, ...] = ()  # the newest last
         self._label = 0
@@ -115,10 +115,10 @@ class Journal:
     # --------------------------------------------------------------------- writing
 
     def write(
-        self, cut: int, iterated: Iterated, *, samples: int, offset: int, evaluations: int = 0
+        self, cut: int, iterated: IterationDone, *, samples: int, offset: int, evaluations: int = 0
     ) -> None:
         """Note a cut; `offset` iterations were made before the algorithm's first."""
-        self._entries[cut] = CutEntry(
+        self._entries[cut] = CheckpointEntry(
             cut=cut,
             iteration=offset + iterated.iteration,
             offset=offset,
@@ -145,7 +145,7 @@ class Journal:
         self.on_disk = cut
         self.settle(cut)
 
-    def end(self, clocks: Sequence[int], *, entry: CutEntry) -> None:
+    def end(self, clocks: Sequence[int], *, entry: CheckpointEntry) -> None:
         """The run is over: its parameters are published, at these clocks."""
         self.end_clocks = tuple(clocks)
         self._entries[0] = entry
@@ -168,7 +168,7 @@ class Journal:
 
     # -------------------------------------------------------------------- resuming
 
-    def choose(self, held: Sequence[Sequence[CutRecord]]) -> Choice:
+    def choose(self, held: Sequence[Sequence[CheckpointRecord]]) -> Choice:
         """Return where to go on, given what each shard holds.
 
         Raises:
@@ -202,7 +202,9 @@ class Journal:
         entry = self._entries.get(cut)
         return entry is not None and entry.goal == self._goal
 
-    def _all_at(self, clocks: Sequence[int] | None, held: Sequence[Sequence[CutRecord]]) -> bool:
+    def _all_at(
+        self, clocks: Sequence[int] | None, held: Sequence[Sequence[CheckpointRecord]]
+    ) -> bool:
         """Return whether cut 0 of each shard is of this clock."""
         if clocks is None or len(clocks) != len(held):
             return False
@@ -212,7 +214,7 @@ class Journal:
         )
 
     def _cuts_of(
-        self, k: int, records: Sequence[CutRecord], *, begins: Sequence[int] | None
+        self, k: int, records: Sequence[CheckpointRecord], *, begins: Sequence[int] | None
     ) -> Mapping[int, bool]:
         """Return (cut -> is it whole) of one shard."""
         cuts: dict[int, bool] = {}

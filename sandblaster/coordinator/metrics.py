@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from distbelief.roles.role import Seconds
-from sandblaster.coordinator.workers import Crew
-from sandblaster.optimizers.base import Iterated
+from sandblaster.coordinator.workers import WorkerPool
+from sandblaster.optimizers.base import IterationDone
 
 
 # What the time of a run's replicas goes into: shares, which sum to 1.
@@ -26,7 +26,7 @@ NAMES: Final = ("computing", "fetching", "staging", "waiting", "algebra", "savin
 
 
 @final
-class Shares:
+class TimeShares:
     """Seconds of all replicas together, in all evaluations that came to their end."""
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Shares:
         """What was under way is given up."""
         self._ended_at = None
 
-    def evaluation_begins(self, crew: Crew, now: Seconds) -> None:
+    def evaluation_begins(self, crew: WorkerPool, now: Seconds) -> None:
         """Until now shards had orders, and replicas nothing."""
         if self._ended_at is not None:
             self._seconds["algebra"] += len(crew) * (now - self._ended_at)
         self._began_at = now
 
-    def evaluation_ends(self, crew: Crew, now: Seconds) -> None:
+    def evaluation_ends(self, crew: WorkerPool, now: Seconds) -> None:
         """Every set counts, or none will."""
         for member in crew:
             spent = member.spent
@@ -55,7 +55,7 @@ class Shares:
             self._seconds["waiting"] += max(0.0, there - spent.total)
         self._ended_at = now
 
-    def saved(self, crew: Crew, *, since: Seconds, now: Seconds) -> None:
+    def saved(self, crew: WorkerPool, *, since: Seconds, now: Seconds) -> None:
         """Snapshots were taken, between two evaluations."""
         if self._ended_at is not None:
             self._seconds["saving"] += len(crew) * (now - since)
@@ -69,7 +69,7 @@ class Shares:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Figures:
+class CoordinatorMetrics:
     """Of all courses together.
 
     Attributes:
@@ -83,13 +83,13 @@ class Figures:
         save_again_at: When a snapshot may be taken.
     """
 
-    iterated: Iterated | None = None
+    iterated: IterationDone | None = None
     offset: int = 0
     samples: int = 0
     n_wasted: int = 0
     n_backups: int = 0
     n_evaluations: int = 0
-    shares: Shares = field(default_factory=Shares)
+    shares: TimeShares = field(default_factory=TimeShares)
     save_again_at: Seconds = 0.0
 
     @property
@@ -100,7 +100,7 @@ class Figures:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Wishes:
+class StopWishes:
     """What the supervisor has asked for.
 
     Attributes:

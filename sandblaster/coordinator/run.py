@@ -25,16 +25,16 @@ from typing import Final, Protocol, assert_never, final
 
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.protocol import (
-    Attach,
-    Fold,
-    Keep,
-    Mark,
-    Open,
-    Perform,
-    Performed,
+    BeginEpoch,
+    BeginEvaluation,
+    Checkpoint,
+    CommandDone,
+    Commit,
+    Execute,
+    FinishEvaluation,
     Publish,
-    Recall,
-    Seal,
+    Restore,
+    Savepoint,
     ShardVersion,
     Task,
 )
@@ -42,18 +42,18 @@ from distbelief.protocol.vector_commands import Scalars, combine
 from distbelief.roles.role import Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.journal import CutEntry, Journal
-from sandblaster.coordinator.metrics import Figures, Wishes
-from sandblaster.coordinator.work_queue import N_VOID_MAX, Dealing, Granting, Numbers
-from sandblaster.coordinator.workers import Crew
+from sandblaster.coordinator.journal import CheckpointEntry, Journal
+from sandblaster.coordinator.metrics import CoordinatorMetrics, StopWishes
+from sandblaster.coordinator.work_queue import N_VOID_MAX, Commits, GrantNumbers, WorkQueue
+from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,
-    Iterated,
-    Operations,
+    IterationDone,
     Reply,
     Result,
     Steps,
+    VectorOps,
 )
 from sandblaster.optimizers.termination import Reason
 
@@ -88,7 +88,7 @@ class Answered:
     """What every shard answered to an order, shard 0 first; and when."""
 
     now: Seconds
-    answers: Sequence[Performed]
+    answers: Sequence[CommandDone]
     versions: tuple[ShardVersion, ...]
 
 
@@ -96,7 +96,7 @@ CourseSteps = Generator[Task | Wait, Answered, Result]
 
 
 @final
-class Course:
+class CoordinatorRun:
     """One epoch.
 
     Attributes:
@@ -118,10 +118,10 @@ class Course:
         method: Method,
         n_examples: int,
         epoch: int,
-        crew: Crew,
+        crew: WorkerPool,
         journal: Journal,
-        figures: Figures,
-        wishes: Wishes,
+        figures: CoordinatorMetrics,
+        wishes: StopWishes,
     ) -> None:
         self._config = config
         self._method = method
@@ -132,16 +132,16 @@ class Course:
         self._figures = figures
         self._wishes = wishes
         first = epoch << GRANT_BITS
-        self._numbers = Numbers(grant=first)
+        self._numbers = GrantNumbers(grant=first)
         self._last_cut = first
-        self._marked: Iterated | None = None  # of which the last cut is
-        self.mark: Mark | None = None
+        self._marked: IterationDone | None = None  # of which the last cut is
+        self.mark: Savepoint | None = None
         self.unsaved: int | None = None
         self.save_error: str | None = None
         self.settled = 0
         self.has_point = False
-        self.dealing: Dealing | None = None
-        self.progress: deque[Iterated] = deque()
+        self.dealing: WorkQueue | None = None
+        self.progress: deque[IterationDone] = deque()
         self.note = ""
         self.now: Seconds = 0.0
 
@@ -154,13 +154,13 @@ class Course:
             DistBeliefError: the shards disagree, or share no point to go on from.
         """
         self._figures.shares.course_begins()
-        attached = yield Attach()
+        attached = yield BeginEpoch()
         choice = self._journal.choose([answer.cuts for answer in attached.answers])
         if choice.cut == 0 and self._journal.base_clocks is None:
             clocks = (answer.cuts[0].clock for answer in attached.answers)
             self._journal.base_clocks = tuple(clocks)
             self.unsaved = 0
-        yield Recall(cut=choice.cut, whole=choice.whole)
+        yield Restore(cut=choice.cut, whole=choice.whole)
         state, figures = None, self._figures
         figures.offset, figures.iterated = 0, None
         if choice.entry is not None:
@@ -193,7 +193,7 @@ class Course:
         last = self._figures.iterated
         if self.mark is None and self._marked is not None and self._marked is last:
             # With its history, which is half-way to the next one.
-            yield Recall(cut=self._last_cut, whole=True)
+            yield Restore(cut=self._last_cut, whole=True)
         yield from self._publish()
         return Result(
             reason=Reason.STOPPED,
@@ -210,7 +210,7 @@ class Course:
             yield Wait.SAVED
         self._journal.end(
             [answer.clock for answer in published.answers],
-            entry=CutEntry(
+            entry=CheckpointEntry(
                 cut=0,
                 iteration=self._figures.iteration,
                 offset=self._figures.offset,
@@ -222,7 +222,7 @@ class Course:
         )
         if self.save_error is None:
             self.unsaved = self._last_cut
-            yield Perform(commands=())  # with which it is written
+            yield Execute(commands=())  # with which it is written
         while self.unsaved is not None and self.save_error is None:
             yield Wait.SAVED
         self._wishes.saves.clear()  # who asked will see the end, and ask the shards
@@ -234,12 +234,12 @@ class Course:
             while True:
                 reply: Reply
                 match request:
-                    case Operations(commands=commands):
-                        performed = yield Perform(commands=commands)
+                    case VectorOps(commands=commands):
+                        performed = yield Execute(commands=commands)
                         reply = combine(commands, _scalars(performed))
                     case Evaluate():
                         reply = yield from self._evaluate(request)
-                    case Iterated():
+                    case IterationDone():
                         yield from self._iterated(request)
                         reply = self._wishes.stop
                     case _:
@@ -254,7 +254,7 @@ class Course:
     def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
         batch = self._batch(request)
         config, figures, numbers = self._config, self._figures, self._numbers
-        opened = yield Open(
+        opened = yield BeginEvaluation(
             point=request.point,
             before=request.before,
             first_grant=numbers.grant + 1,
@@ -268,13 +268,13 @@ class Course:
             versions=opened.versions,
             batch=batch,
         )
-        dealing = Dealing(config, crew=self._crew, batch=batch, numbers=numbers)
+        dealing = WorkQueue(config, crew=self._crew, batch=batch, numbers=numbers)
         self.dealing = dealing
         granting = dealing.sets
         while granting.is_finite and not granting.is_complete:
             sets, void = granting.to_fold()
             if sets or void:
-                folded = yield Fold(sets=sets, void=void)
+                folded = yield Commit(sets=sets, void=void)
                 granting.folded(sets, void, folded.now)
             else:
                 yield Wait.SETS
@@ -284,7 +284,7 @@ class Course:
         is_finite, n_examples = granting.is_finite, batch.n_examples
         figures.n_wasted += max(self._crew.n_computed - n_examples, 0)
         figures.samples += n_examples
-        seal = Seal(
+        seal = FinishEvaluation(
             gradient=request.gradient,
             n_examples=n_examples if is_finite else 0,
             after=request.after,
@@ -317,7 +317,7 @@ class Course:
 
     # --------------------------------------------------------------------------- cuts
 
-    def _iterated(self, request: Iterated) -> Generator[Task | Wait, Answered, None]:
+    def _iterated(self, request: IterationDone) -> Generator[Task | Wait, Answered, None]:
         """Let this be a cut, unless the one before it is not safe yet."""
         self._figures.iterated = request
         self.progress.append(request)
@@ -338,7 +338,7 @@ class Course:
         if self.unsaved is None:
             self._mark(request)
 
-    def _mark(self, request: Iterated) -> int:
+    def _mark(self, request: IterationDone) -> int:
         self._last_cut += 1
         self._marked = request
         cut = self.unsaved = self._last_cut
@@ -349,13 +349,15 @@ class Course:
             offset=self._figures.offset,
             evaluations=self._figures.n_evaluations,
         )
-        self.mark = Mark(cut=cut, vectors=request.vectors)
+        self.mark = Savepoint(cut=cut, vectors=request.vectors)
         return cut
 
-    def _save(self, label: str, request: Iterated) -> Generator[Task | Wait, Answered, str | None]:
+    def _save(
+        self, label: str, request: IterationDone
+    ) -> Generator[Task | Wait, Answered, str | None]:
         """Save this cut everywhere; return why not, if so."""
         cut = self.unsaved if self.unsaved is not None else self._mark(request)
-        kept = yield Keep(label=label, cut=cut)
+        kept = yield Checkpoint(label=label, cut=cut)
         errors = [
             f"shard {k}: {answer.error}"
             for k, answer in enumerate(kept.answers)
@@ -368,8 +370,8 @@ class Course:
         return "; ".join(errors) or self.save_error
 
 
-def _iterated(result: Result) -> Iterated:
-    return Iterated(
+def _iterated(result: Result) -> IterationDone:
+    return IterationDone(
         iteration=result.iteration,
         n_evaluations=result.n_evaluations,
         loss=result.loss,
@@ -384,7 +386,7 @@ def _scalars(answered: Answered) -> list[Scalars]:
     return [answer.scalars for answer in answered.answers]
 
 
-def _check(answers: Sequence[Performed], sets: Granting) -> None:
+def _check(answers: Sequence[CommandDone], sets: Commits) -> None:
     """Every shard counts the same sets, each once, of the same try (DB-15).
 
     Raises:

@@ -17,7 +17,15 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from distbelief.errors import DistBeliefError, PeerLostError
-from distbelief.protocol import Attach, Keep, Mark, Order, Performed, ShardVersion, Task
+from distbelief.protocol import (
+    BeginEpoch,
+    Checkpoint,
+    CommandDone,
+    Savepoint,
+    ShardCommand,
+    ShardVersion,
+    Task,
+)
 from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetTimer
 from sandblaster.coordinator.config import CoordinatorConfig
 
@@ -26,7 +34,7 @@ TIMER: Final = "coordinator:orders"
 
 
 @final
-class ShardOrders:
+class CommandBroadcast:
     """The orders of one epoch after the other.
 
     Attributes:
@@ -39,8 +47,8 @@ class ShardOrders:
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
         self._shards = tuple(shards)
-        self._order: Order | None = None  # until every shard has answered
-        self._answers: dict[Address, Performed] = {}
+        self._order: ShardCommand | None = None  # until every shard has answered
+        self._answers: dict[Address, CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # when they attached
         self._newest: dict[Address, int] = {}  # heard of
         self._heard_at: dict[Address, Seconds] = {}
@@ -68,7 +76,7 @@ class ShardOrders:
         return next((s for s in self._shards if s not in self._answers), None)
 
     @property
-    def answers(self) -> tuple[Performed, ...]:
+    def answers(self) -> tuple[CommandDone, ...]:
         """To the last order, shard 0 first."""
         return tuple(self._answers[shard] for shard in self._shards)
 
@@ -86,21 +94,21 @@ class ShardOrders:
         """Begin an epoch."""
         self.epoch, self.number, self.lost = epoch, 0, None
         self._incarnations = {}
-        return self.give(Attach(), now)
+        return self.give(BeginEpoch(), now)
 
     def give(
         self,
         task: Task,
         now: Seconds,
         *,
-        mark: Mark | None = None,
+        mark: Savepoint | None = None,
         settled: int = 0,
         on_disk: int = 0,
     ) -> list[Action]:
         """Order the next thing; the rest is as in `Order`."""
         self.number += 1
         self.n_orders += 1
-        self._order = Order(
+        self._order = ShardCommand(
             epoch=self.epoch,
             number=self.number,
             task=task,
@@ -113,7 +121,7 @@ class ShardOrders:
         self._delay = self._config.retry_seconds
         return self._send(now)
 
-    def receive(self, event: Received, message: Performed, now: Seconds) -> None:
+    def receive(self, event: Received, message: CommandDone, now: Seconds) -> None:
         """Take an answer.
 
         Raises:
@@ -134,7 +142,7 @@ class ShardOrders:
             return
         if (message.epoch, message.number) != (order.epoch, order.number):
             return
-        if message.error is not None and not isinstance(order.task, Keep):
+        if message.error is not None and not isinstance(order.task, Checkpoint):
             raise DistBeliefError(
                 f"{shard} cannot perform {type(order.task).__name__}, order "
                 f"{order.number} of epoch {order.epoch}: {message.error}"

@@ -14,8 +14,8 @@ from bisect import bisect_left, insort
 from typing import Final, final
 
 from distbelief.roles.role import Seconds
-from sandblaster.coordinator.finish_times import Line, Ranked
-from sandblaster.coordinator.workers import Copy, Member, typical
+from sandblaster.coordinator.finish_times import FinishTimes, Line
+from sandblaster.coordinator.workers import ChunkCopy, WorkerState, typical
 
 
 # How long things will take, from how long they took.
@@ -34,7 +34,7 @@ _OVERDUE: Final = 1.25
 """Times what was expected: then the expectation is worth nothing."""
 
 
-def n_at_once(member: Member, set_seconds: Seconds) -> int:
+def n_at_once(member: WorkerState, set_seconds: Seconds) -> int:
     """Return how many sets to deal at once, so that dealing costs next to nothing."""
     if member.turnaround is None or set_seconds <= 0.0:
         return 1
@@ -42,7 +42,7 @@ def n_at_once(member: Member, set_seconds: Seconds) -> int:
     return max(1, min(N_DEALT_MAX, math.ceil(wanted)))
 
 
-def left(member: Member, pace: float, lag: Seconds, now: Seconds) -> tuple[Line, Seconds]:
+def left(member: WorkerState, pace: float, lag: Seconds, now: Seconds) -> tuple[Line, Seconds]:
     """Return the seconds until a member has computed all that it was dealt.
 
     The first set is under way, the others wait for it; the first of an evaluation waits
@@ -72,7 +72,7 @@ def left(member: Member, pace: float, lag: Seconds, now: Seconds) -> tuple[Line,
     return Line(others - begun, 1), math.inf
 
 
-def seconds_to_end(members: Ranked, n_sets: int, now: Seconds) -> Seconds:
+def seconds_to_end(members: FinishTimes, n_sets: int, now: Seconds) -> Seconds:
     """Return when so many more sets will be done, if they are dealt as well as can be.
 
     No member gets a set that another would have done before; sets may be parted, so the
@@ -93,7 +93,7 @@ def seconds_to_end(members: Ranked, n_sets: int, now: Seconds) -> Seconds:
         end, n_before = (n_sets + sets) / speed, n
 
 
-def seconds_to_rival(copy: Copy, expected: Seconds, now: Seconds) -> Seconds:
+def seconds_to_rival(copy: ChunkCopy, expected: Seconds, now: Seconds) -> Seconds:
     """Return by when a rival of a granted set must be computed to be done before it.
 
     Whoever is late takes as long again; a rival has all of its own push before it. So
@@ -102,7 +102,7 @@ def seconds_to_rival(copy: Copy, expected: Seconds, now: Seconds) -> Seconds:
     return now - copy.granted_at - expected if is_overdue(copy, expected, now) else 0.0
 
 
-def is_overdue(copy: Copy, expected: Seconds, now: Seconds) -> bool:
+def is_overdue(copy: ChunkCopy, expected: Seconds, now: Seconds) -> bool:
     """Return whether the push of a granted set takes longer than it should."""
     return now - copy.granted_at > max(_OVERDUE * expected, 0.0)
 
@@ -118,7 +118,7 @@ _WAIT_OF_NEWS: Final = 1.1
 
 
 @final
-class Paces:
+class SpeedModel:
     """Seconds per example, of all members.
 
     Attributes:
@@ -134,9 +134,9 @@ class Paces:
         self._n_new = 0  # since those were looked up
         self._has_waited = False  # much longer than anybody had until then
         self._had_newcomers = False  # then
-        self.newcomers: dict[int, Member] = {}
+        self.newcomers: dict[int, WorkerState] = {}
 
-    def look(self, member: Member) -> None:
+    def look(self, member: WorkerState) -> None:
         """Take the pace that a member has now."""
         self._change(member.number, member.seconds_per_example)
         if member.lag is not None:
@@ -147,7 +147,7 @@ class Paces:
         else:
             self.newcomers.pop(member.number, None)
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: WorkerState) -> None:
         """A member is gone."""
         self._change(member.number, None)
         self._lags.pop(member.number, None)
@@ -197,11 +197,11 @@ class Paces:
         """The least of all; some must be known."""
         return self._sorted[0]
 
-    def of(self, member: Member) -> float:
+    def of(self, member: WorkerState) -> float:
         """Return a member's; 0 if nobody knows."""
         own = member.seconds_per_example
         return self._typical if own is None else own
 
-    def lag_of(self, member: Member) -> Seconds:
+    def lag_of(self, member: WorkerState) -> Seconds:
         """Return how long a member waits for parameters, in each evaluation."""
         return self._longest_lag if member.lag is None else member.lag

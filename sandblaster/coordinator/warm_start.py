@@ -17,7 +17,7 @@ much of its share a replica has done, the shards know.
 from collections.abc import Sequence
 from typing import Final, final
 
-from distbelief.protocol import Begin, Save, Saved, Stop
+from distbelief.protocol import CheckpointSaved, SaveCheckpoint, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Address, Seconds, Send, SetTimer
 
 
@@ -30,7 +30,7 @@ _STOP = Stop(reason="the warm start is over")
 
 
 @final
-class Warming:
+class WarmStartRun:
     """Who trains, and who is done.
 
     Args:
@@ -65,7 +65,7 @@ class Warming:
         if self._is_late and name not in self._running:
             return []  # too late to begin
         self._running.add(name)
-        return [Send(receiver=name, message=Begin())]
+        return [Send(receiver=name, message=StartTraining())]
 
     def finished(self, name: Address, now: Seconds) -> list[Action]:
         """A replica is done."""
@@ -112,10 +112,10 @@ class WarmSaves:
             return [self._saved()]
         self._waiting |= self._errors.keys()
         self._errors = {}
-        save = Save(label=label)
+        save = SaveCheckpoint(label=label)
         return [Send(receiver=name, message=save) for name in sorted(self._waiting)]
 
-    def answered(self, sender: Address, message: Saved) -> list[Action]:
+    def answered(self, sender: Address, message: CheckpointSaved) -> list[Action]:
         """A shard has saved, or could not; the last one's answer is everybody's."""
         if message.label != self._label or sender not in self._waiting:
             return []
@@ -127,5 +127,5 @@ class WarmSaves:
     def _saved(self) -> Action:
         errors = [f"{name}: {why}" for name, why in sorted(self._errors.items())]
         error = "; ".join(errors) or None
-        message = Saved(label=self._label, clock=0, error=error)
+        message = CheckpointSaved(label=self._label, clock=0, error=error)
         return Send(receiver=SUPERVISOR, message=message)

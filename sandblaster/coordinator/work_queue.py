@@ -28,13 +28,19 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from typing import Final, final
 
-from distbelief.protocol import Account, GrantedSet, SetResult
+from distbelief.protocol import ChunkResult, GrantedChunk, WorkReport
 from distbelief.roles.role import Address, Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.finish_times import Line, Ranked
-from sandblaster.coordinator.speed import Paces, left, n_at_once, seconds_to_end, seconds_to_rival
-from sandblaster.coordinator.workers import Copy, Crew, Member
+from sandblaster.coordinator.finish_times import FinishTimes, Line
+from sandblaster.coordinator.speed import (
+    SpeedModel,
+    left,
+    n_at_once,
+    seconds_to_end,
+    seconds_to_rival,
+)
+from sandblaster.coordinator.workers import ChunkCopy, WorkerPool, WorkerState
 
 
 # The sets of one batch that nobody has been dealt, by whose data they are.
@@ -47,7 +53,7 @@ from sandblaster.coordinator.workers import Copy, Crew, Member
 
 
 @final
-class Undealt:
+class PendingChunks:
     """Sets that are to be dealt.
 
     Args:
@@ -55,7 +61,7 @@ class Undealt:
         crew: Who is there.
     """
 
-    def __init__(self, owners: Sequence[Address | None], *, crew: Crew) -> None:
+    def __init__(self, owners: Sequence[Address | None], *, crew: WorkerPool) -> None:
         self._owners = owners
         self._crew = crew
         self._limit = 0  # sets from there on are not to be dealt yet
@@ -204,14 +210,14 @@ class _Row:
         grants: Of what it pushes, and has no second copy.
     """
 
-    member: Member
+    member: WorkerState
     n_looks: int = 0
-    latest: Copy | None = None
+    latest: ChunkCopy | None = None
     grants: list[int] | None = None
 
 
 @final
-class Workloads:
+class ExpectedFinish:
     """The workloads of a crew, during one evaluation.
 
     Args:
@@ -219,23 +225,23 @@ class Workloads:
         crew: Who is there.
     """
 
-    def __init__(self, config: CoordinatorConfig, crew: Crew) -> None:
+    def __init__(self, config: CoordinatorConfig, crew: WorkerPool) -> None:
         self._set_size = config.cutting.set_size
         self._crew = crew
         self._rows: dict[int, _Row] = {}
-        self._touched: dict[int, Member] = {}
+        self._touched: dict[int, WorkerState] = {}
         self._due: list[tuple[Seconds, int, int]] = []  # when, whose row, its n_looks
-        self._paces = Paces()
-        self._all, self._hungry, self._idle = Ranked(), Ranked(), Ranked()
-        self._with_one_more = Ranked()  # all, had they one set more
-        self._latest, self._pushed = Ranked(), Ranked()
-        self._pushes: dict[int, tuple[Member, Copy]] = {}  # by grant
+        self._paces = SpeedModel()
+        self._all, self._hungry, self._idle = FinishTimes(), FinishTimes(), FinishTimes()
+        self._with_one_more = FinishTimes()  # all, had they one set more
+        self._latest, self._pushed = FinishTimes(), FinishTimes()
+        self._pushes: dict[int, tuple[WorkerState, ChunkCopy]] = {}  # by grant
         for member in crew:
             self.touch(member)
 
     # ------------------------------------------------------------------------ looking
 
-    def touch(self, member: Member) -> None:
+    def touch(self, member: WorkerState) -> None:
         """Something of this member has changed, or it has come or gone."""
         self._touched[member.number] = member
 
@@ -257,7 +263,7 @@ class Workloads:
             if number in self._rows:
                 self._look_at(number, member, now)
 
-    def _meet(self, member: Member) -> None:
+    def _meet(self, member: WorkerState) -> None:
         """See who it is, and whether it is there."""
         if self._crew.get(member.name) is member:
             self._rows.setdefault(member.number, _Row(member))
@@ -277,7 +283,7 @@ class Workloads:
             del self._pushes[grant]
         row.grants = None
 
-    def _look_at(self, number: int, member: Member, now: Seconds) -> None:
+    def _look_at(self, number: int, member: WorkerState, now: Seconds) -> None:
         row, pace = self._rows[number], self.pace(member)
         row.n_looks += 1
         line, until = left(member, pace, self._paces.lag_of(member), now)
@@ -319,15 +325,15 @@ class Workloads:
         """Has anybody computed a set?"""
         return self._paces.is_known
 
-    def pace(self, member: Member) -> float:
+    def pace(self, member: WorkerState) -> float:
         """Return a member's seconds per example; 0 if nobody knows."""
         return self._paces.of(member)
 
-    def set_seconds(self, member: Member) -> Seconds:
+    def set_seconds(self, member: WorkerState) -> Seconds:
         """Return how long a member computes a set; 0 if nobody knows."""
         return self.pace(member) * self._set_size
 
-    def seconds_to_begin_with(self, member: Member, n_examples: int) -> Seconds:
+    def seconds_to_begin_with(self, member: WorkerState, n_examples: int) -> Seconds:
         """Return how long a member takes that has nothing else; 0 if nobody knows."""
         pace = self.pace(member)
         lag = 0.0 if member.n_sets else self._paces.lag_of(member)
@@ -363,25 +369,25 @@ class Workloads:
                 heapreplace(again, (end + seconds, seconds))
         return end
 
-    def n_in_time(self, member: Member, end: Seconds, now: Seconds) -> int:
+    def n_in_time(self, member: WorkerState, end: Seconds, now: Seconds) -> int:
         """Return how many more sets a member would do until then."""
         lag = self._paces.lag_of(member)
         line, _ = left(member, self.pace(member), lag, now)
         n_sets = (end - line.at(now)) / self.set_seconds(member)
         return max(0, math.floor(n_sets + _ROUNDING))
 
-    def hungry(self, end: Seconds = math.inf, now: Seconds = 0.0) -> list[Member]:
+    def hungry(self, end: Seconds = math.inf, now: Seconds = 0.0) -> list[WorkerState]:
         """Return who has almost nothing left, and would do one set more until then."""
         limit = end + _ROUNDING * abs(end)
         return [self._rows[n].member for n in self._hungry.at_most(limit, now)]
 
-    def idle(self, seconds: Seconds = math.inf) -> list[Member]:
+    def idle(self, seconds: Seconds = math.inf) -> list[WorkerState]:
         """Return who has nothing left, and would do a whole set within that time."""
         return [self._rows[n].member for n in self._idle.at_most(seconds, 0.0)]
 
     def last(
-        self, now: Seconds, *, push: Seconds, other_than: Member | None = None
-    ) -> tuple[Seconds, Copy] | None:
+        self, now: Seconds, *, push: Seconds, other_than: WorkerState | None = None
+    ) -> tuple[Seconds, ChunkCopy] | None:
         """Return what will be done last of what has one copy.
 
         And in how many seconds it will be computed, or a rival of it has to be.
@@ -391,7 +397,7 @@ class Workloads:
             push: How long a push is expected to take.
             other_than: Whose are left out; somebody who has nothing left to compute.
         """
-        found: tuple[Seconds, Copy] | None = None
+        found: tuple[Seconds, ChunkCopy] | None = None
         for seconds, number in self._latest.longest(now):
             latest = self._rows[number].latest
             assert latest is not None
@@ -405,12 +411,12 @@ class Workloads:
             return found
         return seconds, copy
 
-    def _first(self, grants: Iterator[int], other_than: Member | None) -> Copy | None:
+    def _first(self, grants: Iterator[int], other_than: WorkerState | None) -> ChunkCopy | None:
         pushes = (self._pushes[grant] for grant in grants)
         return next((copy for owner, copy in pushes if owner is not other_than), None)
 
 
-def _put(ranked: Ranked, number: int, line: Line | None) -> None:
+def _put(ranked: FinishTimes, number: int, line: Line | None) -> None:
     if line is None:
         ranked.drop(number)
     else:
@@ -439,7 +445,7 @@ have forgotten them. So they stage at most so many more than sets are dealt."""
 
 @final
 @dataclass(slots=True)
-class Numbers:
+class GrantNumbers:
     """What is counted on from evaluation to evaluation, within an epoch."""
 
     attempt: int = 0
@@ -450,17 +456,17 @@ class Numbers:
 
 @final
 @dataclass(slots=True, eq=False)
-class _Set:
+class _Chunk:
     """One set of the batch."""
 
     start: int  # its first position
-    holders: dict[int, Member] = field(default_factory=dict)  # attempt -> who has it
+    holders: dict[int, WorkerState] = field(default_factory=dict)  # attempt -> who has it
     winner: int = 0  # attempt; 0: none is granted
-    staged: SetResult | None = None
+    staged: ChunkResult | None = None
 
 
 @final
-class Granting:
+class Commits:
     """The copies of all sets of one evaluation.
 
     Args:
@@ -477,12 +483,12 @@ class Granting:
         changed: Who has something else to do than it was told.
     """
 
-    def __init__(self, starts: range, *, numbers: Numbers, loads: Workloads) -> None:
+    def __init__(self, starts: range, *, numbers: GrantNumbers, loads: ExpectedFinish) -> None:
         self._numbers = numbers
         self._loads = loads
-        self._sets = [_Set(start) for start in starts]
+        self._sets = [_Chunk(start) for start in starts]
         self._counted: set[int] = set()
-        self._staged: list[GrantedSet] = []  # to be folded
+        self._staged: list[GrantedChunk] = []  # to be folded
         self._void: list[int] = []
         self._n_void = 0  # that shards may hold
         self._ungranted: set[int] = set()  # for that reason
@@ -491,7 +497,7 @@ class Granting:
         self.digest = 0
         self.n_counted = 0
         self.is_finite = True
-        self.changed: dict[Address, Member] = {}
+        self.changed: dict[Address, WorkerState] = {}
 
     # ------------------------------------------------------------------------ results
 
@@ -515,13 +521,13 @@ class Granting:
         """In the sets that are staged."""
         return sum(one.staged.n_examples for one in self._sets if one.staged)
 
-    def to_fold(self) -> tuple[tuple[GrantedSet, ...], tuple[int, ...]]:
+    def to_fold(self) -> tuple[tuple[GrantedChunk, ...], tuple[int, ...]]:
         """Return the sets that every shard holds, and void grants; each once."""
         sets, void = tuple(self._staged), tuple(self._void)
         self._staged, self._void = [], []
         return sets, void
 
-    def folded(self, sets: tuple[GrantedSet, ...], void: tuple[int, ...], now: Seconds) -> None:
+    def folded(self, sets: tuple[GrantedChunk, ...], void: tuple[int, ...], now: Seconds) -> None:
         """These count now, and those are forgotten."""
         self._n_void -= len(void)
         if void:
@@ -538,13 +544,13 @@ class Granting:
 
     # ------------------------------------------------------------------------- copies
 
-    def give(self, member: Member, copy: Copy) -> None:
+    def give(self, member: WorkerState, copy: ChunkCopy) -> None:
         """A member is dealt a copy."""
         member.copies[copy.attempt] = copy
         self._sets[copy.set_index].holders[copy.attempt] = member
         self._changes(member, copy)
 
-    def account(self, member: Member, account: Account, now: Seconds) -> None:
+    def account(self, member: WorkerState, account: WorkReport, now: Seconds) -> None:
         """A member says how it stands."""
         for result in account.results:
             copy = member.copies.get(result.attempt)
@@ -560,7 +566,7 @@ class Granting:
             elif result.staged and copy.grant:
                 self._stage(member, copy, now)
 
-    def lost(self, member: Member, now: Seconds) -> list[int]:
+    def lost(self, member: WorkerState, now: Seconds) -> list[int]:
         """A member is gone; return the sets that nobody has now."""
         without: list[int] = []
         for copy in list(member.copies.values()):
@@ -573,7 +579,9 @@ class Granting:
                 without.append(copy.set_index)
         return without
 
-    def _computed(self, member: Member, copy: Copy, result: SetResult, now: Seconds) -> None:
+    def _computed(
+        self, member: WorkerState, copy: ChunkCopy, result: ChunkResult, now: Seconds
+    ) -> None:
         copy.result = result
         one = self._sets[copy.set_index]
         if not math.isfinite(result.loss):
@@ -592,7 +600,7 @@ class Granting:
             self._fence(one, winner)
         self._grant_next(one, now)
 
-    def _grant_next(self, one: _Set, now: Seconds) -> None:
+    def _grant_next(self, one: _Chunk, now: Seconds) -> None:
         """Grant the first computed copy its push, if none is; drop the others."""
         if one.winner or one.staged is not None:
             return
@@ -611,33 +619,33 @@ class Granting:
         self._changes(member, copy)
         self._drop_others(one, attempt)
 
-    def _drop_others(self, one: _Set, attempt: int) -> None:
+    def _drop_others(self, one: _Chunk, attempt: int) -> None:
         for other, holder in list(one.holders.items()):
             if other != attempt:
                 self._drop(holder, holder.copies[other])
 
-    def _stage(self, member: Member, copy: Copy, now: Seconds) -> None:
+    def _stage(self, member: WorkerState, copy: ChunkCopy, now: Seconds) -> None:
         one = self._sets[copy.set_index]
         assert one.winner == copy.attempt, (one, copy)
         one.staged = copy.result
         taken = now - copy.granted_at
         self._numbers.push_seconds += 0.3 * (taken - self._numbers.push_seconds)
-        self._staged.append(GrantedSet(set_index=copy.set_index, grant=copy.grant))
+        self._staged.append(GrantedChunk(set_index=copy.set_index, grant=copy.grant))
         self._numbers.owners[one.start] = member.name
         self._drop(member, copy)
         self._drop_others(one, copy.attempt)
 
-    def _fence(self, one: _Set, copy: Copy) -> None:
+    def _fence(self, one: _Chunk, copy: ChunkCopy) -> None:
         one.winner = 0
         self._void.append(copy.grant)
         self._n_void += 1
 
-    def _drop(self, member: Member, copy: Copy) -> None:
+    def _drop(self, member: WorkerState, copy: ChunkCopy) -> None:
         member.copies.pop(copy.attempt, None)
         self._sets[copy.set_index].holders.pop(copy.attempt, None)
         self._changes(member, copy)
 
-    def _changes(self, member: Member, copy: Copy) -> None:
+    def _changes(self, member: WorkerState, copy: ChunkCopy) -> None:
         """A member has something else to do; others of that set may have a rival."""
         self.changed[member.name] = member
         self._loads.touch(member)
@@ -655,7 +663,7 @@ _SHARE: Final = 0.02
 
 
 @final
-class Dealing:
+class WorkQueue:
     """The sets of one evaluation.
 
     Args:
@@ -670,38 +678,43 @@ class Dealing:
     """
 
     def __init__(
-        self, config: CoordinatorConfig, *, crew: Crew, batch: BatchRange, numbers: Numbers
+        self,
+        config: CoordinatorConfig,
+        *,
+        crew: WorkerPool,
+        batch: BatchRange,
+        numbers: GrantNumbers,
     ) -> None:
         self._config = config
         self._crew = crew
         self._batch = batch
         self._numbers = numbers
-        self._loads = Workloads(config, crew)
+        self._loads = ExpectedFinish(config, crew)
         stop, size = batch.first + batch.n_examples, config.cutting.set_size
         starts = range(batch.first, stop, size)
-        self.sets = Granting(starts, numbers=numbers, loads=self._loads)
-        self._undealt = Undealt([numbers.owners.get(s) for s in starts], crew=crew)
+        self.sets = Commits(starts, numbers=numbers, loads=self._loads)
+        self._undealt = PendingChunks([numbers.owners.get(s) for s in starts], crew=crew)
         self._began_at: Seconds | None = None  # when first there was anybody to deal to
         self.n_backups = 0
 
     # ------------------------------------------------------------------------- events
 
-    def heard(self, member: Member) -> None:
+    def heard(self, member: WorkerState) -> None:
         """A member has come, or has spoken."""
         self._loads.touch(member)
 
-    def account(self, member: Member, account: Account, now: Seconds) -> None:
+    def account(self, member: WorkerState, account: WorkReport, now: Seconds) -> None:
         """A member says how it stands."""
         self._loads.touch(member)
         self.sets.account(member, account, now)
 
-    def lost(self, member: Member, now: Seconds) -> None:
+    def lost(self, member: WorkerState, now: Seconds) -> None:
         """A member is gone, with all that it has not brought to its end."""
         self._loads.touch(member)
         for set_index in self.sets.lost(member, now):
             self._undealt.put_back(set_index)
 
-    def changed(self) -> list[Member]:
+    def changed(self) -> list[WorkerState]:
         """Return who has something else to do than it was told; once."""
         changed, self.sets.changed = list(self.sets.changed.values()), {}
         return [member for member in changed if member is self._crew.get(member.name)]
@@ -753,7 +766,7 @@ class Dealing:
                 loads.look(now)
                 end = max(whole, loads.end(len(undealt), now))
 
-    def _give_some(self, member: Member, n_wanted: int, now: Seconds) -> int:
+    def _give_some(self, member: WorkerState, n_wanted: int, now: Seconds) -> int:
         if n_wanted < 1 or not self._undealt.n_dealable:
             return 0
         taken = self._undealt.take(member.name, n_wanted)
@@ -761,11 +774,11 @@ class Dealing:
             self._give(member, set_index, now)
         return len(taken)
 
-    def _give(self, member: Member, set_index: int, now: Seconds) -> None:
+    def _give(self, member: WorkerState, set_index: int, now: Seconds) -> None:
         self._numbers.attempt += 1
         if not member.outstanding:
             member.progress_at = now
-        copy = Copy(
+        copy = ChunkCopy(
             set_index=set_index,
             attempt=self._numbers.attempt,
             n_examples=self._n_examples(set_index),
@@ -802,7 +815,7 @@ class Dealing:
         worth = min(seconds / _MARGIN, seconds - self._least_saved(now))
         return worth * self._config.cutting.set_size / copy.n_examples
 
-    def _backs_up(self, member: Member, now: Seconds) -> bool:
+    def _backs_up(self, member: WorkerState, now: Seconds) -> bool:
         """Give one a copy of what will be done last of the others', if worth it."""
         push = self._numbers.push_seconds
         last = self._loads.last(now, push=push, other_than=member)
@@ -824,6 +837,6 @@ class Dealing:
         return max(self._config.backup_seconds_min, _SHARE * taken)
 
 
-def _in_turn(members: list[Member]) -> list[Member]:
+def _in_turn(members: list[WorkerState]) -> list[WorkerState]:
     """Return them as they are dealt to: who has the least to do first."""
     return sorted(members, key=lambda m: (len(m.outstanding), m.name))

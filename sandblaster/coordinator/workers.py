@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from distbelief.protocol import Account, Assignment, SetResult, SetTask, ShardVersion
+from distbelief.protocol import Assignment, ChunkResult, ChunkTask, ShardVersion, WorkReport
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
@@ -26,14 +26,14 @@ _NEWS: Final = 0.3
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class Copy:
+class ChunkCopy:
     """One replica's try at one set."""
 
     set_index: int
     attempt: int
     n_examples: int
     dealt_at: Seconds
-    result: SetResult | None = None
+    result: ChunkResult | None = None
     grant: int = 0
     granted_at: Seconds = 0.0
     is_doubled: bool = False  # has another replica one of the same set?
@@ -62,7 +62,7 @@ class Spent:
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class Member:
+class WorkerState:
     """One replica.
 
     Attributes:
@@ -99,7 +99,7 @@ class Member:
     asked_at: Seconds = 0.0
     delay: Seconds = 0.0
     progress_at: Seconds = 0.0
-    copies: dict[int, Copy] = field(default_factory=dict)
+    copies: dict[int, ChunkCopy] = field(default_factory=dict)
     n_computed: int = 0
     n_sets: int = 0
     seconds_per_example: float | None = None
@@ -108,11 +108,11 @@ class Member:
     spent: Spent = field(default_factory=Spent)
 
     @property
-    def outstanding(self) -> list[Copy]:
+    def outstanding(self) -> list[ChunkCopy]:
         """What it has to compute, in order."""
         return [copy for copy in self.copies.values() if copy.result is None]
 
-    def measured(self, result: SetResult, *, elapsed: Seconds) -> None:
+    def measured(self, result: ChunkResult, *, elapsed: Seconds) -> None:
         """It has computed a set, so long after it could begin to."""
         pace = result.seconds / max(result.n_examples, 1)
         if 0.0 < pace < math.inf:
@@ -128,7 +128,7 @@ class Member:
 
 
 @final
-class Crew:
+class WorkerPool:
     """All replicas that are there.
 
     Attributes:
@@ -138,7 +138,7 @@ class Crew:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
-        self._members: dict[Address, Member] = {}
+        self._members: dict[Address, WorkerState] = {}
         # The newest life known to be over: incarnation, and life within.
         self._gone: dict[Address, tuple[int, int]] = {}
         # What those who left were told last: it may yet reach them.
@@ -151,7 +151,7 @@ class Crew:
         self.n_changes = 0
         self.n_wasted_lost = 0
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._members.values())
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class Crew:
         """Examples computed for this evaluation, as far as is known."""
         return self.n_wasted_lost + sum(member.n_computed for member in self)
 
-    def get(self, name: Address) -> Member | None:
+    def get(self, name: Address) -> WorkerState | None:
         """Return a member."""
         return self._members.get(name)
 
@@ -180,7 +180,7 @@ class Crew:
 
     # ---------------------------------------------------------------------- messages
 
-    def hear(self, event: Received, account: Account, now: Seconds) -> Member | None:
+    def hear(self, event: Received, account: WorkReport, now: Seconds) -> WorkerState | None:
         """Take an account; return whose it is, if it may have news of this evaluation.
 
         A new life of a member is another one: `leave` the former first.
@@ -193,7 +193,7 @@ class Crew:
             self._n_joined += 1
             self.n_changes += 1
             version = max(account.version, self._told.get(event.sender, 0))
-            member = Member(
+            member = WorkerState(
                 name=event.sender,
                 number=self._n_joined,
                 incarnation=event.incarnation,
@@ -220,13 +220,13 @@ class Crew:
         member.n_computed = max(member.n_computed, account.n_computed)
         return member
 
-    def is_new_life(self, event: Received, account: Account) -> bool:
+    def is_new_life(self, event: Received, account: WorkReport) -> bool:
         """Return whether a member has begun another life."""
         member = self._members.get(event.sender)
         life = event.incarnation, account.life
         return member is not None and life > (member.incarnation, member.life)
 
-    def leave(self, name: Address, *, is_over: bool) -> Member | None:
+    def leave(self, name: Address, *, is_over: bool) -> WorkerState | None:
         """Forget a member; if its life `is_over`, whatever it says from now on too."""
         member = self._members.pop(name, None)
         if member is not None:
@@ -242,7 +242,7 @@ class Crew:
         limit = now - self._config.suspect_seconds
         return [m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit]
 
-    def tell(self, member: Member, now: Seconds) -> list[Action]:
+    def tell(self, member: WorkerState, now: Seconds) -> list[Action]:
         """Tell a member what it has to do now."""
         if member.known == member.version:
             member.asked_at = now
@@ -285,7 +285,7 @@ class Crew:
             member.heard_at += seconds
             member.asked_at += seconds
 
-    def _send(self, member: Member, now: Seconds) -> list[Action]:
+    def _send(self, member: WorkerState, now: Seconds) -> list[Action]:
         member.sent_at = now
         assignment = Assignment(
             epoch=self._epoch,
@@ -297,7 +297,7 @@ class Crew:
             first=self._batch.first,
             n_examples=self._batch.n_examples,
             tasks=tuple(
-                SetTask(set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant)
+                ChunkTask(set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant)
                 for copy in member.copies.values()
             ),
         )

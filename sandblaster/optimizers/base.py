@@ -101,7 +101,7 @@ class Examples:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operations:
+class VectorOps:
     """Perform these commands; answered by what they measured, flat."""
 
     commands: tuple[Command, ...]
@@ -142,7 +142,7 @@ class Evaluation:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Iterated:
+class IterationDone:
     """A point was accepted, and "parameters" holds it; answered by whether to stop.
 
     Attributes:
@@ -174,10 +174,10 @@ class Result:
     n_evaluations: int
     loss: float
     gradient_norm: float
-    state: str  # as in `Iterated`
+    state: str  # as in `IterationDone`
 
 
-Request = Operations | Evaluate | Iterated
+Request = VectorOps | Evaluate | IterationDone
 Reply = Scalars | Evaluation | bool
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ Steps = Generator[Request, Reply, T]
 
 def perform(*commands: Command) -> Steps[Scalars]:
     """Return what the commands measured."""
-    reply = yield Operations(commands=commands)
+    reply = yield VectorOps(commands=commands)
     assert isinstance(reply, tuple)
     return reply
 
@@ -198,7 +198,7 @@ def evaluate(request: Evaluate) -> Steps[Evaluation]:
     return reply
 
 
-def told_to_stop(cut: Iterated) -> Steps[bool]:
+def stop_requested(cut: IterationDone) -> Steps[bool]:
     """Tell of a cut; return whether to stop there."""
     reply = yield cut
     assert isinstance(reply, bool)

@@ -17,12 +17,12 @@ from typing_extensions import override
 from distbelief.protocol.vector_commands import Command, LinearCombination, Term, VectorName
 from sandblaster.optimizers.base import (
     Combination,
-    Iterated,
+    IterationDone,
     Objective,
     Result,
     Steps,
     perform,
-    told_to_stop,
+    stop_requested,
 )
 from sandblaster.optimizers.line_search import (
     DIRECTION,
@@ -58,7 +58,7 @@ from sandblaster.optimizers.termination import (
 # * "parameters" only ever becomes a point whose loss is no higher than before.
 # * A direction that is no descent direction, and a search that fails, make the method
 #   forget what it remembers and go along -g; if that fails too, the run ends and says so.
-# * `Iterated` comes when "parameters", "gradient" and "direction" are at one and the same
+# * `IterationDone` comes when "parameters", "gradient" and "direction" are at one and the same
 #   point, and no trial has begun: a run may resume there as if nothing had happened.
 
 
@@ -132,14 +132,14 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @final
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes into `Iterated.state`."""
+    """What goes into `IterationDone.state`."""
 
     present: Present
     memory: str
 
 
 def read_state(text: str) -> State:
-    """Return the state that `Iterated` told.
+    """Return the state that `IterationDone` told.
 
     Raises:
         ValueError: it is no such state.
@@ -170,7 +170,7 @@ class DescentRun:
             if reason is not None:
                 return self._result(present, reason)
             present = yield from self._turn(present, accepted=())
-            if (yield from told_to_stop(self._cut(present, step_length=0.0))):
+            if (yield from stop_requested(self._cut(present, step_length=0.0))):
                 return self._result(present, Reason.STOPPED)
         elif present.step == 0.0:  # it had ended there, by the bounds of then
             reason = self._verdict(present)
@@ -205,7 +205,7 @@ class DescentRun:
             else:
                 yield from perform(*accepted)
             cut = self._cut(present, step_length=trial.sample.step)
-            stop = yield from told_to_stop(cut)
+            stop = yield from stop_requested(cut)
             if reason is not None or stop:
                 return self._result(present, reason or Reason.STOPPED)
 
@@ -315,7 +315,7 @@ class DescentRun:
         state = State(present=present, memory=self.descent.memory)
         return msgspec.json.encode(state).decode()
 
-    def _cut(self, present: Present, *, step_length: float) -> Iterated:
+    def _cut(self, present: Present, *, step_length: float) -> IterationDone:
         return cut_at(
             present,
             step_length=step_length,
@@ -329,9 +329,9 @@ class DescentRun:
 
 def cut_at(
     present: Present, *, step_length: float, state: str, vectors: tuple[VectorName, ...]
-) -> Iterated:
+) -> IterationDone:
     """Return what is told of a point that was accepted."""
-    return Iterated(
+    return IterationDone(
         iteration=present.iteration,
         n_evaluations=present.n_evaluations,
         loss=present.loss,
@@ -398,7 +398,7 @@ class SmoothMethod(Method, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `Iterated.state`."""
+        """Run from "parameters", or on from `IterationDone.state`."""
         resumed = None if state is None else read_state(state)
         line = Straight(Objective(l2=self.l2), self.wolfe)
         descent = self.descent(resumed.memory if resumed else None)

@@ -41,12 +41,12 @@ from distbelief.protocol.vector_commands import (
 )
 from sandblaster.optimizers.base import (
     Examples,
-    Iterated,
+    IterationDone,
     Objective,
     Result,
     Steps,
     perform,
-    told_to_stop,
+    stop_requested,
 )
 from sandblaster.optimizers.descent import Present, cut_at, result_at
 from sandblaster.optimizers.lbfgs import QuasiNewton
@@ -151,7 +151,7 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
             raise ValueError(f"overlap is {self.overlap}; use above 0, up to 0.5")
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `Iterated.state`."""
+        """Run from "parameters", or on from `IterationDone.state`."""
         resumed = None if state is None else msgspec.json.decode(state, type=_State)
         descent = QuasiNewton(
             n_history=self.n_history,
@@ -238,7 +238,7 @@ class _Run:
         """Tell of a step; return why to go no further, if so."""
         reason = self._bound(present)
         if step_length is not None:
-            stop = yield from told_to_stop(self._cut(present, step_length))
+            stop = yield from stop_requested(self._cut(present, step_length))
             reason = reason or (Reason.STOPPED if stop else None)
         return reason
 
@@ -392,7 +392,7 @@ class _Run:
         )
         return msgspec.json.encode(state).decode()
 
-    def _cut(self, present: Present, step_length: float) -> Iterated:
+    def _cut(self, present: Present, step_length: float) -> IterationDone:
         return cut_at(
             present,
             step_length=step_length,

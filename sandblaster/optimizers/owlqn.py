@@ -78,7 +78,7 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
         check_history(self.n_history)
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `Iterated.state`."""
+        """Run from "parameters", or on from `IterationDone.state`."""
         resumed = None if state is None else read_state(state)
         descent = QuasiNewton(
             n_history=self.n_history,

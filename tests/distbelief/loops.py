@@ -20,13 +20,13 @@ from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.server import ServerAddress, parameter_specs
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.worker.loop_worker import Worker
+from distbelief.worker.loop_worker import LoopWorker
 
 
 class Server:
@@ -61,19 +61,19 @@ class Server:
             self.layout.gather(k, first, vector)
             return cast("Vector", vector)
 
-        def shard(k: int, memory: Memory) -> ParameterServerShard:
+        def shard(k: int, memory: Memory) -> Shard:
             config = ShardConfig(index=k, layout=self.layout, rule=rule)
             values = partial(initial, k)
-            return ParameterServerShard(config, memory=memory, initialise=values)
+            return Shard(config, memory=memory, initialise=values)
 
-        def worker(memory: Memory) -> Worker:
+        def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
                 ClientConfig(pushes=True), layout=self.layout, shards=self.shards, memory=memory
             )
             join = Join(endpoint="", host=memory.host, pid=0)
-            return Worker(client=client, join=join)
+            return LoopWorker(client=client, join=join)
 
-        roles: dict[Address, Callable[[Memory], Worker | ParameterServerShard]] = {
+        roles: dict[Address, Callable[[Memory], LoopWorker | Shard]] = {
             **{name: partial(shard, k) for k, name in enumerate(self.shards)},
             **dict.fromkeys(self.workers, worker),
         }
@@ -86,7 +86,7 @@ class Server:
         tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
         for k, name in enumerate(self.shards):
             shard = self.simulation.role(name)
-            assert isinstance(shard, ParameterServerShard)
+            assert isinstance(shard, Shard)
             self.layout.scatter(k, shard._values.vector, tensors)
         return tensors
 
@@ -102,7 +102,7 @@ class Server:
             ) -> None:
                 super().__init__(server, parameters)
 
-        monkeypatch.setattr("distbelief.optimizer.Session", OfThis)
+        monkeypatch.setattr("distbelief.optimizer.ClientSession", OfThis)
         address = ServerAddress(
             endpoint="ipc:///nowhere/.supervisor.1", run="t", n_shards=len(self.shards), memory=""
         )
@@ -125,7 +125,7 @@ class SimulatedSession:
         self._simulation = server.simulation
         self._simulation.run(until=self._simulation.now + 0.01)
         worker = self._simulation.role(self._name)
-        assert isinstance(worker, Worker)
+        assert isinstance(worker, LoopWorker)
         self.client = worker.client
 
     def join(self, _timeout_seconds: float) -> None:

@@ -14,8 +14,8 @@ import distbelief
 from distbelief.protocol import Finished, Join, Message, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR
 from distbelief.serve.server import ServerAddress
-from distbelief.transport.address import LOOPBACK, Place
-from distbelief.transport.config import Reach
+from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.elsewhere import answers
@@ -39,12 +39,12 @@ def test_a_server_of_another_run_is_told_from_one_that_is_away() -> None:
             transport.poll(0.02)
 
     secrets = [new_secret() for _ in range(2)]
-    links = Reach(host=LOOPBACK, secret=secrets[0]).transport(
+    links = ListenConfig(host=LOOPBACK, secret=secrets[0]).transport(
         name=SUPERVISOR, incarnation=1, run="r", log=lambda _level, _text: None
     )
     with links as transport:
         address = ServerAddress(
-            endpoint=Place.parse(transport.endpoint).endpoint,
+            endpoint=Endpoint.parse(transport.endpoint).endpoint,
             run="r",
             secret=secrets[1],
             n_shards=1,

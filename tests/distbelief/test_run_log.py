@@ -6,14 +6,14 @@ from pathlib import Path
 from rich.console import Console
 
 from distbelief.run.directory import RunDirectory
-from distbelief.run_log import HEEDED_MAX, Voice
+from distbelief.run_log import HEEDED_MAX, RunLog
 
 
 def test_a_warning_of_the_links_is_said_once_and_a_flood_of_them_not_at_all(tmp_path: Path) -> None:
     """Machines were not let in, and the screen said "waiting for 1 machine"."""
     screen = StringIO()
     with RunDirectory.create(tmp_path / "run") as run:
-        voice = Voice(Console(file=screen), run)
+        voice = RunLog(Console(file=screen), run)
         voice.heed("info", "nothing to see")
         for n in (1, 2, 4):
             voice.heed("warning", f"refused 10.0.0.7: unknown key (so far {n})")

@@ -7,7 +7,7 @@ import pytest
 
 from distbelief import trainer
 from distbelief.errors import JobError
-from distbelief.launch.local import Launcher
+from distbelief.launch.local import LocalLauncher
 from tests.distbelief.jobs import speech
 from tests.processes.nursery import Subprocesses
 
@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalLauncher]:
     monkeypatch.setattr("distbelief.launch.local.subprocess", Subprocesses)
-    with Launcher(log_of=lambda name: tmp_path / f"{name}.process.log") as launcher:
+    with LocalLauncher(log_of=lambda name: tmp_path / f"{name}.process.log") as launcher:
         yield launcher
 
 
 def test_what_takes_too_long_is_told_with_the_end_of_its_log(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It named a log that had been removed by then."""
     monkeypatch.setattr(trainer, "CHECK_SECONDS_MAX", 0.0)

@@ -13,22 +13,22 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.listen import Hosting
+from distbelief.cluster.listen import JoinServer
 from distbelief.config.load import parse_job
 from distbelief.core.signals import EXIT_CODES
 from distbelief.errors import StorageError
-from distbelief.launch.local import Launcher
+from distbelief.launch.local import LocalLauncher
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import Snapshot
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.result import Run
 from distbelief.run.summary import final_table, read_summary
-from distbelief.trainer import Life
-from distbelief.transport.config import Reach
+from distbelief.trainer import Trainer
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import net
 
 
@@ -62,15 +62,17 @@ class Desk:
         self.job = parse_job(JOB, path=path / "job.toml")
         memory = FileMemory.make(root=path)
         stack.callback(memory.remove_all)
-        launcher = Launcher()  # it has started nothing
+        launcher = LocalLauncher()  # it has started nothing
         stack.callback(launcher.close)
         self.console = Console(file=io.StringIO(), record=True, width=400)
-        self.layout = Layout.of(LocalModel(net()).specs(), n_shards=2)
-        self.life = Life(self.job, self.run, memory=memory, launcher=launcher, console=self.console)
+        self.layout = Layout.of(FlatModel(net()).specs(), n_shards=2)
+        self.life = Trainer(
+            self.job, self.run, memory=memory, launcher=launcher, console=self.console
+        )
         self.life._layout = self.layout
 
     def save(self, *shards: int) -> None:
-        store = SnapshotStore(self.run.snapshots, report=pytest.fail)
+        store = CheckpointStore(self.run.snapshots, report=pytest.fail)
         for k in shards:
             values = np.ones(self.layout.shard_size(k), np.float32)
             snapshot = Snapshot(label="00001", arrays={"values": values}, facts={})
@@ -107,7 +109,7 @@ def test_a_log_that_all_may_read_has_no_secret_in_it(desk: Desk) -> None:
     """The run directory is open to others; whoever has the address is let in."""
     secret = new_secret()
     address = JobAddress(host="10.0.0.1", port=7700, secret=secret)
-    hosting = Hosting(reach=Reach(host="10.0.0.1", secret=secret))
+    hosting = JoinServer(reach=ListenConfig(host="10.0.0.1", secret=secret))
     with ExitStack() as lent:
         desk.life._invite(hosting, address, lent)
         file = desk.run.path / "address"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distbelief.chaos.local_faults import break_really
+from distbelief.chaos.local_faults import run_local_chaos
 from experiments.benchmarks.simulated.agreement import both_ways
 from tests.distbelief.forecast.jobs import TEXT, small
 
@@ -36,7 +36,7 @@ def test_bytes_are_the_same_in_virtual_time_and_for_real() -> None:
 
 def test_a_job_that_is_broken_for_real_comes_to_its_end() -> None:
     job = small("stop.samples=100000000", "stop.seconds=12", "cluster.shard_copies=2")
-    story = break_really(job, seed=5, console=Console(quiet=True))
+    story = run_local_chaos(job, seed=5, console=Console(quiet=True))
     assert story.error is None
     assert story.real
     assert any(line.what == "blow" for line in story.lines)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from tests.processes.commands import SHARED_MEMORY, Command, alive, poll, train, write_job
 
 
@@ -209,7 +209,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(folder
         poll(lambda: not alive(pids), seconds=60.0)
         command.wait()
         poll(lambda: not command.shared_memory(), seconds=60.0)
-    store = SnapshotStore(command.run / "snapshots", report=pytest.fail)
+    store = CheckpointStore(command.run / "snapshots", report=pytest.fail)
     for shard, clock in before.items():
         snapshot = store.newest(shard)
         assert snapshot is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.partition.verify_run import Rehearsal, rehearse
+from distbelief.partition.verify_run import VerificationRun, run_verification
 from distbelief.task.task import DataSpec, ModelSpec, Sample, TaskSpec
 from tests.processes.commands import COMMAND, poll
 
@@ -64,8 +64,8 @@ def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None
     assert found["measured_seconds"] > 0
 
 
-def rehearsal(folder: Path, *, factory: str) -> Rehearsal:
-    return Rehearsal(
+def rehearsal(folder: Path, *, factory: str) -> VerificationRun:
+    return VerificationRun(
         folder=str(folder),
         run="t" * 32,
         task=TaskSpec(
@@ -88,7 +88,7 @@ def rehearsal(folder: Path, *, factory: str) -> Rehearsal:
 def test_a_machine_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> None:
     said = r"(?s)machine \d .*no-plan\.json"
     with pytest.raises(DistBeliefError, match=said) as caught:
-        rehearse(rehearsal(tmp_path, factory="tiny:net"), n_machines=2)
+        run_verification(rehearsal(tmp_path, factory="tiny:net"), n_machines=2)
     assert not isinstance(caught.value, JobError)
     assert not list(tmp_path.glob("*.json.tmp"))
 
@@ -119,7 +119,7 @@ def test_a_machine_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None
     stopper.start()
     told: list[str] = []
     with pytest.raises(DistBeliefError, match=r"machine 1 .* silent for 1\d\.\d s, and"):
-        rehearse(rehearsal(tmp_path, factory="tiny:net"), n_machines=2, tell=told.append)
+        run_verification(rehearsal(tmp_path, factory="tiny:net"), n_machines=2, tell=told.append)
     stopper.join()
     (text,) = told
     assert "machine 1 (process " in text

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from distbelief.protocol import Stop
-from distbelief.protocol.codec import Wire
+from distbelief.protocol.codec import Codec
 
 
 SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01"
@@ -121,7 +121,7 @@ class Thief:
                 monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
                 link.connect(endpoint)
                 stop = Stop(reason="stolen")
-                (frame,) = Wire(run=word).encode(stop, sender="user", incarnation=0)
+                (frame,) = Codec(run=word).encode(stop, sender="user", incarnation=0)
                 with suppress(zmq.Again):
                     link.send(frame, zmq.DONTWAIT)
                 self._links.append((link, monitor))

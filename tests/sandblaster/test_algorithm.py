@@ -11,7 +11,7 @@ from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, JobFileError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.shard import Shard
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.evaluator import Evaluator
 from sandblaster.algorithm import SANDBLASTER, reason_of
@@ -23,7 +23,7 @@ from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
-from sandblaster.warm_start_worker import WarmStartReplica
+from sandblaster.warm_start_worker import WarmStartWorker
 
 
 JOB = """
@@ -200,7 +200,7 @@ def test_every_role_of_the_roster_can_be_built() -> None:
         for entry in roster
         if not entry.name.startswith("replica")
     ]
-    assert built == [ParameterServerShard] * 2 + [Coordinator, Evaluator]
+    assert built == [Shard] * 2 + [Coordinator, Evaluator]
     assert [entry.kind for entry in roster] == [
         "shard",
         "shard",
@@ -220,9 +220,9 @@ def test_with_a_warm_start_shards_have_its_rule_and_replicas_an_equal_share() ->
     first = config.warm_start.downpour(loss="mse", seed=4, n_replicas=3)
     assert (first.max_steps, first.batch_size, first.seed) == (17, 20, 4)
     replica = SANDBLASTER.build("replica-1", config=config, context=context())
-    assert isinstance(replica, WarmStartReplica)
+    assert isinstance(replica, WarmStartWorker)
     shard = SANDBLASTER.build("shard-0", config=config, context=context())
-    assert isinstance(shard, ParameterServerShard)
+    assert isinstance(shard, Shard)
     coordinator = SANDBLASTER.build("coordinator", config=config, context=context())
     assert isinstance(coordinator, Coordinator)
 

@@ -8,16 +8,16 @@ from torch.nn import functional
 
 from distbelief.data.sharding import Samples
 from distbelief.errors import JobError
-from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.worker import summed
 
 
-cuttings = st.builds(Cutting, portion_size=st.integers(1, 9), portions_per_set=st.integers(1, 5))
+cuttings = st.builds(ChunkSizes, portion_size=st.integers(1, 9), portions_per_set=st.integers(1, 5))
 
 
 @given(cutting=cuttings, first=st.integers(0, 50), n_examples=st.integers(1, 60))
 def test_every_position_is_in_one_portion_of_one_set(
-    cutting: Cutting, first: int, n_examples: int
+    cutting: ChunkSizes, first: int, n_examples: int
 ) -> None:
     batch = BatchRange(first=first, n_examples=n_examples)
     positions: list[int] = []
@@ -36,13 +36,13 @@ def test_every_position_is_in_one_portion_of_one_set(
 def test_a_batch_has_no_other_sets(set_index: int) -> None:
     batch = BatchRange(first=0, n_examples=11)
     with pytest.raises(ValueError, match="of a batch of 11 examples, which has 3"):
-        batch.set_bounds(set_index, Cutting(portion_size=2, portions_per_set=2))
+        batch.set_bounds(set_index, ChunkSizes(portion_size=2, portions_per_set=2))
 
 
 @pytest.mark.parametrize("name", ["portion_size", "portions_per_set"])
 def test_a_portion_is_never_empty(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use at least 1"):
-        Cutting(**{"portion_size": 1, name: 0})
+        ChunkSizes(**{"portion_size": 1, name: 0})
 
 
 def test_the_order_of_the_data_is_fixed_and_circular() -> None:

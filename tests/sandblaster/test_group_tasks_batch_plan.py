@@ -5,22 +5,22 @@ import pytest
 
 from distbelief.data.sharding import Samples
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import SetOrder
-from sandblaster.group_tasks import SetCourse
+from distbelief.protocol import ChunkOrder
+from sandblaster.group_tasks import ChunkBatchPlan
 
 
-def order(start: int, stop: int, *, attempt: int = 1) -> SetOrder:
-    return SetOrder(
+def order(start: int, stop: int, *, attempt: int = 1) -> ChunkOrder:
+    return ChunkOrder(
         epoch=1, evaluation=1, versions=(), attempt=attempt, start=start, stop=stop, keeps=()
     )
 
 
-def attempt_of(course: SetCourse) -> int | None:
+def attempt_of(course: ChunkBatchPlan) -> int | None:
     return None if course.order is None else course.order.attempt
 
 
 def test_a_set_is_computed_portion_by_portion() -> None:
-    course = SetCourse(Samples(10), portion_size=3)
+    course = ChunkBatchPlan(Samples(10), portion_size=3)
     assert course.n_steps(order(7, 15)) == 3
     course.know(1, order(7, 15))
     assert not len(course.batch(0).indices)  # the life has not begun
@@ -33,7 +33,7 @@ def test_a_set_is_computed_portion_by_portion() -> None:
 
 
 def test_late_words_of_older_lives_say_nothing() -> None:
-    course = SetCourse(Samples(10, seed=3), portion_size=3)
+    course = ChunkBatchPlan(Samples(10, seed=3), portion_size=3)
     course.know(5, order(0, 3, attempt=2))
     course.know(4, order(0, 3, attempt=1))
     course.start(0)
@@ -47,6 +47,6 @@ def test_late_words_of_older_lives_say_nothing() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(3, 3), (4, 3), (0, 1 << 62)])
 def test_a_set_that_cannot_be_is_refused(start: int, stop: int) -> None:
-    course = SetCourse(Samples(10), portion_size=3)
+    course = ChunkBatchPlan(Samples(10), portion_size=3)
     with pytest.raises(RemoteProtocolError, match=f"{start} to {stop} was ordered"):
         course.know(1, order(start, stop))

@@ -9,26 +9,26 @@ import pytest
 from distbelief.data.sharding import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
-    Account,
     Assignment,
-    Begin,
+    ChunkTask,
     Evaluate,
-    Gather,
-    Gathered,
-    PushPart,
-    SetTask,
+    PushChunk,
+    RankReady,
     ShardVersion,
-    Stepped,
+    StartEpoch,
+    StartTraining,
+    StepsDone,
     Stop,
+    WorkReport,
 )
 from distbelief.roles.role import Action, Report, Send, SetTimer
-from distbelief.worker.group_leader import Leader, Outgoing
-from sandblaster.chunks import COORDINATOR, Cutting
-from sandblaster.group_tasks import Foreman, SetCourse
-from sandblaster.worker import ReplicaConfig
+from distbelief.worker.group_leader import GroupLeader, Outgoing
+from sandblaster.chunks import COORDINATOR, ChunkSizes
+from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
+from sandblaster.worker import BatchWorkerConfig
 
 
-CUTTING = Cutting(portion_size=2, portions_per_set=2)
+CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
 VERSIONS = (ShardVersion(incarnation=1, clock=7),)
 
 
@@ -47,7 +47,7 @@ def assignment(
         },
         version=version,
         versions=VERSIONS,
-        tasks=tuple(SetTask(set_index=s, attempt=a, grant=g) for s, a, g in tasks),
+        tasks=tuple(ChunkTask(set_index=s, attempt=a, grant=g) for s, a, g in tasks),
         replica_life=life,
     )
 
@@ -56,14 +56,14 @@ class Bench:
     """A foreman and its leader; the test is all else."""
 
     def __init__(self, *, await_begin: bool = False) -> None:
-        course = SetCourse(Samples(11), portion_size=CUTTING.portion_size)
-        self.foreman = Foreman(
-            ReplicaConfig(cutting=CUTTING, retry_seconds=1.0, retry_seconds_max=9.0),
+        course = ChunkBatchPlan(Samples(11), portion_size=CUTTING.portion_size)
+        self.foreman = GroupTasks(
+            BatchWorkerConfig(cutting=CUTTING, retry_seconds=1.0, retry_seconds_max=9.0),
             course=course,
             n_machines=2,
             await_begin=await_begin,
         )
-        self.leader = Leader(2, plan="p", limit=0)
+        self.leader = GroupLeader(2, plan="p", limit=0)
         self.leader.begin(0.0)
         self.foreman.start(1)
         self.leader.joined(0, 1, 0.0)
@@ -80,7 +80,7 @@ class Bench:
     def gather(self, *, incarnations: tuple[int, int] = (1, 1)) -> Outgoing:
         """Let both machines gather."""
         for machine, incarnation in enumerate(incarnations):
-            said = Gathered(life=self.leader.life, pushes=False, samples=0)
+            said = RankReady(life=self.leader.life, pushes=False, samples=0)
             self.leader.hear(machine, incarnation, said, 0.0)
         return self.report()
 
@@ -94,7 +94,7 @@ class Bench:
     ) -> Outgoing:
         """Let both machines take so many steps of this life."""
         for machine, (loss, square) in enumerate(zip(losses, squares, strict=True)):
-            said = Stepped(
+            said = StepsDone(
                 life=self.leader.life,
                 steps=steps,
                 loss=loss,
@@ -107,17 +107,17 @@ class Bench:
             self.leader.hear(machine, 1, said, now)
         return self.report(now=now)
 
-    def account(self, now: float = 0.0) -> Account | None:
+    def account(self, now: float = 0.0) -> WorkReport | None:
         """Return what the coordinator is told now, if anything is."""
         sends = [a for a in self.foreman.words(now) if isinstance(a, Send)]
         assert all(send.receiver == COORDINATOR for send in sends)
         messages = [send.message for send in sends]
-        assert all(isinstance(message, Account) for message in messages)
+        assert all(isinstance(message, WorkReport) for message in messages)
         return messages[0] if messages else None  # type: ignore[return-value] # seen
 
 
-def gathers(out: Outgoing) -> list[Gather]:
-    return [m for machine, m in out if machine == 1 and isinstance(m, Gather)]
+def gathers(out: Outgoing) -> list[StartEpoch]:
+    return [m for machine, m in out if machine == 1 and isinstance(m, StartEpoch)]
 
 
 def test_a_set_is_one_life_of_the_machines_from_deal_to_staging() -> None:
@@ -147,7 +147,7 @@ def test_a_set_is_one_life_of_the_machines_from_deal_to_staging() -> None:
     assert (result.seconds, result.staged, said.n_computed) == (1.5, False, 4)
     # Granted, and pushed by both.
     bench.foreman.take(assignment(2, (1, 5, 77), (2, 6, 0)))
-    push = PushPart(epoch=1, attempt=5, grant=77)
+    push = PushChunk(epoch=1, attempt=5, grant=77)
     assert repr(bench.report()) == repr([(0, push), (1, push)])
     assert bench.report() == []
     bench.foreman.staged(0, (77,))
@@ -269,7 +269,7 @@ def test_a_loss_or_part_that_is_not_finite_is_told(
 def test_it_asks_for_work_when_it_is_told_to_begin() -> None:
     bench = Bench(await_begin=True)
     assert bench.account() is None
-    assert bench.foreman.command(bench.leader, Begin(), 0.0) == []
+    assert bench.foreman.command(bench.leader, StartTraining(), 0.0) == []
     assert bench.account() is not None
     evaluate = Evaluate(request=1, whole=True)
     assert bench.foreman.command(bench.leader, evaluate, 0.0) == []

@@ -16,7 +16,7 @@ from distbelief.core import files
 from distbelief.data.dataset import read_batch
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from experiments.digits.digits import images, net
 from sandblaster.api import CallbackWatch, MinimizeResult, minimize
 from sandblaster.problem_files import (
@@ -372,10 +372,10 @@ def test_a_callback_that_ends_the_run_is_not_called_again(how: object) -> None:
         return how
 
     watch = CallbackWatch(stop)
-    assert not watch(SupervisorView(phase="training"))
+    assert not watch(JobView(phase="training"))
     for phase in ("training", "stopping"):
         for iteration in (3.0, 4.0):
-            view = SupervisorView(phase=phase, figures={"iteration": iteration})
+            view = JobView(phase=phase, figures={"iteration": iteration})
             assert watch(view)
     watch.end(result_at(5))
     assert seen == [3]
@@ -385,7 +385,7 @@ def test_a_callback_hears_of_each_iteration_once() -> None:
     seen: list[float] = []
     watch = CallbackWatch(lambda result: seen.append(result.nit))
     for iteration in (1.0, 1.0, 2.0):
-        view = SupervisorView(phase="training", figures={"iteration": iteration})
+        view = JobView(phase="training", figures={"iteration": iteration})
         assert not watch(view)
     watch.end(result_at(2))
     assert seen == [1, 2]

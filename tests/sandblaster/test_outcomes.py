@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.protocol import Begin, Finished, Performed, Progress, Push, Refused, Save, Stop
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import (
+    CommandDone,
+    Finished,
+    Progress,
+    Push,
+    SaveCheckpoint,
+    SessionRefused,
+    StartTraining,
+    Stop,
+)
 from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
 from distbelief.roles.role import SUPERVISOR, Address, Received, Report, Role, TimerFired
 from distbelief.simulation.faults import DiskFull, Kill, Slow
@@ -17,17 +26,17 @@ from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.run import _check
-from sandblaster.coordinator.work_queue import Granting, Numbers, Workloads
-from sandblaster.coordinator.workers import Crew
+from sandblaster.coordinator.work_queue import Commits, ExpectedFinish, GrantNumbers
+from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,
     Examples,
-    Iterated,
-    Operations,
+    IterationDone,
     Reply,
     Request,
     Result,
+    VectorOps,
 )
 from sandblaster.optimizers.termination import Reason
 from tests.simulation.sandblasts import DIRECTED, Run, Sandblast, logistic, play, undisturbed
@@ -37,7 +46,7 @@ SHARDS = (Address("shard-0"), Address("shard-1"))
 SMALL = Sandblast(n_replicas=2)
 
 
-def from_supervisor(message: Begin | Save | Stop) -> Received:
+def from_supervisor(message: StartTraining | SaveCheckpoint | Stop) -> Received:
     return Received(sender=SUPERVISOR, incarnation=1, message=message)
 
 
@@ -95,7 +104,7 @@ def test_nothing_begins_before_the_supervisor_says_so() -> None:
     run.cluster.run(until=1.0)
     assert run.coordinator.status()[0] == "waiting for begin"
     for name in (COORDINATOR, *run.scene.replicas):
-        run.cluster.post(name, from_supervisor(Begin()))
+        run.cluster.post(name, from_supervisor(StartTraining()))
     assert ended(run) is None
     assert run.values == undisturbed(SMALL.cutting, 2)[0]
 
@@ -115,7 +124,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
     run.cluster.run_until(lambda: run.coordinator.status()[1]["sets_done"] > 0, within=1.0)
     shards = [run.cluster.role(name) for name in SHARDS]
     for shard in shards:
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         algebra = shard._orders._algebra
         accepted.append(algebra.export(("parameters",))["parameters"].tobytes())
     run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
@@ -124,7 +133,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
     assert result is not None
     assert result.reason is Reason.STOPPED
     for shard, parameters in zip(shards, accepted, strict=True):
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         n = len(parameters) // 8
         assert shard._values.vector[:n].tobytes() == parameters
         assert not shard._orders.drives
@@ -149,7 +158,7 @@ def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None
     assert result.reason is Reason.STOPPED
     for name in SHARDS:
         shard = run.cluster.role(name)
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         assert not shard._orders.drives
 
 
@@ -196,7 +205,7 @@ def test_a_save_that_comes_too_late_is_not_taken() -> None:
     """Who asked sees the end, and may ask the shards."""
     run = Run(SMALL)
     run.cluster.run_until(lambda: len(run.ledger.losses) == 4)
-    run.cluster.post(COORDINATOR, from_supervisor(Save(label="00009")))
+    run.cluster.post(COORDINATOR, from_supervisor(SaveCheckpoint(label="00009")))
     assert ended(run) is None
     assert run.ledger.saved == []
     assert list(run.coordinator.handle(TimerFired(name="coordinator:tick"), 9.0)) == []
@@ -218,9 +227,9 @@ def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
     config = CoordinatorConfig(cutting=SMALL.cutting)
-    loads = Workloads(config, Crew(config))
-    sets = Granting(range(0, 4, 4), numbers=Numbers(), loads=loads)
-    answers = [Performed(epoch=1, number=1, n_sets=n) for n in (1, 2)]
+    loads = ExpectedFinish(config, WorkerPool(config))
+    sets = Commits(range(0, 4, 4), numbers=GrantNumbers(), loads=loads)
+    answers = [CommandDone(epoch=1, number=1, n_sets=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 sets of 0 examples"):
         _check(answers, sets)
 
@@ -229,7 +238,7 @@ def test_more_saves_than_can_wait_are_refused() -> None:
     run = Run(SMALL)
     run.cluster.run(until=0.01)
     for index in range(10):
-        save = from_supervisor(Save(label=f"{index:05d}"))
+        save = from_supervisor(SaveCheckpoint(label=f"{index:05d}"))
         run.cluster.post(COORDINATOR, save)
         run.cluster.post(COORDINATOR, save)
     run.cluster.run(until=0.02)
@@ -239,7 +248,7 @@ def test_more_saves_than_can_wait_are_refused() -> None:
 def test_requests_are_answered_by_what_all_shards_measured() -> None:
     replies: list[Reply] = []
     requests: tuple[Request, ...] = (
-        Operations(commands=(Fill(target="ones", a=1.0), Dot(x="ones", y="ones"))),
+        VectorOps(commands=(Fill(target="ones", a=1.0), Dot(x="ones", y="ones"))),
         Evaluate(
             point="parameters",
             gradient="g",
@@ -251,7 +260,7 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
             ),
         ),
         Evaluate(point="trial", gradient="g", examples=Examples(28, 40)),
-        Iterated(
+        IterationDone(
             iteration=1,
             n_evaluations=2,
             loss=0.5,
@@ -260,7 +269,7 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
             state="x",
             vectors=("parameters",),
         ),
-        Iterated(
+        IterationDone(
             iteration=1,
             n_evaluations=2,
             loss=0.5,
@@ -360,7 +369,7 @@ def test_a_run_without_replicas_is_given_up() -> None:
 
 
 def test_commands_that_cannot_be_performed_end_the_run() -> None:
-    request = Operations(commands=(Dot(x="nobody", y="nobody"),))
+    request = VectorOps(commands=(Dot(x="nobody", y="nobody"),))
     run = Run(replace(SMALL, method=Scripted((request,), [])))
     error = ended(run)
     assert error is not None
@@ -391,10 +400,10 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     stranger = Address("stranger")
     push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
     run.cluster.post(SHARDS[0], Received(sender=stranger, incarnation=1, message=push))
-    run.cluster.post(SHARDS[0], from_supervisor(Save(label="00001")))
+    run.cluster.post(SHARDS[0], from_supervisor(SaveCheckpoint(label="00001")))
     run.cluster.run(until=0.1)
     (answer,) = (event.message for event in run.cluster.sent_to(stranger))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, SessionRefused)
     assert answer.for_good
     (saved,) = run.ledger.saved
     assert saved.error is not None

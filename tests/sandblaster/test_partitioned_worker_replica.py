@@ -8,14 +8,14 @@ import pytest
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.protocol import (
-    Account,
     Assignment,
+    ChunkOrder,
+    ChunkStaged,
     Finished,
-    Gather,
-    PartStaged,
-    PushPart,
-    SetOrder,
+    PushChunk,
+    StartEpoch,
     Stop,
+    WorkReport,
 )
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -30,11 +30,11 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.task.task import BuildContext, build_model
-from distbelief.worker.local_executor import LocalModel
-from sandblaster.build import build_machine
+from distbelief.worker.local_executor import FlatModel
+from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
-from sandblaster.partitioned_worker import SAY, SplitReplica
+from sandblaster.partitioned_worker import SAY, PartitionedBatchWorker
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 
@@ -49,14 +49,14 @@ def context() -> BuildContext:
         n_shards=1,
         seed=0,
         memory=PrivateMemory(host=""),
-        initials=LocalModel(build_model(TASK.model)).initials(),
+        initials=FlatModel(build_model(TASK.model)).initials(),
         await_begin=False,
     )
 
 
-def machine(name: Address) -> SplitReplica:
-    built = build_machine(name, config=SETTINGS, context=context(), split=split_of(0, 2))
-    assert isinstance(built, SplitReplica)
+def machine(name: Address) -> PartitionedBatchWorker:
+    built = build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))
+    assert isinstance(built, PartitionedBatchWorker)
     built.handle(Started(incarnation=1, restored=None), 0.0)
     return built
 
@@ -76,27 +76,27 @@ def sent(actions: Sequence[Action], kind: type) -> list[Address]:
 def test_a_machine_says_now_and_then_that_it_lives() -> None:
     worker = machine(WORKER)
     actions = worker.handle(TimerFired(name=SAY), 0.5)
-    assert sent(actions, PartStaged) == [LEADER]
+    assert sent(actions, ChunkStaged) == [LEADER]
     assert [a.at for a in actions if isinstance(a, SetTimer) and a.name == SAY] == [1.0]
 
 
 def test_what_is_staged_is_told_again_and_what_it_has_not_is_not() -> None:
     worker = machine(WORKER)
-    push = PushPart(epoch=1, attempt=1, grant=9)
-    assert sent(worker.handle(says(LEADER, push), 1.0), PartStaged) == []
+    push = PushChunk(epoch=1, attempt=1, grant=9)
+    assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == []
     worker._sums.pushes.staged.append(9)
-    assert sent(worker.handle(says(LEADER, push), 1.0), PartStaged) == [LEADER]
+    assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == [LEADER]
 
 
 def test_a_leader_repeats_what_was_not_answered_and_gathers_its_machines() -> None:
     leader = machine(LEADER)
     actions = leader.handle(PeerJoined(peer=WORKER, incarnation=1), 0.0)
-    assert sent(actions, Gather) == [WORKER]
+    assert sent(actions, StartEpoch) == [WORKER]
     actions = leader.handle(TimerFired(name=TIMER), 1.0)
-    assert sent(actions, Account) == []  # they have not gathered
+    assert sent(actions, WorkReport) == []  # they have not gathered
     actions = leader.handle(PeerJoined(peer=COORDINATOR, incarnation=1), 1.0)
     assert [a.name for a in actions if isinstance(a, SetTimer)] == [TIMER]
-    assert leader.handle(says(WORKER, PartStaged(grants=(1,))), 1.0) == []
+    assert leader.handle(says(WORKER, ChunkStaged(grants=(1,))), 1.0) == []
 
 
 def test_a_worker_does_not_ask_for_work() -> None:
@@ -121,16 +121,16 @@ def test_words_that_are_for_others_are_refused(sender: Address, message: str) ->
     )
     words = {
         "assignment": assignment,
-        "staged": PartStaged(grants=()),
-        "push": PushPart(epoch=1, attempt=1, grant=1),
+        "staged": ChunkStaged(grants=()),
+        "push": PushChunk(epoch=1, attempt=1, grant=1),
     }
     with pytest.raises(RemoteProtocolError, match="which is not for it"):
         machine(WORKER).handle(says(sender, words[message]), 0.0)
 
 
 def test_a_set_that_cannot_be_is_refused_before_it_is_begun() -> None:
-    order = SetOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
-    gather = Gather(life=1 << 33, plan="p", order=order)
+    order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
+    gather = StartEpoch(life=1 << 33, plan="p", order=order)
     with pytest.raises(RemoteProtocolError, match="0 to 99 was ordered, of 26 samp"):
         machine(WORKER).handle(says(LEADER, gather), 0.0)
 
@@ -153,10 +153,10 @@ def test_a_plan_for_other_portions_is_refused() -> None:
 
     config = msgspec.structs.replace(SETTINGS, portion=8)
     with pytest.raises(JobError, match="portion is 8, and the plan is for batches of"):
-        build_machine(WORKER, config=config, context=context(), split=split_of(0, 2))
+        build_rank(WORKER, config=config, context=context(), split=split_of(0, 2))
 
 
 @pytest.mark.parametrize("name", ["replica-1.0", "replica-0.2", "coordinator"])
 def test_no_other_machine_can_be_built(name: str) -> None:
     with pytest.raises(LocalProtocolError, match="no machine"):
-        build_machine(name, config=SETTINGS, context=context(), split=split_of(0, 2))
+        build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))

@@ -10,15 +10,15 @@ import torch
 
 from distbelief.data.sharding import Samples
 from distbelief.errors import JobError, LocalProtocolError
-from distbelief.execution.executor import Found
-from distbelief.parameter_server.client.buffers import Staged
+from distbelief.execution.executor import StepResult
+from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import PushPart, SetOrder, ShardVersion
+from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
 from distbelief.roles.role import Action, Compute, Computed, Report
-from distbelief.worker.batches import Chosen, Portion
+from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import Vote
-from sandblaster.group_tasks import SetCourse
-from sandblaster.partitioned_worker import PUSH, Keeping, PartSums
+from sandblaster.group_tasks import ChunkBatchPlan
+from sandblaster.partitioned_worker import PUSH, ChunkObjective, Keeping
 
 
 VERSION = ShardVersion(incarnation=1, clock=7)
@@ -38,10 +38,10 @@ class Client:
         self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
     ) -> object:
         self.staged_values.append([gradients[0], values[1]])
-        return lambda: Staged(finite=True)
+        return lambda: PushResult(finite=True)
 
     def staged(
-        self, outcome: Staged, *, n_gradients: int, samples: int, grant: int, now: float
+        self, outcome: PushResult, *, n_gradients: int, samples: int, grant: int, now: float
     ) -> list[Action]:
         del outcome, now
         self.pushed.append((n_gradients, samples, grant))
@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.client = Client()
-        self.course = SetCourse(Samples(8), portion_size=2)
+        self.course = ChunkBatchPlan(Samples(8), portion_size=2)
         keeping = Keeping(
             sizes=[2, 1, 1] if keeps else [],
             buffers=[1, 2] if keeps else [],
@@ -64,7 +64,7 @@ class Bench:
         )
         if not keeps:
             self.client.versions = ()
-        self.sums = PartSums(
+        self.sums = ChunkObjective(
             keeping, client=cast("ParameterClient", self.client), course=self.course, foreman=None
         )
         self._life = 0
@@ -72,7 +72,7 @@ class Bench:
     def begin(self, attempt: int, *, evaluation: int = 1, keeps: Sequence[int] = ()) -> None:
         """Begin a life about a set of two portions, of 2 samples and 1."""
         self._life += 1
-        order = SetOrder(
+        order = ChunkOrder(
             epoch=1,
             evaluation=evaluation,
             versions=(VERSION, VERSION, VERSION),
@@ -94,16 +94,16 @@ class Bench:
         """Compute a portion."""
         chosen = self.course.batch(step)
         inputs = torch.full((len(chosen.indices), 1), gradient)
-        portion = Portion(life=1, step=step, inputs={"x": [inputs]})
+        portion = BatchSlice(life=1, step=step, inputs={"x": [inputs]})
         put = self.sums.open(step, chosen, portion)
         if self.sums.values:
             put(0, torch.full((2,), gradient, dtype=torch.float64))
         averages = {1: torch.tensor([5.0 + step])} if self.sums.values else {}
-        self.found = Found(loss=loss, averages=averages, outputs=[])
+        self.found = StepResult(loss=loss, averages=averages, outputs=[])
         return self.sums.close(self.found)
 
     def closed(self) -> Sequence[Action]:
-        chosen = Chosen(position=0, indices=np.arange(2))
+        chosen = BatchIndices(position=0, indices=np.arange(2))
         return self.sums.closed(None, self.found, chosen, 0.0)
 
     def work(self) -> list[str]:
@@ -117,7 +117,7 @@ class Bench:
         return [work.name for work in works if isinstance(work, Compute)]
 
     def push(self, attempt: int, grant: int) -> None:
-        self.sums.push(PushPart(epoch=1, attempt=attempt, grant=grant))
+        self.sums.push(PushChunk(epoch=1, attempt=attempt, grant=grant))
 
 
 def computed() -> Bench:
@@ -301,6 +301,6 @@ def test_work_that_nobody_asked_for_or_that_went_bad_is_refused() -> None:
         bench.sums.computed(Computed(name=PUSH, result=None, seconds=0.0), 0.0)
     bench.push(4, 50)
     bench.sums.work(final=False)
-    bad = Staged(finite=False, culprits=("w",))
+    bad = PushResult(finite=False, culprits=("w",))
     with pytest.raises(JobError, match="not finite when it was pushed"):
         bench.sums.computed(Computed(name=PUSH, result=bad, seconds=0.0), 0.0)

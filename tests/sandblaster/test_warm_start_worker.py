@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.protocol import Account, Assignment, Begin, Finished, Message, Stop
+from distbelief.protocol import Assignment, Finished, Message, StartTraining, Stop, WorkReport
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
     Address,
     Computed,
-    Halt,
+    Exit,
     PeerJoined,
     Received,
     Send,
@@ -19,7 +19,7 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from sandblaster.chunks import COORDINATOR
-from sandblaster.warm_start_worker import WarmStartReplica
+from sandblaster.warm_start_worker import WarmStartWorker
 from tests.simulation.sandblasts import Run, Sandblast
 
 
@@ -29,7 +29,7 @@ class Stage:
     def __init__(self, *, await_begin: bool = True) -> None:
         run = Run(Sandblast(warm_steps=3, n_replicas=1, await_begin=await_begin))
         role = run._replica(run.scene.layout, 0, PrivateMemory())
-        assert isinstance(role, WarmStartReplica)
+        assert isinstance(role, WarmStartWorker)
         self.role = role
 
     def starts(self) -> Sequence[Action]:
@@ -75,45 +75,45 @@ def stage() -> Stage:
 def test_it_says_that_it_is_here_until_it_is_answered() -> None:
     stage = Stage()
     assert sent(stage.starts()) == []  # the supervisor has not let it begin
-    assert sent(stage.hears(Begin(), SUPERVISOR)) == [Account]
+    assert sent(stage.hears(StartTraining(), SUPERVISOR)) == [WorkReport]
     again = TimerFired(name="warm:say")
-    assert sent(stage.role.handle(again, 2.0)) == [Account]
+    assert sent(stage.role.handle(again, 2.0)) == [WorkReport]
     assert stage.word == "waiting for the coordinator"
-    stage.hears(Begin())
-    assert sent(stage.role.handle(again, 3.0)) == [Account]  # one that was set before
+    stage.hears(StartTraining())
+    assert sent(stage.role.handle(again, 3.0)) == [WorkReport]  # one that was set before
     joined = PeerJoined(peer=COORDINATOR, incarnation=2)
-    assert sent(stage.role.handle(joined, 4.0)) == [Account]  # it may have to know
-    assert stage.hears(Begin()) == []
+    assert sent(stage.role.handle(joined, 4.0)) == [WorkReport]  # it may have to know
+    assert stage.hears(StartTraining()) == []
     assert stage.word == "waiting for shard-0"
 
 
 def test_told_to_stop_before_it_trains_it_ends(stage: Stage) -> None:
     actions = stage.hears(Stop(reason="over"), SUPERVISOR)
     assert sent(actions, SUPERVISOR) == [Finished]
-    assert any(isinstance(action, Halt) for action in actions)
+    assert any(isinstance(action, Exit) for action in actions)
 
 
 def test_what_it_is_dealt_while_it_trains_comes_again(stage: Stage) -> None:
-    stage.hears(Begin(), SUPERVISOR)
-    stage.hears(Begin())
+    stage.hears(StartTraining(), SUPERVISOR)
+    stage.hears(StartTraining())
     assert stage.hears(assignment()) == []
 
 
 def test_a_new_life_after_the_warm_start_does_not_train(stage: Stage) -> None:
-    stage.hears(Begin(), SUPERVISOR)
+    stage.hears(StartTraining(), SUPERVISOR)
     actions = stage.hears(assignment())
-    assert sent(actions) == [Finished, Account]
+    assert sent(actions) == [Finished, WorkReport]
     assert stage.word == "waiting for work"
-    assert sent(stage.hears(Begin())) == [Finished]  # the coordinator had not heard
+    assert sent(stage.hears(StartTraining())) == [Finished]  # the coordinator had not heard
     assert stage.hears(Stop(reason="the warm start is over")) == []
 
 
 def test_it_takes_over_when_nothing_of_the_first_part_is_under_way(stage: Stage) -> None:
-    stage.hears(Begin(), SUPERVISOR)
-    stage.hears(Begin())
+    stage.hears(StartTraining(), SUPERVISOR)
+    stage.hears(StartTraining())
     stage.role._n_under_way = 1  # a batch that is read in advance
     actions = stage.hears(Stop(reason="the warm start is over"))
     assert sent(actions) == []
     assert stage.word == "ending the warm start"
     read = Computed(name="replica:read", result=None, error=None, seconds=0.1)
-    assert sent(stage.role.handle(read, 5.0)) == [Finished, Account]
+    assert sent(stage.role.handle(read, 5.0)) == [Finished, WorkReport]

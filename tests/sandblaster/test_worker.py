@@ -17,16 +17,16 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (
-    Account,
-    Alive,
     Assignment,
-    Begin,
+    ChunkTask,
     Finished,
+    HeartbeatAck,
     Message,
     Push,
-    SetTask,
     ShardVersion,
+    StartTraining,
     Stop,
+    WorkReport,
 )
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -35,7 +35,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     Received,
     Report,
@@ -46,13 +46,13 @@ from distbelief.roles.role import (
 )
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
-from distbelief.worker.local_executor import LocalModel, Trainer
-from sandblaster.chunks import COORDINATOR, Cutting
-from sandblaster.worker import N_SETS_HELD, ReplicaConfig, SandblasterReplica, summed
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from sandblaster.chunks import COORDINATOR, ChunkSizes
+from sandblaster.worker import N_SETS_HELD, BatchWorker, BatchWorkerConfig, summed
 from tests.distbelief.worker.bench import SHARD, Shard
 
 
-CUTTING = Cutting(portion_size=2, portions_per_set=2)
+CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
 N_SAMPLES = 12
 
 
@@ -85,18 +85,18 @@ class Bench:
     """A replica on a bench: the test is its coordinator, and plays its shard."""
 
     def __init__(self, *, loss: Loss = functional.mse_loss, begun: bool = True) -> None:
-        model = LocalModel(Net())
+        model = FlatModel(Net())
         layout = Layout.of(model.specs(), n_shards=1)
         self.shard = Shard(np.zeros(layout.shard_size(0), np.float32))
-        self.replica = SandblasterReplica(
-            ReplicaConfig(cutting=CUTTING),
+        self.replica = BatchWorker(
+            BatchWorkerConfig(cutting=CUTTING),
             client=ParameterClient(
                 ClientConfig(pushes=True),
                 layout=layout,
                 shards=[SHARD],
                 memory=PrivateMemory(host=""),
             ),
-            trainer=Trainer(
+            trainer=LocalExecutor(
                 model,
                 Lines(),
                 loss=summed(loss),
@@ -109,7 +109,7 @@ class Bench:
             await_begin=not begun,
         )
         self.computes: list[Compute] = []
-        self.accounts: list[Account] = []
+        self.accounts: list[WorkReport] = []
         self.reports: list[Report] = []
         self.others: list[Action] = []
         self.now = 0.0
@@ -125,7 +125,7 @@ class Bench:
                 case Send(receiver=receiver, message=message) if receiver == SHARD:
                     for answer in [] if self.deaf else self.shard.answer(message):
                         self.hear(answer)
-                case Send(receiver=receiver, message=Account() as account):
+                case Send(receiver=receiver, message=WorkReport() as account):
                     assert receiver == COORDINATOR
                     self.accounts.append(account)
                 case Compute():
@@ -158,7 +158,7 @@ class Bench:
             versions=(ShardVersion(incarnation=1, clock=clock),),
             first=0,
             n_examples=N_SAMPLES,
-            tasks=tuple(SetTask(set_index=i, attempt=a, grant=g) for i, a, g in tasks),
+            tasks=tuple(ChunkTask(set_index=i, attempt=a, grant=g) for i, a, g in tasks),
         )
         self.hear(message, sender=COORDINATOR)
 
@@ -302,8 +302,8 @@ def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> N
 
 
 def test_nobody_else_speaks_to_a_replica() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent a replica Alive"):
-        Bench().hear(Alive(), sender=Address("stranger"))
+    with pytest.raises(RemoteProtocolError, match="sent a replica HeartbeatAck"):
+        Bench().hear(HeartbeatAck(), sender=Address("stranger"))
 
 
 def test_it_asks_for_work_again_and_again() -> None:
@@ -312,7 +312,7 @@ def test_it_asks_for_work_again_and_again() -> None:
     assert bench.replica.status()[0] == "waiting for begin"
     bench.happen(TimerFired(name="replica:say"))
     assert bench.accounts == []
-    bench.hear(Begin(), sender=SUPERVISOR)
+    bench.hear(StartTraining(), sender=SUPERVISOR)
     bench.happen(TimerFired(name="replica:say"))
     bench.happen(PeerJoined(peer=COORDINATOR, incarnation=1))
     bench.happen(PeerJoined(peer=Address("evaluator"), incarnation=1))
@@ -342,7 +342,7 @@ def test_it_ends_when_it_is_told_to_once_its_work_is_done() -> None:
     sent, halt = bench.others
     assert isinstance(sent, Send)
     assert isinstance(sent.message, Finished)
-    assert isinstance(halt, Halt)
+    assert isinstance(halt, Exit)
 
 
 def test_a_loss_that_is_not_finite_is_said_and_named() -> None:
@@ -390,4 +390,4 @@ def test_what_the_user_has_got_wrong_ends_it_in_words() -> None:
 @pytest.mark.parametrize("name", ["retry_seconds", "retry_seconds_max"])
 def test_a_time_is_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use more than 0"):
-        ReplicaConfig(cutting=CUTTING, **{name: 0})
+        BatchWorkerConfig(cutting=CUTTING, **{name: 0})

@@ -25,8 +25,14 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import copy_names
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.protocol import Acknowledge, Alone, Heartbeat, Save, Whole
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import (
+    BackupInSync,
+    BackupUnresponsive,
+    Heartbeat,
+    PushApplied,
+    SaveCheckpoint,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -47,8 +53,8 @@ from distbelief.roles.role import (
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.world import Happening
-from distbelief.supervisor.failover import Decision, Pairing
+from distbelief.simulation.world import HandledEvent
+from distbelief.supervisor.failover import Decision, PrimaryElection
 from tests.simulation.workers import (
     N_MARKS,
     PLAIN,
@@ -70,7 +76,7 @@ BEAT: Final = "beat"
 class Beating:
     """A copy of a shard, and its heartbeats."""
 
-    def __init__(self, shard: ParameterServerShard) -> None:
+    def __init__(self, shard: Shard) -> None:
         self.shard = shard
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -91,17 +97,17 @@ class Beating:
 
 
 class Overseer:
-    """Launches copies of shards, and lets `Pairing` decide which of them lead."""
+    """Launches copies of shards, and lets `PrimaryElection` decide which of them lead."""
 
     def __init__(self, n_shards: int) -> None:
-        self.pairings: dict[Address, Pairing] = {}
+        self.pairings: dict[Address, PrimaryElection] = {}
         self.lives: dict[Address, int] = {}
         self.terminates = True  # those that are deposed
         self.n_takeovers = 0
         self.n_alone = 0
         for index in range(n_shards):
             one, other = copy_names(index, 2)
-            pairing = Pairing((one, other), first=1)
+            pairing = PrimaryElection((one, other), first=1)
             self.pairings |= dict.fromkeys((one, other), pairing)
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -148,9 +154,9 @@ class Overseer:
         match event.message:
             case Heartbeat(counters=counters):
                 return self._follow(pairing.heard(sender, counters, now))
-            case Whole(pairing=number):
+            case BackupInSync(pairing=number):
                 return self._follow(pairing.whole(sender, number, now))
-            case Alone(pairing=number):
+            case BackupUnresponsive(pairing=number):
                 self.n_alone += 1
                 return self._follow(pairing.alone(sender, number, now))
             case _:
@@ -179,16 +185,16 @@ class Books:
     _settled: dict[Address, int] = field(default_factory=dict)
     _states: dict[tuple[int, int], bytes] = field(default_factory=dict)
     _leads_as: int = 0  # the highest pairing with which a copy began to lead
-    _leader: ParameterServerShard | None = None  # that did
+    _leader: Shard | None = None  # that did
 
-    def __call__(self, happening: Happening) -> None:
+    def __call__(self, happening: HandledEvent) -> None:
         role = happening.role
         if isinstance(role, Worker):
             self._worker(role, happening)
         elif isinstance(role, Beating) and happening.name in self.copies:
             self._copy(role.shard, happening)
 
-    def _worker(self, worker: Worker, happening: Happening) -> None:
+    def _worker(self, worker: Worker, happening: HandledEvent) -> None:
         settled = worker.client._links[self.index].pushing.settled
         before = self._settled.get(happening.name, 0)
         if settled > before:
@@ -197,7 +203,7 @@ class Books:
                 if before < sequence <= settled:
                     self.acknowledged[mark] = True
 
-    def _copy(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def _copy(self, shard: Shard, happening: HandledEvent) -> None:
         state, counters = shard.status()
         if isinstance(happening.event, Computed) and not self._is_abandoned(shard):
             marks = marks_of(shard)
@@ -221,25 +227,25 @@ class Books:
             and not counters["whole"]
             and shard._values.n_held > 0
             and any(
-                isinstance(a, Send) and isinstance(a.message, Acknowledge)
+                isinstance(a, Send) and isinstance(a.message, PushApplied)
                 for a in happening.actions
             )
         )
 
-    def _is_abandoned(self, shard: ParameterServerShard) -> bool:
+    def _is_abandoned(self, shard: Shard) -> bool:
         """Whether its leader goes on without it: what it reads may be anything."""
         if shard._standing.leads or self._leader is None:
             return False
         number = shard.status()[1]["pairing"]
         return number < self._leader._service.forwarding.pairing
 
-    def _check_fence(self, happening: Happening) -> None:
+    def _check_fence(self, happening: HandledEvent) -> None:
         """Whoever led before acknowledges nothing that its successor lacks."""
         for action in happening.actions:
             if not isinstance(action, Send) or action.receiver in self.copies:
                 continue
             message = action.message
-            if not isinstance(message, Acknowledge):
+            if not isinstance(message, PushApplied):
                 continue
             if message.shard_incarnation < self._leads_as:
                 worker = self.cluster.role(action.receiver)
@@ -251,7 +257,7 @@ class Books:
                     f"{action.receiver}, which the leader after it does not have"
                 )
 
-    def _check_kept(self, shard: ParameterServerShard) -> None:
+    def _check_kept(self, shard: Shard) -> None:
         """Whoever begins to lead has all that was acknowledged, if anybody does."""
         missing = self.acknowledged & (marks_of(shard) != 1.0)
         if missing.any():
@@ -259,7 +265,7 @@ class Books:
             self.acknowledged &= ~missing
 
 
-def bits_of(shard: ParameterServerShard) -> bytes:
+def bits_of(shard: Shard) -> bytes:
     """Return values and state, as bytes."""
     state = shard._values.state
     arrays = [Unreadable.read(shard._values), *(state[name] for name in sorted(state))]
@@ -368,13 +374,13 @@ class Run:
         self.cluster.run_until(lambda: pairing.is_whole, within=10.0)
 
     def save(self, label: str, index: int = 0) -> None:
-        message = Save(label=label)
+        message = SaveCheckpoint(label=label)
         event = Received(sender=SUPERVISOR, incarnation=1, message=message)
         self.cluster.post(self.leader(index), event)
 
     # ---------------------------------------------------------------- who is who
 
-    def pairing(self, index: int = 0) -> Pairing:
+    def pairing(self, index: int = 0) -> PrimaryElection:
         return self.overseer.pairings[self.copies[index][0]]
 
     def leader(self, index: int = 0) -> Address:
@@ -386,7 +392,7 @@ class Run:
         one, other = self.copies[index]
         return other if self.leader(index) == one else one
 
-    def shard(self, name: Address) -> ParameterServerShard:
+    def shard(self, name: Address) -> Shard:
         role = self.cluster.role(name)
         assert isinstance(role, Beating)
         return role.shard

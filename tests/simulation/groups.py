@@ -14,20 +14,20 @@ from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import ElementType, Layout
-from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.shard import Shard
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
-from distbelief.protocol import Begin, Evaluate, Message, Stop
+from distbelief.protocol import Evaluate, Message, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.task.task import BuildContext, Captured, TaskSpec, build_model, capture_task
-from distbelief.worker.build import Split, build_machine
+from distbelief.worker.build import Split, build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import member_names
-from distbelief.worker.local_executor import LocalModel
-from distbelief.worker.partition import Machine as ModelMachine
+from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.partition import PartitionWorker as ModelMachine
 from tests.distbelief.program.plans import random_plan
 
 
@@ -79,7 +79,7 @@ class Group:
         self.split = Split(plan=plan, graph=graph, modules=captured.modules)
         self.layout = Layout.of(captured.specs, n_shards=n_shards, dtype=dtype)
         self.split_of: dict[str, Split] = {}  # where not the one above
-        model = LocalModel(build_model(task.model))
+        model = FlatModel(build_model(task.model))
         assert model.specs() == captured.specs
         self.machines = member_names(group, n_machines)
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
@@ -109,7 +109,7 @@ class Group:
             if name in self.shards:
                 return DOWNPOUR.build(name, config=self.settings, context=context)
             split = self.split_of.get(name, self.split)
-            return build_machine(name, config=self.settings, context=context, split=split)
+            return build_rank(name, config=self.settings, context=context, split=split)
 
         return build
 
@@ -133,7 +133,7 @@ class Group:
         vectors = []
         for name in self.shards:
             shard = self.simulation.role(name)
-            assert isinstance(shard, ParameterServerShard)
+            assert isinstance(shard, Shard)
             vectors.append(shard._values.vector)
         return self._scattered(vectors)
 
@@ -170,7 +170,7 @@ class Group:
     def status(self, name: str) -> dict[str, float]:
         return dict(self.simulation.role(Address(name)).status()[1])
 
-    def tell(self, name: str, message: Begin | Stop | Evaluate) -> None:
+    def tell(self, name: str, message: StartTraining | Stop | Evaluate) -> None:
         event = Received(sender=SUPERVISOR, incarnation=1, message=message)
         self.simulation.post(Address(name), event)
 

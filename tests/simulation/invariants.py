@@ -25,15 +25,15 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.buffers import Installed
-from distbelief.parameter_server.client.link import Link
+from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.parameter_server.client.link import ShardLink
 from distbelief.parameter_server.session_state import N_SLOTS
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.protocol import Acknowledge, Leading, Welcome
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.world import Happening
-from distbelief.supervisor.failover import Pairing
+from distbelief.simulation.world import HandledEvent
+from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
 
 
@@ -50,7 +50,7 @@ class Scene:
     ledger: Ledger
     host_bytes_max: int
     # Of two copies: who leads, in the eyes of who decides it.
-    pairings: Mapping[Address, Pairing] = field(default_factory=dict)
+    pairings: Mapping[Address, PrimaryElection] = field(default_factory=dict)
     # Per shard: each version it ever published, by the checksum of its values.
     versions: list[dict[int, set[int]]] = field(default_factory=list)
     acknowledged: list[npt.NDArray[np.bool_]] = field(default_factory=list)  # by mark
@@ -68,18 +68,18 @@ class Scene:
         self.leads_as = [[0] for _ in range(n_shards)]
         self.acknowledged = [np.zeros(N_MARKS, bool) for _ in range(n_shards)]
 
-    def shard(self, name: Address) -> ParameterServerShard:
+    def shard(self, name: Address) -> Shard:
         shard = shard_in(self.cluster.role(name))
         assert shard is not None
         return shard
 
-    def serving(self, happening: Happening) -> int | None:
+    def serving(self, happening: HandledEvent) -> int | None:
         """Return the shard that this life serves, if it does."""
         index = self.shards[happening.name]
         life = happening.name, happening.incarnation
         return index if self.serves.get(index) == life else None
 
-    def counts(self, name: Address, shard: ParameterServerShard) -> bool:
+    def counts(self, name: Address, shard: Shard) -> bool:
         """Return whether anybody relies on the values of this copy.
 
         Nobody does on those of a second that was let go: it may still hear its leader's
@@ -93,7 +93,7 @@ class Scene:
             return True  # it is to lead, and may not know yet
         return pairing.second == name and pairing.number == following.pairing
 
-    def links(self) -> Iterator[Link]:
+    def links(self) -> Iterator[ShardLink]:
         """Yield what each worker knows of each shard."""
         for worker in map(self.cluster.role, self.workers):
             assert isinstance(worker, Worker)
@@ -115,16 +115,16 @@ class Invariant:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
 
-    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def shard(self, shard: Shard, happening: HandledEvent) -> None:
         """Look at a copy of a shard that has handled an event."""
 
-    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
         """Look at one whose work has ended, so that its values may be new."""
 
-    def worker(self, worker: Worker, happening: Happening) -> None:
+    def worker(self, worker: Worker, happening: HandledEvent) -> None:
         """Look at a worker that has handled an event."""
 
-    def installed(self, worker: Worker, happening: Happening) -> None:
+    def installed(self, worker: Worker, happening: HandledEvent) -> None:
         """Look at one that has installed a whole fetch."""
 
     def at_end(self) -> None:
@@ -138,7 +138,7 @@ class ExactlyOnce(Invariant):
     """
 
     @override
-    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if self.scene.counts(happening.name, shard):
             values = shard._values
             n_here = values._pieces.n_elements(values.n_held)
@@ -165,7 +165,7 @@ class AcknowledgedIsKept(Invariant):
         self._settled: dict[tuple[Address, int, int], int] = {}
 
     @override
-    def worker(self, worker: Worker, happening: Happening) -> None:
+    def worker(self, worker: Worker, happening: HandledEvent) -> None:
         for link in worker.client._links.values():
             key = happening.name, happening.incarnation, link.index
             before, settled = self._settled.get(key, 0), link.pushing.settled
@@ -177,7 +177,7 @@ class AcknowledgedIsKept(Invariant):
                         known[mark] = True
 
     @override
-    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
         index = self.scene.serving(happening)
         if index is not None:
             self._check(index, happening.name, shard)
@@ -187,7 +187,7 @@ class AcknowledgedIsKept(Invariant):
         for index, name in self.scene.leaders.items():
             self._check(index, name, self.scene.shard(name))
 
-    def _check(self, index: int, name: Address, shard: ParameterServerShard) -> None:
+    def _check(self, index: int, name: Address, shard: Shard) -> None:
         if index in self.scene.forgetful:
             return
         missing = self.scene.acknowledged[index] & (marks_of(shard) != 1.0)
@@ -229,10 +229,10 @@ class SequencesRise(Invariant):
         self._settled: dict[tuple[Address, int, int], int] = {}
 
     @override
-    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def shard(self, shard: Shard, happening: HandledEvent) -> None:
         del shard
         for action in happening.actions:
-            if isinstance(action, Send) and isinstance(action.message, Acknowledge):
+            if isinstance(action, Send) and isinstance(action.message, PushApplied):
                 if action.receiver not in self.scene.workers:
                     continue
                 key = happening.name, happening.incarnation, action.receiver
@@ -241,7 +241,7 @@ class SequencesRise(Invariant):
                 self._told[key] = told
 
     @override
-    def worker(self, worker: Worker, happening: Happening) -> None:
+    def worker(self, worker: Worker, happening: HandledEvent) -> None:
         for link in worker.client._links.values():
             key = happening.name, happening.incarnation, link.index
             settled = link.pushing.settled
@@ -258,7 +258,7 @@ class ClockRises(Invariant):
         self._clocks: dict[tuple[Address, int], int] = {}
 
     @override
-    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def shard(self, shard: Shard, happening: HandledEvent) -> None:
         if self.scene.serving(happening) is None:
             return
         life, clock = (happening.name, happening.incarnation), shard._values.clock
@@ -270,14 +270,14 @@ class StalenessIsTrue(Invariant):
     """Staleness is between 0 and the clock, and counted from what was fetched."""
 
     @override
-    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
         del happening
         counters = shard.status()[1]
         assert 0 <= counters["staleness_max"] <= counters["clock"]
         assert counters["pushes_applied"] <= counters["clock"]
 
     @override
-    def installed(self, worker: Worker, happening: Happening) -> None:
+    def installed(self, worker: Worker, happening: HandledEvent) -> None:
         for index, clock in enumerate(worker.client.clocks):
             known = self.scene.versions[index].get(checksum(worker, index), {clock})
             told = f"{happening.name} fetched clock {clock} of shard {index}"
@@ -291,7 +291,7 @@ class Bounded(Invariant):
     """No queue or table is longer than there are clients, no host's memory grows."""
 
     @override
-    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
         n_workers = len(self.scene.workers)
         service = shard._service
         queue = service.pushes._queue
@@ -314,7 +314,7 @@ class WholeVersions(Invariant):
     """
 
     @override
-    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if is_whole(shard) and self.scene.counts(happening.name, shard):
             index = self.scene.shards[happening.name]
             key = zlib.crc32(Unreadable.read(shard._values).tobytes())
@@ -322,7 +322,7 @@ class WholeVersions(Invariant):
             known.add(shard._values.clock)
 
     @override
-    def installed(self, worker: Worker, happening: Happening) -> None:
+    def installed(self, worker: Worker, happening: HandledEvent) -> None:
         if happening.incarnation < self.scene.cluster.incarnation(happening.name):
             return
         for index, versions in enumerate(self.scene.versions):
@@ -339,14 +339,14 @@ class OneLeader(Invariant):
         self._leaders: dict[tuple[int, int], tuple[Address, int]] = {}
 
     @override
-    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def shard(self, shard: Shard, happening: HandledEvent) -> None:
         del shard
         index = self.scene.shards[happening.name]
         life = happening.name, happening.incarnation
         for action in happening.actions:
             if (
                 isinstance(action, Send)
-                and isinstance(action.message, Acknowledge | Leading | Welcome)
+                and isinstance(action.message, PushApplied | PrimaryChanged | SessionOpened)
                 and action.receiver in self.scene.workers
             ):
                 key = index, action.message.shard_incarnation
@@ -362,7 +362,7 @@ class TwinsAreEqual(Invariant):
         self._bits: dict[tuple[int, int, int], int] = {}
 
     @override
-    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if not is_whole(shard) or not self.scene.counts(happening.name, shard):
             return
         index, following = self.scene.shards[happening.name], shard._standing._following
@@ -392,7 +392,7 @@ class Observer:
         self._worker = [i.worker for i in self._all if "worker" in vars(type(i))]
         self._installed = [i.installed for i in self._all if "installed" in vars(type(i))]
 
-    def __call__(self, happening: Happening) -> None:
+    def __call__(self, happening: HandledEvent) -> None:
         role = happening.role
         if isinstance(role, Worker):
             self._look_at_worker(role, happening)
@@ -407,7 +407,7 @@ class Observer:
             for look in self._computed:
                 look(shard, happening)
 
-    def _look_at_worker(self, worker: Worker, happening: Happening) -> None:
+    def _look_at_worker(self, worker: Worker, happening: HandledEvent) -> None:
         if happening.incarnation > 1 and isinstance(happening.event, Started):
             self.scene.broken_lives.add(happening.name)
         for look in self._worker:
@@ -420,7 +420,7 @@ class Observer:
         for invariant in self._all:
             invariant.at_end()
 
-    def _note_shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+    def _note_shard(self, shard: Shard, happening: HandledEvent) -> None:
         """Note who serves, and whether that one could know what was acknowledged."""
         scene, index = self.scene, self.scene.shards[happening.name]
         number = shard._service.incarnation
@@ -454,23 +454,23 @@ def watch(scene: Scene, *, kinds: Sequence[type[Invariant]] = ALL) -> Observer:
     return observer
 
 
-def shard_in(role: Role) -> ParameterServerShard | None:
+def shard_in(role: Role) -> Shard | None:
     """Return the shard that this role is, or that it wraps."""
     shard = getattr(role, "shard", role)
-    return shard if isinstance(shard, ParameterServerShard) else None
+    return shard if isinstance(shard, Shard) else None
 
 
-def is_whole(shard: ParameterServerShard) -> bool:
+def is_whole(shard: Shard) -> bool:
     """Whether its values are all there, as far as it knows itself."""
     return shard._values._n_held is None
 
 
-def installs(happening: Happening) -> bool:
+def installs(happening: HandledEvent) -> bool:
     """Return whether a worker has just installed a whole fetch."""
     event = happening.event
     return (
         isinstance(event, Computed)
-        and isinstance(event.result, Installed)
+        and isinstance(event.result, FetchResult)
         and not event.result.torn
     )
 
@@ -491,7 +491,7 @@ def check_marks(name: Address, marks: Vector) -> None:
 def times_applied(cluster: SimulatedCluster, name: Address) -> Vector:
     """Return how often a shard of `workers` has applied each push, by mark."""
     role = cluster.role(name)
-    assert isinstance(role, ParameterServerShard)
+    assert isinstance(role, Shard)
     return marks_of(role)
 
 

@@ -17,11 +17,11 @@ from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.supervisor.metrics import Before
+from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from distbelief.task.task import (
     BuildContext,
     DataSpec,
@@ -31,8 +31,8 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.local_executor import LocalModel
-from distbelief.worker.member import Member, MemberConfig, heartbeat_seconds
+from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 
 EXAMPLES = "tests.distbelief.examples"
@@ -65,13 +65,13 @@ class JobCluster:
         max_steps: int | None = None,
         snapshot_every: float = 2.0,
         evaluate_every: float = 1.0,
-        before: Before | None = None,
+        before: PreviousTotals | None = None,
         first_incarnation: int = 1,
         first_label: int = 1,
         host: str = "host-0",
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        model = LocalModel(build_model(task.model))
+        model = FlatModel(build_model(task.model))
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
         self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
@@ -113,7 +113,7 @@ class JobCluster:
             report_every=0.5,
             first_incarnation=first_incarnation,
             first_label=first_label,
-            before=before or Before(),
+            before=before or PreviousTotals(),
         )
         builders: dict[Address, Callable[[Memory], Role]] = {
             Address(entry.name): self._builder(entry.name, self._tasks.get(entry.name, task))
@@ -127,14 +127,14 @@ class JobCluster:
         )
 
     @staticmethod
-    def _flops(model: LocalModel) -> float:
+    def _flops(model: FlatModel) -> float:
         return model.flops(4) / STEP_SECONDS
 
     def _builder(self, name: str, task: TaskSpec) -> Callable[[Memory], Role]:
         def build(memory: Memory) -> Role:
             context = self._context(task=task, memory=memory)
-            return Member(
-                MemberConfig(
+            return JobMember(
+                JobMemberConfig(
                     name=name,
                     host=memory.host,
                     heartbeat_seconds=heartbeat_seconds(name, self._shard_copies),
@@ -175,7 +175,7 @@ class JobCluster:
         return len(self.simulation.alive)
 
     @property
-    def view(self) -> SupervisorView:
+    def view(self) -> JobView:
         return self.supervisor.view(self.simulation.now)
 
     @property
@@ -201,9 +201,9 @@ class JobCluster:
     def samples(self, name: str) -> int:
         return int(self.member(name).status()[1].get("samples", 0))
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> JobMember:
         role = self.simulation.role(Address(name))
-        assert isinstance(role, Member)
+        assert isinstance(role, JobMember)
         return role
 
 

@@ -10,18 +10,18 @@ from typing import Final
 
 import msgspec
 
-from distbelief.parameter_server.command_log import Orders
-from distbelief.parameter_server.gradient_sums import Collecting
-from distbelief.parameter_server.savepoints import Cuts
-from distbelief.protocol import Mark, Order, Performed
+from distbelief.parameter_server.command_log import CommandExecutor
+from distbelief.parameter_server.gradient_sums import GradientSums
+from distbelief.parameter_server.savepoints import Savepoints
+from distbelief.protocol import CommandDone, Savepoint, ShardCommand
 from distbelief.roles.role import Action, Received, Seconds
-from sandblaster.coordinator.coordinator import Supervision
-from sandblaster.coordinator.run import Course
-from sandblaster.coordinator.shard_commands import ShardOrders
-from sandblaster.coordinator.work_queue import Granting, _Set
-from sandblaster.coordinator.workers import Copy
-from sandblaster.optimizers.base import Iterated
-from sandblaster.worker import Parameters, PortionSums, Tries
+from sandblaster.coordinator.coordinator import SupervisorRequests
+from sandblaster.coordinator.run import CoordinatorRun
+from sandblaster.coordinator.shard_commands import CommandBroadcast
+from sandblaster.coordinator.work_queue import Commits, _Chunk
+from sandblaster.coordinator.workers import ChunkCopy
+from sandblaster.optimizers.base import IterationDone
+from sandblaster.worker import ChunkAttempts, MiniBatchSums, Parameters
 from tests.simulation.variants import Patch, Variant
 
 
@@ -30,40 +30,42 @@ from tests.simulation.variants import Patch, Variant
 
 def performed_again(patch: Patch) -> None:
     """An order that comes again is performed again."""
-    whole = Orders.take
+    whole = CommandExecutor.take
 
-    def take(self: Orders, event: Received, order: Order) -> list[Action]:
+    def take(self: CommandExecutor, event: Received, order: ShardCommand) -> list[Action]:
         last = self._answer
         if (order.epoch, order.number) == (last.epoch, last.number) and last.number > 1:
             self._answer = msgspec.structs.replace(last, number=last.number - 1)
         return whole(self, event, order)
 
-    patch.setattr(Orders, "take", take)
+    patch.setattr(CommandExecutor, "take", take)
 
 
 def no_epochs(patch: Patch) -> None:
     """A shard obeys whichever coordinator spoke last."""
-    whole = Orders.take
+    whole = CommandExecutor.take
 
-    def take(self: Orders, event: Received, order: Order) -> list[Action]:
+    def take(self: CommandExecutor, event: Received, order: ShardCommand) -> list[Action]:
         if order.epoch < self._epoch:
             self._epoch = order.epoch
-            self._answer = Performed(epoch=order.epoch, number=order.number - 1)
+            self._answer = CommandDone(epoch=order.epoch, number=order.number - 1)
         return whole(self, event, order)
 
-    patch.setattr(Orders, "take", take)
+    patch.setattr(CommandExecutor, "take", take)
 
 
 def answers_of_any_order(patch: Patch) -> None:
     """Any answer of a shard counts for the order that is under way."""
-    whole = ShardOrders.receive
+    whole = CommandBroadcast.receive
 
-    def receive(self: ShardOrders, event: Received, message: Performed, now: Seconds) -> None:
+    def receive(
+        self: CommandBroadcast, event: Received, message: CommandDone, now: Seconds
+    ) -> None:
         if self._order is not None and message.epoch == self.epoch:
             message = msgspec.structs.replace(message, number=self.number)
         whole(self, event, message, now)
 
-    patch.setattr(ShardOrders, "receive", receive)
+    patch.setattr(CommandBroadcast, "receive", receive)
 
 
 # -------------------------------------------------------------------------------- sets
@@ -71,9 +73,9 @@ def answers_of_any_order(patch: Patch) -> None:
 
 def one_grant_for_all(patch: Patch) -> None:
     """A set has one number, whoever pushes it: shards keep what comes first."""
-    whole = Granting._grant_next
+    whole = Commits._grant_next
 
-    def grant_next(self: Granting, one: _Set, now: Seconds) -> None:
+    def grant_next(self: Commits, one: _Chunk, now: Seconds) -> None:
         before = one.winner
         whole(self, one, now)
         if one.winner and one.winner != before:
@@ -81,52 +83,52 @@ def one_grant_for_all(patch: Patch) -> None:
             copy = one.holders[one.winner].copies[one.winner]
             copy.grant = first.setdefault(copy.set_index, copy.grant)
 
-    def fence(self: Granting, one: _Set, copy: Copy) -> None:
+    def fence(self: Commits, one: _Chunk, copy: ChunkCopy) -> None:
         del self, copy
         one.winner = 0
 
-    patch.setattr(Granting, "_grant_next", grant_next)
-    patch.setattr(Granting, "_fence", fence)
+    patch.setattr(Commits, "_grant_next", grant_next)
+    patch.setattr(Commits, "_fence", fence)
 
 
 def staged_somewhere(patch: Patch) -> None:
     """A replica says that every shard holds a set before all of them do."""
-    whole = Tries.acknowledged
+    whole = ChunkAttempts.acknowledged
 
-    def acknowledged(self: Tries, *, n_waiting: int) -> bool:
+    def acknowledged(self: ChunkAttempts, *, n_waiting: int) -> bool:
         return whole(self, n_waiting=max(n_waiting - 1, 0))
 
-    patch.setattr(Tries, "acknowledged", acknowledged)
+    patch.setattr(ChunkAttempts, "acknowledged", acknowledged)
 
 
 def in_order_of_arrival(patch: Patch) -> None:
     """Sets are summed as they come."""
-    whole = Collecting.fold
+    whole = GradientSums.fold
 
-    def fold(self: Collecting, set_index: int, grant: int) -> None:
+    def fold(self: GradientSums, set_index: int, grant: int) -> None:
         arrived = len(self._folded)
         whole(self, arrived, grant)
         self._folded[set_index] = self._folded.pop(arrived)
 
-    patch.setattr(Collecting, "fold", fold)
+    patch.setattr(GradientSums, "fold", fold)
 
 
 def counted_twice(patch: Patch) -> None:
     """What is folded stays staged, and a set may be folded again."""
 
-    def check(self: Collecting, sets: Iterable[tuple[int, int]]) -> None:
+    def check(self: GradientSums, sets: Iterable[tuple[int, int]]) -> None:
         del self, sets
 
-    whole = Collecting.fold
+    whole = GradientSums.fold
 
-    def fold(self: Collecting, set_index: int, grant: int) -> None:
+    def fold(self: GradientSums, set_index: int, grant: int) -> None:
         staged = self._staged[grant]
         self._staged[grant] = replace(staged, total=staged.total.copy())
         whole(self, set_index, grant)
         self._staged[grant] = replace(staged, total=staged.total.copy())
 
-    patch.setattr(Collecting, "check", check)
-    patch.setattr(Collecting, "fold", fold)
+    patch.setattr(GradientSums, "check", check)
+    patch.setattr(GradientSums, "fold", fold)
     performed_again(patch)
 
 
@@ -136,7 +138,7 @@ def counted_twice(patch: Patch) -> None:
 def any_version(patch: Patch) -> None:
     """A replica computes with whatever parameters it has fetched last."""
 
-    def lacks(self: Parameters, tries: Tries) -> bool:
+    def lacks(self: Parameters, tries: ChunkAttempts) -> bool:
         del tries
         return not self._evaluation
 
@@ -145,13 +147,13 @@ def any_version(patch: Patch) -> None:
 
 def sums_go_on(patch: Patch) -> None:
     """A set that is dropped half-way leaves its sum to the next."""
-    whole = PortionSums.step
+    whole = MiniBatchSums.step
 
-    def step(self: PortionSums, batch: object, *, is_first: bool, is_last: bool) -> object:
+    def step(self: MiniBatchSums, batch: object, *, is_first: bool, is_last: bool) -> object:
         del is_first
         return whole(self, batch, is_first=False, is_last=is_last)  # type: ignore[arg-type]
 
-    patch.setattr(PortionSums, "step", step)
+    patch.setattr(MiniBatchSums, "step", step)
 
 
 # -------------------------------------------------------------------------------- cuts
@@ -160,63 +162,63 @@ def sums_go_on(patch: Patch) -> None:
 def changed_in_place(patch: Patch) -> None:
     """Vectors of a cut are not copied before they are changed."""
 
-    def touch(self: Cuts, names: Iterable[str]) -> None:
+    def touch(self: Savepoints, names: Iterable[str]) -> None:
         del self, names
 
-    patch.setattr(Cuts, "touch", touch)
+    patch.setattr(Savepoints, "touch", touch)
 
 
 def settled_before_durable(patch: Patch) -> None:
     """A cut is settled when it is marked, before the journal of it is on disk."""
-    whole = Course._mark
+    whole = CoordinatorRun._mark
 
-    def mark(self: Course, request: Iterated) -> int:
+    def mark(self: CoordinatorRun, request: IterationDone) -> int:
         cut = whole(self, request)
         self.settled = cut
         return cut
 
-    patch.setattr(Course, "_mark", mark)
-    whole_mark = Cuts.mark
+    patch.setattr(CoordinatorRun, "_mark", mark)
+    whole_mark = Savepoints.mark
 
-    def mark_and_settle(self: Cuts, mark: Mark, *, settled: int) -> None:
+    def mark_and_settle(self: Savepoints, mark: Savepoint, *, settled: int) -> None:
         self._live = []
         whole_mark(self, mark, settled=settled)
 
-    patch.setattr(Cuts, "mark", mark_and_settle)
+    patch.setattr(Savepoints, "mark", mark_and_settle)
 
 
 def forgotten_too_early(patch: Patch) -> None:
     """A shard whose cut is on disk forgets the one before, wherever others are."""
-    whole = Cuts.on_disk
+    whole = Savepoints.on_disk
 
-    def on_disk(self: Cuts, cut: int) -> None:
+    def on_disk(self: Savepoints, cut: int) -> None:
         whole(self, cut)
         self.forget(cut)
 
-    patch.setattr(Cuts, "on_disk", on_disk)
+    patch.setattr(Savepoints, "on_disk", on_disk)
 
 
 def same_epoch(patch: Patch) -> None:
     """A coordinator goes on after a shard was lost, as if nothing had happened."""
-    whole = ShardOrders._meet
+    whole = CommandBroadcast._meet
 
-    def meet(self: ShardOrders, shard: object, incarnation: int) -> None:
+    def meet(self: CommandBroadcast, shard: object, incarnation: int) -> None:
         whole(self, shard, incarnation)  # type: ignore[arg-type]
         self.lost = None
 
-    patch.setattr(ShardOrders, "_meet", meet)
+    patch.setattr(CommandBroadcast, "_meet", meet)
 
 
 def told_at_once(patch: Patch) -> None:
     """A save is told to have been made when it was asked for."""
-    whole = Supervision.ask_to_save
+    whole = SupervisorRequests.ask_to_save
 
-    def ask(self: Supervision, label: str) -> None:
+    def ask(self: SupervisorRequests, label: str) -> None:
         whole(self, label)
         self._wishes.saves.clear()
         self._wishes.saved.append((label, None))
 
-    patch.setattr(Supervision, "ask_to_save", ask)
+    patch.setattr(SupervisorRequests, "ask_to_save", ask)
 
 
 VARIANTS: Final[dict[str, Variant]] = {

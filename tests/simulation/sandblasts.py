@@ -29,17 +29,17 @@ from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
-    Fold,
-    Keep,
-    Open,
-    Order,
-    Performed,
+    BeginEvaluation,
+    Checkpoint,
+    CheckpointSaved,
+    CommandDone,
+    Commit,
+    FinishEvaluation,
     Progress,
-    Save,
-    Saved,
-    Seal,
+    SaveCheckpoint,
+    ShardCommand,
     Task,
 )
 from distbelief.roles.role import (
@@ -57,21 +57,21 @@ from distbelief.roles.role import (
 )
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
-from distbelief.simulation.machines import ClusterOptions, Machine, Scale, TraceKind
+from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
 from distbelief.simulation.topology import Link
-from distbelief.simulation.world import Builder, Happening
+from distbelief.simulation.world import Builder, HandledEvent
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.local_executor import LocalModel, Trainer
-from distbelief.worker.replica import ModelReplica
-from sandblaster.chunks import COORDINATOR, Cutting
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from distbelief.worker.replica import Replica
+from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.run import Method
 from sandblaster.optimizers.lbfgs import LBFGS
-from sandblaster.warm_start_worker import WarmStartReplica
-from sandblaster.worker import ReplicaConfig, SandblasterReplica, summed
+from sandblaster.warm_start_worker import WarmStartWorker
+from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
 
 N_SAMPLES = 30
@@ -79,7 +79,7 @@ N_INPUTS = 5
 SECONDS_PER_PORTION: Seconds = 2e-3
 METHOD = LBFGS(n_history=3, n_iterations_max=3, gradient_tolerance=1e-12)
 ORDER_SEED = 11
-CUTTING = Cutting(portion_size=2, portions_per_set=2)
+CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
 
 
 class Points:
@@ -121,7 +121,7 @@ def module(n_inputs: int = N_INPUTS) -> nn.Module:
 
 
 def layout_of(n_shards: int, n_inputs: int = N_INPUTS) -> Layout:
-    specs = LocalModel(module(n_inputs)).specs()
+    specs = FlatModel(module(n_inputs)).specs()
     return Layout.of(specs, n_shards=n_shards, dtype="float64")
 
 
@@ -130,10 +130,10 @@ def layout_of(n_shards: int, n_inputs: int = N_INPUTS) -> Layout:
 
 @cache
 def plain_gradient(
-    point: bytes, cutting: Cutting, n_samples: int, n_inputs: int
+    point: bytes, cutting: ChunkSizes, n_samples: int, n_inputs: int
 ) -> tuple[torch.Tensor, ...]:
     """Return the batch gradient at a point, flat per tensor: loops, and a tree."""
-    model = LocalModel(module(n_inputs))
+    model = FlatModel(module(n_inputs))
     values = np.frombuffer(point).copy()
     for tensor in model.values:
         n = tensor.numel()
@@ -193,7 +193,7 @@ class Ledger:
 
     n_shards: int
     layout: Layout
-    cutting: Cutting
+    cutting: ChunkSizes
     n_samples: int
     n_inputs: int
     tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
@@ -208,16 +208,16 @@ class Ledger:
     n_void: int = 0
     losses: list[float] = field(default_factory=list)
     on_saved: Callable[[str], None] | None = None
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[CheckpointSaved] = field(default_factory=list)
     journal: str = ""  # the newest that is said to be on disk
     sights: Counter[str] = field(default_factory=Counter)
 
-    def see(self, happening: Happening) -> None:
+    def see(self, happening: HandledEvent) -> None:
         """Note, and check, what a shard or the coordinator has just done."""
         event = happening.event
         if happening.name == COORDINATOR:
             self._coordinator_lives(event)
-        if isinstance(event, Received) and isinstance(event.message, Order):
+        if isinstance(event, Received) and isinstance(event.message, ShardCommand):
             order = event.message
             known = self.tasks.setdefault((order.epoch, order.number), order.task)
             assert known == order.task, "shards are told different things"
@@ -235,41 +235,41 @@ class Ledger:
             found = "" if event.restored is None else event.restored.label
             self.sights["journals lost"] += found < self.journal
 
-    def _staging(self, happening: Happening) -> None:
+    def _staging(self, happening: HandledEvent) -> None:
         """Note whose gradient is staged under which grant, where it is the first."""
         shard = happening.role
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         applying = shard._service.pushes._applying
         assert applying is not None
         life = happening.name, happening.incarnation, applying.push.grant
         pusher = applying.client.name, applying.client.incarnation
         self.staged_by.setdefault(life, pusher)
 
-    def _sent(self, happening: Happening, action: Send) -> None:
+    def _sent(self, happening: HandledEvent, action: Send) -> None:
         message = action.message
-        if isinstance(message, Performed):
+        if isinstance(message, CommandDone):
             self._performed(happening, message)
         elif action.receiver == SUPERVISOR and isinstance(message, Progress):
             self.losses.append(message.loss)
-        elif action.receiver == SUPERVISOR and isinstance(message, Saved):
+        elif action.receiver == SUPERVISOR and isinstance(message, CheckpointSaved):
             self.saved.append(message)
             if message.error is None and self.on_saved is not None:
                 self.on_saved(message.label)
 
-    def _performed(self, happening: Happening, message: Performed) -> None:
+    def _performed(self, happening: HandledEvent, message: CommandDone) -> None:
         task = self.tasks.get((message.epoch, message.number))
         if message.error is not None:
             self.sights["orders that failed"] += 1
             return
         name, shard = happening.name, happening.role
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         index = int(name.removeprefix("shard-"))
         key = message.epoch, message.number
         match task:
-            case Open():
+            case BeginEvaluation():
                 self.opened[message.epoch, name] = message.number
                 self.points.setdefault(key, {})[index] = shard._values.vector.copy()
-            case Fold():
+            case Commit():
                 evaluation = self.opened[message.epoch, name]
                 self.n_void += len(task.void)
                 for one in task.sets:
@@ -282,7 +282,7 @@ class Ledger:
                     life = name, *place
                     before = self.counted.setdefault(life, key[1])
                     assert before == key[1], f"{name} counts {place} twice"
-            case Seal() if task.n_examples:
+            case FinishEvaluation() if task.n_examples:
                 opened = message.epoch, self.opened[message.epoch, name]
                 vectors = shard._orders._algebra.export((task.gradient,))
                 known = self.sealed.setdefault(key, {})
@@ -320,7 +320,7 @@ class Sandblast:
     seed: int = 0
     n_shards: int = 2
     n_replicas: int = 3
-    cutting: Cutting = CUTTING
+    cutting: ChunkSizes = CUTTING
     n_samples: int = N_SAMPLES
     n_inputs: int = N_INPUTS
     window_sets: int = 64
@@ -355,11 +355,11 @@ class Sandblast:
         return layout_of(self.n_shards, self.n_inputs)
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> CostScale:
         """Of a model of `n_priced` parameters; to compute a portion takes as long."""
         held = sum(self.layout.shard_size(k) for k in range(self.n_shards))
         ratio = self.n_priced / held
-        return Scale(n_bytes=ratio, frame_bytes=ratio)
+        return CostScale(n_bytes=ratio, frame_bytes=ratio)
 
 
 class Run:
@@ -419,7 +419,7 @@ class Run:
         return speed * flops / SECONDS_PER_PORTION
 
     def _shard(self, layout: Layout, index: int, memory: Memory) -> Role:
-        return ParameterServerShard(
+        return Shard(
             ShardConfig(index=index, layout=layout, rule=SGD(learning_rate=0.1)),
             memory=memory,
             initialise=lambda: np.zeros(layout.shard_size(index)),
@@ -438,8 +438,8 @@ class Run:
             shards=scene.shards,
             memory=memory,
         )
-        model = LocalModel(module(scene.n_inputs))
-        trainer = Trainer(
+        model = FlatModel(module(scene.n_inputs))
+        trainer = LocalExecutor(
             model,
             points(scene.n_samples, scene.n_inputs),
             loss=summed(scene.loss),
@@ -448,8 +448,8 @@ class Run:
             always_check=False,
             seed=(3, 0),
         )
-        replica = SandblasterReplica(
-            ReplicaConfig(
+        replica = BatchWorker(
+            BatchWorkerConfig(
                 cutting=scene.cutting,
                 retry_seconds=0.03 * scene.leisure,
                 retry_seconds_max=0.1 * scene.leisure,
@@ -461,18 +461,16 @@ class Run:
         )
         if not scene.warm_steps:
             return replica
-        return WarmStartReplica(
+        return WarmStartWorker(
             downpour=self._first_part(index, client=client, model=model),
             sandblaster=replica,
             await_begin=scene.await_begin,
             retry_seconds=0.02,
         )
 
-    def _first_part(
-        self, index: int, *, client: ParameterClient, model: LocalModel
-    ) -> ModelReplica:
+    def _first_part(self, index: int, *, client: ParameterClient, model: FlatModel) -> Replica:
         scene = self.scene
-        trainer = Trainer(
+        trainer = LocalExecutor(
             model,
             points(scene.n_samples, scene.n_inputs),
             loss=scene.loss,
@@ -481,7 +479,7 @@ class Run:
             always_check=False,
             seed=(3, index),
         )
-        return ModelReplica(
+        return Replica(
             DownpourConfig(batch_size=4, max_steps=scene.warm_steps),
             client=client,
             trainer=trainer,
@@ -523,7 +521,9 @@ class Run:
             self.cluster.run(until=at)
             if self.cluster.is_alive(COORDINATOR):
                 label = f"{int(at * 1e6):09d}"
-                save = Received(sender=SUPERVISOR, incarnation=1, message=Save(label=label))
+                save = Received(
+                    sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label=label)
+                )
                 self.cluster.post(COORDINATOR, save)
         self.cluster.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
         error = self.cluster.halted[COORDINATOR]
@@ -538,18 +538,18 @@ class Run:
         ]
         for index, name in enumerate(self.scene.shards):
             shard = self.cluster.role(name)
-            assert isinstance(shard, ParameterServerShard)
+            assert isinstance(shard, Shard)
             self.scene.layout.scatter(index, shard._values.vector, tensors)
         return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
 @cache
 def flops_of_portion(n_inputs: int, portion_size: int) -> float:
-    return LocalModel(module(n_inputs)).flops(portion_size)
+    return FlatModel(module(n_inputs)).flops(portion_size)
 
 
 @cache
-def undisturbed(cutting: Cutting, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
+def undisturbed(cutting: ChunkSizes, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
     """Return where a run ends that nothing disturbs, and its losses."""
     run = Run(Sandblast(n_replicas=1, n_shards=n_shards, cutting=cutting))
     run.play()
@@ -584,7 +584,7 @@ def drawn(seed: int) -> Sandblast:
         seed=seed,
         n_shards=n_shards,
         n_replicas=n_replicas,
-        cutting=Cutting(portion_size=portion_size, portions_per_set=portions_per_set),
+        cutting=ChunkSizes(portion_size=portion_size, portions_per_set=portions_per_set),
         window_sets=int(stream.choice([1, 2, 5, 64])),
         backups=bool(stream.random() < 0.8),
         hosts=str(stream.choice(["one", "own"])),
@@ -637,12 +637,12 @@ def half_pushed() -> Sandblast:
     )
 
 
-def moments(scene: Sandblast, happens: Callable[[Happening], bool]) -> list[Seconds]:
+def moments(scene: Sandblast, happens: Callable[[HandledEvent], bool]) -> list[Seconds]:
     """Return when something happens in a scene."""
     run = Run(scene)
     times: list[Seconds] = []
 
-    def see(happening: Happening) -> None:
+    def see(happening: HandledEvent) -> None:
         if happens(happening):
             times.append(run.cluster.now)
 
@@ -655,7 +655,7 @@ def moments(scene: Sandblast, happens: Callable[[Happening], bool]) -> list[Seco
 def journal_not_on_disk() -> Sandblast:
     """The coordinator dies while it writes down a cut that the shards know."""
 
-    def writes(happening: Happening) -> bool:
+    def writes(happening: HandledEvent) -> bool:
         return happening.name == COORDINATOR and any(
             isinstance(action, Persist) for action in happening.actions
         )
@@ -670,13 +670,13 @@ def shard_dies_while_saving() -> Sandblast:
     """One shard has saved a cut, another dies before it has."""
     scene, shard = Sandblast(saves=(0.02, 0.1)), Address("shard-1")
 
-    def is_told_to_save(happening: Happening) -> bool:
+    def is_told_to_save(happening: HandledEvent) -> bool:
         event = happening.event
         return (
             happening.name == shard
             and isinstance(event, Received)
-            and isinstance(event.message, Order)
-            and isinstance(event.message.task, Keep)
+            and isinstance(event.message, ShardCommand)
+            and isinstance(event.message.task, Checkpoint)
         )
 
     times = moments(scene, is_told_to_save)

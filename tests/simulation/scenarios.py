@@ -21,11 +21,11 @@ from typing_extensions import override
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import copy_names, other_copy
-from distbelief.protocol import Acknowledge, Refused, Save
+from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -58,7 +58,7 @@ from distbelief.simulation.faults import (
 )
 from distbelief.simulation.machines import ClusterOptions, Machine, TraceKind
 from distbelief.simulation.topology import Link
-from distbelief.simulation.world import Happening
+from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor import failover
 from distbelief.supervisor.failover import Decision
 from tests.simulation import copies
@@ -481,7 +481,7 @@ class Play:
 
     # ------------------------------------------------------------- rare branches
 
-    def _see(self, happening: Happening) -> None:
+    def _see(self, happening: HandledEvent) -> None:
         event, sights = happening.event, self.sights
         of_shard = shard_in(happening.role) is not None
         match event:
@@ -492,7 +492,7 @@ class Play:
             case Persisted(error=error):
                 sights["snapshots"] += error is None
                 sights["snapshots without room"] += error is not None
-            case Computed(result=Installed() as installed):
+            case Computed(result=FetchResult() as installed):
                 sights["torn reads"] += bool(installed.torn)
             case Received() if of_shard:
                 self._see_answers(happening)
@@ -501,14 +501,14 @@ class Play:
         newest = self.cluster.incarnation(happening.name)
         sights["words of the superseded"] += happening.incarnation < newest
 
-    def _see_answers(self, happening: Happening) -> None:
+    def _see_answers(self, happening: HandledEvent) -> None:
         for action in happening.actions:
             match action:
-                case Send(message=Acknowledge()):
+                case Send(message=PushApplied()):
                     self.sights["duplicates acknowledged again"] += 1
-                case Send(message=Refused(reason=reason)):
+                case Send(message=SessionRefused(reason=reason)):
                     self.sights["leases expired"] += "without progress" in reason
-                    self.sights["strangers refused"] += "Hello" in reason
+                    self.sights["strangers refused"] += "OpenSession" in reason
                     self.sights["kept waiting"] += "busy" in reason
                 case _:
                     pass
@@ -531,7 +531,9 @@ class Play:
 
 
 def save(label: str) -> Received:
-    return Received(sender=Address("supervisor"), incarnation=1, message=Save(label=label))
+    return Received(
+        sender=Address("supervisor"), incarnation=1, message=SaveCheckpoint(label=label)
+    )
 
 
 @contextmanager

@@ -21,16 +21,24 @@ from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import with_counts
 from distbelief.graph.capture import InputSpec
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slices import Selection
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import PartialView
 from distbelief.program.plan import Plan, Target
-from distbelief.protocol import Fold, Open, Order, Performed, Progress, Seal, Task
+from distbelief.protocol import (
+    BeginEvaluation,
+    CommandDone,
+    Commit,
+    FinishEvaluation,
+    Progress,
+    ShardCommand,
+    Task,
+)
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.topology import Link
-from distbelief.simulation.world import Happening
+from distbelief.simulation.world import HandledEvent
 from distbelief.task.task import (
     BuildContext,
     Captured,
@@ -41,10 +49,10 @@ from distbelief.task.task import (
     capture_task,
 )
 from distbelief.worker.build import Split
-from distbelief.worker.group import machine_name, place_of
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.group import group_rank_of, rank_name
+from distbelief.worker.local_executor import FlatModel
 from sandblaster.algorithm import SANDBLASTER
-from sandblaster.build import build_machine
+from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.config import CoordinatorConfig
@@ -162,7 +170,7 @@ class Scene:
     def replicas(self) -> list[Address]:
         if self.n_machines is None:
             return [Address(f"replica-{r}") for r in range(self.n_replicas)]
-        return [machine_name(r, m) for r in range(self.n_replicas) for m in range(self.n_machines)]
+        return [rank_name(r, m) for r in range(self.n_replicas) for m in range(self.n_machines)]
 
     @property
     def shards(self) -> list[Address]:
@@ -226,7 +234,7 @@ class Run:
             n_shards=scene.n_shards,
             seed=0,
             memory=memory,
-            initials=LocalModel(build_model(TASK.model)).initials(),
+            initials=FlatModel(build_model(TASK.model)).initials(),
             await_begin=False,
         )
         if name == COORDINATOR:
@@ -239,9 +247,9 @@ class Run:
             return Coordinator(
                 config, method=scene.settings.chosen(), shards=scene.shards, n_examples=N_SAMPLES
             )
-        if place_of(name) is None:
+        if group_rank_of(name) is None:
             return SANDBLASTER.build(name, config=scene.settings, context=context)
-        return build_machine(name, config=scene.settings, context=context, split=self._split)
+        return build_rank(name, config=scene.settings, context=context, split=self._split)
 
     @property
     def _split(self) -> Split:
@@ -258,15 +266,15 @@ class Run:
                 dataflow(split.compiled(), machine, loss=split.graph.outputs[-1]),
                 {spec.name for spec in captured().specs},
             )
-            for shard in Selection.of(self.layout, flow.items).shards:
+            for shard in PartialView.of(self.layout, flow.items).shards:
                 found[shard].add(machine)
         return found
 
     # ---------------------------------------------------------------------- the checks
 
-    def see(self, happening: Happening) -> None:
+    def see(self, happening: HandledEvent) -> None:
         event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, Order):
+        if isinstance(event, Received) and isinstance(event.message, ShardCommand):
             order = event.message
             self._tasks.setdefault((order.epoch, order.number), order.task)
         for action in happening.actions:
@@ -274,14 +282,14 @@ class Run:
                 self._staging(happening)
             if not isinstance(action, Send):
                 continue
-            if isinstance(action.message, Performed):
+            if isinstance(action.message, CommandDone):
                 self._performed(happening, action.message)
             elif action.receiver == SUPERVISOR and isinstance(action.message, Progress):
                 self.losses.append(action.message.loss)
 
-    def _staging(self, happening: Happening) -> None:
+    def _staging(self, happening: HandledEvent) -> None:
         shard = happening.role
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         applying = shard._service.pushes._applying
         assert applying is not None
         grant, client = applying.push.grant, applying.client
@@ -290,21 +298,21 @@ class Run:
         known = self._lives.setdefault((grant, client.name), client.incarnation)
         assert known == client.incarnation, f"{client.name} pushes {grant} in two lives"
 
-    def _performed(self, happening: Happening, message: Performed) -> None:
+    def _performed(self, happening: HandledEvent, message: CommandDone) -> None:
         key = message.epoch, message.number
         task = self._tasks.get(key)
         assert message.error is None, message.error
         name, shard = happening.name, happening.role
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         index = int(name.removeprefix("shard-"))
         match task:
-            case Open():
+            case BeginEvaluation():
                 self._opened[message.epoch, index] = message.number
                 self._points.setdefault(key, {})[index] = shard._values.vector.copy()
-            case Fold():
+            case Commit():
                 for one in task.sets:
                     self._check_parts(name, happening.incarnation, index, one.grant)
-            case Seal() if task.n_examples:
+            case FinishEvaluation() if task.n_examples:
                 opened = message.epoch, self._opened[message.epoch, index]
                 vectors = shard._orders._algebra.export((task.gradient,))
                 known = self._sealed.setdefault(key, {})
@@ -319,7 +327,7 @@ class Run:
         if self.scene.n_machines is None:
             return
         names = self._staged[shard, incarnation, grant]
-        places = [place_of(name) for name in names]
+        places = [group_rank_of(name) for name in names]
         assert len({place.group for place in places if place}) == 1, names
         machines = {place.machine for place in places if place}
         assert machines == self._touched[index], (names, self._touched)
@@ -367,7 +375,7 @@ class Run:
         vectors: dict[int, Vector] = {}
         for index, name in enumerate(self.scene.shards):
             shard = self.cluster.role(name)
-            assert isinstance(shard, ParameterServerShard)
+            assert isinstance(shard, Shard)
             vectors[index] = shard._values.vector
         return self._whole(vectors)
 

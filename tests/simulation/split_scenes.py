@@ -10,17 +10,17 @@ from functools import cache
 
 import numpy as np
 
-from distbelief.protocol import Assignment, PushPart
+from distbelief.protocol import Assignment, PushChunk
 from distbelief.roles.role import Address, Received, Seconds
 from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot, random_faults
-from distbelief.simulation.world import Happening
-from distbelief.worker.group import machine_name
+from distbelief.simulation.world import HandledEvent
+from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
 from tests.simulation.split_sandblasts import Run, Scene
 
 
 HORIZON: Seconds = 0.1  # by then everything has healed
-LEADER, WORKER = machine_name(0, 0), machine_name(0, 1)
+LEADER, WORKER = rank_name(0, 0), rank_name(0, 1)
 
 
 def hit(scene: Scene, *, with_shards: bool) -> Sequence[Address]:
@@ -81,7 +81,7 @@ def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
     run = Run(scene)
     times: list[Seconds] = []
 
-    def see(happening: Happening) -> None:
+    def see(happening: HandledEvent) -> None:
         event = happening.event
         heard = isinstance(event, Received) and isinstance(event.message, kind)
         if heard and happening.name == receiver:
@@ -96,7 +96,7 @@ def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
 def dies_with_its_part() -> Scene:
     """A machine of the only replica dies as it may push its part of a sum."""
     scene = Scene(n_replicas=1, hosts="own")
-    at = moment(scene, WORKER, PushPart) + 1e-6
+    at = moment(scene, WORKER, PushChunk) + 1e-6
     return replace(scene, faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
 
 
@@ -112,7 +112,7 @@ def stands_still() -> Scene:
 def not_told_to_push() -> Scene:
     """What the leader of the only replica says first of a grant is lost."""
     scene = Scene(n_replicas=1)
-    at = moment(scene, WORKER, PushPart) - 1e-5
+    at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=LEADER, b=WORKER, seconds=2e-5, loses=True, one_way=True)
     return replace(scene, faults=(cut,))
 
@@ -121,6 +121,6 @@ def not_told_to_push() -> Scene:
 def half_pushed() -> Scene:
     """What a machine pushes reaches one of its shards, and the other much later."""
     scene = Scene(hosts="own")
-    at = moment(scene, WORKER, PushPart) - 1e-5
+    at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=WORKER, b=scene.shards[1], seconds=0.2, loses=True)
     return replace(scene, faults=(cut,))

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.protocol import Begin
+from distbelief.protocol import StartTraining
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.config import DownpourSettings
 from experiments.digits import digits
@@ -65,10 +65,10 @@ def accuracy(
         task, settings, n_replicas=n_replicas, n_shards=2, seed=seed, await_begin=True
     )
     cluster.simulation.run(until=0.1)
-    cluster.tell("replica-0", Begin())
+    cluster.tell("replica-0", StartTraining())
     cluster.simulation.run_until(lambda: cluster.replica(0).counters.steps >= WARM_START_STEPS)
     for replica in cluster.replicas[1:]:
-        cluster.tell(replica, Begin())
+        cluster.tell(replica, StartTraining())
     cluster.run()
     module, values = digits.net(), cluster.values()
     with torch.no_grad():

@@ -23,8 +23,8 @@ from distbelief.data.sharding import BatchCursor, DataShard
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.protocol import Begin, Evaluate, Finished, Measured, Progress, Stop
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import Evaluate, EvaluationDone, Finished, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
@@ -39,8 +39,8 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.local_executor import LocalModel
-from distbelief.worker.replica import ModelReplica
+from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.replica import Replica
 from tests.elsewhere import answers
 
 
@@ -116,7 +116,7 @@ class Cluster:
         faults: Sequence[Fault] = (),
         await_begin: bool = False,
     ) -> None:
-        model = LocalModel(build_model(task.model))
+        model = FlatModel(build_model(task.model))
         self.settings = settings
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
         self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
@@ -158,9 +158,9 @@ class Cluster:
         self.ended_at = self.simulation.now
         self.simulation.run(until=self.ended_at + 0.1)  # their last words arrive
 
-    def replica(self, index: int) -> ModelReplica:
+    def replica(self, index: int) -> Replica:
         role = self.simulation.role(self.replicas[index])
-        assert isinstance(role, ModelReplica)
+        assert isinstance(role, Replica)
         return role
 
     def status(self, name: str) -> dict[str, float]:
@@ -171,12 +171,12 @@ class Cluster:
         tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
         for k, name in enumerate(self.shards):
             shard = self.simulation.role(name)
-            assert isinstance(shard, ParameterServerShard)
+            assert isinstance(shard, Shard)
             self.layout.scatter(k, shard._values.vector, tensors)
         names = [spec.name for spec in self.layout.tensors]
         return dict(zip(names, tensors, strict=True))
 
-    def tell(self, name: str, message: Begin | Stop | Evaluate) -> None:
+    def tell(self, name: str, message: StartTraining | Stop | Evaluate) -> None:
         event = Received(sender=SUPERVISOR, incarnation=1, message=message)
         self.simulation.post(Address(name), event)
 
@@ -264,7 +264,7 @@ def _batches(settings: DownpourSettings, *, n_samples: int) -> Iterator[list[int
 
 
 def _drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
-    model = LocalModel(build_model(task.model))
+    model = FlatModel(build_model(task.model))
     layout = Layout.of(model.specs(), n_shards=1)
     vector = shard_values(layout, 0, model.initials(), seed=task.model.seed)
     tensors = [torch.zeros(spec.n_elements) for spec in layout.tensors]
@@ -552,10 +552,10 @@ def test_replicas_wait_for_begin_one_by_one() -> None:
     cluster = Cluster(LEARNING, downpour(), n_replicas=2, await_begin=True)
     cluster.simulation.run(until=1.0)
     assert cluster.replica(0).status()[0] == "waiting for begin"
-    cluster.tell("replica-0", Begin())
+    cluster.tell("replica-0", StartTraining())
     cluster.run(but=["replica-1"])
     assert cluster.replica(1).counters.steps == 0
-    cluster.tell("replica-1", Begin())
+    cluster.tell("replica-1", StartTraining())
     cluster.run()
 
 
@@ -602,11 +602,11 @@ def test_the_evaluator_measures_what_lies_on_the_shards(host: str) -> None:
     cluster.tell("evaluator", Evaluate(request=1, whole=True))
     cluster.tell("evaluator", Evaluate(request=2, whole=False))
 
-    def measured() -> list[Measured]:
+    def measured() -> list[EvaluationDone]:
         return [
             event.message
             for event in cluster.simulation.sent_to(SUPERVISOR)
-            if isinstance(event.message, Measured)
+            if isinstance(event.message, EvaluationDone)
         ]
 
     cluster.simulation.run_until(lambda: len(measured()) == 2)

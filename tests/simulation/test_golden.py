@@ -27,15 +27,15 @@ from torch.nn import functional
 from distbelief.config.job import StopTable
 from distbelief.core.vectors import Vector
 from distbelief.graph.capture import InputSpec
-from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Address, Computed, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Kill, Pause, random_faults
 from distbelief.simulation.network import Encoded
-from distbelief.simulation.world import Happening
-from distbelief.worker.group import machine_name
+from distbelief.simulation.world import HandledEvent
+from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
 from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scenes
 from tests.simulation.groups import Group
@@ -75,11 +75,11 @@ class Watch:
         self._seconds = 0.0
         cluster.observe(self._see)
 
-    def _see(self, happening: Happening) -> None:
+    def _see(self, happening: HandledEvent) -> None:
         self._lives[happening.name, happening.incarnation] = happening.role
         self._seconds = self._cluster.now
         event = happening.event
-        if isinstance(event, Computed) and isinstance(event.result, Installed):
+        if isinstance(event, Computed) and isinstance(event.result, FetchResult):
             self._n_fetches += 1
 
     def figures(self, values: bytes) -> Figures:
@@ -195,7 +195,7 @@ def job_two_copies(seed: int) -> Figures:
 def split(seed: int) -> Figures:
     """A Downpour replica of two to four machines, of which one at least dies."""
     n_machines = 2 + seed % 3
-    names = [machine_name(0, m) for m in range(n_machines)]
+    names = [rank_name(0, m) for m in range(n_machines)]
     victim = names[seed % n_machines]
     kill = Kill(at=0.002 + 0.001 * seed, role=victim, restart_after=0.05)
     run = Group(

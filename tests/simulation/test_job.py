@@ -8,11 +8,11 @@ import pytest
 
 from distbelief.config.job import StopTable
 from distbelief.parameter_server.replication import shard_of
-from distbelief.protocol import Acknowledge
+from distbelief.protocol import PushApplied
 from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address, Send
 from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause, random_faults
 from distbelief.simulation.storage import Disk
-from distbelief.simulation.world import Happening
+from distbelief.simulation.world import HandledEvent
 from tests.simulation.jobs import EXAMPLES, STEP_SECONDS, TASK, JobCluster, seeds
 
 
@@ -338,9 +338,9 @@ class Acknowledged:
 
     newest: dict[tuple[Address, Address], int] = field(default_factory=dict)
 
-    def __call__(self, happening: Happening) -> None:
+    def __call__(self, happening: HandledEvent) -> None:
         for action in happening.actions:
-            if isinstance(action, Send) and isinstance(action.message, Acknowledge):
+            if isinstance(action, Send) and isinstance(action.message, PushApplied):
                 key = shard_of(happening.name), action.receiver
                 if action.receiver.startswith("replica"):
                     sequence = max(action.message.sequence, self.newest.get(key, 0))

@@ -16,8 +16,8 @@ from distbelief.protocol import Finished, Stop
 from distbelief.roles.role import Address, PeerLost
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset
-from distbelief.worker.batches import TrainingCourse
-from distbelief.worker.group import machine_name
+from distbelief.worker.batches import TrainingPlan
+from distbelief.worker.group import rank_name
 from tests.simulation.groups import Group
 from tests.simulation.test_downpour import downpour
 
@@ -50,7 +50,7 @@ COUNTING = TaskSpec(
 def counted(position: int) -> torch.Tensor:
     """Return the sum of the gradients of all samples up to this one, exactly."""
     dataset = build_dataset(COUNTING.train)
-    course = TrainingCourse(
+    course = TrainingPlan(
         DataShard(len(dataset), replica_index=0, n_replicas=1, seed=0), batch_size=4
     )
     course.start(0)
@@ -90,7 +90,7 @@ def faults_of(seed: int, roles: Sequence[Address]) -> tuple[Fault, ...]:
 @pytest.mark.parametrize("seed", range(N_SEEDS))
 def test_every_sample_counts_once_whatever_dies_or_is_late(seed: int) -> None:
     n_machines = 2 + seed % 3
-    names = [machine_name(0, m) for m in range(n_machines)]
+    names = [rank_name(0, m) for m in range(n_machines)]
     n_push = 1 + seed // 3 % 2
     settings = downpour(
         max_steps=30, loss=COUNTING.loss, rule=SGD(learning_rate=1.0), n_push=n_push
@@ -133,7 +133,7 @@ def lost(name: str) -> PeerLost:
 def test_the_others_end_as_soon_as_a_silent_one_is_gone_for_good(silent: int, at: float) -> None:
     """They waited for a machine that stood still 40 s more, and for a leader without a
     bound of their own."""
-    names = [machine_name(0, m) for m in range(3)]
+    names = [rank_name(0, m) for m in range(3)]
     settings = downpour(max_steps=None, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
     group = Group(
         COUNTING,

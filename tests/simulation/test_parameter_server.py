@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from distbelief.core.memory import Memory
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.protocol import Save
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import SaveCheckpoint
 from distbelief.roles.role import Address, PeerLost, Received
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import (
@@ -53,7 +53,7 @@ class Run:
         def build_worker(memory: Memory) -> Worker:
             return Worker(SHARDS, layout, memory, ledger=self.ledger, n_wanted=n_wanted)
 
-        def build_shard(index: int, memory: Memory) -> ParameterServerShard:
+        def build_shard(index: int, memory: Memory) -> Shard:
             config = config_of(index, layout, absence_seconds_max=absence_seconds_max)
             return shard_of(index, layout, memory, config)
 
@@ -232,4 +232,6 @@ def lost(worker: Address) -> PeerLost:
 
 
 def save(label: str) -> Received:
-    return Received(sender=Address("supervisor"), incarnation=1, message=Save(label=label))
+    return Received(
+        sender=Address("supervisor"), incarnation=1, message=SaveCheckpoint(label=label)
+    )

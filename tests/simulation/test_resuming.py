@@ -8,10 +8,10 @@ from torch import nn
 
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, Momentum, UpdateRule
-from distbelief.protocol import Save
+from distbelief.protocol import SaveCheckpoint
 from distbelief.roles.role import SUPERVISOR, Received
-from distbelief.run.checkpoints import SnapshotStore
-from distbelief.run.reshard import Recutting
+from distbelief.run.checkpoints import CheckpointStore
+from distbelief.run.reshard import Resharder
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.config import DownpourSettings
 from tests.simulation.test_downpour import Cluster, downpour, same
@@ -39,7 +39,7 @@ TASK = TaskSpec(
 
 
 def trained(
-    settings: DownpourSettings, n_shards: int, *, begin: SnapshotStore | None = None
+    settings: DownpourSettings, n_shards: int, *, begin: CheckpointStore | None = None
 ) -> Cluster:
     """Run one replica to its end, from these snapshots if there are any."""
     cluster = Cluster(TASK, settings, n_shards=n_shards)
@@ -54,9 +54,9 @@ def trained(
     return cluster
 
 
-def saved(cluster: Cluster, store: SnapshotStore) -> SnapshotStore:
+def saved(cluster: Cluster, store: CheckpointStore) -> CheckpointStore:
     """Have every shard save itself; keep that in `store`."""
-    save = Received(sender=SUPERVISOR, incarnation=1, message=Save(label="00007"))
+    save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00007"))
     for name in cluster.shards:
         cluster.simulation.post(name, save)
     cluster.simulation.run(until=cluster.simulation.now + 1.0)
@@ -78,10 +78,10 @@ def test_one_blocking_replica_on_other_shards_goes_on_to_the_bit(
 ) -> None:
     first, rest, whole = (downpour(rule=rule, blocking=True, max_steps=n) for n in (22, 23, 45))
     before = trained(first, 2)
-    source = saved(before, SnapshotStore(tmp_path / "old", report=fail))
-    target = SnapshotStore(tmp_path / "new", report=fail)
+    source = saved(before, CheckpointStore(tmp_path / "old", report=fail))
+    target = CheckpointStore(tmp_path / "new", report=fail)
     new = Layout.of(before.layout.tensors, n_shards=n_new)
-    recutting = Recutting(source=source, old=before.layout, new=new, rule=rule, incarnation=2)
+    recutting = Resharder(source=source, old=before.layout, new=new, rule=rule, incarnation=2)
     recutting.write(target, label="00008", samples={"replica-0": 22 * 4})
     after = trained(rest, n_new, begin=target)
     assert after.status("replica-0")["samples"] == 45 * 4

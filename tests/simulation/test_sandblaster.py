@@ -13,13 +13,20 @@ from itertools import chain, pairwise
 
 import pytest
 
-from distbelief.protocol import Account, Assignment, Open, Order, Performed, Seal
-from distbelief.protocol.codec import Wire
+from distbelief.protocol import (
+    Assignment,
+    BeginEvaluation,
+    CommandDone,
+    FinishEvaluation,
+    ShardCommand,
+    WorkReport,
+)
+from distbelief.protocol.codec import Codec
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.simulation.faults import Kill, Pause, Slow
 from distbelief.simulation.trace import SimulationFailed
-from distbelief.simulation.world import Happening
-from sandblaster.chunks import COORDINATOR, Cutting
+from distbelief.simulation.world import HandledEvent
+from sandblaster.chunks import COORDINATOR, ChunkSizes
 from tests.simulation.sandblast_variants import VARIANTS
 from tests.simulation.sandblasts import (
     DIRECTED,
@@ -142,28 +149,28 @@ def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
 # --------------------------------------------------------------------- who does what
 
 
-def orders_to(shard: Address, happening: Happening) -> list[Order]:
+def orders_to(shard: Address, happening: HandledEvent) -> list[ShardCommand]:
     """Return the orders that were just given to this shard."""
     return [
         action.message
         for action in happening.actions
         if isinstance(action, Send)
         and action.receiver == shard
-        and isinstance(action.message, Order)
+        and isinstance(action.message, ShardCommand)
     ]
 
 
 def seconds_of_evaluations(scene: Sandblast) -> tuple[Run, list[Seconds]]:
-    """Return how long each evaluation took, from `Open` to `Seal`."""
+    """Return how long each evaluation took, from `BeginEvaluation` to `FinishEvaluation`."""
     run = Run(scene)
     times: list[Seconds] = []
 
     known: set[tuple[int, int]] = set()
 
-    def see(happening: Happening) -> None:
+    def see(happening: HandledEvent) -> None:
         for order in orders_to(Address("shard-0"), happening):
             key = order.epoch, order.number
-            if isinstance(order.task, Open | Seal) and key not in known:
+            if isinstance(order.task, BeginEvaluation | FinishEvaluation) and key not in known:
                 known.add(key)
                 times.append(run.cluster.now)
 
@@ -183,7 +190,7 @@ STRAGGLER = Sandblast(
     n_replicas=4,
     speeds=(1.0, 1.0, 1.0, 0.2),
     n_samples=344,
-    cutting=Cutting(portion_size=2, portions_per_set=4),
+    cutting=ChunkSizes(portion_size=2, portions_per_set=4),
 )
 
 
@@ -194,7 +201,9 @@ def examples_computed(run: Run) -> list[float]:
 def test_a_replica_twice_as_fast_computes_twice_as_much() -> None:
     """DB-14."""
     scene = replace(
-        STRAGGLER, speeds=(2.0, 1.0, 1.0, 1.0), cutting=Cutting(portion_size=2, portions_per_set=2)
+        STRAGGLER,
+        speeds=(2.0, 1.0, 1.0, 1.0),
+        cutting=ChunkSizes(portion_size=2, portions_per_set=2),
     )
     run, times = seconds_of_evaluations(scene)
     fast, *others = examples_computed(run)
@@ -261,7 +270,7 @@ def test_the_coordinator_speaks_twice_per_iteration_and_twice_per_evaluation() -
     run = Run(Sandblast(method=METHOD))
     given: dict[int, str] = {}
 
-    def see(happening: Happening) -> None:
+    def see(happening: HandledEvent) -> None:
         for order in orders_to(Address("shard-0"), happening):
             given[order.number] = type(order.task).__name__
 
@@ -270,26 +279,26 @@ def test_the_coordinator_speaks_twice_per_iteration_and_twice_per_evaluation() -
     tasks = list(given.values())
     count, result = Counter(tasks), run.coordinator.result
     assert result is not None
-    assert count["Attach"] == count["Recall"] == count["Publish"] == 1
-    assert count["Open"] == count["Seal"] == result.n_evaluations
-    assert count["Perform"] <= 2 * (result.iteration + 1)
-    assert all(pair != ("Perform", "Perform") for pair in pairwise(tasks)), (
+    assert count["BeginEpoch"] == count["Restore"] == count["Publish"] == 1
+    assert count["BeginEvaluation"] == count["FinishEvaluation"] == result.n_evaluations
+    assert count["Execute"] <= 2 * (result.iteration + 1)
+    assert all(pair != ("Execute", "Execute") for pair in pairwise(tasks)), (
         "two trips where one would do"
     )
 
 
 def frames_of_coordinator(scene: Sandblast) -> tuple[Run, list[int]]:
     """Return the bytes of each message that it sends or receives."""
-    run, wire, sizes = Run(scene), Wire(run="t"), list[int]()
+    run, wire, sizes = Run(scene), Codec(run="t"), list[int]()
 
-    def see(happening: Happening) -> None:
+    def see(happening: HandledEvent) -> None:
         for action in happening.actions:
             if isinstance(action, Send) and COORDINATOR in {happening.name, action.receiver}:
                 frames = wire.encode(action.message, sender="s", incarnation=1)
                 sizes.append(sum(len(frame) for frame in frames))
                 assert len(frames) == 1, "an array"
                 assert (
-                    isinstance(action.message, Order | Performed | Assignment | Account)
+                    isinstance(action.message, ShardCommand | CommandDone | Assignment | WorkReport)
                     or action.receiver == "supervisor"
                 )
 

@@ -11,11 +11,11 @@ from functools import partial
 import pytest
 import torch
 
-from distbelief.protocol import Assignment, PartStaged, PushPart
+from distbelief.protocol import Assignment, ChunkStaged, PushChunk
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
 from distbelief.simulation.trace import SimulationFailed
-from distbelief.simulation.world import Happening
+from distbelief.simulation.world import HandledEvent
 from tests.simulation.split_sandblasts import Run, Scene, undisturbed
 from tests.simulation.split_scenes import (
     LEADER,
@@ -81,7 +81,7 @@ def tell(run: Run, kind: type) -> list[Address]:
     """Return, once it is played, who was told a word of this kind."""
     told: list[Address] = []
 
-    def see(happening: Happening) -> None:
+    def see(happening: HandledEvent) -> None:
         told.extend(
             action.receiver
             for action in happening.actions
@@ -98,7 +98,7 @@ def test_a_machine_that_dies_as_it_pushes_its_part_costs_its_replica_one_life(
     after: Seconds,
 ) -> None:
     scene = Scene(n_machines=2, hosts="own")
-    at = moment(scene, WORKER, PushPart) + after
+    at = moment(scene, WORKER, PushChunk) + after
     run = play(
         Scene(n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
     )
@@ -108,7 +108,7 @@ def test_a_machine_that_dies_as_it_pushes_its_part_costs_its_replica_one_life(
 
 
 def test_a_leader_that_dies_is_replaced_by_its_next_life() -> None:
-    at = moment(Scene(), LEADER, PartStaged) + 1e-6
+    at = moment(Scene(), LEADER, ChunkStaged) + 1e-6
     run = play(Scene(faults=(Kill(at=at, role=LEADER, restart_after=0.01),)))
     assert run.sights["machines restarted"] == 1
 
@@ -130,7 +130,7 @@ def test_words_that_are_lost_or_come_twice_change_nothing() -> None:
         Duplicate(probability=0.3, seconds_max=0.01, seconds=1.0),
     )
     run = Run(Scene(faults=faults))
-    told = tell(run, PushPart)
+    told = tell(run, PushChunk)
     run.play()
     plain = undisturbed(0, 2, 2, 1)
     assert run.bits_of(buffers=True) == plain.bits_of(buffers=True)

@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.protocol import Order, Push, Save
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import Push, SaveCheckpoint, ShardCommand
 from distbelief.roles.role import SUPERVISOR, Address, Received, Send
 from distbelief.simulation.faults import Kill, Slow
-from distbelief.simulation.world import Happening
+from distbelief.simulation.world import HandledEvent
 from sandblaster.chunks import COORDINATOR
 from sandblaster.optimizers.lbfgs import LBFGS
 from tests.simulation.sandblasts import Run, Sandblast, drawn
@@ -36,9 +36,9 @@ class Watch:
         self._driven = False
         run.cluster.observe(self._see)
 
-    def _see(self, happening: Happening) -> None:
+    def _see(self, happening: HandledEvent) -> None:
         event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, Order):
+        if isinstance(event, Received) and isinstance(event.message, ShardCommand):
             self._driven = True
         for action in happening.actions:
             if not isinstance(action, Send):
@@ -95,7 +95,7 @@ def test_a_shard_that_dies_in_the_warm_start_goes_on_from_its_snapshot() -> None
     run = Run(replace(WARM, warm_steps=60, faults=(kill,)))
     run.cluster.run(until=0.05)
     assert not run.ledger.points  # it is not over
-    save = Received(sender=SUPERVISOR, incarnation=1, message=Save(label="00001"))
+    save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00001"))
     run.cluster.post(COORDINATOR, save)
     run.cluster.run(until=0.0599)
     assert [saved.label for saved in run.ledger.saved] == ["00001"]
@@ -104,7 +104,7 @@ def test_a_shard_that_dies_in_the_warm_start_goes_on_from_its_snapshot() -> None
     assert int(newest.facts["clock"]) > 0
     run.cluster.run(until=0.08)
     restarted = run.cluster.role(shard)
-    assert isinstance(restarted, ParameterServerShard)
+    assert isinstance(restarted, Shard)
     assert restarted.status()[1]["clock"] >= int(newest.facts["clock"])
     run.play()
     assert run.ledger.losses[-1] == pytest.approx(optimum(), abs=1e-9)

@@ -21,15 +21,15 @@ import torch
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slices import Holding, Selection
-from distbelief.parameter_server.store import ShardValues
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import PartialView, ShardSlice
+from distbelief.parameter_server.store import ShardStore
 from distbelief.roles.role import (
     Action,
     Address,
@@ -69,8 +69,8 @@ def config_of(
 
 def shard_of(
     index: int, layout: Layout, memory: Memory, config: ShardConfig | None = None
-) -> ParameterServerShard:
-    shard = ParameterServerShard(
+) -> Shard:
+    shard = Shard(
         config or config_of(index, layout),
         memory=memory,
         initialise=lambda: np.zeros(layout.shard_size(index)),
@@ -86,15 +86,15 @@ class Unreadable:
     see a push that is half applied.
     """
 
-    _all: ClassVar["WeakKeyDictionary[ShardValues, Unreadable]"] = WeakKeyDictionary()
+    _all: ClassVar["WeakKeyDictionary[ShardStore, Unreadable]"] = WeakKeyDictionary()
 
-    def __init__(self, values: ShardValues) -> None:
+    def __init__(self, values: ShardStore) -> None:
         # Values and state, while they are being written.
         self.saved: tuple[Vector, ...] | None = None
         self._begin_push = values.begin_push
 
     @classmethod
-    def make(cls, values: ShardValues) -> None:
+    def make(cls, values: ShardStore) -> None:
         """Let these values be so."""
         harsh = cls._all[values] = cls(values)
 
@@ -102,8 +102,8 @@ class Unreadable:
             pushed: Vector,
             *,
             n_clients: int,
-            holding: Holding | None = None,
-            touched: Holding | None = None,
+            holding: ShardSlice | None = None,
+            touched: ShardSlice | None = None,
         ) -> tuple[Callable[[], None], Cost]:
             work, cost = harsh._begin_push(
                 pushed, n_clients=n_clients, holding=holding, touched=touched
@@ -124,24 +124,24 @@ class Unreadable:
         values.begin_push = begin_push  # type: ignore[method-assign]
 
     @classmethod
-    def read_all(cls, values: ShardValues) -> tuple[Vector, ...]:
+    def read_all(cls, values: ShardStore) -> tuple[Vector, ...]:
         """Return values and state as they are, or were before they are written."""
         harsh = cls._all.get(values)
         saved = None if harsh is None else harsh.saved
         return arrays_of(values) if saved is None else saved
 
     @classmethod
-    def read(cls, values: ShardValues) -> Vector:
+    def read(cls, values: ShardStore) -> Vector:
         """Return the values alone."""
         return cls.read_all(values)[0]
 
 
-def arrays_of(values: ShardValues) -> tuple[Vector, ...]:
+def arrays_of(values: ShardStore) -> tuple[Vector, ...]:
     """Return the values, and each vector of the rule's state."""
     return values.vector, *(values.state[name] for name in sorted(values.state))
 
 
-def marks_of(shard: ParameterServerShard) -> Vector:
+def marks_of(shard: Shard) -> Vector:
     """Return how often a shard has applied each push, by mark."""
     return -Unreadable.read(shard._values)[PLACES]
 
@@ -194,7 +194,7 @@ class Worker:
             shards=shards,
             memory=memory,
             second_copies=second_copies,
-            selection=Selection.of(layout, [("marks", region)]) if partial else None,
+            selection=PartialView.of(layout, [("marks", region)]) if partial else None,
         )
         self.state = "greeting"
         self.samples = 0
@@ -262,14 +262,14 @@ class Worker:
         assert event.error is None, event.error
         self._waits = False
         match event.result:
-            case Installed() as outcome:
+            case FetchResult() as outcome:
                 actions = self.client.installed(outcome, now)
                 if outcome.torn:
                     self._waits = True
                     return [*actions, SetTimer(name="torn", at=now + 2e-3)]
                 self.state = "computing"
                 return [*actions, *self._work("step", self._check, STEP)]
-            case Staged() as outcome:
+            case PushResult() as outcome:
                 assert outcome.finite, outcome
                 self.samples += 1
                 self.state = "beginning"

@@ -1,14 +1,14 @@
 """The kinds of layers that can be split; importing this registers them all."""
 
-from distbelief.graph.operator import LayerKind, register
+from distbelief.graph.operator import Operator, register
 from distbelief.graph.ops.attention import Attention
 from distbelief.graph.ops.dropout import Dropout
 from distbelief.graph.ops.linear import Embedding, Linear, Product
 from distbelief.graph.ops.local_norms import LocalContrast, LocalResponse
 from distbelief.graph.ops.locally_connected import LocallyConnected
-from distbelief.graph.ops.losses import ClassSums, CrossEntropy, PlaceLoss
-from distbelief.graph.ops.norms import Normalise, RunningAverage
-from distbelief.graph.ops.opaque import Whole
+from distbelief.graph.ops.losses import ClassSums, CrossEntropy, ElementwiseLoss
+from distbelief.graph.ops.norms import Normalize, RunningAverage
+from distbelief.graph.ops.opaque import Opaque
 from distbelief.graph.ops.pointwise import Compare, Pointwise, Where
 from distbelief.graph.ops.reductions import Maximum, Reduction, Softmax
 from distbelief.graph.ops.views import Cat, Expand, Pad, Parameter, Permute, Reshape, Slice
@@ -22,7 +22,7 @@ from distbelief.graph.ops.windows import (
 )
 
 
-KINDS: tuple[LayerKind, ...] = (
+KINDS: tuple[Operator, ...] = (
     # What has weights.
     Linear(),
     Convolution(),
@@ -40,7 +40,7 @@ KINDS: tuple[LayerKind, ...] = (
     # Statistics and their use.
     Reduction(),
     Maximum(),
-    Normalise(),
+    Normalize(),
     RunningAverage(),
     Softmax(),
     Attention(),
@@ -57,10 +57,10 @@ KINDS: tuple[LayerKind, ...] = (
     Expand(),
     Pad(),
     # Losses, and what nobody splits.
-    PlaceLoss(),
+    ElementwiseLoss(),
     ClassSums(),
     CrossEntropy(),
-    Whole(),
+    Opaque(),
 )
 
 for _kind in KINDS:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
-from distbelief.graph.operator import Cut, LayerKind, Step, Work
+from distbelief.graph.operator import Cut, Operator, Step, Work
 from distbelief.graph.ops.dropout import mask as dropout_mask
 from distbelief.graph.ops.pointwise import broadcast, lined_up
 from distbelief.graph.ops.views import reshape_layer
@@ -38,7 +38,7 @@ from distbelief.graph.region import Region, Shape
 
 
 @final
-class Attention(LayerKind):
+class Attention(Operator):
     """softmax(query key^T * scale + mask) value."""
 
     name: ClassVar[str] = "attention"

@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.operator import Operator, Step, Work
 from distbelief.graph.region import Region, Shape
 
 
@@ -37,7 +37,7 @@ _SPLITMIX: Final = (
 
 
 @final
-class Dropout(LayerKind):
+class Dropout(Operator):
     """x / (1 - probability) where the hash of the place says so; 0 elsewhere."""
 
     name: ClassVar[str] = "dropout"

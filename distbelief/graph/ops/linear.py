@@ -16,7 +16,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.operator import Cut, Operator, PartialSums, Step, Work
 from distbelief.graph.region import Interval, Region
 
 
@@ -31,7 +31,7 @@ from distbelief.graph.region import Interval, Region
 
 
 @final
-class Embedding(LayerKind):
+class Embedding(Operator):
     """output[p] = weight[words[p]]."""
 
     name: ClassVar[str] = "embedding"
@@ -108,7 +108,7 @@ class LinearSums(PartialSums):
 
 
 @final
-class Linear(LayerKind):
+class Linear(Operator):
     """y = x W^T + b."""
 
     name: ClassVar[str] = "linear"
@@ -171,7 +171,7 @@ def _uses(layer: Layer, units: Interval) -> dict[str, Region]:
 
 
 @final
-class Product(LayerKind):
+class Product(Operator):
     """output = one @ other, over the last two dimensions."""
 
     name: ClassVar[str] = "product"

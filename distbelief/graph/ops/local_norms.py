@@ -20,7 +20,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.operator import Operator, Step, Work
 from distbelief.graph.ops.windows import Weights, gaussian, safe_sqrt, window_sums
 from distbelief.graph.region import Interval, Region
 
@@ -83,7 +83,7 @@ class LocalContrastNorm2d(nn.Module):
 
 
 @final
-class LocalContrast(LayerKind):
+class LocalContrast(Operator):
     """What `LocalContrastNorm2d` computes."""
 
     name: ClassVar[str] = "local_contrast"
@@ -197,7 +197,7 @@ def _grown(interval: Interval, radius: int, extent: int) -> Interval:
 
 
 @final
-class LocalResponse(LayerKind):
+class LocalResponse(Operator):
     """What `torch.nn.LocalResponseNorm` computes."""
 
     name: ClassVar[str] = "local_response"

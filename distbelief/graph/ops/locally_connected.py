@@ -25,7 +25,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.operator import Operator, Step, Work
 from distbelief.graph.ops.windows import Window, padded, pair
 from distbelief.graph.region import Region
 
@@ -368,7 +368,7 @@ class LocallyConnected2d(nn.Module):
 
 
 @final
-class LocallyConnected(LayerKind):
+class LocallyConnected(Operator):
     """What `LocallyConnected2d` computes."""
 
     name: ClassVar[str] = "locally_connected"

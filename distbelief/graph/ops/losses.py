@@ -69,7 +69,7 @@ FUNCTIONS: Final[Mapping[str, Loss]] = {
 
 
 @final
-class PlaceLossParts(PartialSums):
+class ElementwiseLossParts(PartialSums):
     """Any box of x gives a summand."""
 
     @override
@@ -102,11 +102,11 @@ class PlaceLossParts(PartialSums):
 
 
 @final
-class PlaceLoss(SumOfParts):
+class ElementwiseLoss(SumOfParts):
     """The sum or mean of f(x, target) over all places of a sample."""
 
     name: ClassVar[str] = "place_loss"
-    partial: ClassVar[PartialSums | None] = PlaceLossParts()
+    partial: ClassVar[PartialSums | None] = ElementwiseLossParts()
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -114,7 +114,7 @@ class PlaceLoss(SumOfParts):
         return Work(forward=4 * n, backward=4 * n, n_elements=2 * n)
 
 
-def place_loss_layer(
+def elementwise_loss_layer(
     name: str,
     sources: tuple[Layer, Layer],
     *,
@@ -138,7 +138,7 @@ def place_loss_layer(
     labels = target.is_integer and len(target.shape) < len(x.shape)
     return Layer(
         name=name,
-        kind=PlaceLoss.name,
+        kind=ElementwiseLoss.name,
         inputs=(x.name, target.name),
         input_shapes=(x.shape, target.shape),
         shape=(),

@@ -20,7 +20,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer, LayerGraph, TensorUse
-from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.operator import Operator, Step, Work
 from distbelief.graph.ops.pointwise import broadcast
 from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.ops.views import reshape_layer
@@ -51,7 +51,7 @@ from distbelief.graph.region import Region
 
 
 @final
-class Normalise(LayerKind):
+class Normalize(Operator):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
 
     name: ClassVar[str] = "normalise"
@@ -98,7 +98,7 @@ class Normalise(LayerKind):
 
 
 @final
-class RunningAverage(LayerKind):
+class RunningAverage(Operator):
     """The running statistic after this step: unchanged unless it is for training."""
 
     name: ClassVar[str] = "running_average"
@@ -297,7 +297,7 @@ def _normalise(
 ) -> Layer:
     return Layer(
         name=name,
-        kind=Normalise.name,
+        kind=Normalize.name,
         inputs=tuple(source.name for source in sources),
         input_shapes=tuple(source.shape for source in sources),
         shape=sources[0].shape,

@@ -3,7 +3,7 @@
     kind      "whole"
     inputs    what its forward takes, in order, each with the batch first
     tensors   its parameters and buffers, by their names in the module
-    options   module: its path in the model; key of `Step.modules`
+    options   module: its path in the model; key of `StepTime.modules`
               output: which of several outputs; absent or () if it returns one tensor;
               (1, 0) is the first of the second
               operations: floating point operations of its forward pass for a sample;
@@ -23,12 +23,12 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import Cut, LayerKind, Step, Work
+from distbelief.graph.operator import Cut, Operator, Step, Work
 from distbelief.graph.region import Region
 
 
 @final
-class Whole(LayerKind):
+class Opaque(Operator):
     """What the forward of a module returns."""
 
     name: ClassVar[str] = "whole"

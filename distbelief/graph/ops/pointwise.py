@@ -23,7 +23,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.operator import Operator, Step, Work
 from distbelief.graph.region import Region, Shape
 
 
@@ -99,7 +99,7 @@ SEVERAL: Final[Mapping[str, Binary]] = {
 
 
 @final
-class Pointwise(LayerKind):
+class Pointwise(Operator):
     """output = function(inputs), place by place."""
 
     name: ClassVar[str] = "pointwise"
@@ -170,7 +170,7 @@ COMPARISONS: Final[Mapping[str, Comparison]] = {
 
 
 @final
-class Compare(LayerKind):
+class Compare(Operator):
     """output = function(inputs), 1 or 0, place by place."""
 
     name: ClassVar[str] = "comparison"
@@ -202,7 +202,7 @@ class Compare(LayerKind):
 
 
 @final
-class Where(LayerKind):
+class Where(Operator):
     """output = one of two, as a mask says, place by place."""
 
     name: ClassVar[str] = "where"

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.operator import Combine, Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.operator import Combine, Cut, Operator, PartialSums, Step, Work
 from distbelief.graph.ops.pointwise import broadcast
 from distbelief.graph.region import Region, Shape
 
@@ -27,7 +27,7 @@ from distbelief.graph.region import Region, Shape
 # the first input a region of the output is taken over, and what it costs.
 
 
-class SumOfParts(LayerKind, ABC):
+class SumOfParts(Operator, ABC):
     """A kind that computes an output as its `partial` does the largest part."""
 
     def taken_over(self, layer: Layer, output: Region) -> Region:
@@ -287,7 +287,7 @@ def _work(layer: Layer, output: Region) -> Work:
 
 
 @final
-class Softmax(LayerKind):
+class Softmax(Operator):
     """exp(x - maximum) / sum of the same, or its logarithm."""
 
     name: ClassVar[str] = "softmax"

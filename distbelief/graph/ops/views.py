@@ -18,7 +18,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import Cut, LayerKind, Step, Work
+from distbelief.graph.operator import Cut, Operator, Step, Work
 from distbelief.graph.ops.pointwise import broadcast
 from distbelief.graph.region import Interval, Region, Shape
 
@@ -40,7 +40,7 @@ from distbelief.graph.region import Interval, Region, Shape
 
 
 @final
-class Permute(LayerKind):
+class Permute(Operator):
     """Dimensions in another order."""
 
     name: ClassVar[str] = "permute"
@@ -67,7 +67,7 @@ class Permute(LayerKind):
 
 
 @final
-class Slice(LayerKind):
+class Slice(Operator):
     """Every step-th element from some start."""
 
     name: ClassVar[str] = "slice"
@@ -100,7 +100,7 @@ class Slice(LayerKind):
 
 
 @final
-class Expand(LayerKind):
+class Expand(Operator):
     """One element in many places."""
 
     name: ClassVar[str] = "expand"
@@ -126,7 +126,7 @@ class Expand(LayerKind):
 
 
 @final
-class Pad(LayerKind):
+class Pad(Operator):
     """The input with a number around it."""
 
     name: ClassVar[str] = "pad"
@@ -178,7 +178,7 @@ class Pad(LayerKind):
 
 
 @final
-class Parameter(LayerKind):
+class Parameter(Operator):
     """output = the tensor."""
 
     name: ClassVar[str] = "parameter"
@@ -245,7 +245,7 @@ class Block(NamedTuple):
 
 
 @final
-class Reshape(LayerKind):
+class Reshape(Operator):
     """The same elements in row-major order."""
 
     name: ClassVar[str] = "reshape"
@@ -376,7 +376,7 @@ def _needed(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> t
 
 
 @final
-class Cat(LayerKind):
+class Cat(Operator):
     """One input after the other."""
 
     name: ClassVar[str] = "cat"

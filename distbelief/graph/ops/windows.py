@@ -29,7 +29,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.operator import Cut, LayerKind, Step, Work
+from distbelief.graph.operator import Cut, Operator, Step, Work
 from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.region import Interval, Region, Shape
 
@@ -45,7 +45,7 @@ from distbelief.graph.region import Interval, Region, Shape
 # of these two kinds.
 
 
-class _AdaptivePool(LayerKind, ABC):
+class _AdaptivePool(Operator, ABC):
     maximum: ClassVar[bool]
 
     @override
@@ -355,7 +355,7 @@ _FUNCTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 
 
 @final
-class Convolution(LayerKind):
+class Convolution(Operator):
     """What `torch.nn.Conv1d`, `Conv2d` and `Conv3d` compute, with zero padding."""
 
     name: ClassVar[str] = "convolution"
@@ -483,7 +483,7 @@ _MAXIMA: Final = (functional.max_pool1d, functional.max_pool2d, functional.max_p
 _AVERAGES: Final = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 
 
-class Pooling(LayerKind, ABC):
+class Pooling(Operator, ABC):
     """A kind that looks at every place of every window."""
 
     @override

@@ -27,7 +27,7 @@ _ITEMSIZE_MIN: Final = 4  # bytes of an element whose sums are taken as they are
 
 @final
 @dataclass(frozen=True, slots=True)
-class Installed:
+class FetchResult:
     """What an install did.
 
     Attributes:
@@ -42,7 +42,7 @@ class Installed:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Staged:
+class PushResult:
     """What a stage did.
 
     Attributes:
@@ -60,7 +60,7 @@ def installing(
     *,
     missing: Sequence[int],
     known: Mapping[int, int],
-) -> Callable[[], Installed]:
+) -> Callable[[], FetchResult]:
     """Return the work that copies shards' values into `tensors`.
 
     Args:
@@ -70,7 +70,7 @@ def installing(
         known: Per shard index, the clock of what was copied before; -1 for the others.
     """
 
-    def work() -> Installed:
+    def work() -> FetchResult:
         clocks = dict(known)
         torn = list(missing)
         for index, reader in readers.items():
@@ -79,14 +79,14 @@ def installing(
                 torn.append(index)
             else:
                 clocks[index] = clock
-        return Installed(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
+        return FetchResult(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
 
     return work
 
 
 def staging(
     slots: Sequence[StagedSlot], tensors: Sequence[torch.Tensor | None], *, names: Sequence[str]
-) -> Callable[[], Staged]:
+) -> Callable[[], PushResult]:
     """Return the work that copies `tensors` into every shard's slot, and checks them.
 
     Args:
@@ -96,26 +96,26 @@ def staging(
         names: Of the tensors.
     """
 
-    def work() -> Staged:
+    def work() -> PushResult:
         total = 0.0
         for slot in slots:
             slot.exchange.gather(tensors)
             total += float(torch.from_numpy(slot.values).sum())
         if math.isfinite(total):
-            return Staged(finite=True)
+            return PushResult(finite=True)
         return _looked_at(tensors, names)
 
     return work
 
 
-def _looked_at(tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> Staged:
+def _looked_at(tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> PushResult:
     """Look at each element: the sum of finite numbers may overflow."""
     culprits = tuple(
         name
         for name, tensor in zip(names, tensors, strict=True)
         if tensor is not None and not bool(torch.isfinite(tensor).all())
     )
-    return Staged(finite=not culprits, culprits=culprits)
+    return PushResult(finite=not culprits, culprits=culprits)
 
 
 def _total(tensor: torch.Tensor) -> float:
@@ -126,7 +126,7 @@ def _total(tensor: torch.Tensor) -> float:
 
 
 @final
-class Draft:
+class PushDraft:
     """A push that is filled tensor by tensor; for one lane.
 
     Args:
@@ -163,7 +163,7 @@ class Draft:
             looked_at = _looked_at([tensor], [self._tensors[index].name])
             self._culprits += looked_at.culprits
 
-    def finish(self) -> Staged:
+    def finish(self) -> PushResult:
         """Fill the rest with zeros; return whether all that was put is finite.
 
         Raises:
@@ -180,4 +180,4 @@ class Draft:
         for slot in self._slots:
             slot.exchange.zero_padding()
         self._missing.clear()
-        return Staged(finite=not self._culprits, culprits=tuple(self._culprits))
+        return PushResult(finite=not self._culprits, culprits=tuple(self._culprits))

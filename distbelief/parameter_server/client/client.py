@@ -30,14 +30,20 @@ import torch
 
 from distbelief.core.memory import Memory
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import Draft, Installed, Staged, installing, staging
+from distbelief.parameter_server.client.buffers import (
+    FetchResult,
+    PushDraft,
+    PushResult,
+    installing,
+    staging,
+)
 from distbelief.parameter_server.client.fetch import ShardReader
-from distbelief.parameter_server.client.link import TIMER, ClientConfig, Link, ShardReply
+from distbelief.parameter_server.client.link import TIMER, ClientConfig, ShardLink, ShardReply
 from distbelief.parameter_server.client.push import StagedSlot
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.session_state import Staleness
-from distbelief.parameter_server.slices import Part, Selection
+from distbelief.parameter_server.slices import PartialView, SliceCopier
 from distbelief.roles.role import (
     Action,
     Address,
@@ -52,6 +58,9 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
+
+
+__all__ = ["ClientConfig", "FetchResult", "ParameterClient", "PushDraft", "PushResult"]
 
 
 # A client's fetches from all its shards: what is installed, and what was torn.
@@ -70,7 +79,7 @@ class ClientFetches:
         n_torn: Reads that were torn, each of one shard.
     """
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
+    def __init__(self, links: Mapping[int, ShardLink]) -> None:
         self._links = links
         self._installing: dict[int, ShardReader] | None = None
         self.n_torn = 0
@@ -104,7 +113,7 @@ class ClientFetches:
             actions += [*link.begin_fetch(now), *link.wait(now)]
         return actions
 
-    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Installed]:
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
         """Return the work that installs; see `ParameterClient.install`."""
         if self._installing is not None:
             raise LocalProtocolError("install while an install is under way")
@@ -128,7 +137,7 @@ class ClientFetches:
         n_readable = sum(reader.readable for reader in readers.values())
         return n_readable / max(len(self._links), 1)
 
-    def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
+    def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
         """Note what an install did; see `ParameterClient.installed`."""
         if self._installing is None:
             raise LocalProtocolError("installed without an install")
@@ -172,7 +181,7 @@ class ClientPushes:
     """
 
     def __init__(
-        self, links: Mapping[int, Link], *, tensors: Sequence[TensorSpec], allowed: bool
+        self, links: Mapping[int, ShardLink], *, tensors: Sequence[TensorSpec], allowed: bool
     ) -> None:
         self._links = links
         self._tensors = tensors
@@ -204,15 +213,15 @@ class ClientPushes:
 
     def stage(
         self, tensors: Sequence[torch.Tensor | None], clocks: Sequence[int], *, skip_missing: bool
-    ) -> Callable[[], Staged]:
+    ) -> Callable[[], PushResult]:
         """Return the work that fills every slot; see `ParameterClient.stage`."""
         names = [spec.name for spec in self._tensors]
         touched = tensors if skip_missing else None
         return staging(self._begin(clocks, touched=touched), tensors, names=names)
 
-    def draft(self, clocks: Sequence[int]) -> Draft:
+    def draft(self, clocks: Sequence[int]) -> PushDraft:
         """Return a push to be filled; see `ParameterClient.draft`."""
-        return Draft(self._begin(clocks), self._tensors)
+        return PushDraft(self._begin(clocks), self._tensors)
 
     def abandon(self) -> None:
         """Push nothing of what was staged, or drafted; no work touches it any more."""
@@ -221,7 +230,7 @@ class ClientPushes:
         self._staging = None
 
     def staged(
-        self, outcome: Staged, *, n_gradients: int, samples: int, grant: int, now: Seconds
+        self, outcome: PushResult, *, n_gradients: int, samples: int, grant: int, now: Seconds
     ) -> list[Action]:
         """Push what was staged, if it is finite; see `ParameterClient.staged`."""
         if self._staging is None:
@@ -253,8 +262,6 @@ class ClientPushes:
         return self._staging
 
 
-__all__ = ["ClientConfig", "Draft", "Installed", "ParameterClient", "Staged"]
-
 _LIFE_BITS = 32
 """Sequences and requests of incarnation i begin at i << 32, so that no late answer to
 a former life can be taken for one to this."""
@@ -272,7 +279,7 @@ class ParameterClient:
         shards: Sequence[Address],
         memory: Memory,
         second_copies: Sequence[Address] = (),
-        selection: Selection | None = None,
+        selection: PartialView | None = None,
     ) -> None:
         """Store; `start` acts.
 
@@ -298,12 +305,12 @@ class ParameterClient:
                 f"{layout.fingerprint}: select from the same"
             )
         self._tensors = layout.tensors if selection is None else selection.tensors
-        self._links: dict[int, Link] = {}  # by index of the shard, in that order
-        self._link_of: dict[Address, Link] = {}
+        self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
+        self._link_of: dict[Address, ShardLink] = {}
         for index in range(len(shards)) if selection is None else selection.shards:
             copies = (shards[index], *second_copies[index : index + 1])
-            part = Part.of(selection, layout, index)
-            link = Link(copies, index, config=config, part=part, memory=memory)
+            part = SliceCopier.of(selection, layout, index)
+            link = ShardLink(copies, index, config=config, part=part, memory=memory)
             self._links[index] = link
             self._link_of |= dict.fromkeys(copies, link)
         self._fetches = ClientFetches(self._links)
@@ -357,7 +364,7 @@ class ParameterClient:
             link.release()
         return [*actions, *link.wait(now)]
 
-    def _link_met(self, event: Event) -> Link | None:
+    def _link_met(self, event: Event) -> ShardLink | None:
         """Return the link that an event is of, if it is of one."""
         match event:
             case Received():
@@ -371,13 +378,13 @@ class ParameterClient:
             case _:
                 assert_never(event)
 
-    def _link_timed(self, name: str) -> Link | None:
+    def _link_timed(self, name: str) -> ShardLink | None:
         """Return the link whose timer has this name."""
         index = name.removeprefix(TIMER)
         known = index != name and index.isdecimal()
         return self._links.get(int(index)) if known else None
 
-    def _receive(self, link: Link, event: Received, now: Seconds) -> list[Action]:
+    def _receive(self, link: ShardLink, event: Received, now: Seconds) -> list[Action]:
         message = event.message
         if not isinstance(message, ShardReply):
             raise RemoteProtocolError(
@@ -420,7 +427,7 @@ class ParameterClient:
         """Can the fetch be installed? From shared memory it can be tried at once."""
         return self._fetches.complete
 
-    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Installed]:
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
         """Return the work that copies what was fetched into `tensors`.
 
         Shards that an install before this one has copied from, for the same fetch, are
@@ -439,7 +446,7 @@ class ParameterClient:
         """Part of the shards from which the install under way can copy now."""
         return self._fetches.readable_share
 
-    def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
+    def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
         """Note what an install did.
 
         If `outcome.torn` names shards, install again: after a millisecond, and once
@@ -469,7 +476,7 @@ class ParameterClient:
         *,
         fetched_clocks: Sequence[int] | None = None,
         skip_missing: bool = False,
-    ) -> Callable[[], Staged]:
+    ) -> Callable[[], PushResult]:
         """Return the work that copies a push into every shard's slot, and checks it.
 
         Args:
@@ -489,7 +496,7 @@ class ParameterClient:
         clocks = self._clocks(fetched_clocks)
         return self._pushes.stage(tensors, clocks, skip_missing=skip_missing)
 
-    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> Draft:
+    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> PushDraft:
         """Return a push that the lane fills tensor by tensor; then call `staged`.
 
         Args:
@@ -517,7 +524,7 @@ class ParameterClient:
         return self.clocks if fetched_clocks is None else fetched_clocks
 
     def staged(
-        self, outcome: Staged, *, n_gradients: int, samples: int, now: Seconds, grant: int = 0
+        self, outcome: PushResult, *, n_gradients: int, samples: int, now: Seconds, grant: int = 0
     ) -> list[Action]:
         """Push what was staged, if it is finite; count and name it if not.
 

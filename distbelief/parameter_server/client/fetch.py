@@ -23,9 +23,9 @@ import torch
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.session_state import Bounds
-from distbelief.parameter_server.shared_vector import Published
-from distbelief.parameter_server.slices import BlockExchange, Part, TensorExchange
-from distbelief.protocol import Credit, Fetch, ParameterBlock
+from distbelief.parameter_server.shared_vector import SeqlockVector
+from distbelief.parameter_server.slices import BlockCopier, SliceCopier, TensorExchange
+from distbelief.protocol import Fetch, FetchAck, ParameterBlock
 from distbelief.roles.role import Seconds
 
 
@@ -41,9 +41,9 @@ class ShardReader:
 
     def __init__(
         self,
-        exchange: TensorExchange | BlockExchange,
+        exchange: TensorExchange | BlockCopier,
         *,
-        published: Published | None,
+        published: SeqlockVector | None,
         clock: int,
         shard_incarnation: int,
     ) -> None:
@@ -71,7 +71,7 @@ class ShardReader:
 
 
 @final
-class Fetching:
+class ShardFetch:
     """One client's fetches from one shard.
 
     Attributes:
@@ -81,14 +81,14 @@ class Fetching:
         bytes_in: Of blocks received and values installed from shared memory.
     """
 
-    def __init__(self, part: Part, index: int, *, credit_blocks: int) -> None:
+    def __init__(self, part: SliceCopier, index: int, *, credit_blocks: int) -> None:
         self._part = part
         self._index = index
         self._credit_blocks = credit_blocks
         self._bounds: Bounds = part.holding.bounds
         self._shard_incarnation = 0
         self._first_clock = 0  # of that life, as far as known
-        self._published: Published | None = None
+        self._published: SeqlockVector | None = None
         self._shared: TensorExchange | None = None  # of the published values
         self._blocks: list[Vector] = []  # of this request, until they are installed
         self._request = 0
@@ -120,7 +120,7 @@ class Fetching:
         return self._received == len(self._bounds)
 
     def welcomed(
-        self, published: Published | None, *, shard_incarnation: int, clock: int
+        self, published: SeqlockVector | None, *, shard_incarnation: int, clock: int
     ) -> list[Fetch]:
         """Read from here from now on; begin again what was not complete."""
         if shard_incarnation != self._shard_incarnation:
@@ -155,7 +155,7 @@ class Fetching:
             return []
         return self._begin(by_blocks=self._published is None)
 
-    def take(self, block: ParameterBlock) -> list[Credit]:
+    def take(self, block: ParameterBlock) -> list[FetchAck]:
         """Keep a block if it is the next; return word of it for the shard.
 
         Raises:
@@ -193,7 +193,7 @@ class Fetching:
             return []
         return [self._credit(again=False)]
 
-    def again(self) -> list[Fetch | Credit]:
+    def again(self) -> list[Fetch | FetchAck]:
         """Return what to send if nothing has come for a while."""
         if self.complete:
             return []
@@ -253,9 +253,9 @@ class Fetching:
             credit=self._credit_blocks,
         )
 
-    def _credit(self, *, again: bool) -> Credit:
+    def _credit(self, *, again: bool) -> FetchAck:
         self._credited = self._received
-        return Credit(
+        return FetchAck(
             request=self._request,
             shard_incarnation=self._shard_incarnation,
             received=self._received,

@@ -13,7 +13,7 @@ Rules:
   that nobody has acknowledged. Nothing in flight is given up (`pushing`), and the
   memory in which it lies is kept until Welcome says where it goes next (`attached`).
 * A Welcome that is behind what Hello said answers an older Hello: Hello again.
-* `Refused` by a copy that does not lead means nothing, unless it is for good.
+* `SessionRefused` by a copy that does not lead means nothing, unless it is for good.
 * While something is awaited, one timer runs. Without progress for `retry_seconds`,
   doubling up to `retry_seconds_max`, everything awaited is asked for again, and copies
   that do not lead are said Hello to: if one does, its word of it was lost. Without any
@@ -28,21 +28,21 @@ from typing import assert_never, final
 
 from distbelief.core.memory import Memory
 from distbelief.errors import JobError, MemoryGoneError, PeerLostError
-from distbelief.parameter_server.client.fetch import Fetching
-from distbelief.parameter_server.client.push import Pushing, Room, StagedSlot
-from distbelief.parameter_server.session_state import Staleness, slot_views
-from distbelief.parameter_server.shared_vector import Published
-from distbelief.parameter_server.slices import Part
+from distbelief.parameter_server.client.fetch import ShardFetch
+from distbelief.parameter_server.client.push import Room, ShardPush, StagedSlot
+from distbelief.parameter_server.session_state import Staleness, push_buffer_views
+from distbelief.parameter_server.shared_vector import SeqlockVector
+from distbelief.parameter_server.slices import SliceCopier
 from distbelief.protocol import (
-    Acknowledge,
-    Hello,
-    Leading,
     Message,
+    OpenSession,
     ParameterBlock,
+    PrimaryChanged,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Refused,
-    Welcome,
+    PushBlockAck,
+    SessionOpened,
+    SessionRefused,
 )
 from distbelief.roles.role import (
     Action,
@@ -72,7 +72,7 @@ N_ATTACH_MAX = 3
 
 
 @final
-class Attached:
+class SharedBuffers:
     """One shard's memory, as one client sees it.
 
     Attributes:
@@ -80,13 +80,13 @@ class Attached:
         room: Slots to push into; None if pushes go by blocks.
     """
 
-    def __init__(self, memory: Memory, part: Part) -> None:
+    def __init__(self, memory: Memory, part: SliceCopier) -> None:
         self._memory = memory
         self._part = part
         self._slots_name = ""
         self._held: set[str] = set()  # attached, if they were there, and not yet released
         self._n_failures = 0
-        self.published: Published | None = None
+        self.published: SeqlockVector | None = None
         self.room: Room | None = None
 
     @property
@@ -98,7 +98,7 @@ class Attached:
         """Somebody else leads, whose memory may well be there."""
         self._n_failures = 0
 
-    def follow(self, welcome: Welcome) -> bool:
+    def follow(self, welcome: SessionOpened) -> bool:
         """Attach what `welcome` names; return whether all of it was there.
 
         Raises:
@@ -125,13 +125,13 @@ class Attached:
             self._memory.release(name)
         self._held &= used
 
-    def _published(self, name: str) -> Published | None:
+    def _published(self, name: str) -> SeqlockVector | None:
         if self.published is not None and self.published.name == name:
             return self.published
         if not name:
             return None
         self._held.add(name)
-        return Published.attach(
+        return SeqlockVector.attach(
             self._memory, name, n_elements=self._part.shard_size, dtype=self._part.dtype
         )
 
@@ -143,7 +143,7 @@ class Attached:
         self._held.add(name)
         region = self._memory.attach(name)
         n_elements = self._part.holding.n_elements
-        return slot_views(region, n_elements=n_elements, dtype=self._part.dtype)
+        return push_buffer_views(region, n_elements=n_elements, dtype=self._part.dtype)
 
 
 # How a client talks to its shards, as numbers.
@@ -191,7 +191,7 @@ class ClientConfig:
 
 
 @final
-class Ranking:
+class PrimaryTracker:
     """The copies of one shard, as one client hears of them.
 
     Attributes:
@@ -230,11 +230,13 @@ class Ranking:
 
 TIMER = "client:"
 
-ShardReply = Welcome | Leading | Refused | ParameterBlock | PushCredit | Acknowledge
+ShardReply = (
+    SessionOpened | PrimaryChanged | SessionRefused | ParameterBlock | PushBlockAck | PushApplied
+)
 
 
 @final
-class Link:
+class ShardLink:
     """One shard, as one client sees it.
 
     Attributes:
@@ -252,15 +254,15 @@ class Link:
         index: int,
         *,
         config: ClientConfig,
-        part: Part,
+        part: SliceCopier,
         memory: Memory,
     ) -> None:
         self.address = copies[0]
         self.index = index
-        self._ranking = Ranking(copies)
+        self._ranking = PrimaryTracker(copies)
         self._config = config
         self._part = part
-        self._attached = Attached(memory, part)
+        self._attached = SharedBuffers(memory, part)
         self._timer_at: Seconds | None = None  # while it runs
         self._awaited = False
         self._heard_at: Seconds = 0.0  # or when waiting began
@@ -270,8 +272,8 @@ class Link:
         self.welcome = False
         self.samples = 0
         credit_blocks = config.credit_blocks
-        self.fetching = Fetching(part, index, credit_blocks=credit_blocks)
-        self.pushing = Pushing(part, index, credit_blocks=credit_blocks)
+        self.fetching = ShardFetch(part, index, credit_blocks=credit_blocks)
+        self.pushing = ShardPush(part, index, credit_blocks=credit_blocks)
 
     # -------------------------------------------------------- what the client does
 
@@ -320,13 +322,13 @@ class Link:
             return []
         lost = ranking.meet(sender, event.incarnation)
         deposed = False
-        if not isinstance(message, Refused):
+        if not isinstance(message, SessionRefused):
             lost = ranking.rise(message.shard_incarnation) or lost
             deposed = message.shard_incarnation < ranking.number
         actions: list[Action] = []
         if lost:
             self._lost()
-            if deposed or not isinstance(message, Welcome):
+            if deposed or not isinstance(message, SessionOpened):
                 actions += self.greet(now)
         if not deposed:
             actions += self._hear(sender, message, staleness, now)
@@ -354,16 +356,16 @@ class Link:
         self, sender: Address, message: ShardReply, staleness: Staleness, now: Seconds
     ) -> list[Action]:
         """Take a message of whoever leads, or may lead."""
-        if isinstance(message, Refused):
+        if isinstance(message, SessionRefused):
             return self._refused(sender, message, now)
         self._heard_at = now
-        if isinstance(message, Welcome):
+        if isinstance(message, SessionOpened):
             return self._welcomed(sender, message, now)
         replies: Sequence[Message] = ()
         match message:
-            case Leading():
+            case PrimaryChanged():
                 progress = False  # if it is news, it was greeted
-            case Acknowledge():
+            case PushApplied():
                 progress = self.pushing.acknowledged(message, staleness)
             case ParameterBlock():
                 before = self.fetching.received
@@ -371,7 +373,7 @@ class Link:
                 # Each block, not only those that are answered: over a busy network a
                 # quarter of a window may take longer than `retry_seconds`.
                 progress = self.fetching.received > before
-            case PushCredit():
+            case PushBlockAck():
                 replies = self.pushing.credited(message)
                 progress = bool(replies)
             case _:
@@ -380,7 +382,7 @@ class Link:
             self._progressed(now)
         return self._send(replies, now)
 
-    def _welcomed(self, sender: Address, message: Welcome, now: Seconds) -> list[Action]:
+    def _welcomed(self, sender: Address, message: SessionOpened, now: Seconds) -> list[Action]:
         if self.welcome:
             return []  # a repeated one: it only says that the shard lives
         if not self.pushing.agrees(message):
@@ -398,7 +400,7 @@ class Link:
         )
         return self._send([*fetches, *self.pushing.again()], now)
 
-    def _refused(self, sender: Address, message: Refused, now: Seconds) -> list[Action]:
+    def _refused(self, sender: Address, message: SessionRefused, now: Seconds) -> list[Action]:
         if message.for_good:
             raise JobError(f"{sender} refuses this client: {message.reason}")
         if self.welcome and sender != self._ranking.leader:
@@ -490,7 +492,7 @@ class Link:
 
     def _hello(self, copies: Sequence[Address] | None = None) -> list[Action]:
         """Say Hello to `copies`, by default to all."""
-        hello = Hello(
+        hello = OpenSession(
             layout=self._part.fingerprint,
             pushes=self._config.pushes,
             host=self._attached.host,

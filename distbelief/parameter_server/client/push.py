@@ -15,7 +15,7 @@ Rules:
   Welcome up to which push it has them; the others are copied into the room that it
   lends, and pushed anew with the same sequence: so each is applied once, or lost.
 * Lost is what was acknowledged and is not in the values of whoever leads next. How many
-  those are follows from the count that `Welcome` carries.
+  those are follows from the count that `SessionOpened` carries.
 """
 
 from collections import deque
@@ -30,8 +30,8 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.lost_pushes import Lost, lost_after
 from distbelief.parameter_server.session_state import N_SLOTS, Bounds, Staleness
-from distbelief.parameter_server.slices import Part, TensorExchange
-from distbelief.protocol import Acknowledge, Push, PushBlock, PushCredit, Welcome
+from distbelief.parameter_server.slices import SliceCopier, TensorExchange
+from distbelief.protocol import Push, PushApplied, PushBlock, PushBlockAck, SessionOpened
 
 
 Room = tuple[Vector, Vector]  # two slots, each (n_elements,) of what is held
@@ -62,7 +62,7 @@ class StagedSlot:
 
 
 @final
-class Pushing:
+class ShardPush:
     """One client's pushes to one shard.
 
     Attributes:
@@ -74,7 +74,7 @@ class Pushing:
         bytes_out: Of blocks sent and slots filled.
     """
 
-    def __init__(self, part: Part, index: int, *, credit_blocks: int) -> None:
+    def __init__(self, part: SliceCopier, index: int, *, credit_blocks: int) -> None:
         self._part = part
         self._index = index
         self._credit_blocks = credit_blocks
@@ -113,7 +113,7 @@ class Pushing:
         """Is the slot of the next push free?"""
         return self.issued + 1 - self.settled <= N_SLOTS
 
-    def agrees(self, welcome: Welcome) -> bool:
+    def agrees(self, welcome: SessionOpened) -> bool:
         """Return whether the shard knows what is settled; if not, say Hello again.
 
         Raises:
@@ -127,7 +127,7 @@ class Pushing:
             )
         return welcome.watermark >= self.settled
 
-    def welcomed(self, welcome: Welcome, room: Room | None) -> None:
+    def welcomed(self, welcome: SessionOpened, room: Room | None) -> None:
         """Push from now on; into `room` if it is given, else by blocks.
 
         What is in flight lies there afterwards; `again` sends it.
@@ -192,7 +192,7 @@ class Pushing:
             self.bytes_out += staged.values.nbytes
         return self._send(in_flight) if welcome else []
 
-    def credited(self, message: PushCredit) -> list[PushBlock | Push]:
+    def credited(self, message: PushBlockAck) -> list[PushBlock | Push]:
         """Send more of that push."""
         if message.received > len(self._bounds):
             raise RemoteProtocolError(
@@ -208,7 +208,7 @@ class Pushing:
                 return self._send(in_flight) if self._by_blocks else []
         return []
 
-    def acknowledged(self, message: Acknowledge, staleness: Staleness) -> bool:
+    def acknowledged(self, message: PushApplied, staleness: Staleness) -> bool:
         """Settle every push up to that one; return whether there was one.
 
         Raises:

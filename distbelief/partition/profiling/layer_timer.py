@@ -23,7 +23,7 @@ from torch import nn
 
 from distbelief.core.memory import keep_memory
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import LayerKind, PartialSums, Step, joined, kind_of
+from distbelief.graph.operator import Operator, PartialSums, Step, joined, operator_of
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.cost_model import N_BYTES, signature
@@ -143,7 +143,7 @@ class Bench:
 
     def ready(self, layer: Layer) -> Callable[[], Time]:
         """Return what runs a whole layer once, without warming up, and takes time."""
-        kind = kind_of(layer)
+        kind = operator_of(layer)
         given = self._given(kind, layer, layer.region, self._batch)
         return lambda: self._once(kind, layer, layer.region, given)
 
@@ -184,7 +184,7 @@ class Bench:
     def _time(
         self, layer: Layer, region: Region, *, partial: bool = False, n_samples: int | None = None
     ) -> Time:
-        kind = kind_of(layer)
+        kind = operator_of(layer)
         n = self._batch if n_samples is None else n_samples
         rule = kind.partial if partial and kind.partial else kind
         given = self._given(rule, layer, region, n)
@@ -197,7 +197,7 @@ class Bench:
         kept = times[1:]
         return Time(median(t.forward for t in kept), median(t.backward for t in kept))
 
-    def _given(self, rule: LayerKind | PartialSums, layer: Layer, region: Region, n: int) -> _Given:
+    def _given(self, rule: Operator | PartialSums, layer: Layer, region: Region, n: int) -> _Given:
         inputs = [
             self._input(self._graph[name], part, n)
             for name, part in zip(layer.inputs, rule.reads(layer, region), strict=True)
@@ -210,7 +210,7 @@ class Bench:
         return inputs, tensors, leaves
 
     def _once(
-        self, rule: LayerKind | PartialSums, layer: Layer, region: Region, given: _Given
+        self, rule: Operator | PartialSums, layer: Layer, region: Region, given: _Given
     ) -> Time:
         inputs, tensors, leaves = given
         clock = self._limits.timer or self._limits.clock
@@ -245,7 +245,7 @@ def _cuts(layer: Layer) -> Iterator[tuple[str, bool, list[tuple[int, Region]]]]:
 
     Slices are from the middle, whose halos are whole, and from small to large.
     """
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     for cut in () if layer.whole else kind.cuts(layer):
         regions = _middles(layer.region, cut.dim, unit=cut.unit)
         if len(regions) > 1:
@@ -428,9 +428,9 @@ def _cross_check(
 
 def is_too_large(layer: Layer, *, batch: int) -> bool:
     """Return whether a layer takes more memory than a measurement may."""
-    reads = kind_of(layer).reads(layer, layer.region)
+    reads = operator_of(layer).reads(layer, layer.region)
     states = sum(r.n_elements for r in (layer.region, *reads)) * batch
-    uses = kind_of(layer).uses(layer, layer.region).values()
+    uses = operator_of(layer).uses(layer, layer.region).values()
     n_elements = states + sum(use.n_elements for use in uses)
     # Each has a gradient.
     return 2 * N_BYTES * n_elements > _N_BYTES_MAX

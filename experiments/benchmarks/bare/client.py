@@ -18,9 +18,9 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Address, Computed
 from distbelief.serve.server import ServerAddress, parameter_specs, reach_towards
-from distbelief.transport.node import Node
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush, Worker
+from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, LoopWorker, StagedPush
 
 
 TIMEOUT_SECONDS: Final = 60.0
@@ -56,8 +56,8 @@ class BareClient:
         self._transport.start()
         self._transport.connect(SUPERVISOR, 1, str(place))
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
-        self._worker = Worker(client=self._client, join=join)
-        self._node = Node(self._worker, transport=self._transport, log=_say)
+        self._worker = LoopWorker(client=self._client, join=join)
+        self._node = RoleRunner(self._worker, transport=self._transport, log=_say)
 
     def __enter__(self) -> Self:
         self._wait(lambda: self._worker.has_joined)

@@ -14,8 +14,8 @@ import numpy as np
 
 from distbelief.core.memory import keep_memory
 from distbelief.core.vectors import Vector
-from distbelief.protocol import Transfer
-from distbelief.roles.reliable import Inbox, Label, blocks_of
+from distbelief.protocol import TransferBlock
+from distbelief.roles.reliable import Reassembly, StreamKey, blocks_of
 from distbelief.roles.role import (
     Action,
     Address,
@@ -50,7 +50,7 @@ class Echo:
         self.n_done = 0
         self._machine = machine
         self._values = np.zeros(n_numbers, np.float32)
-        self._inbox = Inbox()
+        self._inbox = Reassembly()
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
@@ -58,7 +58,7 @@ class Echo:
         match event:
             case TimerFired() if not self._machine:
                 return [self._work()]
-            case Received(message=Transfer() as block):
+            case Received(message=TransferBlock() as block):
                 return self._receive(block)
             case Computed(result=np.ndarray() as values):
                 return self._send(values)
@@ -72,8 +72,8 @@ class Echo:
     def _work(self) -> Compute:
         return Compute(name="work", work=self._values.copy)
 
-    def _receive(self, block: Transfer) -> list[Action]:
-        label = Label(block.step, 0, 0, 1 - self._machine)
+    def _receive(self, block: TransferBlock) -> list[Action]:
+        label = StreamKey(block.step, 0, 0, 1 - self._machine)
         n_numbers, dtype = len(self._values), self._values.dtype
         if not self._inbox.take(label, block, n_elements=n_numbers, dtype=dtype):
             return []
@@ -91,7 +91,7 @@ class Echo:
         return [
             Send(
                 receiver=NAMES[1 - self._machine],
-                message=Transfer(
+                message=TransferBlock(
                     life=1,
                     sequence=0,
                     taken=0,

@@ -18,11 +18,11 @@ import torch
 
 from distbelief.core.memory import keep_memory
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import Execution, Found
+from distbelief.execution.executor import PartitionExecutor, StepResult
 from distbelief.program import plan as plans
 from distbelief.program.compiler import Compiled, compile_plan
-from distbelief.protocol import Taken, Transfer
-from distbelief.roles.reliable import Courier
+from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import (
     Action,
     Address,
@@ -34,8 +34,8 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.worker.batches import Chosen, Portion, micro_sizes
-from distbelief.worker.steps import Ran, Stepping
+from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
+from distbelief.worker.steps import StepOutcome, StepRunner
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.meeting import attached, take_step
 from experiments.benchmarks.measuring.workload import Workload
@@ -66,12 +66,12 @@ class _SameBatch:
     """The course of steps that all have the same samples."""
 
     def __init__(self, n_samples: int) -> None:
-        self._chosen = Chosen(position=0, indices=np.arange(n_samples))
+        self._chosen = BatchIndices(position=0, indices=np.arange(n_samples))
 
     def start(self, position: int) -> None:
         """Do nothing."""
 
-    def batch(self, step: int) -> Chosen:
+    def batch(self, step: int) -> BatchIndices:
         """Return the samples."""
         del step
         return self._chosen
@@ -112,10 +112,10 @@ class BareMachine:
         self.items = flow.items
         self.names = [Address(f"machine-{m}") for m in range(compiled.n_machines)]
         self._couriers = {
-            peer: Courier(name) for peer, name in enumerate(self.names) if peer != machine
+            peer: ReliableSender(name) for peer, name in enumerate(self.names) if peer != machine
         }
-        self._stepping = Stepping(
-            Execution(flow),
+        self._stepping = StepRunner(
+            PartitionExecutor(flow),
             couriers=self._couriers,
             course=_SameBatch(workload.batch_size),
             micro_batches=micro_batches,
@@ -143,10 +143,10 @@ class BareMachine:
                 actions = self._remind(now)
             case TimerFired():
                 self._open()
-            case Received(sender=sender, message=Transfer() as message):
+            case Received(sender=sender, message=TransferBlock() as message):
                 peer = self.names.index(sender)
                 actions = self._stepping.take(peer, message, now)
-            case Received(sender=sender, message=Taken() as message):
+            case Received(sender=sender, message=TransferAck() as message):
                 peer = self.names.index(sender)
                 actions = self._couriers[peer].taken(message.taken, now)
             case Computed():
@@ -166,7 +166,7 @@ class BareMachine:
     def _open(self) -> None:
         self.gradients.clear()
         self._stepping.open(
-            Portion(life=self._life, step=self._stepping.step, inputs=self._inputs),
+            BatchSlice(life=self._life, step=self._stepping.step, inputs=self._inputs),
             self._parameters,
             put=self.gradients.__setitem__,
             close=_close,
@@ -176,7 +176,7 @@ class BareMachine:
         if event.error is not None:
             raise event.error
         self._computing = False
-        assert isinstance(event.result, Ran)
+        assert isinstance(event.result, StepOutcome)
         actions = self._stepping.ran(event.result, now)
         if event.result.found is not None:
             self.loss = event.result.found.loss
@@ -205,7 +205,7 @@ def main(path: str, machine: int, address: str) -> None:
         paced.obey(lambda: take_step(node, role))
 
 
-def _close(found: Found) -> None:
+def _close(found: StepResult) -> None:
     """Do nothing: gradients stay where they are."""
 
 

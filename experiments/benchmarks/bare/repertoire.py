@@ -29,9 +29,9 @@ from distbelief.core.memory import keep_memory
 from distbelief.partition.profiling.layer_timer import present
 from distbelief.program import plan as plans
 from distbelief.program.compiler import compile_plan
-from distbelief.protocol import Taken, Transfer
+from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.roles.role import Action, Address, Event, Received, Seconds, Started
-from distbelief.transport.node import Node
+from distbelief.transport.node import RoleRunner
 from distbelief.worker.batches import micro_sizes
 from experiments.benchmarks.bare.machine import BareMachine
 from experiments.benchmarks.measuring import paced
@@ -109,7 +109,7 @@ class Repertoire:
             case Started():
                 found = [each.handle(event, now) for each in self._lives]
                 return [action for actions in found for action in actions]
-            case Received(message=Transfer() | Taken() as message):
+            case Received(message=TransferBlock() | TransferAck() as message):
                 return self._lives[message.life - 1].handle(event, now)
             case _:
                 return self._now.handle(event, now)
@@ -162,7 +162,7 @@ def main(path: str, machine: int, address: str) -> None:
             print(json.dumps(found), flush=True)
 
 
-def _steps(node: Node, role: Repertoire, asked: Asked) -> tuple[list[float], float]:
+def _steps(node: RoleRunner, role: Repertoire, asked: Asked) -> tuple[list[float], float]:
     assert asked.plan is not None
     role.choose(asked.plan)
     began = time.process_time()

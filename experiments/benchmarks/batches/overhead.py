@@ -26,7 +26,7 @@ from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from experiments.benchmarks.batches.jobs import N_REPLICAS, job
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.crews import Crew
@@ -107,7 +107,7 @@ class Turns:
     _ours: _Side = field(default_factory=_Side)
     _theirs: _Side = field(default_factory=_Side)
 
-    def __call__(self, view: SupervisorView) -> bool:
+    def __call__(self, view: JobView) -> bool:
         """Look at the job; return whether it has been seen for long enough."""
         pids = [role.pid for role in view.roles if role.pid is not None]
         if view.samples > self._samples:
@@ -123,7 +123,7 @@ class Turns:
         """Whether the evaluation under way is a part of it."""
         return self._n_seen >= self.n_growing
 
-    def _end_stretch(self, view: SupervisorView, pids: Sequence[int]) -> None:
+    def _end_stretch(self, view: JobView, pids: Sequence[int]) -> None:
         n_examples, counted = view.samples - self._samples, self._counts
         self._samples = view.samples
         self._n_seen += 1
@@ -165,7 +165,7 @@ class Turns:
         theirs.cpu_seconds += plain.cpu_seconds[-1] * n_steps
 
 
-def _bind(view: SupervisorView) -> None:
+def _bind(view: JobView) -> None:
     """Let each replica compute on a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     replicas = [role for role in view.roles if role.name.startswith("replica")]

@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Final, final
 
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from distbelief.trainer import Watch
 from experiments.benchmarks.batches.jobs import PROBLEMS, Ours, job
 from experiments.benchmarks.measuring import measurement
@@ -70,7 +70,7 @@ class Killer:
         self._kill_at: float | None = None
         self.n_kills = 0
 
-    def __call__(self, view: SupervisorView) -> bool:
+    def __call__(self, view: JobView) -> bool:
         """Look at the job; never end it."""
         if view.samples and view.step != self._iteration:
             self._iteration = view.step

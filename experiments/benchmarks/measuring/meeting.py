@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final, Protocol, final
 
 from distbelief.roles.role import Action, Address, Event, Seconds, TimerFired
-from distbelief.transport.address import Place
-from distbelief.transport.authenticator import Inbox, Outbox, TrustingGuard, Verdict
-from distbelief.transport.node import Node
+from distbelief.transport.address import Endpoint
+from distbelief.transport.authenticator import Inbox, Outbox, TrustingAuth, Verdict
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -42,7 +42,7 @@ class Stepper(Protocol):
 
 
 @final
-class OpenGuard(TrustingGuard):
+class OpenGuard(TrustingAuth):
     """Lets in everybody, in the clear: on a network where nobody else is."""
 
     encrypts: Final = False
@@ -60,7 +60,7 @@ class OpenGuard(TrustingGuard):
         """Return the same."""
         return endpoint
 
-    def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
+    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
         """Ask for nothing."""
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
@@ -75,7 +75,7 @@ class OpenGuard(TrustingGuard):
 @contextmanager
 def attached(
     role: Stepper, machine: int, names: Sequence[Address], *, address: str, folder: Path
-) -> Iterator[Node]:
+) -> Iterator[RoleRunner]:
     """Connect a role with the other machines; they find each other in `folder`."""
     transport = ZmqTransport(
         name=names[machine],
@@ -85,12 +85,12 @@ def attached(
         guard=OpenGuard(),
         log=_log,
     )
-    with transport, Node(role, transport=transport, log=_log) as node:
+    with transport, RoleRunner(role, transport=transport, log=_log) as node:
         _meet(transport, machine, folder, names)
         yield node
 
 
-def take_step(node: Node, role: Stepper) -> None:
+def take_step(node: RoleRunner, role: Stepper) -> None:
     """Take one step.
 
     Raises:

@@ -37,8 +37,8 @@ from typing import Final
 import msgspec
 import zmq
 
-from distbelief.protocol import Alive
-from distbelief.protocol.codec import Wire
+from distbelief.protocol import HeartbeatAck
+from distbelief.protocol.codec import Codec
 from distbelief.transport.keys import KeyFiles, KeyPair
 
 
@@ -286,8 +286,8 @@ def _member(told: Told) -> "zmq.Socket[bytes]":
 
 
 def _word(told: Told, sender: str) -> bytes:
-    wire = Wire(run=told.run)
-    return bytes(wire.encode(Alive(), sender=sender, incarnation=1)[0])
+    wire = Codec(run=told.run)
+    return bytes(wire.encode(HeartbeatAck(), sender=sender, incarnation=1)[0])
 
 
 ATTACKS: Final[Mapping[str, Attack]] = {

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Final, final
 
 from distbelief.config.load import load_job
-from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import run_virtually
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles.role import SUPERVISOR, Address
@@ -177,26 +177,26 @@ class _Hosts:
     placement: Mapping[Address, int]
     n: int
 
-    def n_needed(self, staged: StagedJob) -> int:
+    def n_needed(self, staged: PreparedJob) -> int:
         """Return how many machines a job takes."""
         del staged
         return self.n
 
-    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of them."""
         places: dict[Address, Place] = {name: self.placement.get(name, 0) for name in staged.kinds}
         cluster = uniform("lan", _MACHINE, self.n, latency=1e-4)
         options = options_for(cluster, places)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
 
-    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
+    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
         """Return how to build the roles of a job."""
         return staged.builders()
 
 
 def _foretell(path: Path, placement: Mapping[Address, int]) -> tuple[Traffic, Sequence[Address]]:
     """Return what the roles of this job, so placed, send; and all their names."""
-    with Staging() as staging:
+    with Preparation() as staging:
         staged = staging.stage(load_job(path))
         hosts = _Hosts(placement=placement, n=1 + max(placement.values(), default=0))
         ended = run_virtually(staged, hosts, seed=0)

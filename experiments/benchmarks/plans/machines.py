@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from distbelief.partition.cost_model import (
     AnalyticCosts,
-    FewerSamples,
+    MicroBatchScaling,
     ProfiledCosts,
     single_sample,
 )
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.profile import Profile
 from distbelief.partition.profiling.this_host import Network, here
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.plan import Plan, plan_for
 from experiments.benchmarks.bare.machine import Setting
 from experiments.benchmarks.measuring.crews import Crew
@@ -76,7 +76,7 @@ def kept_network(folder: Path, *, seconds: float) -> Network:
     return found
 
 
-def order_here(workload: Workload, between: Network, *, stages: bool = False) -> Order:
+def order_here(workload: Workload, between: Network, *, stages: bool = False) -> PlanningRequest:
     """Return what is to be planned: for machines like this one, measured now.
 
     Args:
@@ -90,7 +90,7 @@ def order_here(workload: Workload, between: Network, *, stages: bool = False) ->
 
 def order_by(
     profile: Profile, workload: Workload, between: Network, *, stages: bool = False
-) -> Order:
+) -> PlanningRequest:
     """Return what is to be planned, by a profile of machines like this one.
 
     Args:
@@ -104,12 +104,12 @@ def order_by(
     by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single)
     costs = ProfiledCosts(profile, machines=by_arithmetic)
 
-    def fewer(n_samples: int) -> FewerSamples:
+    def fewer(n_samples: int) -> MicroBatchScaling:
         part = AnalyticCosts(cluster, batch=n_samples, single=single)
         shares = costs.shares
-        return FewerSamples(costs, batch=by_arithmetic, part=part, shares=shares)
+        return MicroBatchScaling(costs, batch=by_arithmetic, part=part, shares=shares)
 
-    return Order(
+    return PlanningRequest(
         graph=graph,
         cluster=cluster,
         batch=batch,
@@ -119,7 +119,7 @@ def order_by(
     )
 
 
-def plan_of(way: Way, order: Order, *, loss: str) -> Plan:
+def plan_of(way: Way, order: PlanningRequest, *, loss: str) -> Plan:
     """Return a way of splitting a net as a plan."""
     n_machines = 1 + max(placed for each in way.placements.values() for placed in each.computing)
     plan = plan_for(

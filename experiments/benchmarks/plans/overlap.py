@@ -5,10 +5,10 @@ machine 1        [--------------]            and caches: two layers at once take
                  ^^^^^        ^^             longer each than one alone
 """
 
-from distbelief.program.cost import Price
+from distbelief.program.cost import StepCost
 
 
-def overlap(price: Price) -> float:
+def overlap(price: StepCost) -> float:
     """Return the share, between 0 and 1, by the plan as it is played through."""
     n_tasks = price.played.n_tasks
     begins = [(float(begin), 1) for begin in price.played.starts[:n_tasks]]

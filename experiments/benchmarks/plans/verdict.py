@@ -12,7 +12,7 @@ from typing import Final, cast, final
 from scipy.stats import spearmanr
 
 from distbelief.partition.profiling.profile import Profile
-from distbelief.partition.search import Order, Way, player_of
+from distbelief.partition.search import PlanningRequest, Way, simulator_of
 from distbelief.program.plan import Plan
 from experiments.benchmarks.plans.overlap import overlap
 from experiments.benchmarks.plans.pace import at_pace, slower
@@ -69,7 +69,7 @@ def verdict(
     turns: Sequence[Turn],
     plans: Mapping[str, Plan],
     profile: Profile,
-    order_by: Callable[[Profile], Order],
+    order_by: Callable[[Profile], PlanningRequest],
 ) -> Verdict:
     """Return what turns say of predictions.
 
@@ -98,9 +98,9 @@ def verdict(
     )
 
 
-def played(order: Order, plans: Mapping[str, Plan]) -> dict[str, Way]:
+def played(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, Way]:
     """Return each plan played through, as the planner would print it."""
-    player = player_of(order)
+    player = simulator_of(order)
     return {
         name: player.way(
             name,

@@ -23,7 +23,7 @@ from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
 from distbelief.partition.grouping import groups
 from distbelief.partition.planner import plan
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
 
@@ -50,7 +50,7 @@ class Way:
     micro_batches: int = 1
 
 
-def ways(order: Order) -> dict[str, Way]:
+def ways(order: PlanningRequest) -> dict[str, Way]:
     """Return them by name, none twice."""
     graph, cluster = order.graph, order.cluster.first(N_MACHINES)
     layers = whole_layers(graph, cluster, costs=order.costs)
@@ -79,7 +79,7 @@ def on_one_machine(graph: LayerGraph) -> Way:
     return _placed(graph, lambda layer, _: whole(layer, 0).placement)
 
 
-def by_places(order: Order) -> dict[str, Way]:
+def by_places(order: PlanningRequest) -> dict[str, Way]:
     """Return images cut in two, into rows and into columns."""
     graph, cluster = order.graph, order.cluster.first(N_MACHINES)
     return {name: _images(graph, cluster, dim=dim) for name, dim in PLACES.items()}

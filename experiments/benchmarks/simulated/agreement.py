@@ -14,20 +14,20 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.chaos.local_faults import PERIOD_SECONDS, Attacker
-from distbelief.chaos.schedule import Blow, faults_of
+from distbelief.chaos.local_faults import PERIOD_SECONDS, FaultInjector
+from distbelief.chaos.schedule import FaultEvent, faults_of
 from distbelief.config.job import Job
 from distbelief.core.files import scratch
 from distbelief.forecast.calibration import Constant, begun_in, measure
-from distbelief.forecast.measured_costs import keep, mean_of
-from distbelief.forecast.placement import Hosting, Hosts
-from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.forecast.measured_costs import mean_of, save_rates
+from distbelief.forecast.placement import HostCosts, PlacedCluster
+from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import N_EVENTS_MAX, run_virtually
-from distbelief.launch.local import Launcher
+from distbelief.launch.local import LocalLauncher
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault, Pause
-from distbelief.supervisor.view import Point, SupervisorView
+from distbelief.supervisor.view import JobView, Point
 from distbelief.trainer import train
 
 
@@ -62,7 +62,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
 
 
-def side_of(view: SupervisorView, job: Job, *, error: str | None) -> Side:
+def side_of(view: JobView, job: Job, *, error: str | None) -> Side:
     """Return a run as one side, by what its supervisor knew last."""
     together = any(role.name == "coordinator" for role in view.roles)
     n_trainers = 1 if together else job.cluster.replicas
@@ -122,7 +122,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def both_ways(
-    job: Job, *, seed: int = 0, blows: Sequence[Blow] = (), horizon: Seconds = 1.0
+    job: Job, *, seed: int = 0, blows: Sequence[FaultEvent] = (), horizon: Seconds = 1.0
 ) -> Agreement:
     """Run a job for real, and in virtual time, its work measured before and after.
 
@@ -141,13 +141,13 @@ def both_ways(
     n_processes = os.cpu_count() or 1
     before = measure(job, n_processes=n_processes)
     real = real_side(job, blows=blows, horizon=horizon)
-    keep(job, mean_of([before, measure(job, n_processes=n_processes)]))
+    save_rates(job, mean_of([before, measure(job, n_processes=n_processes)]))
     simulated, constants = simulated_side(job, seed=seed, blows=blows, horizon=horizon)
     return Agreement(job=job.name, simulated=simulated, real=real, constants=constants)
 
 
 def simulated_side(
-    job: Job, *, seed: int, blows: Sequence[Blow] = (), horizon: Seconds = 1.0
+    job: Job, *, seed: int, blows: Sequence[FaultEvent] = (), horizon: Seconds = 1.0
 ) -> tuple[Side, tuple[Constant, ...]]:
     """Run a job in virtual time, on this host as it was measured.
 
@@ -158,8 +158,8 @@ def simulated_side(
         JobError: the job cannot be run.
     """
     job = _reporting(job)
-    hosts = Hosts(None, machines=None, measures=True)
-    with Staging() as staging:
+    hosts = HostCosts(None, machines=None, measures=True)
+    with Preparation() as staging:
         staged = staging.stage(job)
         hosting = hosts.hosting(job, tell=lambda _: None)
         faults: list[Fault] = []
@@ -176,7 +176,7 @@ def simulated_side(
     return side, hosts.constants
 
 
-def as_dealt(blow: Blow, *, horizon: Seconds, roles: Sequence[str]) -> Sequence[Fault]:
+def as_dealt(blow: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> Sequence[Fault]:
     """Return a blow as hands deal it: who is slow stands still most of the time."""
     if blow.kind != "slow":
         return faults_of(blow, horizon=horizon, roles=roles)
@@ -192,7 +192,7 @@ def as_dealt(blow: Blow, *, horizon: Seconds, roles: Sequence[str]) -> Sequence[
     ]
 
 
-def training_begins(staged: StagedJob, hosting: Hosting, *, seed: int) -> Seconds:
+def training_begins(staged: PreparedJob, hosting: PlacedCluster, *, seed: int) -> Seconds:
     """Return when the supervisor of an undisturbed run hears of the first samples."""
     simulation = SimulatedCluster(
         hosting.builders(staged), seed=seed, options=hosting.options(staged)
@@ -201,22 +201,22 @@ def training_begins(staged: StagedJob, hosting: Hosting, *, seed: int) -> Second
     return simulation.now
 
 
-def real_side(job: Job, *, blows: Sequence[Blow] = (), horizon: Seconds = 1.0) -> Side:
+def real_side(job: Job, *, blows: Sequence[FaultEvent] = (), horizon: Seconds = 1.0) -> Side:
     """Run a job in processes of this host; what it leaves behind is removed.
 
     Raises:
         JobError: the job cannot be run.
     """
-    views: list[SupervisorView] = []
+    views: list[JobView] = []
 
-    def look(view: SupervisorView) -> bool:
+    def look(view: JobView) -> bool:
         views[:] = [view]
         return attacker.watch(view)
 
-    attacker = Attacker(lambda _: blows, horizon=horizon)
+    attacker = FaultInjector(lambda _: blows, horizon=horizon)
     with scratch() as folder, attacker.turns:
         output = msgspec.structs.replace(_reporting(job).output, directory=str(folder / "run"))
-        with Launcher() as launcher:
+        with LocalLauncher() as launcher:
             run = train(
                 msgspec.structs.replace(job, output=output),
                 show=False,

@@ -19,7 +19,7 @@ from distbelief.core.memory import Memory
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.program.cluster_file import load_cluster
-from distbelief.protocol import Acknowledge, Push
+from distbelief.protocol import Push, PushApplied
 from distbelief.roles.role import Action, Address, Event, Received, Role, Seconds, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
@@ -34,7 +34,7 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 from sandblaster.algorithm import SANDBLASTER
 from sandblaster.config import SandblasterSettings
 
@@ -124,7 +124,7 @@ def _built(
     n_per_shard: int = 1,
     in_blocks: bool = True,
 ) -> Built:
-    model = LocalModel(build_model(TASK.model))
+    model = FlatModel(build_model(TASK.model))
     small, large = (Layout.of(model.specs(), n_shards=n_shards), speech_layout(n_shards))
     context = partial(
         BuildContext,
@@ -210,7 +210,7 @@ class Answering:
                 samples=1,
             )
             return Send(receiver=self._peer, message=push)
-        answer = Acknowledge(sequence=self._n_left, shard_incarnation=1, clock=1, staleness=0)
+        answer = PushApplied(sequence=self._n_left, shard_incarnation=1, clock=1, staleness=0)
         return Send(receiver=self._peer, message=answer)
 
 

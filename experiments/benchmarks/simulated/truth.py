@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
-from distbelief.chaos.schedule import Blow
+from distbelief.chaos.schedule import FaultEvent
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from experiments.benchmarks.measuring import measurement
@@ -67,8 +67,8 @@ HORIZON: Final = 10.0
 STALENESS_MIN: Final = 0.1
 """Pushes; a replica that is alone meets none but at its start."""
 
-PAUSED: Final = Blow(kind="pause", role="replica-1", at=0.2, lasts=0.2)
-SLOWED: Final = Blow(kind="slow", role="replica-1", at=0.1, lasts=10.0, factor=3.0)
+PAUSED: Final = FaultEvent(kind="pause", role="replica-1", at=0.2, lasts=0.2)
+SLOWED: Final = FaultEvent(kind="slow", role="replica-1", at=0.1, lasts=10.0, factor=3.0)
 
 
 @final
@@ -79,7 +79,7 @@ class Case:
     name: str
     text: str = JOB
     overrides: tuple[str, ...] = ()
-    blows: tuple[Blow, ...] = ()
+    blows: tuple[FaultEvent, ...] = ()
 
     @property
     def job(self) -> Job:

@@ -13,13 +13,13 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, Adagrad
-from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.shard import Shard
 from distbelief.roles.role import Compute, Role, Started
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import Evaluator
-from distbelief.worker.local_executor import LocalModel
-from distbelief.worker.replica import ModelReplica
+from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.replica import Replica
 from tests.distbelief.examples import HERE
 
 
@@ -121,7 +121,7 @@ def context(
         test=data if test else None,
         loss="cross_entropy",
     )
-    model = LocalModel(build_model(task.model))
+    model = FlatModel(build_model(task.model))
     layout = Layout.of(model.specs(), n_shards=n_layout_shards)
     return BuildContext(
         task=task,
@@ -152,7 +152,7 @@ def test_a_replica_with_other_data_than_the_job_is_not_built() -> None:
 
 
 def test_every_role_of_the_roster_can_be_built() -> None:
-    kinds = {"shard": ParameterServerShard, "replica": ModelReplica, "evaluator": Evaluator}
+    kinds = {"shard": Shard, "replica": Replica, "evaluator": Evaluator}
     for entry in DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2):
         assert isinstance(build(entry.name, context()), kinds[entry.kind])
 
@@ -176,7 +176,7 @@ def test_a_layout_of_another_number_of_shards_is_refused() -> None:
 
 
 def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
-    model = LocalModel(build_model(context().task.model))
+    model = FlatModel(build_model(context().task.model))
     path = str(tmp_path / "initial.safetensors")
     save_file(dict(model.named_tensors()), path)
     found = [torch.zeros_like(value) for value in model.values]
@@ -187,7 +187,7 @@ def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
         for action in shard.handle(Started(incarnation=1), 0.0):
             if isinstance(action, Compute):
                 action.work()
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         layout.scatter(k, shard._values.vector, found)
     for got, value in zip(found, model.values, strict=True):
         assert torch.equal(got, value)

@@ -14,16 +14,16 @@ import pytest
 from rich.console import Console
 
 from distbelief.chaos import simulated
-from distbelief.chaos.local_faults import Attacker, Confessed, Hands
-from distbelief.chaos.report import Iterations, Story, shown
-from distbelief.chaos.schedule import KINDS, Blow, faults_of, schedule
-from distbelief.chaos.simulated import N_RUNS, NEAR, break_virtually
-from distbelief.display.progress import Waiting
-from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.chaos.local_faults import FaultInjector, KillAwareSupervisor, ProcessFaults
+from distbelief.chaos.report import ChaosReport, IterationCount, rendered
+from distbelief.chaos.schedule import KINDS, FaultEvent, faults_of, schedule
+from distbelief.chaos.simulated import N_RUNS, NEAR, run_simulated_chaos
+from distbelief.display.progress import WaitProgress
+from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.protocol import Progress
 from distbelief.roles.role import Action, Address, Event, PeerLost, Received, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
-from distbelief.supervisor.view import RoleView, SupervisorView
+from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
 
 
@@ -74,7 +74,7 @@ def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
     shard = Address("shard-0")
 
     def fault(**given: object) -> object:
-        blow = Blow(role="shard-0", at=0.5, lasts=0.1, **given)  # type: ignore[arg-type]  # by name
+        blow = FaultEvent(role="shard-0", at=0.5, lasts=0.1, **given)  # type: ignore[arg-type]  # by name
         (found,) = faults_of(blow, horizon=60.0, roles=["shard-0", "replica-0"])
         return found
 
@@ -88,20 +88,20 @@ def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
     )
 
 
-def printed(story: Story) -> str:
+def printed(story: ChaosReport) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(shown(story))
+        console.print(rendered(story))
     return capture.get()
 
 
 @pytest.mark.untraced
 def test_a_job_broken_twice_by_one_seed_breaks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distbelief.chaos.simulated.LENGTH_SECONDS", 15.0)
-    with Staging() as staging:
+    with Preparation() as staging:
         staged = staging.stage(small())
-        story = break_virtually(staged, seed=3)
-        assert break_virtually(staged, seed=3) == story
+        story = run_simulated_chaos(staged, seed=3)
+        assert run_simulated_chaos(staged, seed=3) == story
     assert story.error is None
     assert story.exit_code == 0
     assert story.undisturbed_seconds is not None
@@ -139,9 +139,9 @@ def test_a_job_of_any_size_is_about_a_minute_long(
     monkeypatch.setattr("distbelief.display.progress.LINE_SECONDS", 0.0)
     said = io.StringIO()
     console = Console(file=said, width=200)
-    with Staging() as staging, Waiting(console, n_runs=N_RUNS) as waiting:
+    with Preparation() as staging, WaitProgress(console, n_runs=N_RUNS) as waiting:
         staged = staging.stage(small(text=text))
-        story = break_virtually(staged, seed=3, waiting=waiting)
+        story = run_simulated_chaos(staged, seed=3, waiting=waiting)
     assert story.undisturbed_seconds is not None
     assert 60 / NEAR <= story.undisturbed_seconds <= 60 * NEAR + 2  # to begin and end
     # While it was found out nothing was said: of three runs, only of the last one.
@@ -158,14 +158,14 @@ def test_a_job_that_ends_by_the_clock_is_as_long_as_it_says(
     slownesses: list[float] = []
     run = simulated._run
 
-    def observed(staged: StagedJob, **given: Any) -> simulated._Course:  # noqa: ANN401 -- handed on
+    def observed(staged: PreparedJob, **given: Any) -> simulated._SimulatedChaos:  # noqa: ANN401 -- handed on
         slownesses.append(given["slowness"])
         return run(staged, **given)
 
     monkeypatch.setattr(simulated, "_run", observed)
-    with Staging() as staging:
+    with Preparation() as staging:
         staged = staging.stage(small("stop={seconds=0.2}"))
-        story = break_virtually(staged, seed=3)
+        story = run_simulated_chaos(staged, seed=3)
     assert slownesses == [1.0, 1.0]
     assert story.undisturbed_seconds is not None
     assert story.undisturbed_seconds < 2.0
@@ -178,16 +178,16 @@ def test_steps_that_met_an_update_are_not_steps_done_again(monkeypatch: pytest.M
     A step whose parameters are being written meanwhile is tried once more, in a moment.
     """
     monkeypatch.setattr("distbelief.chaos.simulated.LENGTH_SECONDS", 15.0)
-    with Staging() as staging:
+    with Preparation() as staging:
         staged = staging.stage(small())
         roles = [entry.name for entry in staged.roster]
         seeds = (s for s in range(1000) if not _kills(schedule(s, roles)))
-        story = break_virtually(staged, seed=next(seeds))
+        story = run_simulated_chaos(staged, seed=next(seeds))
     assert story.steps_again is not None
     assert story.steps_again <= 2 * 2  # of two replicas: done, and not told of any more
 
 
-def _kills(blows: Sequence[Blow]) -> bool:
+def _kills(blows: Sequence[FaultEvent]) -> bool:
     return any(blow.kind == "kill" for blow in blows)
 
 
@@ -198,11 +198,11 @@ def test_a_sandblaster_job_comes_to_its_end_and_tells_what_it_did_again() -> Non
     What was told of that: "Lost: 0 acknowledged pushes", and "nobody counts what was
     computed twice".
     """
-    with Staging() as staging:
+    with Preparation() as staging:
         staged = staging.stage(small(text=SANDBLASTER))
         roles = [entry.name for entry in staged.roster]
         seeds = (s for s in range(1000) if _loses_a_shard(schedule(s, roles)))
-        story = break_virtually(staged, seed=next(seeds))
+        story = run_simulated_chaos(staged, seed=next(seeds))
     assert story.error is None
     assert story.steps_again is None
     assert story.iterations_again
@@ -212,7 +212,7 @@ def test_a_sandblaster_job_comes_to_its_end_and_tells_what_it_did_again() -> Non
     assert f"Done again: {story.iterations_again} iteration" in text
 
 
-def _loses_a_shard(blows: Sequence[Blow]) -> bool:
+def _loses_a_shard(blows: Sequence[FaultEvent]) -> bool:
     return any(
         blow.kind == "kill" and blow.role.startswith("shard") and 0.5 < blow.at < 0.8
         for blow in blows
@@ -220,7 +220,7 @@ def _loses_a_shard(blows: Sequence[Blow]) -> bool:
 
 
 def test_iterations_told_of_before_are_done_again_or_lost() -> None:
-    iterations, supervisor = Iterations(), Listener()
+    iterations, supervisor = IterationCount(), Listener()
     overheard = iterations.around(supervisor)
     coordinator = Address("coordinator")
     heard = [_progress(coordinator, step) for step in (0, 1, 2, 4, 2, 3)]
@@ -260,7 +260,7 @@ def await_state(pid: int, states: str) -> None:
 
 
 def test_a_paused_process_goes_on_when_its_time_is_up(victim: int) -> None:
-    hands = Hands()
+    hands = ProcessFaults()
     assert hands.pause(victim, now=0.0, seconds=2.0)
     await_state(victim, "T")
     hands.turn(1.9)
@@ -270,7 +270,7 @@ def test_a_paused_process_goes_on_when_its_time_is_up(victim: int) -> None:
 
 
 def test_a_slowed_process_runs_its_part_of_each_period(victim: int) -> None:
-    hands = Hands()
+    hands = ProcessFaults()
     assert hands.slow(victim, now=0.0, seconds=2.0, factor=4.0)
     for now, states in [(0.02, "SR"), (0.03, "T"), (0.09, "T"), (0.11, "SR")]:
         hands.turn(now)
@@ -282,7 +282,7 @@ def test_a_slowed_process_runs_its_part_of_each_period(victim: int) -> None:
 
 
 def test_who_is_gone_cannot_be_hit(victim: int) -> None:
-    hands = Hands()
+    hands = ProcessFaults()
     assert hands.kill(victim)
     os.waitpid(victim, 0)
     assert not hands.kill(victim)
@@ -296,31 +296,29 @@ def test_the_schedule_is_for_the_roles_that_there_are() -> None:
     """Once they were guessed from [cluster] partitions, which a `plan` overrides."""
     seen: list[str] = []
 
-    def plot(roles: Sequence[str]) -> Sequence[Blow]:
+    def plot(roles: Sequence[str]) -> Sequence[FaultEvent]:
         seen.extend(roles)
         return schedule(0, roles)
 
-    attacker = Attacker(plot, horizon=1.0)
-    attacker.watch(SupervisorView())
+    attacker = FaultInjector(plot, horizon=1.0)
+    attacker.watch(JobView())
     assert not attacker.blows
     names = ("shard-0", "replica-0.0", "replica-0.1")
     roles = tuple(RoleView(name=name, state="computing") for name in names)
-    attacker.watch(SupervisorView(roles=roles))
-    attacker.watch(SupervisorView(roles=roles))
+    attacker.watch(JobView(roles=roles))
+    attacker.watch(JobView(roles=roles))
     assert seen == list(names)
     assert {blow.role for blow in attacker.blows} <= set(names)
 
 
 def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
     blows = [
-        Blow(kind="kill", role="replica-0", at=0.0),
-        Blow(kind="pause", role="shard-0", at=0.0, lasts=0.1),
-        Blow(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
+        FaultEvent(kind="kill", role="replica-0", at=0.0),
+        FaultEvent(kind="pause", role="shard-0", at=0.0, lasts=0.1),
+        FaultEvent(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
     ]
-    attacker = Attacker(lambda _: blows, horizon=0.1)
-    view = SupervisorView(
-        samples=1, roles=(RoleView(name="replica-0", state="computing", pid=victim),)
-    )
+    attacker = FaultInjector(lambda _: blows, horizon=0.1)
+    view = JobView(samples=1, roles=(RoleView(name="replica-0", state="computing", pid=victim),))
     with attacker.turns:
         assert not attacker.watch(view)
         await_state(victim, "Z")
@@ -350,15 +348,15 @@ class Listener:
 
 def test_a_kill_by_chaos_is_not_taken_for_a_lack_of_memory(victim: int) -> None:
     """Each line "x kill replica-1" had one below it that said "(out of memory?)"."""
-    blows = [Blow(kind="kill", role="replica-0", at=0.0)]
-    attacker = Attacker(lambda _: blows, horizon=0.1)
+    blows = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
+    attacker = FaultInjector(lambda _: blows, horizon=0.1)
     role = RoleView(name="replica-0", state="computing", pid=victim)
     with attacker.turns:
-        attacker.watch(SupervisorView(samples=1, roles=(role,)))
+        attacker.watch(JobView(samples=1, roles=(role,)))
         await_state(victim, "Z")
         attacker.turns.await_next()
     supervisor = Listener()
-    confessed = Confessed(supervisor, attacker.owns)
+    confessed = KillAwareSupervisor(supervisor, attacker.owns)
     guess = "was ended by signal SIGKILL (out of memory?)"
     for incarnation in (1, 2):  # the second by somebody else
         name = Address("replica-0")
@@ -372,17 +370,17 @@ def test_who_ended_by_itself_was_not_killed_by_chaos() -> None:
     supervisor = Listener()
     reason = "ended with status 1 (see logs/replica-0.log)"
     lost = PeerLost(peer=Address("replica-0"), incarnation=1, reason=reason)
-    Confessed(supervisor, lambda _: True).handle(lost, now=1.0)
+    KillAwareSupervisor(supervisor, lambda _: True).handle(lost, now=1.0)
     assert supervisor.heard == [lost]
 
 
 def test_a_job_that_is_over_is_left_alone(victim: int) -> None:
     """Blows once fell on processes that were gone, and stood below the job's end."""
-    blows = [Blow(kind="kill", role="replica-0", at=0.0)]
-    attacker = Attacker(lambda _: blows, horizon=0.1)
+    blows = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
+    attacker = FaultInjector(lambda _: blows, horizon=0.1)
     role = RoleView(name="replica-0", state="done", pid=victim)
     with attacker.turns:
-        attacker.watch(SupervisorView(samples=1, roles=(role,), stop_reason="done"))
+        attacker.watch(JobView(samples=1, roles=(role,), stop_reason="done"))
         attacker.turns.await_next()
     assert attacker.blows == tuple(blows)
     assert not attacker.lines

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.chaos.schedule import Blow, Kind
-from distbelief.chaos.tcp_proxy import Cutter, Detour, NoZmtpError, Turns
-from distbelief.protocol import Alive, Heartbeat, Join, Message
-from distbelief.protocol.codec import Wire
+from distbelief.chaos.schedule import FaultEvent, Kind
+from distbelief.chaos.tcp_proxy import FrameSplitter, NotZmtpError, TcpProxy, ThreadLoop
+from distbelief.protocol import Heartbeat, HeartbeatAck, Join, Message
+from distbelief.protocol.codec import Codec
 from distbelief.roles.role import Action, Address, Event, Received, Seconds, Started
 from tests.links import link
 
@@ -18,17 +18,17 @@ from tests.links import link
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)
 READY = b"\x04\x06\x05READY"
 N_POLLS_MAX = 1000  # 10 s
-HEADER = bytes(Wire(run="r").encode(Alive(), sender="one", incarnation=1)[0])
+HEADER = bytes(Codec(run="r").encode(HeartbeatAck(), sender="one", incarnation=1)[0])
 MESSAGE = bytes([1, len(HEADER)]) + HEADER + b"\x02" + (3).to_bytes(8, "big") + b"cde"
 
 
 def test_what_is_said_is_cut_into_messages_however_it_comes() -> None:
     spoken = GREETING + READY + MESSAGE + b"\x00\x01x"
     pieces = [(GREETING, False), (READY, False), (MESSAGE, True), (b"\x00\x01x", True)]
-    whole = Cutter()
+    whole = FrameSplitter()
     assert whole.feed(spoken) == pieces
     assert whole.name == "one"
-    slow = Cutter()
+    slow = FrameSplitter()
     found = [piece for byte in spoken for piece in slow.feed(bytes([byte]))]
     assert b"".join(content for content, _ in found) == spoken
     assert found[64:] == pieces[1:]  # the greeting passes as it comes
@@ -45,12 +45,12 @@ def test_what_is_said_is_cut_into_messages_however_it_comes() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_refused(spoken: bytes, said: str) -> None:
-    with pytest.raises(NoZmtpError, match=said):
-        Cutter().feed(spoken)
+    with pytest.raises(NotZmtpError, match=said):
+        FrameSplitter().feed(spoken)
 
 
 def test_who_has_said_nothing_has_no_name() -> None:
-    cutter = Cutter()
+    cutter = FrameSplitter()
     cutter.feed(GREETING + READY)
     assert cutter.name is None
 
@@ -61,7 +61,7 @@ class Talk:
     def __init__(self, stack: ExitStack, seed: int, folder: Path) -> None:
         self.one, self.two = (stack.enter_context(link(name, folder)) for name in ("one", "two"))
         self.now = 0.0  # by which blows end
-        self.detour = Detour(seed, clock=lambda: self.now)
+        self.detour = TcpProxy(seed, clock=lambda: self.now)
         stack.enter_context(self.detour.turns)
         endpoint = self.detour.through("two", self.two.endpoint)
         assert self.detour.through("two", self.two.endpoint) == endpoint
@@ -72,7 +72,7 @@ class Talk:
 
     def strike(self, kind: Kind, seconds: Seconds = 60.0, role: str = "two") -> None:
         probability = 0.0 if kind == "cut off" else 1.0
-        blow = Blow(kind=kind, role=role, at=0.0, probability=probability)
+        blow = FaultEvent(kind=kind, role=role, at=0.0, probability=probability)
         self.detour.strike(blow, now=self.now, seconds=seconds)
         self.detour.turns.await_next()
 
@@ -175,7 +175,7 @@ class Listening:
 
 def test_the_supervisor_is_told_of_detours_only(tmp_path: Path) -> None:
     supervisor = Listening()
-    detour = Detour(0)
+    detour = TcpProxy(0)
     with detour.turns:
         role = detour.around(supervisor)
         role.handle(Started(incarnation=1), 0.0)
@@ -201,7 +201,7 @@ def test_what_fails_in_a_turn_is_raised_at_the_end() -> None:
 
     with (
         pytest.raises(OSError, match="no more sockets"),
-        Turns(fail, at_end=lambda: ended.append("so")),
+        ThreadLoop(fail, at_end=lambda: ended.append("so")),
     ):
         assert failed.wait(60.0)
     assert ended == ["so"]
@@ -218,11 +218,11 @@ def test_what_fails_in_a_turn_does_not_hide_what_fails_beside_it() -> None:
         assert failed.wait(60.0)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Turns(fail):
+    with pytest.raises(KeyboardInterrupt), ThreadLoop(fail):
         interrupt()
 
 
 def test_a_turn_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distbelief.chaos.tcp_proxy.AWAITED_SECONDS_MAX", 0.01)
     with pytest.raises(TimeoutError, match=r"within 0.01 s"):
-        Turns(lambda: None).await_next()
+        ThreadLoop(lambda: None).await_next()

@@ -16,14 +16,14 @@ import typer
 from typer.testing import CliRunner, Result
 
 from distbelief.cli.main import app
-from distbelief.cli.options import FAILED, INTERRUPTED, MISTAKEN, told
+from distbelief.cli.options import FAILED, INTERRUPTED, MISTAKEN, reported_errors
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.supervisor.view import RoleView, SupervisorView
+from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.jobs import SPEECH
 
 
-VIEW = SupervisorView(
+VIEW = JobView(
     seconds=10.0,
     phase="training",
     samples=640,
@@ -209,14 +209,14 @@ def test_what_is_no_run_cannot_be_resumed() -> None:
 def test_each_kind_of_error_has_its_exit_code(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(typer.Exit) as caught, told(show_traceback=False):
+    with pytest.raises(typer.Exit) as caught, reported_errors(show_traceback=False):
         raise error
     assert caught.value.exit_code == code
     assert capsys.readouterr().err == said
 
 
 def test_an_unforeseen_error_points_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as caught, told(show_traceback=False):
+    with pytest.raises(typer.Exit) as caught, reported_errors(show_traceback=False):
         _ = os.environ["NO SUCH NAME"]
     assert caught.value.exit_code == FAILED
     said = capsys.readouterr().err
@@ -227,10 +227,10 @@ def test_an_unforeseen_error_points_at_its_place(capsys: pytest.CaptureFixture[s
 
 
 def test_a_traceback_is_shown_to_whoever_asks(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit), told(show_traceback=True):
+    with pytest.raises(typer.Exit), reported_errors(show_traceback=True):
         raise JobError("mend the model")
     assert "Traceback" in capsys.readouterr().err
-    with pytest.raises(ZeroDivisionError), told(show_traceback=True):
+    with pytest.raises(ZeroDivisionError), reported_errors(show_traceback=True):
         _ = 1 / 0
 
 

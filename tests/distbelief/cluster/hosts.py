@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from distbelief.cluster.agent import PREPARE, Host, HostConfig
-from distbelief.cluster.host_table import HERE, HostedConfig
-from distbelief.cluster.scheduler import Hosted
+from distbelief.cluster.agent import PREPARE, HostAgent, HostAgentConfig
+from distbelief.cluster.host_table import HERE, ClusterConfig
+from distbelief.cluster.scheduler import ClusterSupervisor
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Failed, Finished, Heartbeat, Join, Message, Piece, Stop
-from distbelief.protocol.codec import Wire
+from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Stop
+from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
     SUPERVISOR,
     USER,
@@ -24,7 +24,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     Launch,
     PeerLost,
     Received,
@@ -85,7 +85,7 @@ class Town:
     """
 
     def __init__(
-        self, roster: Sequence[tuple[str, Kind]], config: HostedConfig | None = None
+        self, roster: Sequence[tuple[str, Kind]], config: ClusterConfig | None = None
     ) -> None:
         self.now = 100.0
         self.machines: dict[Address, Machine] = {}
@@ -93,7 +93,7 @@ class Town:
         self.slow_words = False  # what roles say last comes after their machine's word
         self.late: deque[tuple[Address, int, Address, Message]] = deque()
         self.mail: deque[tuple[Address, int, Address, Message]] = deque()
-        self.wire = Wire(run="t")
+        self.wire = Codec(run="t")
         self.begin_another(roster, config or config_of())
 
     # --------------------------------------------------------------- for the tests
@@ -104,23 +104,23 @@ class Town:
         *,
         cores: int = 2,
         wrong: str | None = None,
-        config: HostConfig | None = None,
+        config: HostAgentConfig | None = None,
         patience: float = 15.0,
     ) -> Machine:
         """A machine joins; the job has this patience."""
-        config = config or HostConfig(label=name, cores=cores, memory_bytes=1 << 30)
-        host = Host(config, site=Site(wrong, patience=patience))
+        config = config or HostAgentConfig(label=name, cores=cores, memory_bytes=1 << 30)
+        host = HostAgent(config, site=Site(wrong, patience=patience))
         machine = self._begin(Address(f"host-{name}"), host)
         self.pass_time(2.0)
         return machine
 
-    def begin_another(self, roster: Sequence[tuple[str, Kind]], config: HostedConfig) -> None:
+    def begin_another(self, roster: Sequence[tuple[str, Kind]], config: ClusterConfig) -> None:
         """A supervisor begins; at the place of the one before, if there was one."""
         stop = StopRules(StopTable(epochs=1e9), n_train=100)
         self.supervisor = Supervisor(
             SupervisorConfig(roster=tuple(roster), stop=stop, settled_seconds=1.0)
         )
-        self.hosted = Hosted(self.supervisor, config)
+        self.hosted = ClusterSupervisor(self.supervisor, config)
         self.here = self._begin(HERE, self.hosted)
 
     def pause(self, machine: Machine, seconds: float) -> None:
@@ -204,7 +204,7 @@ class Town:
             sender, incarnation, receiver, message = self.mail.popleft()
             frames = self.wire.encode(message, sender=sender, incarnation=incarnation)
             copy = self.wire.decode(frames).message
-            if isinstance(copy, Piece) and copy.document == self.lossy:
+            if isinstance(copy, FileChunk) and copy.document == self.lossy:
                 continue
             event = Received(sender=sender, incarnation=incarnation, message=copy)
             if receiver == SUPERVISOR:
@@ -249,7 +249,7 @@ class Town:
             case Compute():
                 result = action.work()
                 self._deliver(machine, Computed(name=action.name, result=result))
-            case Halt():
+            case Exit():
                 machine.halted, machine.error = True, action.error
                 machine.processes.clear()
             case _:
@@ -270,8 +270,8 @@ class Town:
 
 def config_of(
     *, n_hosts: int = 0, hosts_seconds_max: float = 600.0, slots_here: int = 1, run: str = "r"
-) -> HostedConfig:
-    return HostedConfig(
+) -> ClusterConfig:
+    return ClusterConfig(
         run=run,
         brief=b"b" * 10,
         n_hosts=n_hosts,

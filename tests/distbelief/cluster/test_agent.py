@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.cluster.agent import HostSite, SiteConfig
-from distbelief.cluster.bootstrap import write_brief
+from distbelief.cluster.agent import AgentStorage, AgentStorageConfig
+from distbelief.cluster.bootstrap import write_job_spec
 from distbelief.launch import preflight
-from distbelief.launch.local import Launcher
+from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import read_spec
-from distbelief.transport.config import Reach
+from distbelief.transport.config import ListenConfig
 from tests.distbelief.cluster.test_bootstrap_job_spec import spec_of
 
 
@@ -41,23 +41,23 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def site_of(code: Path, *allowed: str) -> HostSite:
-    config = SiteConfig(
+def site_of(code: Path, *allowed: str) -> AgentStorage:
+    config = AgentStorageConfig(
         supervisor="tcp://127.0.0.1:7",
-        reach=Reach(),
+        reach=ListenConfig(),
         allowed=allowed,
         code=code,
         directory=code / "joined",
     )
-    return HostSite(config, launcher=Launcher())
+    return AgentStorage(config, launcher=LocalLauncher())
 
 
-def told(site: HostSite, code: Path) -> str | None:
+def told(site: AgentStorage, code: Path) -> str | None:
     """Let it be told of a run, and tried out; return the verdict."""
     plan = code / "plan.json"
     plan.write_text("{}")
     overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
-    site.furnish(write_brief(spec_of(*overrides), plan=plan))
+    site.furnish(write_job_spec(spec_of(*overrides), plan=plan))
     assert preflight.prepare_main("prepare", 1, str(site._spec)) == 0
     return site.verdict()
 
@@ -68,7 +68,7 @@ def test_two_machines_may_join_from_the_same_folder(
     """Both looked for the next free number, and the second to make it was refused."""
     monkeypatch.setattr(Path, "exists", lambda _: False)  # as if both looked at once
     sites = [site_of(code, "letters") for _ in range(2)]
-    brief = write_brief(spec_of(*FACTORIES), plan=None)
+    brief = write_job_spec(spec_of(*FACTORIES), plan=None)
     for site in sites:
         site.furnish(brief)
         site.clear()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.cluster import bootstrap
-from distbelief.cluster.bootstrap import DOCUMENT_BYTES_MAX, Reading, piece_of
+from distbelief.cluster.bootstrap import DOCUMENT_BYTES_MAX, FileDownload, chunk_of
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Ask, Blob, Piece
+from distbelief.protocol import Blob, FileChunk, FileRequest
 from distbelief.protocol.hosts import PIECE_BYTES_MAX
 
 
@@ -22,9 +22,9 @@ def test_a_document_arrives_whatever_is_lost_or_comes_twice(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bootstrap, "PIECE_BYTES_MAX", size)
-        reading, ask = Reading("d"), Reading("d").ask()
+        reading, ask = FileDownload("d"), FileDownload("d").ask()
         for n in [*times, *[1] * 200]:
-            piece = piece_of("d", content, ask.offset)
+            piece = chunk_of("d", content, ask.offset)
             for _ in range(n):
                 if reading.take(piece):
                     ask = reading.ask()
@@ -41,13 +41,13 @@ def test_a_slow_link_does_not_fill_with_the_same_piece(piece_seconds: float) -> 
     waits for came after them.
     """
     content, beat_seconds, free_at, n_sent = bytes(6 * PIECE_BYTES_MAX), 0.5, 0.0, 0
-    reading = Reading("d")
-    coming: deque[tuple[float, Piece]] = deque()
+    reading = FileDownload("d")
+    coming: deque[tuple[float, FileChunk]] = deque()
 
-    def send(ask: Ask, now: float) -> None:
+    def send(ask: FileRequest, now: float) -> None:
         nonlocal free_at, n_sent
         free_at, n_sent = max(now, free_at) + piece_seconds, n_sent + 1
-        coming.append((free_at, piece_of("d", content, ask.offset)))
+        coming.append((free_at, chunk_of("d", content, ask.offset)))
 
     send(reading.ask(), 0.0)
     for beat in range(round(30 * piece_seconds / beat_seconds)):
@@ -68,16 +68,16 @@ def test_a_slow_link_does_not_fill_with_the_same_piece(piece_seconds: float) -> 
     [(0, 3, b"four"), (0, DOCUMENT_BYTES_MAX + 1, b"x"), (0, 1, b"")],
 )
 def test_a_piece_that_makes_no_sense_is_refused(offset: int, n_bytes: int, content: bytes) -> None:
-    piece = Piece(document="d", offset=offset, n_bytes=n_bytes, content=Blob(content))
+    piece = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=Blob(content))
     with pytest.raises(RemoteProtocolError, match="bytes of d at 0"):
-        Reading("d").take(piece)
+        FileDownload("d").take(piece)
 
 
 def test_a_document_does_not_change_its_length() -> None:
-    reading, ab = Reading("d"), Blob(b"ab")
-    assert reading.take(Piece(document="d", offset=0, n_bytes=4, content=ab))
-    assert not reading.take(Piece(document="e", offset=2, n_bytes=4, content=ab))
+    reading, ab = FileDownload("d"), Blob(b"ab")
+    assert reading.take(FileChunk(document="d", offset=0, n_bytes=4, content=ab))
+    assert not reading.take(FileChunk(document="e", offset=2, n_bytes=4, content=ab))
     with pytest.raises(RemoteProtocolError, match="before: 4"):
-        reading.take(Piece(document="d", offset=2, n_bytes=5, content=ab))
+        reading.take(FileChunk(document="d", offset=2, n_bytes=5, content=ab))
     with pytest.raises(RemoteProtocolError, match="it has 3 bytes"):
-        piece_of("d", b"abc", 4)
+        chunk_of("d", b"abc", 4)

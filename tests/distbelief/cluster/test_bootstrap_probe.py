@@ -7,24 +7,24 @@ from distbelief.cluster.bootstrap import (
     N_PIECES_MAX,
     PIECE_BYTES,
     SECONDS_MAX,
-    LinkProbe,
-    probe_piece,
+    BandwidthProbe,
+    probe_chunk,
 )
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Ask
+from distbelief.protocol import FileRequest
 
 
-def run(*, bandwidth: float, latency: float = 0.0) -> tuple[LinkProbe, float]:
+def run(*, bandwidth: float, latency: float = 0.0) -> tuple[BandwidthProbe, float]:
     """Return what is found on such a link, and how long it took."""
     now = 0.0
-    probe = LinkProbe(begun_at=now)
+    probe = BandwidthProbe(begun_at=now)
     asks = probe.ask(now)
     while asks:
         now += latency
-        more: list[Ask] = []
+        more: list[FileRequest] = []
         for ask in asks:
             now += PIECE_BYTES / bandwidth
-            more = probe.take(probe_piece(ask.offset), now)
+            more = probe.take(probe_chunk(ask.offset), now)
         asks = more
     return probe, now
 
@@ -44,11 +44,11 @@ def test_one_gigabit_is_measured_within_a_tenth_of_a_second() -> None:
 
 
 def test_a_turn_of_another_program_is_not_the_rate_of_the_link() -> None:
-    probe = LinkProbe(begun_at=0.0)
+    probe = BandwidthProbe(begun_at=0.0)
     probe.ask(0.0)
-    assert probe.take(probe_piece(0), 0.08)  # a long turn
-    probe.take(probe_piece(PIECE_BYTES), 0.081)
-    assert probe.take(probe_piece(2 * PIECE_BYTES), 0.082)
+    assert probe.take(probe_chunk(0), 0.08)  # a long turn
+    probe.take(probe_chunk(PIECE_BYTES), 0.081)
+    assert probe.take(probe_chunk(2 * PIECE_BYTES), 0.082)
     assert probe.rate == pytest.approx(2 * PIECE_BYTES / 0.002)
     assert not probe.is_over
 
@@ -57,22 +57,22 @@ def test_a_link_without_an_end_is_asked_for_no_more_than_there_is() -> None:
     probe, _ = run(bandwidth=1e15)
     assert probe.is_over
     with pytest.raises(RemoteProtocolError, match="there is none"):
-        probe_piece(N_PIECES_MAX * PIECE_BYTES)
+        probe_chunk(N_PIECES_MAX * PIECE_BYTES)
     with pytest.raises(RemoteProtocolError, match="a piece of probe at 1:"):
-        probe_piece(1)
+        probe_chunk(1)
 
 
 def test_what_comes_twice_or_out_of_turn_does_not_count() -> None:
-    probe = LinkProbe(begun_at=0.0)
+    probe = BandwidthProbe(begun_at=0.0)
     probe.ask(0.0)
-    assert not probe.take(probe_piece(PIECE_BYTES), 0.001)
-    assert len(probe.take(probe_piece(0), 0.001)) == 2
-    assert not probe.take(probe_piece(0), 0.002)
+    assert not probe.take(probe_chunk(PIECE_BYTES), 0.001)
+    assert len(probe.take(probe_chunk(0), 0.001)) == 2
+    assert not probe.take(probe_chunk(0), 0.002)
     assert probe.rate == pytest.approx(PIECE_BYTES / 0.001)
 
 
 def test_a_link_on_which_something_is_lost_is_given_up() -> None:
-    probe = LinkProbe(begun_at=5.0)
+    probe = BandwidthProbe(begun_at=5.0)
     probe.ask(5.0)
     assert not probe.is_late(5.0 + SECONDS_MAX)
     assert probe.is_late(5.1 + SECONDS_MAX)

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from distbelief.cluster.host_table import HERE, Places
+from distbelief.cluster.host_table import HERE, SlotTable
 from distbelief.roles.role import Address
 
 
@@ -14,7 +14,7 @@ def names(*texts: str) -> list[Address]:
 
 
 def test_the_emptiest_room_comes_first_and_one_that_is_full_never() -> None:
-    places = Places(slots_here=1)
+    places = SlotTable(slots_here=1)
     places.open(A, slots=2)
     found = []
     for k in range(4):
@@ -27,7 +27,7 @@ def test_the_emptiest_room_comes_first_and_one_that_is_full_never() -> None:
 
 
 def test_faster_rooms_are_filled_first_and_unknown_ones_count_as_fast() -> None:
-    places = Places(slots_here=1)
+    places = SlotTable(slots_here=1)
     places.open(A, slots=3, grade=-10)
     places.open(B, slots=2, grade=-14)
     found = []
@@ -39,7 +39,7 @@ def test_faster_rooms_are_filled_first_and_unknown_ones_count_as_fast() -> None:
 
 
 def test_machines_of_one_replica_stay_together_where_they_can() -> None:
-    places = Places(slots_here=1)
+    places = SlotTable(slots_here=1)
     places.open(A, slots=2)
     places.open(B, slots=3)
     assert places.find(names("x.0", "x.1", "x.2")) == [B, B, B]
@@ -49,7 +49,7 @@ def test_machines_of_one_replica_stay_together_where_they_can() -> None:
 
 
 def test_who_is_started_again_goes_where_he_was() -> None:
-    places = Places(slots_here=4)
+    places = SlotTable(slots_here=4)
     places.open(A, slots=2)
     places.put(Address("r"), A, slots=1)
     places.leave(Address("r"))
@@ -62,7 +62,7 @@ def test_who_is_started_again_goes_where_he_was() -> None:
 
 
 def test_what_ran_on_a_machine_that_is_gone_is_nowhere() -> None:
-    places = Places(slots_here=0)
+    places = SlotTable(slots_here=0)
     places.open(A, slots=1)
     places.put(Address("r"), A, slots=1)
     assert places.roles_at(A) == ["r"]
@@ -80,7 +80,7 @@ def test_what_ran_on_a_machine_that_is_gone_is_nowhere() -> None:
 def test_no_room_takes_more_than_it_has_slots(
     here: int, slots: list[int], groups: list[int]
 ) -> None:
-    places = Places(slots_here=here)
+    places = SlotTable(slots_here=here)
     rooms = {HERE: here}
     for k, n in enumerate(slots):
         rooms[Address(f"host-{k}")] = n

@@ -10,12 +10,12 @@ from typing import Final
 import pytest
 
 from distbelief.cluster import join as join_module
-from distbelief.cluster.agent import HostConfig
-from distbelief.protocol import Dismiss, Duties, Offer
+from distbelief.cluster.agent import HostAgentConfig
+from distbelief.protocol import Assignments, Offer, Release
 from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import SUPERVISOR
-from distbelief.transport.address import LOOPBACK, Place
-from distbelief.transport.config import Reach
+from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
 
 
@@ -31,11 +31,11 @@ class Head:
         self.offers: list[Offer] = []
         self._answer = answer
         secret = new_secret()
-        self._transport = Reach(host=LOOPBACK, secret=secret).transport(
+        self._transport = ListenConfig(host=LOOPBACK, secret=secret).transport(
             name=SUPERVISOR, incarnation=1, run="t", log=lambda _level, _text: None
         )
         self._transport.start()
-        place = Place.parse(self._transport.endpoint).endpoint
+        place = Endpoint.parse(self._transport.endpoint).endpoint
         self.address = f"{place}?secret={secret}"
         self._thread = threading.Thread(target=self._serve)
 
@@ -49,13 +49,13 @@ class Head:
     @property
     def machine_at(self) -> str:
         """Where the machine listens, as it said last."""
-        return Place.parse(self.offers[-1].endpoint).host
+        return Endpoint.parse(self.offers[-1].endpoint).host
 
     def take(self, name: str) -> None:
-        self._transport.send(name, Duties(life=self._life, run="r", duties=()))
+        self._transport.send(name, Assignments(life=self._life, run="r", duties=()))
 
     def dismiss(self, name: str, *, again: bool) -> None:
-        self._transport.send(name, Dismiss(life=self._life, again=again, reason="so"))
+        self._transport.send(name, Release(life=self._life, again=again, reason="so"))
 
     @property
     def _life(self) -> int:
@@ -80,7 +80,7 @@ class Head:
 def join(head: Head, directory: Path) -> tuple[int, list[str]]:
     """Return the exit code, and what its user was told."""
     said: list[str] = []
-    wanted = join_module.Wanted(
+    wanted = join_module.JoinOptions(
         address=head.address, keys=None, cores=1, directory=directory, wait_seconds=SECONDS_MAX
     )
     with head:
@@ -91,8 +91,8 @@ def test_a_job_that_ends_as_a_machine_begins_anew_is_over_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited as long for the next one as if it had never been of any."""
-    patient = partial(HostConfig, over_seconds=1.0)
-    monkeypatch.setattr(join_module, "HostConfig", patient)
+    patient = partial(HostAgentConfig, over_seconds=1.0)
+    monkeypatch.setattr(join_module, "HostAgentConfig", patient)
 
     def answer(head: Head, envelope: Envelope) -> bool:
         if isinstance(envelope.message, Offer):
@@ -149,7 +149,7 @@ def test_a_supervisor_that_has_another_address_is_found_by_its_name(
     monkeypatch.setattr(join_module, "NAME_SECONDS", 0.5)
     said: list[str] = []
     with Head(answer) as head:
-        wanted = join_module.Wanted(
+        wanted = join_module.JoinOptions(
             address=head.address.replace("127.0.0.1", "trainer"),
             keys=None,
             directory=tmp_path,
@@ -164,7 +164,7 @@ def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = int(reserved.getsockname()[1])
     said: list[str] = []
-    wanted = join_module.Wanted(
+    wanted = join_module.JoinOptions(
         address=f"tcp://127.0.0.1:{port}?secret={'5f' * 32}",
         keys=None,
         cores=1,

@@ -4,12 +4,12 @@ import select
 import socket
 
 from distbelief.cluster import join
-from distbelief.cluster.join import Knock
-from distbelief.transport.address import Place
+from distbelief.cluster.join import PortProbe
+from distbelief.transport.address import Endpoint
 
 
-def knock_at(listener: socket.socket) -> Knock:
-    return Knock(Place(host="127.0.0.1", port=listener.getsockname()[1]))
+def knock_at(listener: socket.socket) -> PortProbe:
+    return PortProbe(Endpoint(host="127.0.0.1", port=listener.getsockname()[1]))
 
 
 def test_where_somebody_listens_nobody_is_disturbed_for_long() -> None:
@@ -37,6 +37,6 @@ def test_a_port_that_is_shut_is_found_so_once_for_each_knock() -> None:
 
 def test_where_no_way_leads_nothing_is_known() -> None:
     """A number of the class that no host has: the kernel refuses to send there."""
-    asks = Knock(Place(host="240.0.0.1", port=9))
+    asks = PortProbe(Endpoint(host="240.0.0.1", port=9))
     assert not any(asks.finds_nobody(float(now)) for now in range(3))
     asks.close()

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import cast
 
-from distbelief.cluster.join import Lookout
-from distbelief.transport.address import Place
+from distbelief.cluster.join import SupervisorMonitor
+from distbelief.transport.address import Endpoint
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -12,10 +12,10 @@ def test_a_supervisor_that_stood_still_has_no_other_key() -> None:
     """A machine stopped for 25 s was said to have another key than its address."""
     closed = SimpleNamespace(is_refused=lambda _: False, is_another=lambda _: True)
     said: list[str] = []
-    lookout = Lookout(
+    lookout = SupervisorMonitor(
         cast("ZmqTransport", closed),
         key="k",
-        place=Place(host="127.0.0.1", port=9),
+        place=Endpoint(host="127.0.0.1", port=9),
         tell=said.append,
     )
     lookout.look(is_alone=False, is_known=True)

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from distbelief.cluster.ray import RayHosts, RayWanted, connect
+from distbelief.cluster.ray import RayHosts, RayOptions, connect
 from distbelief.errors import JobError
 from tests.distbelief.jobs import speech
 
@@ -22,7 +22,7 @@ def test_ray_lends_room_for_what_has_none_here(
     n_hosts: int, n_machines: int, here: int, cores: int
 ) -> None:
     job = speech("cluster.replicas=8", "cluster.threads=2")
-    wanted = RayWanted.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
+    wanted = RayOptions.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
     assert wanted.cores == cores
     assert wanted.allowed == ("speech.model", "speech.data")
 
@@ -88,7 +88,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(JobError, match=r"distbelief\[ray\]"):
         connect(is_local=True)
-    RayHosts(RayWanted(n_hosts=1, cores=1, keys="", allowed=())).close()
+    RayHosts(RayOptions(n_hosts=1, cores=1, keys="", allowed=())).close()
 
 
 @pytest.mark.usefixtures("ray")
@@ -140,7 +140,7 @@ def test_a_cluster_on_this_machine_only_reaches_it(ray: Cluster) -> None:
 
 
 def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
-    machines = RayHosts(RayWanted(n_hosts=n_hosts, cores=3, keys="", allowed=()))
+    machines = RayHosts(RayOptions(n_hosts=n_hosts, cores=3, keys="", allowed=()))
     machines.start(
         "tcp://127.0.0.1:1?secret=5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f",
         directory=tmp_path,

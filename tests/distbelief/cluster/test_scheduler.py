@@ -5,16 +5,25 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
-from distbelief.cluster.agent import BRIEF, Host, HostConfig
-from distbelief.cluster.bootstrap import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_piece
+from distbelief.cluster.agent import BRIEF, HostAgent, HostAgentConfig
+from distbelief.cluster.bootstrap import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_chunk
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Alive, Ask, Blob, Dismiss, HostReport, Join, Piece, Stop
+from distbelief.protocol import (
+    Blob,
+    FileChunk,
+    FileRequest,
+    HeartbeatAck,
+    HostReport,
+    Join,
+    Release,
+    Stop,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     USER,
     Action,
     Address,
-    Halt,
+    Exit,
     PeerLost,
     Received,
     Report,
@@ -56,7 +65,7 @@ def test_a_job_waits_for_its_machines_and_uses_them() -> None:
 
 def test_a_machine_tells_its_speed_and_its_link_is_tried() -> None:
     town = Town(roster(2))
-    config = HostConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
+    config = HostAgentConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
     town.come("a", config=config)
     (view,) = town.hosted.view(town.now).hosts
     assert (view.state, view.memory_bytes, view.flops) == ("ready", 1 << 34, 4.2e10)
@@ -78,7 +87,7 @@ def test_a_machine_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -
 def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
     town = Town(roster(1))
     town.come("a")
-    ask = Ask(document=PROBE, offset=0)
+    ask = FileRequest(document=PROBE, offset=0)
     event = Received(sender=Address("host-a"), incarnation=1, message=ask)
     answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_PIECES_MAX)]
     assert sum(map(bool, answers)) < N_PIECES_MAX
@@ -90,15 +99,15 @@ def test_what_machines_ask_for_is_not_copied_for_each() -> None:
     contents = []
     for name in ("a", "b"):
         town.come(name)
-        ask = Ask(document=BRIEF, offset=0)
+        ask = FileRequest(document=BRIEF, offset=0)
         event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
         (send,) = town.hosted.handle(event, town.now)
         assert isinstance(send, Send)
-        assert isinstance(send.message, Piece)
+        assert isinstance(send.message, FileChunk)
         assert send.lent
         contents.append(send.message.content.content.obj)
     assert contents[0] is contents[1]
-    assert probe_piece(0).content is probe_piece(PIECE_BYTES).content
+    assert probe_chunk(0).content is probe_chunk(PIECE_BYTES).content
 
 
 def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
@@ -151,7 +160,7 @@ def test_a_machine_that_begins_anew_in_every_message_fills_no_log() -> None:
     """2.7 MB of it in 40 s, by one who may join."""
     town = Town(roster(1))
     for life in range(1, 1001):
-        offer = HostConfig(label="a", cores=1, memory_bytes=1).offer(life)
+        offer = HostAgentConfig(label="a", cores=1, memory_bytes=1).offer(life)
         event = Received(sender=Address("host-a"), incarnation=1, message=offer)
         town.hosted.handle(event, town.now + 0.005 * life)
     assert sum("has joined" in text for text in town.said) <= 6
@@ -310,13 +319,13 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
 
 def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
-    config = HostConfig(label="b", cores=2, memory_bytes=1, stays=True)
-    host = Host(config, site=Site(patience=600.0))
-    sent_away = Dismiss(life=1, again=False, reason="no such file", refused=True)
+    config = HostAgentConfig(label="b", cores=2, memory_bytes=1, stays=True)
+    host = HostAgent(config, site=Site(patience=600.0))
+    sent_away = Release(life=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
     said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
     assert said == Report(text="sent away: no such file; waiting for another job", level="warning")
-    assert not any(isinstance(action, Halt) for action in others)
+    assert not any(isinstance(action, Exit) for action in others)
 
 
 def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
@@ -363,7 +372,7 @@ def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
 def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
     town = Town(roster(3))
     machine = town.come("a")
-    config = HostConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
     stays = town.come("b", config=config)
     stop = Stop(reason="Ctrl+C")
     town.hosted.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
@@ -403,7 +412,7 @@ LOST = PeerLost(peer=SUPERVISOR, incarnation=0, reason="nothing listens at x any
 
 def begin_anew(town: Town, machine: Machine) -> None:
     """Tell a machine so, and end the job before its offer arrives."""
-    again = Dismiss(life=1, again=True, reason="it was silent for too long")
+    again = Release(life=1, again=True, reason="it was silent for too long")
     said = Received(sender=SUPERVISOR, incarnation=1, message=again)
     machine.role.handle(said, town.now)
     town.kill(town.here)
@@ -428,7 +437,7 @@ def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
     report, *_, halt = tell_lost(town, machine, seconds=3)
     assert isinstance(report, Report)
     assert report.text == f"{LOST.reason}: the job is over; how it ended is not known here"
-    assert halt == Halt(error=None)
+    assert halt == Exit(error=None)
 
 
 def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
@@ -477,19 +486,19 @@ def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
 
 def test_what_runs_there_ends_with_it() -> None:
     town = Town(roster(3))
-    config = HostConfig(label="a", cores=1, memory_bytes=1 << 30, over_seconds=10.0)
+    config = HostAgentConfig(label="a", cores=1, memory_bytes=1 << 30, over_seconds=10.0)
     machine = town.come("a", config=config)
     assert machine.processes
     town.kill(town.here)
     actions = tell_lost(town, machine, seconds=12)
     ended = [action.name for action in actions if isinstance(action, Terminate)]
     assert sorted(ended) == sorted(machine.processes)
-    assert actions[-1] == Halt(error=None)
+    assert actions[-1] == Exit(error=None)
 
 
 def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
     town = Town(roster(1))
-    config = HostConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
     stays = town.come("b", config=config)
     town.kill(town.here)
     early = town.come("a")
@@ -504,7 +513,7 @@ def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
     town.lossy = BRIEF
     machine = town.come("a")
     town.kill(town.here)
-    piece = Piece(document=BRIEF, offset=9, n_bytes=99, content=Blob(b"x"))
+    piece = FileChunk(document=BRIEF, offset=9, n_bytes=99, content=Blob(b"x"))
     for _ in range(20):
         town.pass_time(1.0)
         again = Received(sender=SUPERVISOR, incarnation=1, message=piece)
@@ -517,7 +526,7 @@ def test_words_that_nobody_should_say_are_refused() -> None:
     town = Town(roster(1))
     town.come("a")
     host = Address("host-a")
-    for message in (Alive(), Ask(document="secret", offset=0)):
+    for message in (HeartbeatAck(), FileRequest(document="secret", offset=0)):
         with pytest.raises(RemoteProtocolError):
             town.hosted.handle(Received(sender=host, incarnation=1, message=message), town.now)
     stranger = Received(

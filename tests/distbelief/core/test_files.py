@@ -71,7 +71,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from distbelief import files
+from distbelief.core import files
 
 def fill(draft):
     draft.write_bytes(bytes(1000))

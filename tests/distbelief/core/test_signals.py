@@ -85,15 +85,15 @@ COMMAND = """
 import fcntl, signal, sys, termios
 from pathlib import Path
 from rich.console import Console
-from distbelief.display.progress import Progress
-from distbelief.supervisor.view import SupervisorView
+from distbelief.display.progress import ProgressLine
+from distbelief.supervisor.view import JobView
 from distbelief.core.signals import caught_signals
 
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 console = Console(force_terminal=True)
 with caught_signals() as caught:
-    with Progress("demo", console=console) as progress:
-        progress.update(SupervisorView())
+    with ProgressLine("demo", console=console) as progress:
+        progress.update(JobView())
         while not caught.number:
             signal.pause()
     console.print("a table")

@@ -11,7 +11,7 @@ from rich.console import Console
 from distbelief.core import formatting
 from distbelief.display.progress import ProgressLine, local_time
 from distbelief.display.screen import Screen, spark
-from distbelief.supervisor.view import HostView, Message, Point, RoleView, SupervisorView
+from distbelief.supervisor.view import HostView, JobView, Message, Point, RoleView
 
 
 NOON = dt.datetime(2026, 11, 21, 12, 0, tzinfo=dt.UTC)
@@ -23,7 +23,7 @@ LOST = Message(
     level="warning",
 )
 
-VIEW = SupervisorView(
+VIEW = JobView(
     seconds=72.0,
     phase="training",
     samples=305_000,
@@ -60,7 +60,7 @@ VIEW = SupervisorView(
 )
 
 
-def drawn(view: SupervisorView, *, width: int, height: int = 40, strip: bool = False) -> str:
+def drawn(view: JobView, *, width: int, height: int = 40, strip: bool = False) -> str:
     console = Console(width=width, height=height, file=io.StringIO(), record=True)
     console.print(Screen(view, name="speech-demo"))
     text = console.export_text()
@@ -75,7 +75,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def test_the_screen_looks_so() -> None:
-    flat = SupervisorView(
+    flat = JobView(
         seconds=72.0,
         phase="training",
         samples=305_000,
@@ -121,7 +121,7 @@ def test_speeds_have_two_digits(flops: float | None, text: str) -> None:
 
 
 def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
-    view = SupervisorView(
+    view = JobView(
         phase="training",
         roles=(RoleView(name="replica-0", state="computing", at="lab-2"),),
         hosts=(
@@ -167,7 +167,7 @@ def test_a_narrow_terminal_still_names_every_role_and_the_share_done(width: int)
 def test_more_roles_than_lines_leave_the_troubled_ones() -> None:
     calm = [RoleView(name=f"replica-{r}", state="computing") for r in range(200)]
     calm[150] = RoleView(name="replica-150", state="restarting")
-    view = SupervisorView(roles=tuple(calm))
+    view = JobView(roles=tuple(calm))
     lines = lines_of(drawn(view, width=80, height=24))
     assert len(lines) <= 24
     assert any(line.startswith("replica 150   restarting") for line in lines)
@@ -176,7 +176,7 @@ def test_more_roles_than_lines_leave_the_troubled_ones() -> None:
 
 def test_what_nobody_has_measured_is_not_shown() -> None:
     roles = (RoleView(name="shard-0", state="starting"),)
-    text = drawn(SupervisorView(roles=roles), width=80)
+    text = drawn(JobView(roles=roles), width=80)
     assert "None" not in text
     assert "nan" not in text
     for word in ("samples/s", "loss", "accuracy", "staleness", "%"):
@@ -184,25 +184,25 @@ def test_what_nobody_has_measured_is_not_shown() -> None:
 
 
 def test_why_a_job_stops_stands_beside_its_name() -> None:
-    view = SupervisorView(phase="stopping", stop_reason="1 epoch trained")
+    view = JobView(phase="stopping", stop_reason="1 epoch trained")
     assert "stopping: 1 epoch trained" in drawn(view, width=80)
 
 
 @pytest.mark.parametrize(
     ("view", "title"),
     [
-        (SupervisorView(phase="failed", stop_reason="a", error="b"), "failed: b"),
-        (SupervisorView(phase="interrupted", stop_reason="Ctrl+C"), "interrupted: Ct"),
-        (SupervisorView(phase="saving", stop_reason="1 epoch done"), "saving: 1 epoch"),
-        (SupervisorView(phase="resuming", samples=30, progress=0.74), "resuming"),
+        (JobView(phase="failed", stop_reason="a", error="b"), "failed: b"),
+        (JobView(phase="interrupted", stop_reason="Ctrl+C"), "interrupted: Ct"),
+        (JobView(phase="saving", stop_reason="1 epoch done"), "saving: 1 epoch"),
+        (JobView(phase="resuming", samples=30, progress=0.74), "resuming"),
     ],
 )
-def test_the_title_says_what_the_job_does(view: SupervisorView, title: str) -> None:
+def test_the_title_says_what_the_job_does(view: JobView, title: str) -> None:
     assert drawn(view, width=80).startswith(f"speech-demo  {title}")
 
 
 def test_while_nobody_trains_no_time_is_left() -> None:
-    view = SupervisorView(phase="resuming", eta_seconds=4.0, samples=3, progress=0.74)
+    view = JobView(phase="resuming", eta_seconds=4.0, samples=3, progress=0.74)
     assert "left" not in drawn(view, width=80)
     assert "74 %" in drawn(view, width=80)
 
@@ -244,7 +244,7 @@ def test_a_curve_rises_with_its_values_and_is_flat_if_they_are() -> None:
 # ---------------------------------------------------------------- plain lines
 
 
-def in_a_pipe(*views: SupervisorView, report_every: float = 2.0) -> list[str]:
+def in_a_pipe(*views: JobView, report_every: float = 2.0) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=40)
     progress = ProgressLine(
@@ -266,14 +266,14 @@ def test_in_a_pipe_each_report_is_one_unbroken_line() -> None:
 
 
 def test_reports_come_every_few_seconds_and_when_the_phase_changes() -> None:
-    def at(seconds: float, samples: int) -> SupervisorView:
-        return SupervisorView(seconds=seconds, samples=samples, phase="training")
+    def at(seconds: float, samples: int) -> JobView:
+        return JobView(seconds=seconds, samples=samples, phase="training")
 
     lines = in_a_pipe(
-        SupervisorView(),
-        SupervisorView(seconds=0.5),
+        JobView(),
+        JobView(seconds=0.5),
         *(at(1.0 + t / 4, t) for t in range(13)),
-        SupervisorView(seconds=4.1, phase="stopping", stop_reason="Ctrl+C"),
+        JobView(seconds=4.1, phase="stopping", stop_reason="Ctrl+C"),
     )
     assert [line.removeprefix("12:00:00  ") for line in lines] == [
         "starting",
@@ -290,14 +290,14 @@ def test_a_message_is_told_once_and_at_once() -> None:
 
 def test_text_of_the_user_is_not_taken_for_markup() -> None:
     message = Message(number=1, seconds=0.0, text="[model] [red]hidden[/red] :smile:")
-    lines = in_a_pipe(SupervisorView(messages=(message,)))
+    lines = in_a_pipe(JobView(messages=(message,)))
     assert lines[0].endswith("[model] [red]hidden[/red] :smile:")
 
 
 # ------------------------------------------------------------------- terminal
 
 
-def on_a_terminal(*views: SupervisorView, no_color: bool) -> str:
+def on_a_terminal(*views: JobView, no_color: bool) -> str:
     out = io.StringIO()
     n_threads = threading.active_count()
     console = Console(

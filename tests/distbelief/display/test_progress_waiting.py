@@ -5,14 +5,14 @@ import io
 import pytest
 from rich.console import Console
 
-from distbelief.display.progress import Waiting
-from distbelief.supervisor.view import SupervisorView
+from distbelief.display.progress import WaitProgress
+from distbelief.supervisor.view import JobView
 
 
 def test_in_a_pipe_nothing_is_said_but_lines() -> None:
     """An empty line came at the end, in the errors of whoever had asked for JSON."""
     said = io.StringIO()
-    with Waiting(Console(file=said), n_runs=1) as waiting:
+    with WaitProgress(Console(file=said), n_runs=1) as waiting:
         waiting.begin("small, seed 0")
         waiting.end()
     assert not said.getvalue()
@@ -23,12 +23,12 @@ def lines_of(what: str, name: str, *, width: int) -> list[str]:
     said = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
-        Waiting(Console(file=said, width=width), n_runs=1) as waiting,
+        WaitProgress(Console(file=said, width=width), n_runs=1) as waiting,
     ):
         patch.setattr("distbelief.display.progress.LINE_SECONDS", 0.0)
         waiting.say(what)
         waiting.begin(name)
-        waiting.tell(SupervisorView())
+        waiting.tell(JobView())
     return said.getvalue().splitlines()
 
 
@@ -48,8 +48,8 @@ def test_a_line_is_not_broken_where_a_terminal_would_end() -> None:
 def test_on_a_terminal_there_is_a_bar_that_is_taken_away() -> None:
     said = io.StringIO()
     console = Console(file=said, force_terminal=True, width=80)
-    with Waiting(console, n_runs=1) as waiting:
+    with WaitProgress(console, n_runs=1) as waiting:
         waiting.begin("small[red], seed 0")
-        waiting.tell(SupervisorView())
+        waiting.tell(JobView())
     assert "small[red], seed 0" in said.getvalue()
     assert said.getvalue().endswith("\x1b[2K")

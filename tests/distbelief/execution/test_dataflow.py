@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from distbelief.execution.dataflow import dataflow, urgent
-from distbelief.execution.operations import Back, Task
-from distbelief.execution.schedule import Agenda, Timetable
+from distbelief.execution.operations import BackwardOp, ForwardOp
+from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.placement import Placement
@@ -36,7 +36,7 @@ def test_all_that_leads_to_what_is_sent_back_is_urgent() -> None:
 
 def test_gradients_of_tensors_come_when_nothing_urgent_is_left() -> None:
     flow = dataflow(compiled(STAGES), 1, loss="fc3")
-    agenda = Agenda(Timetable.of(flow, 1), [3])
+    agenda = ReadyQueue(MicroBatchSchedule.of(flow, 1), [3])
     (instance,) = agenda.awaited
     agenda.arrive(instance)
     done = []
@@ -46,14 +46,15 @@ def test_gradients_of_tensors_come_when_nothing_urgent_is_left() -> None:
     gradients = [
         (task.layer.name, operation.places)
         for operation in done
-        if isinstance(operation, Back) and isinstance(task := flow.operations[operation.task], Task)
+        if isinstance(operation, BackwardOp)
+        and isinstance(task := flow.operations[operation.task], ForwardOp)
     ]
     assert gradients == [("fc3", (0,)), ("fc2", (0,)), ("fc3", (1, 2)), ("fc2", (1, 2))]
 
 
 def test_a_machine_that_nobody_waits_for_pushes_as_soon_as_it_can() -> None:
     flow = dataflow(compiled(STAGES), 0, loss="fc3")
-    backs = [each for each in flow.operations if isinstance(each, Back)]
+    backs = [each for each in flow.operations if isinstance(each, BackwardOp)]
     assert [back.places for back in backs] == [(0, 1, 2), (1, 2)]
     assert not any(back.can_wait for back in backs)
 

@@ -1,14 +1,14 @@
 """What is done in one go, and what is left for the next."""
 
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.operations import Dataflow, Enter, Task
-from distbelief.execution.schedule import Agenda, Timetable
+from distbelief.execution.operations import Dataflow, ForwardOp, InputOp
+from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
 from tests.distbelief.program.plans import chain
 
 
-def machine_of_two_senders() -> tuple[Dataflow, Agenda]:
+def machine_of_two_senders() -> tuple[Dataflow, ReadyQueue]:
     """Machine 1, to which machines 0 and 2 send a half of fc1's input each."""
     places = {
         "fc0": Placement(cuts=((2,),), machines=(0, 2)),
@@ -16,7 +16,7 @@ def machine_of_two_senders() -> tuple[Dataflow, Agenda]:
     }
     compiled = compile_plan(chain([6, 5, 4]), places, batch=3, n_machines=3)
     flow = dataflow(compiled, 1, loss="fc1")
-    return flow, Agenda(Timetable.of(flow, 1), [3])
+    return flow, ReadyQueue(MicroBatchSchedule.of(flow, 1), [3])
 
 
 def test_a_message_that_lets_nothing_be_done_waits_for_the_next() -> None:
@@ -35,7 +35,7 @@ def test_a_message_that_lets_nothing_be_done_waits_for_the_next() -> None:
     done, _ = agenda.chain()
     assert {first, second} < set(done)
     kinds = [type(flow.operations[instance]) for instance in done]
-    assert kinds[: kinds.index(Task)] == [Enter] * kinds.index(Task)
+    assert kinds[: kinds.index(ForwardOp)] == [InputOp] * kinds.index(ForwardOp)
     assert agenda.n_left == 0
 
 
@@ -47,7 +47,7 @@ def test_what_enters_last_is_not_left_behind() -> None:
     }
     compiled = compile_plan(chain([6, 5, 4]), places, batch=3, n_machines=2)
     flow = dataflow(compiled, 1, training=False, outputs=frozenset({"fc1"}))
-    agenda = Agenda(Timetable.of(flow, 1), [3])
+    agenda = ReadyQueue(MicroBatchSchedule.of(flow, 1), [3])
     done: list[int] = []
     for instance in sorted(agenda.awaited):
         agenda.arrive(instance)

@@ -17,9 +17,9 @@ from distbelief.cli.main import app
 from distbelief.cli.options import FAILED, MISTAKEN
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
-from distbelief.forecast.api import Forecast, Wish, fulfil, simulate
-from distbelief.forecast.measured_costs import Exchange, Rate, Rates
-from distbelief.forecast.prepare import Staging
+from distbelief.forecast.api import Forecast, SimulationRequest, run_request, simulate
+from distbelief.forecast.measured_costs import MessageCosts, Rate, Rates
+from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.result import Outcome
 from distbelief.forecast.sweep import axes_of
 from tests.distbelief.forecast.jobs import SANDBLASTER, small, written
@@ -45,13 +45,13 @@ def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def forecast(job: Job | Path, *, sweep: tuple[str, ...] = (), **wish: object) -> Forecast:
-    asked = Wish(
+    asked = SimulationRequest(
         job=job,
         axes=tuple(axes_of(sweep)),
         measures=False,
         **{"cluster": "rack.toml", **wish},  # type: ignore[arg-type]  # by name
     )
-    return fulfil(asked, console=Console(quiet=True))
+    return run_request(asked, console=Console(quiet=True))
 
 
 def command(*arguments: str) -> Result:
@@ -119,16 +119,16 @@ def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
     read, however large one's own are.
     """
     reading = Rate(unit="bytes", seconds=1e-5, n=10)
-    nothing = dict.fromkeys(Exchange.__struct_fields__, 0.0)
+    nothing = dict.fromkeys(MessageCosts.__struct_fields__, 0.0)
     rates = Rates(
         work={
             "replica replica:read by bytes": reading,
             "replica member:build by times": Rate(unit="times", seconds=0.5, n=1),
         },
         handling={},
-        exchange=Exchange(**nothing),
+        exchange=MessageCosts(**nothing),
     )
-    monkeypatch.setattr("distbelief.forecast.placement.kept", lambda _: rates)
+    monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _: rates)
     job = small(
         f"data.train.arguments.width={width}",
         f"data.test.arguments.width={width}",
@@ -151,8 +151,8 @@ def test_while_a_priced_job_runs_nothing_is_told_of_what_its_stand_in_learns(
     monkeypatch.setattr("distbelief.forecast.run.N_EVENTS_BETWEEN", 50)
     monkeypatch.setattr("distbelief.display.progress.LINE_SECONDS", 0.0)
     job, said = small("evaluation.every=0.1 s", "stop.samples=4000"), io.StringIO()
-    wish = Wish(job=job, cluster="rack.toml", measures=False, priced=True)
-    fulfil(wish, console=Console(file=said, width=200))
+    wish = SimulationRequest(job=job, cluster="rack.toml", measures=False, priced=True)
+    run_request(wish, console=Console(file=said, width=200))
     lines = [line for line in said.getvalue().splitlines() if "samples" in line]
     assert lines
     assert all(line.endswith("accuracy -") for line in lines)
@@ -298,8 +298,8 @@ def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_told_as_suc
     rack = RACK + '[preemptions]\nmean_time = "1 d"\naway = "1 s"\n'
     Path("rack.toml").write_text(rack)
     said = io.StringIO()
-    wish = Wish(job=small(), measures=False, cluster="rack.toml")
-    fulfil(wish, console=Console(file=said))
+    wish = SimulationRequest(job=small(), measures=False, cluster="rack.toml")
+    run_request(wish, console=Console(file=said))
     told = [line.partition(":")[0] for line in said.getvalue().splitlines()]
     assert list(dict.fromkeys(told)) == [
         "run 1 of 1 small, seed 0, before machines are lost",
@@ -482,12 +482,12 @@ def test_sigterm_leaves_nothing_behind(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     seen: list[int] = []
 
-    def interrupted(_staging: Staging, _job: Job) -> None:
+    def interrupted(_staging: Preparation, _job: Job) -> None:
         seen.append(len(list(temporary.iterdir())))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)  # the signal ends it
 
-    monkeypatch.setattr(Staging, "stage", interrupted)
+    monkeypatch.setattr(Preparation, "stage", interrupted)
     before = signal.getsignal(signal.SIGTERM)
     options = ["--cluster", "rack.toml", "--counted"] if name == "simulate" else []
     result = command(name, str(written(tmp_path)), *options)

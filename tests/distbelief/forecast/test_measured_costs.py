@@ -14,26 +14,26 @@ from distbelief.errors import JobError
 from distbelief.forecast import measured_costs
 from distbelief.forecast.calibration import constants_of, measure
 from distbelief.forecast.measured_costs import (
-    Exchange,
+    MessageCosts,
     Rate,
     Rates,
     Stopwatch,
-    exchange,
     idle,
-    keep,
-    kept,
     key_of,
+    load_rates,
     mean_of,
+    measure_messages,
     rate_of,
+    save_rates,
     waiting_of,
     warm,
 )
-from distbelief.forecast.placement import Hosting, Hosts
-from distbelief.forecast.prepare import Staging, adapted
+from distbelief.forecast.placement import HostCosts, PlacedCluster
+from distbelief.forecast.prepare import Preparation, costed
 from distbelief.forecast.run import run_virtually
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles.role import SUPERVISOR, Compute, Cost, Lane, TimerFired
+from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor, TimerFired
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine
 from tests.distbelief.forecast.jobs import small
@@ -46,10 +46,10 @@ RATES = Rates(
         "replica": 2e-5,
         "replica Computed replica:step": 1e-5,
         "replica TimerFired retry": 2e-5,
-        "replica Welcome": 4e-5,
+        "replica SessionOpened": 4e-5,
         "shard": 3e-5,
     },
-    exchange=Exchange(
+    exchange=MessageCosts(
         message=5e-5, work=6e-5, timer=7e-5, latency=8e-5, wake=9e-5, begins=1e-4, answers=2e-4
     ),
 )
@@ -95,9 +95,9 @@ def test_a_data_set_that_waits_takes_the_time_that_it_waits() -> None:
     clock, idle = iter([0.0, 0.1, 1.0, 1.1]), iter([5.0, 7.0])
     watch = Stopwatch(lambda: next(clock), idle=lambda: next(idle))
     cost = Cost(n_bytes=4.0)
-    read = Compute(name="r", work=lambda: None, cost=cost, lane=Lane.DATA)
+    read = Compute(name="r", work=lambda: None, cost=cost, lane=Executor.DATA)
     watch.adapt("replica", read).work()
-    watch.adapt("replica", msgspec.structs.replace(read, lane=Lane.COMPUTE)).work()
+    watch.adapt("replica", msgspec.structs.replace(read, lane=Executor.COMPUTE)).work()
     assert watch.waits == {"replica r by bytes": [(2.0, 4.0)]}
     waiting = waiting_of(watch.waits["replica r by bytes"], besides=0.025)
     assert waiting == pytest.approx(0.5)
@@ -161,7 +161,7 @@ def test_the_first_pieces_are_not_counted_if_there_are_others() -> None:
 def test_an_event_takes_what_its_role_does_and_what_its_process_does() -> None:
     replica = RATES.handling_of("replica")
     assert replica.seconds == pytest.approx(
-        {"Computed replica:step": 7e-5, "TimerFired retry": 9e-5, "Welcome": 9e-5}
+        {"Computed replica:step": 7e-5, "TimerFired retry": 9e-5, "SessionOpened": 9e-5}
     )
     assert replica.other == pytest.approx(7e-5)
     assert (replica.begins, replica.answers) == (1e-4, 2e-4)
@@ -202,13 +202,13 @@ def test_what_nobody_knew_the_cost_of_takes_as_long_as_it_did() -> None:
 
 def test_rates_are_kept_for_the_same_work_only() -> None:
     job = small()
-    assert kept(job) is None
-    keep(job, RATES)
-    assert kept(small("stop.samples=7")) == RATES
-    assert kept(small("algorithm.batch_size=8")) is None
+    assert load_rates(job) is None
+    save_rates(job, RATES)
+    assert load_rates(small("stop.samples=7")) == RATES
+    assert load_rates(small("algorithm.batch_size=8")) is None
     old = msgspec.structs.replace(RATES, version=0)
-    keep(job, old)
-    assert kept(job) is None
+    save_rates(job, old)
+    assert load_rates(job) is None
 
 
 def test_what_another_net_of_the_same_name_takes_is_measured_anew(
@@ -223,10 +223,10 @@ def test_what_another_net_of_the_same_name_takes_is_measured_anew(
     source.write_text("WIDTH = 32\n")
     monkeypatch.syspath_prepend(tmp_path)
     job = small("model.factory=net_of_likeness:net")
-    keep(job, RATES)
-    assert kept(job) == RATES
+    save_rates(job, RATES)
+    assert load_rates(job) == RATES
     source.write_text("WIDTH = 2048\n")
-    assert kept(job) is None
+    assert load_rates(job) is None
 
 
 def test_variants_whose_work_differs_are_not_priced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +237,8 @@ def test_variants_whose_work_differs_are_not_priced_alike(monkeypatch: pytest.Mo
         asked.append(job.cluster.threads)
         return RATES
 
-    monkeypatch.setattr("distbelief.forecast.placement.kept", kept_for)
-    hosts = Hosts("rack-1g", machines=None, measures=True)
+    monkeypatch.setattr("distbelief.forecast.placement.load_rates", kept_for)
+    hosts = HostCosts("rack-1g", machines=None, measures=True)
     for threads in (1, 2, 2):
         hosts.hosting(small(f"cluster.threads={threads}"), tell=lambda _: None)
     assert asked == [1, 2]
@@ -250,8 +250,8 @@ def test_what_was_measured_while_others_computed_is_told_as_such(
     """Beside other jobs a step took half as long again, and so it was kept for good."""
     busy = msgspec.structs.replace(RATES, date="1 May", share=0.52)
     for rates, said in ((RATES, ""), (busy, ", when others left 52 % of each core")):
-        monkeypatch.setattr("distbelief.forecast.placement.kept", lambda _, r=rates: r)
-        hosts = Hosts(None, machines=None, measures=True)
+        monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _, r=rates: r)
+        hosts = HostCosts(None, machines=None, measures=True)
         hosts.hosting(small(), tell=lambda _: None)
         origins = {name: origin for name, _, origin in hosts.constants}
         told = f"measured on this host, {rates.date}{said}"
@@ -267,9 +267,9 @@ def test_rates_are_found_again_however_many_threads_computed_then() -> None:
     job, n_threads = small(), torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        keep(job, RATES)
+        save_rates(job, RATES)
         torch.set_num_threads(1)
-        assert kept(job) == RATES
+        assert load_rates(job) == RATES
     finally:
         torch.set_num_threads(n_threads)
 
@@ -301,15 +301,15 @@ def test_an_exchange_takes_some_time_but_not_long(
 ) -> None:
     for name in ("N_EVENTS", "N_SLEEPS", "N_HANDED"):
         monkeypatch.setattr(f"distbelief.forecast.measured_costs.{name}", 20)
-    found = exchange(n_bytes)
+    found = measure_messages(n_bytes)
     assert found.work > 0  # the others are differences, and 20 events are few
-    for name in Exchange.__struct_fields__:
+    for name in MessageCosts.__struct_fields__:
         assert 0 <= getattr(found, name) < 0.5, name
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:
-    hosting = Hosting(cluster=cluster, reference=MACHINE, rates=rates, together=False)
-    with Staging() as staging:
+    hosting = PlacedCluster(cluster=cluster, reference=MACHINE, rates=rates, together=False)
+    with Preparation() as staging:
         job = small("algorithm.max_steps=15", "stop.samples=1000000")
         outcome = run_virtually(staging.stage(job), hosting, seed=0).outcome
     assert outcome.step_seconds is not None
@@ -328,11 +328,11 @@ def test_measured_work_takes_as_long_as_measured_and_less_on_a_faster_machine() 
 
 def test_roles_that_nobody_looks_at_do_as_they_always_did() -> None:
     def digest(*, wrapped: bool) -> str:
-        with Staging() as staging:
+        with Preparation() as staging:
             staged = staging.stage(small())
             builders = staged.builders()
             if wrapped:
-                builders = adapted(builders, staged.kinds, adapt=lambda _kind, asked: asked)
+                builders = costed(builders, staged.kinds, adapt=lambda _kind, asked: asked)
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
             simulation.run(until=0.52)
@@ -361,7 +361,7 @@ def test_a_trace_of_outages_is_among_the_constants() -> None:
 
 def test_a_cluster_that_is_not_there_is_told_by_its_option() -> None:
     with pytest.raises(JobError, match="--cluster rak-1g: there is no cluster"):
-        Hosts("rak-1g", machines=None, measures=False)
+        HostCosts("rak-1g", machines=None, measures=False)
 
 
 @pytest.mark.soak

@@ -1,8 +1,8 @@
 """Where the work of a run stands in its timeline."""
 
 from distbelief.forecast.report import chrome_trace
-from distbelief.forecast.run import Ledger, Span
-from distbelief.roles.role import Address, Lane
+from distbelief.forecast.run import Span, WorkLog
+from distbelief.roles.role import Address, Executor
 
 
 R, S = Address("r"), Address("s")
@@ -16,11 +16,11 @@ def test_pieces_of_one_lane_never_overlap() -> None:
     lane     copy step----------          copy from 0 to 1, step from 1 to 4
     told               copy     step      copy at 3, step at 4
     """
-    copy = Span(role=R, lane=Lane.COMPUTE, name="copy", ends=3.0, seconds=1.0)
-    read = Span(role=R, lane=Lane.DATA, name="read", ends=3.5, seconds=2.0)
-    step = Span(role=R, lane=Lane.COMPUTE, name="step", ends=4.0, seconds=3.0)
-    other = Span(role=S, lane=Lane.COMPUTE, name="apply", ends=4.0, seconds=4.0)
-    trace = chrome_trace(Ledger(spans=[copy, read, step, other]))
+    copy = Span(role=R, lane=Executor.COMPUTE, name="copy", ends=3.0, seconds=1.0)
+    read = Span(role=R, lane=Executor.DATA, name="read", ends=3.5, seconds=2.0)
+    step = Span(role=R, lane=Executor.COMPUTE, name="step", ends=4.0, seconds=3.0)
+    other = Span(role=S, lane=Executor.COMPUTE, name="apply", ends=4.0, seconds=4.0)
+    trace = chrome_trace(WorkLog(spans=[copy, read, step, other]))
     found = {event["name"]: (event["ts"], event["dur"]) for event in trace if event["ph"] == "X"}
     assert found == {
         "copy": (0.0, 1e6),

@@ -13,7 +13,7 @@ from typing import final
 import torch
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import Step, kind_of
+from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.region import Region, tile
 
 
@@ -76,7 +76,7 @@ def _assembled(
         raise GraphError(
             f"parts {', '.join(map(str, parts))} do not tile {layer.name!r}, {layer.region}"
         )
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     whole: torch.Tensor | None = None
     for part in parts:
         if not part.n_elements:
@@ -104,7 +104,7 @@ def _combined(
         raise GraphError(
             f"parts {', '.join(map(str, parts))} do not tile the first input of {layer.name!r}"
         )
-    partial = kind_of(layer).partial
+    partial = operator_of(layer).partial
     if partial is None:
         raise GraphError(f"layers of kind {layer.kind!r} have no partial outputs")
     sums = partial.combine == "sum"

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from distbelief.launch import forkserver
-from distbelief.launch.local import Launcher
+from distbelief.launch.local import LocalLauncher
 from distbelief.roles.role import Address, PeerLost
 from tests.processes.commands import alive, poll
 from tests.processes.nursery import Subprocesses
@@ -24,18 +24,18 @@ ONE, TWO = Address("shard-0"), Address("shard-1")
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalLauncher]:
     """A launcher whose children fail at once: there is no spec.
 
     Its fork server is a fork of this process, which has imported all that it needs.
     """
     monkeypatch.setattr("distbelief.launch.local.subprocess", Subprocesses)
-    with Launcher() as launcher:
+    with LocalLauncher() as launcher:
         launcher.serve(spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log")
         yield launcher
 
 
-def next_losses(launcher: Launcher) -> list[PeerLost]:
+def next_losses(launcher: LocalLauncher) -> list[PeerLost]:
     """Wait until something ends; return what."""
     losses: list[PeerLost] = []
     while not losses:
@@ -45,7 +45,9 @@ def next_losses(launcher: Launcher) -> list[PeerLost]:
     return losses
 
 
-def test_a_process_that_fails_is_told_once_with_its_log(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_process_that_fails_is_told_once_with_its_log(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
     launcher.launch(ONE, 3)
     (lost,) = next_losses(launcher)
     assert (lost.peer, lost.incarnation) == (ONE, 3)
@@ -58,7 +60,9 @@ def test_a_process_that_fails_is_told_once_with_its_log(launcher: Launcher, tmp_
 
 
 @pytest.mark.untraced
-def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(launcher: Launcher) -> None:
+def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(
+    launcher: LocalLauncher,
+) -> None:
     launcher.launch(ONE, 1)
     next_losses(launcher)
     server = launcher._server
@@ -74,7 +78,7 @@ def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(launcher: La
 
 
 def test_a_server_that_is_busy_importing_is_not_waited_for(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl+C while a job was about to try out its model took 5 s more: a process had
     been asked for, so the server, which had not heard of that yet, was waited for."""
@@ -85,7 +89,7 @@ def test_a_server_that_is_busy_importing_is_not_waited_for(
     monkeypatch.setattr(module, 3600.0)
     # A server that starts now has the path of this moment.
     launcher.close()
-    with Launcher() as slow:
+    with LocalLauncher() as slow:
         slow.serve(
             spec=tmp_path / "none.json",
             log_of=lambda name: tmp_path / f"{name}.log",
@@ -94,7 +98,7 @@ def test_a_server_that_is_busy_importing_is_not_waited_for(
         slow.launch(ONE, 1)
 
 
-def test_closing_twice_is_no_harm(launcher: Launcher) -> None:
+def test_closing_twice_is_no_harm(launcher: LocalLauncher) -> None:
     launcher.close()
     launcher.close()
 

@@ -19,13 +19,23 @@ from typing_extensions import override
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.launch import forkserver, role_process
-from distbelief.launch.role_process import SharedShelf, Spec
+from distbelief.launch.role_process import RoleSpec, SharedShelf
 from distbelief.parameter_server.layout import Layout
-from distbelief.protocol import Failed, Finished, Heartbeat, Join, Message, Peers, Save, Saved, Stop
+from distbelief.protocol import (
+    CheckpointSaved,
+    Failed,
+    Finished,
+    Heartbeat,
+    Join,
+    Message,
+    Peers,
+    SaveCheckpoint,
+    Stop,
+)
 from distbelief.roles.role import Address, Snapshot
-from distbelief.run.checkpoints import SnapshotStore
-from distbelief.transport.config import Reach
-from distbelief.worker.local_executor import LocalModel
+from distbelief.run.checkpoints import CheckpointStore
+from distbelief.transport.config import ListenConfig
+from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import net
 from tests.links import link
 from tests.processes.commands import poll
@@ -64,8 +74,8 @@ class Supervised:
     @contextmanager
     def running(self) -> Iterator[None]:
         with self.transport:
-            model = LocalModel(net())
-            spec = Spec(
+            model = FlatModel(net())
+            spec = RoleSpec(
                 job=msgspec.Raw(self._job.to_json()),
                 run="t",
                 supervisor=self.transport.endpoint,
@@ -74,7 +84,7 @@ class Supervised:
                 layout=Layout.of(model.specs(), n_shards=1).spec,
                 initials=dict(model.initials()),
                 initial_file=None,
-                reach=Reach(directory=str(self._folder)),
+                reach=ListenConfig(directory=str(self._folder)),
             )
             path = self._folder / "spec.json"
             path.write_bytes(msgspec.json.encode(spec))
@@ -121,11 +131,11 @@ def test_a_shard_lives_from_join_to_stop(
     with shard.running():
         shard.connect()
         shard.say(Peers(entries=()))
-        shard.say(Save(label="00001"))
-        saved = shard.wait_for(Saved)
+        shard.say(SaveCheckpoint(label="00001"))
+        saved = shard.wait_for(CheckpointSaved)
         shard.say(Stop(reason="enough"))
         shard.wait_for(Finished)
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, CheckpointSaved)
     assert saved.error is None
     assert (tmp_path / "snapshots" / "shard-0" / "00001.safetensors").is_file()
     assert shard.status == 0
@@ -134,7 +144,7 @@ def test_a_shard_lives_from_join_to_stop(
 
 
 def test_copies_of_a_shard_keep_their_snapshots_in_one_place(tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, report=pytest.fail)
+    store = CheckpointStore(tmp_path, report=pytest.fail)
     shelf = SharedShelf(store)
     for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
         values = np.zeros(3, np.float32)
@@ -174,8 +184,8 @@ def test_damage_to_a_snapshot_is_told_not_suffered(tmp_path: Path) -> None:
     with shard.running():
         shard.connect()
         shard.say(Peers(entries=()))
-        shard.say(Save(label="00001"))
-        shard.wait_for(Saved)
+        shard.say(SaveCheckpoint(label="00001"))
+        shard.wait_for(CheckpointSaved)
         shard.say(Stop(reason="enough"))
     again = Supervised("shard-0", a_job(tmp_path), tmp_path)  # incarnation 2 again
     with again.running():
@@ -225,8 +235,8 @@ def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
         try:
             shard.connect()
             shard.say(Peers(entries=()))
-            shard.say(Save(label="00001"))
-            shard.wait_for(Saved)
+            shard.say(SaveCheckpoint(label="00001"))
+            shard.wait_for(CheckpointSaved)
             shard.wait_for(Heartbeat)
             assert log.getvalue() == ""
         finally:

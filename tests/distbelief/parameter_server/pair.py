@@ -15,16 +15,16 @@ import torch
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slices import Selection
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import PartialView
 from distbelief.protocol import Message
-from distbelief.protocol.codec import Wire
+from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
     Action,
     Address,
@@ -32,7 +32,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     Persist,
     Persisted,
     Received,
@@ -88,7 +88,7 @@ def shard_of(
     n_copies: int = 2,
     n_clients_max: int = 4096,
     initialise: Callable[[], Vector] | None = None,
-) -> ParameterServerShard:
+) -> Shard:
     config = ShardConfig(
         index=index,
         layout=layout,
@@ -98,7 +98,7 @@ def shard_of(
         n_clients_max=n_clients_max,
     )
     zeros = partial(np.zeros, layout.shard_size(index), layout.dtype)
-    return ParameterServerShard(config, memory=memory, initialise=initialise or zeros)
+    return Shard(config, memory=memory, initialise=initialise or zeros)
 
 
 @dataclass(eq=False)
@@ -129,13 +129,13 @@ class Bench:
     work: deque[tuple[Address, Compute | Persist]] = field(default_factory=deque)
     timers: dict[tuple[Address, str], Seconds] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
-    halted: dict[Address, Halt] = field(default_factory=dict)
+    halted: dict[Address, Exit] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
     to_test: list[Received] = field(default_factory=list)
     refused: list[RemoteProtocolError] = field(default_factory=list)
     lose: Callable[[Address, Message], bool] = lambda _receiver, _message: False
     disk_error: str | None = None
-    wire: Wire = field(default_factory=lambda: Wire(run="bench"))
+    wire: Codec = field(default_factory=lambda: Codec(run="bench"))
 
     # -------------------------------------------------------------------- roles
 
@@ -165,7 +165,7 @@ class Bench:
         lease_seconds_max: Seconds = 10.0,
         n_clients_max: int = 4096,
         initialise: Callable[[], Vector] | None = None,
-    ) -> ParameterServerShard:
+    ) -> Shard:
         shard = shard_of(
             self.layout,
             memory or self.memory,
@@ -186,7 +186,7 @@ class Bench:
         config: ClientConfig | None = None,
         memory: Memory | None = None,
         layout: Layout | None = None,
-        selection: Selection | None = None,
+        selection: PartialView | None = None,
     ) -> ParameterClient:
         client = ParameterClient(
             config or ClientConfig(pushes=name != READER),
@@ -235,7 +235,7 @@ class Bench:
                     self.work.append((name, action))
                 case Report():
                     self.reports.append(action)
-                case Halt():
+                case Exit():
                     self.halted[name] = action
                     self.kill(name)
                 case _:
@@ -292,7 +292,7 @@ class Bench:
     def begin_fetch(self, name: Address = CLIENT) -> None:
         self.perform(name, self.client(name).begin_fetch(self.now))
 
-    def install(self, tensors: Sequence[torch.Tensor], name: Address = CLIENT) -> Installed:
+    def install(self, tensors: Sequence[torch.Tensor], name: Address = CLIENT) -> FetchResult:
         client = self.client(name)
         outcome = client.install(tensors)()
         self.perform(name, client.installed(outcome, self.now))
@@ -310,7 +310,7 @@ class Bench:
 
     def push(
         self, value: float = -1.0, name: Address = CLIENT, *, buffers: float = 0.0, samples: int = 0
-    ) -> Staged:
+    ) -> PushResult:
         """Stage and send a gradient of `value` everywhere; do not wait."""
         client = self.client(name)
         outcome = client.stage(full_of(self.layout, value), full_of(self.layout, buffers))()

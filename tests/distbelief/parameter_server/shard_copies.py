@@ -12,8 +12,8 @@ from distbelief.core.vectors import Vector, block_bounds
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.protocol import Hello, Lead, Message, Push, PushBlock
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import Message, OpenSession, Promote, Push, PushBlock
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -66,7 +66,7 @@ class OneCopy:
         self.snapshots: list[Snapshot] = []
         config = ShardConfig(index=0, layout=layout, rule=rule, name=name, waits_for_lead=True)
         zeros = partial(np.zeros, layout.shard_size(0))
-        self.shard = ParameterServerShard(config, memory=self.memory, initialise=zeros)
+        self.shard = Shard(config, memory=self.memory, initialise=zeros)
         started = Started(incarnation=life, restored=restored, unrestored=unrestored)
         self._note(self.shard.handle(started, self.now))
         if ready:
@@ -118,7 +118,7 @@ class OneCopy:
 
     def lead(self, pairing: int, second: str = "", *, life: int | None = None) -> list[Action]:
         """Say it to this life, or to another one; the second is in its first."""
-        lead = Lead(
+        lead = Promote(
             pairing=pairing,
             receiver_incarnation=self.life if life is None else life,
             second=second,
@@ -135,7 +135,7 @@ class OneCopy:
         next_sequence: int = 1,
         holds: Vector | None = None,
     ) -> list[Action]:
-        message = Hello(
+        message = OpenSession(
             layout=self.layout.fingerprint,
             pushes=True,
             host=host,

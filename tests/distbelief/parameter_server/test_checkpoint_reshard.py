@@ -16,7 +16,7 @@ from distbelief.parameter_server.optimizers import (
     Adam,
     Momentum,
     RMSprop,
-    Steps,
+    StepCounts,
     UpdateRule,
 )
 
@@ -64,7 +64,7 @@ def trained(layout: Layout, rule: UpdateRule, *, seed: int) -> list[Content]:
             values[here] = vector_of(stream, segment.n_elements, layout.dtype)
             for vector in state.values() if segment.offset < n_gradient else ():
                 vector[here] = vector_of(stream, segment.n_elements, layout.dtype)
-        contents.append(Content(values=values, state=state, clock=40 + k, steps=Steps(40 + k)))
+        contents.append(Content(values=values, state=state, clock=40 + k, steps=StepCounts(40 + k)))
     return contents
 
 
@@ -177,7 +177,9 @@ def test_ranges_are_read_only_once_and_never_more_than_is_needed() -> None:
         return reads(contents)(shard_index, array, start, stop)
 
     for k in range(2):
-        Resharding(old, new).shard(k, rule=rule, clocks=[1, 1, 1], steps=[Steps(1)] * 3, read=read)
+        Resharding(old, new).shard(
+            k, rule=rule, clocks=[1, 1, 1], steps=[StepCounts(1)] * 3, read=read
+        )
     assert set(n_read.values()) == {1007}
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 from distbelief.core.vectors import Vector
 from distbelief.errors import StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
-from distbelief.parameter_server.optimizers import SGD, Adam, Momentum, Steps
-from distbelief.parameter_server.session_state import Client
+from distbelief.parameter_server.optimizers import SGD, Adam, Momentum, StepCounts
+from distbelief.parameter_server.session_state import Session
 from distbelief.roles.role import Address, Snapshot
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of
 
@@ -29,7 +29,7 @@ def state_of(seed: int = 0) -> ShardState:
         values=stream.standard_normal(N),
         state={name: stream.standard_normal(v.size) for name, v in state.items()},
         clients=(
-            Client(
+            Session(
                 name=CLIENT,
                 incarnation=3,
                 watermark=(3 << 32) + 20,
@@ -37,9 +37,9 @@ def state_of(seed: int = 0) -> ShardState:
                 samples=640,
                 staleness=2,
             ),
-            Client(name=OTHER, incarnation=1),
+            Session(name=OTHER, incarnation=1),
         ),
-        steps=Steps(41),
+        steps=StepCounts(41),
     )
 
 
@@ -77,7 +77,7 @@ def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int)
 
 
 def test_what_was_pushed_in_parts_is_counted_on() -> None:
-    steps = Steps.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
+    steps = StepCounts.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
     back = restore(snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3)
     assert back.steps.words().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
 
@@ -161,6 +161,6 @@ def test_a_rule_without_state_has_only_values() -> None:
 
 
 def test_clients_have_any_name() -> None:
-    state = replace(state_of(), clients=(Client(name=Address('a"b\n'), incarnation=1),))
+    state = replace(state_of(), clients=(Session(name=Address('a"b\n'), incarnation=1),))
     back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
     assert [client.name for client in back.clients] == ['a"b\n']

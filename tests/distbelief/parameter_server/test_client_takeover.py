@@ -16,19 +16,19 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.session_state import slot_views, slots_bytes
+from distbelief.parameter_server.session_state import push_buffer_bytes, push_buffer_views
 from distbelief.parameter_server.shared_vector import HEADER_BYTES
 from distbelief.protocol import (
-    Acknowledge,
     Fetch,
-    Hello,
-    Leading,
     Message,
+    OpenSession,
+    PrimaryChanged,
     Push,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Refused,
-    Welcome,
+    PushBlockAck,
+    SessionOpened,
+    SessionRefused,
 )
 from distbelief.roles.role import (
     Action,
@@ -47,7 +47,7 @@ from tests.distbelief.parameter_server.pair import SHARD, full_of, zeros_of
 
 
 SECOND = Address("shard-0b")
-BUSY = Refused(reason="busy", for_good=False)
+BUSY = SessionRefused(reason="busy", for_good=False)
 
 
 def alone_of(*, memory: Memory | None = None, welcome: bool = True) -> Alone:
@@ -70,7 +70,7 @@ def welcomed(
     slots_region: str = "",
     parameters_region: str = "",
 ) -> list[Action]:
-    message = Welcome(
+    message = SessionOpened(
         shard_incarnation=number,
         clock=clock,
         samples=0,
@@ -83,7 +83,7 @@ def welcomed(
 
 
 def acknowledge(alone: Alone, sequence: int, number: int, *, sender: Address = SHARD) -> None:
-    message = Acknowledge(sequence=sequence, shard_incarnation=number, clock=1, staleness=0)
+    message = PushApplied(sequence=sequence, shard_incarnation=number, clock=1, staleness=0)
     assert alone.receive(message, sender=sender) == []
 
 
@@ -114,8 +114,8 @@ def test_there_is_a_second_copy_of_each_shard_or_of_none() -> None:
 
 def test_hello_goes_to_both_copies_and_the_rest_to_the_one_that_welcomes() -> None:
     alone = alone_of(welcome=False)
-    assert receivers(alone.greeting, Hello) == [SHARD, SECOND]
-    assert receivers(alone.timer(0.5), Hello) == [SHARD, SECOND]
+    assert receivers(alone.greeting, OpenSession) == [SHARD, SECOND]
+    assert receivers(alone.timer(0.5), OpenSession) == [SHARD, SECOND]
     welcomed(alone, 4, SECOND)
     assert alone.ready()
     actions = [*alone.push(), *alone.client.begin_fetch(0.0)]
@@ -142,10 +142,10 @@ def test_a_deposed_leader_has_no_effect_whatever_it_says() -> None:
     alone.push()
     welcomed(alone, 5, SECOND)
     late: list[Message] = [
-        Acknowledge(sequence=FIRST, shard_incarnation=3, clock=9, staleness=0),
-        PushCredit(sequence=FIRST, shard_incarnation=3, received=1),
-        Leading(shard_incarnation=3),
-        Leading(shard_incarnation=4),
+        PushApplied(sequence=FIRST, shard_incarnation=3, clock=9, staleness=0),
+        PushBlockAck(sequence=FIRST, shard_incarnation=3, received=1),
+        PrimaryChanged(shard_incarnation=3),
+        PrimaryChanged(shard_incarnation=4),
         BUSY,
     ]
     for message in late:
@@ -162,7 +162,7 @@ def test_a_deposed_leader_has_no_effect_whatever_it_says() -> None:
 
 def test_whoever_refuses_for_good_is_believed() -> None:
     with pytest.raises(JobError, match="shard-0b refuses this client: other layout"):
-        alone_of().receive(Refused(reason="other layout", for_good=True), sender=SECOND)
+        alone_of().receive(SessionRefused(reason="other layout", for_good=True), sender=SECOND)
 
 
 def test_leading_is_answered_by_hello_at_once_and_once() -> None:
@@ -170,10 +170,10 @@ def test_leading_is_answered_by_hello_at_once_and_once() -> None:
     alone.push()
     acknowledge(alone, FIRST, 3)
     alone.push()
-    leading = Leading(shard_incarnation=5)
+    leading = PrimaryChanged(shard_incarnation=5)
     actions = alone.receive(leading, sender=SECOND)
-    assert receivers(actions, Hello) == [SHARD, SECOND]
-    assert [h.next_sequence for h in sent(actions, Hello)] == [FIRST + 1] * 2
+    assert receivers(actions, OpenSession) == [SHARD, SECOND]
+    assert [h.next_sequence for h in sent(actions, OpenSession)] == [FIRST + 1] * 2
     assert not alone.can_push()
     assert alone.receive(leading, sender=SECOND) == []
     # The old leader's Welcome comes too late, and so does its acknowledgement.
@@ -192,7 +192,7 @@ def test_a_leader_whose_word_was_lost_is_found_when_nothing_comes() -> None:
     alone.push(2.0)
     actions = alone.timer(0.5)
     assert receivers(actions, PushBlock) == [SHARD]
-    assert receivers(actions, Hello) == [SECOND]
+    assert receivers(actions, OpenSession) == [SECOND]
     assert pushed(welcomed(alone, 5, SECOND)) == [(SECOND, FIRST, 5, 2.0)]
 
 
@@ -200,7 +200,7 @@ def test_a_leader_that_lives_anew_leads_no_more() -> None:
     alone = alone_of()
     alone.push()
     actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), 0.0)
-    assert receivers(actions, Hello) == [SHARD, SECOND]
+    assert receivers(actions, OpenSession) == [SHARD, SECOND]
     assert alone.receive(BUSY, sender=SECOND) == []
     assert welcomed(alone, 3, SHARD, life=1) == []  # of its former life
     assert not alone.ready()
@@ -220,21 +220,21 @@ def test_pushes_in_flight_in_a_dead_leaders_slots_are_copied_and_pushed_again(
 ) -> None:
     host = HostMemory("h", n_bytes_max=1 << 20)
     first, second, mine = host.lend(), host.lend(), host.lend()
-    first.create("slots-a", n_bytes=slots_bytes(N, itemsize=8))
-    slots_b = second.create("slots-b", n_bytes=slots_bytes(N, itemsize=8))
+    first.create("slots-a", n_bytes=push_buffer_bytes(N, itemsize=8))
+    slots_b = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     alone = alone_of(memory=mine, welcome=False)
     welcomed(alone, 3, SHARD, slots_region="slots-a")
     alone.push(4.0)
     work = alone.client.stage(full_of(LAYOUT, 6.0), zeros_of(LAYOUT))
     first.release_all()  # it is dead, and the next life has begun
-    alone.receive(Leading(shard_incarnation=4), sender=SECOND)
+    alone.receive(PrimaryChanged(shard_incarnation=4), sender=SECOND)
     region = "" if to_blocks else "slots-b"
     actions = welcomed(alone, 4, SECOND, slots_region=region)
     assert [push.sequence for push in sent(actions, Push)] == [FIRST]
     assert not alone.can_push()
-    assert host.n_bytes == 2 * slots_bytes(N, itemsize=8)  # one is still being filled
+    assert host.n_bytes == 2 * push_buffer_bytes(N, itemsize=8)  # one is still being filled
     actions += alone.client.staged(work(), n_gradients=2, samples=8, now=0.0)
-    assert host.n_bytes == slots_bytes(N, itemsize=8)
+    assert host.n_bytes == push_buffer_bytes(N, itemsize=8)
     pushes = sent(actions, Push)
     assert [p.sequence for p in pushes] == [FIRST, FIRST + 1]
     assert {p.shard_incarnation for p in pushes} == {4}
@@ -242,7 +242,7 @@ def test_pushes_in_flight_in_a_dead_leaders_slots_are_copied_and_pushed_again(
     if to_blocks:
         assert [values for *_, values in pushed(actions)] == [4.0, 6.0]
     else:
-        views = slot_views(slots_b, n_elements=N, dtype=LAYOUT.dtype)
+        views = push_buffer_views(slots_b, n_elements=N, dtype=LAYOUT.dtype)
         assert [views[s % 2].max() for s in (FIRST, FIRST + 1)] == [4.0, 6.0]
         assert alone.client.counters()["bytes_out"] == 2 * 8 * N
 
@@ -251,7 +251,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     """The next leader's memory is not there at first, and then only half of it."""
     host = HostMemory("h", n_bytes_max=1 << 20)
     first, second, mine = host.lend(), host.lend(), host.lend()
-    first.create("slots-a", n_bytes=slots_bytes(N, itemsize=8))
+    first.create("slots-a", n_bytes=push_buffer_bytes(N, itemsize=8))
     alone = alone_of(memory=mine, welcome=False)
     welcomed(alone, 3, SHARD, slots_region="slots-a")
     alone.push(4.0)
@@ -265,12 +265,12 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     second.create("slots-c", n_bytes=8)
     with pytest.raises(RemoteProtocolError, match="a region of slots has 8 bytes"):
         welcomed(alone, 4, SECOND, slots_region="slots-c")
-    slots = second.create("slots-b", n_bytes=slots_bytes(N, itemsize=8))
+    slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     (push,) = sent(welcomed(alone, 4, SECOND, **regions), Push)  # type: ignore[arg-type]
     assert (push.sequence, push.shard_incarnation) == (FIRST, 4)
-    views = slot_views(slots, n_elements=N, dtype=LAYOUT.dtype)
+    views = push_buffer_views(slots, n_elements=N, dtype=LAYOUT.dtype)
     assert views[FIRST % 2].max() == 4.0
-    assert host.n_bytes == n_bytes + 8 + slots_bytes(N, itemsize=8)
+    assert host.n_bytes == n_bytes + 8 + push_buffer_bytes(N, itemsize=8)
 
 
 def test_a_fetch_from_a_dead_leaders_values_goes_on_with_the_next() -> None:
@@ -329,9 +329,9 @@ class Pair:
         self.greeted = False
         if self.shared:
             self.region = f"slots-{self.number}"
-            n_bytes = slots_bytes(N, itemsize=8)
+            n_bytes = push_buffer_bytes(N, itemsize=8)
             region = self.memory.create(self.region, n_bytes=n_bytes)
-            views = slot_views(region, n_elements=N, dtype=LAYOUT.dtype)
+            views = push_buffer_views(region, n_elements=N, dtype=LAYOUT.dtype)
             self.values = dict(enumerate(views))
 
     def take_over(self) -> None:
@@ -365,13 +365,13 @@ class Pair:
     def answer(self, receiver: Address, message: Message) -> Message | None:
         if receiver != self.leader:
             return None
-        if isinstance(message, Hello):
+        if isinstance(message, OpenSession):
             self.greeted = True
             self.watermark = max(self.watermark, message.next_sequence - 1)
             return self.welcome()
         assert isinstance(message, PushBlock | Push)
         if message.shard_incarnation != self.number or not self.greeted:
-            return Refused(reason="say Hello first", for_good=False)
+            return SessionRefused(reason="say OpenSession first", for_good=False)
         if message.sequence <= self.watermark:
             return self.acknowledge()
         assert message.sequence <= self.watermark + 2
@@ -381,7 +381,7 @@ class Pair:
 
     def take_block(self, block: PushBlock) -> Message:
         self.values[block.sequence % 2] = block.values.copy()
-        return PushCredit(sequence=block.sequence, shard_incarnation=self.number, received=1)
+        return PushBlockAck(sequence=block.sequence, shard_incarnation=self.number, received=1)
 
     def take(self, sequence: int) -> Message | None:
         if sequence % 2 in self.values:  # else its block was lost
@@ -400,7 +400,7 @@ class Pair:
 
     def acknowledge(self) -> Message:
         self.told = len(self.applied)
-        return Acknowledge(
+        return PushApplied(
             sequence=self.watermark,
             shard_incarnation=self.number,
             clock=len(self.applied),
@@ -409,7 +409,7 @@ class Pair:
 
     def welcome(self) -> Message:
         self.told = len(self.applied)
-        return Welcome(
+        return SessionOpened(
             shard_incarnation=self.number,
             clock=len(self.applied),
             samples=0,
@@ -426,7 +426,7 @@ class Run:
     def __init__(self, seed: int, *, loss: float) -> None:
         self.stream = np.random.default_rng(seed)
         self.loss = loss
-        host = HostMemory("h", n_bytes_max=20 * slots_bytes(N, itemsize=8))
+        host = HostMemory("h", n_bytes_max=20 * push_buffer_bytes(N, itemsize=8))
         self.pair = Pair(host, bool(self.stream.random() < 0.5), self.stream)
         self.client = ParameterClient(
             ClientConfig(pushes=True),
@@ -498,7 +498,7 @@ class Run:
             joined = PeerJoined(peer=leader, incarnation=self.pair.lives[leader])
             self.to_client.append(joined)
         if self.stream.random() < 0.5:
-            self.say(Leading(shard_incarnation=self.pair.number))
+            self.say(PrimaryChanged(shard_incarnation=self.pair.number))
 
     def deliver(self, n_events: int = 1) -> None:
         """Deliver any of what is under way: of two copies, nothing is in order."""

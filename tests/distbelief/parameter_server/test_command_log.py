@@ -10,25 +10,25 @@ from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.parameter_server.push_handler import Applying
-from distbelief.parameter_server.session_state import Client, Slot
-from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.push_handler import PushInProgress
+from distbelief.parameter_server.session_state import PushBuffer, Session
+from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
-    Attach,
-    Fold,
-    GrantedSet,
-    Keep,
-    Mark,
-    Open,
-    Order,
-    Perform,
-    Performed,
+    BeginEpoch,
+    BeginEvaluation,
+    Checkpoint,
+    CheckpointSaved,
+    CommandDone,
+    Commit,
+    Execute,
+    FinishEvaluation,
+    GrantedChunk,
     Publish,
     Push,
-    Recall,
-    Save,
-    Saved,
-    Seal,
+    Restore,
+    SaveCheckpoint,
+    Savepoint,
+    ShardCommand,
     Stop,
     Task,
 )
@@ -39,7 +39,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     PeerLost,
     Persist,
     Persisted,
@@ -58,7 +58,7 @@ class Bench:
     """One shard, whose work is done at once, or when the test says so."""
 
     def __init__(self, *, restored: Snapshot | None = None, waits_for_lead: bool = False) -> None:
-        self.shard = ParameterServerShard(
+        self.shard = Shard(
             ShardConfig(
                 index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), waits_for_lead=waits_for_lead
             ),
@@ -94,10 +94,10 @@ class Bench:
         return self.happen(Persisted(label=label, error=self.disk_error))
 
     def order(
-        self, number: int, task: Task, *, epoch: int = 1, mark: Mark | None = None
-    ) -> Performed | None:
+        self, number: int, task: Task, *, epoch: int = 1, mark: Savepoint | None = None
+    ) -> CommandDone | None:
         """Give an order; return the answer."""
-        message = Order(epoch=epoch, number=number, task=task, mark=mark)
+        message = ShardCommand(epoch=epoch, number=number, task=task, mark=mark)
         answers = answers_in(
             self.happen(Received(sender=COORDINATOR, incarnation=1, message=message))
         )
@@ -105,16 +105,16 @@ class Bench:
         return answers[0] if answers else None
 
     def begun(self) -> "Bench":
-        self.order(1, Attach())
-        self.order(2, Recall(cut=0, whole=False))
+        self.order(1, BeginEpoch())
+        self.order(2, Restore(cut=0, whole=False))
         return self
 
 
-def answers_in(actions: Sequence[Action]) -> list[Performed]:
+def answers_in(actions: Sequence[Action]) -> list[CommandDone]:
     return [
         action.message
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Performed)
+        if isinstance(action, Send) and isinstance(action.message, CommandDone)
     ]
 
 
@@ -122,8 +122,8 @@ def drives(bench: Bench) -> bool:
     return bench.shard._orders.drives
 
 
-MEASURE = Perform(commands=(Dot(x="parameters", y="parameters"),))
-DOUBLE = Perform(commands=(Axpy(target="parameters", a=1.0, x="parameters"),))
+MEASURE = Execute(commands=(Dot(x="parameters", y="parameters"),))
+DOUBLE = Execute(commands=(Axpy(target="parameters", a=1.0, x="parameters"),))
 
 
 def test_a_repeated_order_is_answered_again_and_not_performed_again() -> None:
@@ -151,15 +151,15 @@ def test_an_order_under_way_is_answered_by_the_last_word() -> None:
 def test_an_order_waits_for_work_under_way() -> None:
     bench = Bench()
     bench.holds = True
-    bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=Save(label="1")))
-    assert bench.order(1, Attach()) is None
-    alive = bench.order(1, Attach())
+    bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="1")))
+    assert bench.order(1, BeginEpoch()) is None
+    alive = bench.order(1, BeginEpoch())
     assert alive is not None
     assert alive.number == 0
     (save,) = bench.held
     bench.holds = False
     actions = bench.work(save)
-    assert any(isinstance(a, Send) and isinstance(a.message, Saved) for a in actions)
+    assert any(isinstance(a, Send) and isinstance(a.message, CheckpointSaved) for a in actions)
     (answer,) = answers_in(actions)
     assert answer.number == 1
     assert [record.cut for record in answer.cuts] == [0]
@@ -167,7 +167,7 @@ def test_an_order_waits_for_work_under_way() -> None:
 
 def test_an_older_epoch_hears_of_the_present_one() -> None:
     bench = Bench().begun()
-    bench.order(1, Attach(), epoch=5)
+    bench.order(1, BeginEpoch(), epoch=5)
     answer = bench.order(3, DOUBLE)
     assert answer is not None
     assert (answer.epoch, answer.number) == (5, 1)
@@ -183,7 +183,7 @@ def test_what_another_epoch_began_is_not_answered() -> None:
     bench = Bench().begun()
     bench.holds = True
     bench.order(3, DOUBLE)
-    assert bench.order(1, Attach(), epoch=2) is None
+    assert bench.order(1, BeginEpoch(), epoch=2) is None
     bench.holds = False
     (answer,) = answers_in(bench.work(bench.held[0]))
     assert (answer.epoch, answer.number) == (2, 1)
@@ -191,7 +191,7 @@ def test_what_another_epoch_began_is_not_answered() -> None:
 
 def test_an_order_that_cannot_be_performed_changes_nothing() -> None:
     bench = Bench().begun()
-    bad = Perform(commands=(Fill(target="parameters", a=5.0), Dot(x="a", y="a")))
+    bad = Execute(commands=(Fill(target="parameters", a=5.0), Dot(x="a", y="a")))
     answer = bench.order(3, bad)
     assert answer is not None
     assert answer.error is not None
@@ -205,21 +205,24 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
     """No examples say that the loss is not a number."""
     bench = Bench().begun()
     opened = bench.order(
-        3, Open(point="trial", before=(Fill(target="trial", a=3.0),), first_grant=1, n_staged_max=2)
+        3,
+        BeginEvaluation(
+            point="trial", before=(Fill(target="trial", a=3.0),), first_grant=1, n_staged_max=2
+        ),
     )
     assert opened is not None
     assert opened.clock == 1
     assert bench.shard._values.vector[0] == 3.0
     assert bench.shard.status()[1]["orders"] == 3.0
-    missing = bench.order(4, Fold(sets=(GrantedSet(set_index=0, grant=1),), void=(2,)))
+    missing = bench.order(4, Commit(sets=(GrantedChunk(set_index=0, grant=1),), void=(2,)))
     assert missing is not None
     assert missing.error is not None
-    short = bench.order(5, Seal(gradient="g", n_examples=4, after=()))
+    short = bench.order(5, FinishEvaluation(gradient="g", n_examples=4, after=()))
     assert short is not None
     assert short.error is not None
     assert "sealed with 4 examples; this shard counts 0" in short.error
     after = (Dot(x="g", y="g"),)
-    sealed = bench.order(6, Seal(gradient="g", n_examples=0, after=after))
+    sealed = bench.order(6, FinishEvaluation(gradient="g", n_examples=0, after=after))
     assert sealed is not None
     assert np.isnan(sealed.scalars[0])
 
@@ -244,18 +247,18 @@ def test_who_is_told_the_last_order_is_free() -> None:
 def test_a_cut_is_saved_with_its_vectors_and_restored() -> None:
     bench = Bench().begun()
     bench.order(3, DOUBLE)
-    mark = Mark(cut=9, vectors=("parameters",))
-    kept = bench.order(4, Keep(label="00001", cut=9), mark=mark)
+    mark = Savepoint(cut=9, vectors=("parameters",))
+    kept = bench.order(4, Checkpoint(label="00001", cut=9), mark=mark)
     assert kept is not None
     assert kept.error is None
     (snapshot,) = bench.saved
     assert snapshot.arrays["values"][0] == 2.0  # the parameters, not a trial point
     other = Bench(restored=snapshot)
-    attached = other.order(1, Attach(), epoch=2)
+    attached = other.order(1, BeginEpoch(), epoch=2)
     assert attached is not None
     held = [(9, True), (0, False), (9, False)]
     assert [(r.cut, r.whole) for r in attached.cuts] == held
-    other.order(2, Recall(cut=9, whole=True), epoch=2)
+    other.order(2, Restore(cut=9, whole=True), epoch=2)
     measured = other.order(3, MEASURE, epoch=2)
     assert measured is not None
     assert measured.scalars == (4.0 * 64,)
@@ -264,17 +267,17 @@ def test_a_cut_is_saved_with_its_vectors_and_restored() -> None:
 def test_a_disk_that_refuses_a_cut_is_told() -> None:
     bench = Bench().begun()
     bench.disk_error = "no space"
-    mark = Mark(cut=9, vectors=("parameters",))
-    kept = bench.order(3, Keep(label="00001", cut=9), mark=mark)
+    mark = Savepoint(cut=9, vectors=("parameters",))
+    kept = bench.order(3, Checkpoint(label="00001", cut=9), mark=mark)
     assert kept is not None
     assert kept.error == "no space"
-    not_present = bench.order(4, Keep(label="00002", cut=8))
+    not_present = bench.order(4, Checkpoint(label="00002", cut=8))
     assert not_present is not None
     assert not_present.error is not None
 
 
 def test_one_of_two_copies_cannot_be_driven() -> None:
-    answer = Bench(waits_for_lead=True).order(1, Attach())
+    answer = Bench(waits_for_lead=True).order(1, BeginEpoch())
     assert answer is not None
     assert answer.error is not None
     assert "set shard_copies = 1" in answer.error
@@ -285,8 +288,8 @@ def test_a_push_of_no_evaluation_is_taken_and_forgotten() -> None:
     assert "sets_refused" not in bench.shard.status()[1]
     orders = bench.begun().shard._orders
     push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, grant=5)
-    client = Client(name=Address("replica-0"), incarnation=1)
-    work, _ = orders.collecting(Applying(client, Slot(np.zeros(64)), push, 0))
+    client = Session(name=Address("replica-0"), incarnation=1)
+    work, _ = orders.collecting(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
     work()
     assert bench.shard.status()[1]["sets_refused"] == 1.0
     assert bench.shard.status()[1]["set_vectors"] == 0.0
@@ -303,7 +306,7 @@ def test_without_a_supervisor_a_driven_shard_saves_no_point_on_trial() -> None:
     bench = Bench().begun()
     bench.order(3, DOUBLE)
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
-    assert bench.happen(gone)[-1] == Halt(error="gone")
+    assert bench.happen(gone)[-1] == Exit(error="gone")
     assert bench.saved == []
 
 

@@ -21,9 +21,9 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import TensorSpec
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slices import Selection
-from distbelief.protocol import Message, Save
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import PartialView
+from distbelief.protocol import Message, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined, Received, Snapshot
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, SHARD, TEST, Bench, layout_of
 
@@ -81,7 +81,7 @@ class Chaos:
         config = ClientConfig(pushes=True, credit_blocks=2, torn_seconds_max=0.5)
         region = self.partial.get(name)
         items = [] if region is None else [("marks", region)]
-        selection = Selection.of(self.bench.layout, items) if items else None
+        selection = PartialView.of(self.bench.layout, items) if items else None
         self.bench.add_client(name, config=config, selection=selection)
 
     def cut(self, name: Address, whole: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Chaos:
 
     def values(self, name: Address) -> Values:
         role = self.bench.roles[name]
-        assert isinstance(role, ParameterServerShard)
+        assert isinstance(role, Shard)
         values: Values = role._values.vector.astype(np.float64, copy=False)
         return values
 
@@ -205,7 +205,7 @@ class Chaos:
                 self.add_shard(shard)
             case _:
                 label = f"{self.stream.integers(10**9):09}"
-                self.bench.send(TEST, shard, Save(label=label))
+                self.bench.send(TEST, shard, SaveCheckpoint(label=label))
 
     # ----------------------------------------------------------------------- laws
 

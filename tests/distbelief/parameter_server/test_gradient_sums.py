@@ -7,16 +7,16 @@ from hypothesis import given, strategies as st
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
-from distbelief.parameter_server.gradient_sums import Collecting
+from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.slices import Holding, Selection
+from distbelief.parameter_server.slices import PartialView, ShardSlice
 
 
 N_ELEMENTS, N_GRADIENT = 80, 64
 
 
-def collecting(*, n_staged_max: int = 64) -> Collecting:
-    sums = Collecting(n_elements=N_ELEMENTS, n_gradient=N_GRADIENT, dtype=np.dtype(np.float32))
+def collecting(*, n_staged_max: int = 64) -> GradientSums:
+    sums = GradientSums(n_elements=N_ELEMENTS, n_gradient=N_GRADIENT, dtype=np.dtype(np.float32))
     sums.open(first_grant=10, n_staged_max=n_staged_max)
     return sums
 
@@ -25,11 +25,11 @@ def pushed(seed: int) -> Vector:
     return np.random.default_rng(seed).normal(size=N_ELEMENTS).astype(np.float32)
 
 
-def wants(sums: Collecting, grant: int) -> bool:
+def wants(sums: GradientSums, grant: int) -> bool:
     return sums.wants(pushed(grant), grant=grant)
 
 
-def stage(sums: Collecting, grant: int, *, n_examples: int = 3) -> None:
+def stage(sums: GradientSums, grant: int, *, n_examples: int = 3) -> None:
     assert wants(sums, grant)
     sums.staging(pushed(grant), grant=grant, n_examples=n_examples)()
 
@@ -149,17 +149,17 @@ LAYOUT = Layout.of(
 COLUMNS = [((0, 8), (0, 3)), ((0, 8), (3, 8))]
 
 
-def parts() -> list[Holding]:
+def parts() -> list[ShardSlice]:
     """What two machines hold: some columns each, and half of the buffer."""
     return [
-        Selection.of(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))])
+        PartialView.of(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))])
         .part(0)
         .holding
         for m, columns in enumerate(COLUMNS)
     ]
 
 
-def stage_part(sums: Collecting, part: Holding, whole: Vector, *, grant: int) -> None:
+def stage_part(sums: GradientSums, part: ShardSlice, whole: Vector, *, grant: int) -> None:
     values = np.concatenate([part.block(whole, k) for k in range(len(part.bounds))])
     assert sums.wants(values, grant=grant, holding=part)
     sums.staging(values, grant=grant, n_examples=3, holding=part)()

@@ -8,18 +8,18 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server import optimizers as module, slices as holdings
 from distbelief.parameter_server.checkpoint import Resharding
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, Steps
-from distbelief.parameter_server.slices import Holding, Holdings, Indices, Ranges
+from distbelief.parameter_server.optimizers import SGD, StepCounts
+from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, SliceTable
 
 
 SIZE = 64
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(SIZE,))], n_shards=1)
-WHOLE = Holding.whole(LAYOUT, 0)
+WHOLE = ShardSlice.whole(LAYOUT, 0)
 
 
-def held(*ranges: tuple[int, int]) -> Holding:
+def held(*ranges: tuple[int, int]) -> ShardSlice:
     starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
-    return Holding.of(Ranges.of(starts, stops), LAYOUT)
+    return ShardSlice.of(IndexRanges.of(starts, stops), LAYOUT)
 
 
 HOLDINGS = (
@@ -32,7 +32,7 @@ HOLDINGS = (
 )
 
 
-def mask_of(holding: Holding) -> Indices:
+def mask_of(holding: ShardSlice) -> Indices:
     mask = np.zeros(SIZE, np.int64)
     inner = holding.within(0, SIZE)
     for start, stop in zip(inner.starts, inner.stops, strict=True):
@@ -43,8 +43,8 @@ def mask_of(holding: Holding) -> Indices:
 pushes = st.lists(st.sampled_from(HOLDINGS), max_size=12)
 
 
-def counted(pushed: list[Holding]) -> tuple[Steps, Indices]:
-    steps, counts = Steps(), np.zeros(SIZE, np.int64)
+def counted(pushed: list[ShardSlice]) -> tuple[StepCounts, Indices]:
+    steps, counts = StepCounts(), np.zeros(SIZE, np.int64)
     for holding in pushed:
         steps.add(holding)
         counts += mask_of(holding)
@@ -53,7 +53,7 @@ def counted(pushed: list[Holding]) -> tuple[Steps, Indices]:
 
 @given(pushes, st.sampled_from(HOLDINGS), st.integers(0, SIZE))
 def test_every_element_has_its_own_count(
-    pushed: list[Holding], holding: Holding, stop: int
+    pushed: list[ShardSlice], holding: ShardSlice, stop: int
 ) -> None:
     steps, counts = counted(pushed)
     inner = holding.within(0, stop)
@@ -68,22 +68,22 @@ def test_every_element_has_its_own_count(
 
 
 @given(pushes)
-def test_what_is_written_down_is_read_again(pushed: list[Holding]) -> None:
+def test_what_is_written_down_is_read_again(pushed: list[ShardSlice]) -> None:
     steps, _ = counted(pushed)
-    read = Steps.read(steps.words(), size=SIZE)
+    read = StepCounts.read(steps.words(), size=SIZE)
     assert read.words().tolist() == steps.words().tolist()
     assert read.n_whole == steps.n_whole == pushed.count(WHOLE)
 
 
 def test_clients_that_hold_the_same_are_counted_together() -> None:
-    steps = Steps()
+    steps = StepCounts()
     steps.add(held((0, 10)))
     steps.add(held((5, 10), (0, 5)))
     assert steps.words().tolist() == [0, 0, 2, 1, 0, 10, 10, 1]
 
 
 def test_who_never_pushed_is_not_written_down() -> None:
-    steps = Steps(3)
+    steps = StepCounts(3)
     assert steps.know(held((0, 10))) is None
     assert steps.know(held((0, 10))) is None
     assert steps.know(WHOLE) is None
@@ -92,7 +92,7 @@ def test_who_never_pushed_is_not_written_down() -> None:
 
 def test_there_is_a_bound_to_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "N_STRIPES_MAX", 1)
-    steps = Steps()
+    steps = StepCounts()
     steps.add(held((0, 10)))
     reason = steps.know(held((0, 3)))
     assert reason is not None
@@ -102,11 +102,11 @@ def test_there_is_a_bound_to_what_is_written_down(monkeypatch: pytest.MonkeyPatc
 
 @given(pushes=st.lists(st.tuples(st.integers(0, 1), pushes), max_size=3))
 def test_counts_of_parts_go_along_to_another_number_of_shards(
-    pushes: list[tuple[int, list[Holding]]],
+    pushes: list[tuple[int, list[ShardSlice]]],
 ) -> None:
     spec = TensorSpec(name="w", shape=(2 * SIZE,))
     two, one = (Layout.of([spec], n_shards=n) for n in (2, 1))
-    steps, counts = [Steps(7), Steps(9)], np.zeros(2 * SIZE, np.int64)
+    steps, counts = [StepCounts(7), StepCounts(9)], np.zeros(2 * SIZE, np.int64)
     for shard, pushed in pushes:
         for holding in pushed:
             if holding.ranges is not None:
@@ -121,7 +121,7 @@ def test_counts_of_parts_go_along_to_another_number_of_shards(
         0, rule=SGD(learning_rate=1.0), clocks=[8, 10], steps=steps, read=read
     )
     seen = np.zeros(2 * SIZE, np.int64)
-    whole = Holding.whole(one, 0)
+    whole = ShardSlice.whole(one, 0)
     for count, ranges in content.steps.at(whole.within(0, 2 * SIZE), holding=whole):
         seen[ranges.marks(np.arange(2 * SIZE + 1))] = count
     assert seen.tolist() == (counts + 9).tolist()
@@ -130,7 +130,7 @@ def test_counts_of_parts_go_along_to_another_number_of_shards(
 def test_a_shard_shares_what_its_clients_hold_and_forgets_at_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = Holdings(LAYOUT, 0)
+    known = SliceTable(LAYOUT, 0)
     one, other = held((0, 3)).stripes, held((1, 3)).stripes
     first = known.get(one)
     assert known.get(one) is first
@@ -147,5 +147,5 @@ def test_a_push_of_several_parts_is_one_push_once_all_are_there() -> None:
     assert steps.n_pushes == 2
     steps.add(second)
     assert steps.n_pushes == 3
-    again = Steps.read(steps.words(), size=SIZE)
+    again = StepCounts.read(steps.words(), size=SIZE)
     assert again.n_pushes == 3

@@ -17,7 +17,7 @@ from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.protocol import Acknowledge, Message, ParameterBlock, Push, Save, Stop
+from distbelief.protocol import Message, ParameterBlock, Push, PushApplied, SaveCheckpoint, Stop
 from distbelief.roles.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
@@ -236,7 +236,7 @@ def test_another_model_is_refused_with_the_mend() -> None:
 
 
 @both
-@pytest.mark.parametrize("kind", ["Hello", "Welcome", "PushBlock", "Push", "Fetch"])
+@pytest.mark.parametrize("kind", ["OpenSession", "SessionOpened", "PushBlock", "Push", "Fetch"])
 def test_any_first_message_may_be_lost(*, shared: bool, kind: str) -> None:
     bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=shared))
     lost: set[str] = set()
@@ -271,8 +271,8 @@ def test_acknowledgements_that_are_lost_do_not_apply_a_push_twice() -> None:
 
     def lose(_: Address, message: Message) -> bool:
         nonlocal n_lost
-        n_lost += isinstance(message, Acknowledge) and n_lost < 3
-        return isinstance(message, Acknowledge) and n_lost < 3
+        n_lost += isinstance(message, PushApplied) and n_lost < 3
+        return isinstance(message, PushApplied) and n_lost < 3
 
     bench.lose = lose
     bench.push()
@@ -361,7 +361,7 @@ def test_a_shard_that_restarts_loses_what_its_snapshot_lacks_and_says_so(*, shar
     for _ in range(2):
         bench.push(samples=10)
         bench.settle()
-    bench.send(TEST, SHARD, Save(label="1"))
+    bench.send(TEST, SHARD, SaveCheckpoint(label="1"))
     bench.settle()
     for _ in range(3):
         bench.push(samples=20)
@@ -407,7 +407,7 @@ def test_what_a_shard_takes_to_its_grave_unacknowledged_is_applied_by_the_next_l
     bench = bench_of(layout_of(), shared=shared)
     bench.push(-1.0)
     bench.push(-2.0)
-    bench.lose = lambda _, message: isinstance(message, Acknowledge)
+    bench.lose = lambda _, message: isinstance(message, PushApplied)
     bench.pass_messages()
     bench.run_work()
     bench.lose = lambda *_: False

@@ -27,9 +27,9 @@ from distbelief.parameter_server.optimizers import (
     RMSprop,
     UpdateRule,
 )
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slices import Ranges, Selection
-from distbelief.protocol import Hello, Message, Save
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.slices import IndexRanges, PartialView
+from distbelief.protocol import Message, OpenSession, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
 from tests.distbelief.parameter_server.pair import CLIENT, READER, SHARD, TEST, Bench, layout_of
 
@@ -93,10 +93,10 @@ class Machines:
         self.bench.add_client(name, selection=selection)
         self.bench.settle()
 
-    def selection(self, name: Address) -> Selection:
-        return Selection.of(self.layout, self.items[name])
+    def selection(self, name: Address) -> PartialView:
+        return PartialView.of(self.layout, self.items[name])
 
-    def ranges(self, name: Address) -> Ranges:
+    def ranges(self, name: Address) -> IndexRanges:
         """Return what this client holds of shard 0."""
         ranges = self.selection(name).part(0).holding.ranges
         assert ranges is not None
@@ -141,13 +141,13 @@ class Machines:
         """Return values and state of every shard."""
         return [array for name in self.names for array in arrays_of(self.shard(name))]
 
-    def shard(self, name: Address = SHARD) -> ParameterServerShard:
+    def shard(self, name: Address = SHARD) -> Shard:
         shard = self.bench.roles[name]
-        assert isinstance(shard, ParameterServerShard)
+        assert isinstance(shard, Shard)
         return shard
 
 
-def arrays_of(shard: ParameterServerShard) -> list[Vector]:
+def arrays_of(shard: Shard) -> list[Vector]:
     values = shard._values
     return [values.vector, *(values.state[name] for name in sorted(values.state))]
 
@@ -270,7 +270,7 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
     bench = Bench(layout=layout_of())
     bench.add_shard()
     bench.settle()
-    empty = Selection.of(bench.layout, [("w", Region(((5, 5),)))])
+    empty = PartialView.of(bench.layout, [("w", Region(((5, 5),)))])
     client = bench.add_client(LEFT, selection=empty)
     assert not bench.messages
     assert client.ready
@@ -290,7 +290,7 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
 
 def test_a_selection_is_of_the_clients_layout() -> None:
     bench = Bench(layout=layout_of())
-    other = Selection.of(layout_of(n_shards=2), [])
+    other = PartialView.of(layout_of(n_shards=2), [])
     with pytest.raises(ValueError, match="the selection is of layout"):
         bench.add_client(LEFT, selection=other)
 
@@ -298,8 +298,8 @@ def test_a_selection_is_of_the_clients_layout() -> None:
 # ------------------------------------------------------------------ what shards refuse
 
 
-def hello_of(machines: Machines, words: list[int]) -> Hello:
-    return Hello(
+def hello_of(machines: Machines, words: list[int]) -> OpenSession:
+    return OpenSession(
         layout=machines.layout.fingerprint,
         pushes=True,
         host="",
@@ -363,7 +363,7 @@ def test_counts_of_pushes_outlive_a_shard(rule: UpdateRule, *, shared: bool) -> 
     for machines in (one, two):
         for step, name in enumerate(before):
             machines.push(name, machines.noise(step))
-    two.bench.send(TEST, SHARD, Save(label="first"))
+    two.bench.send(TEST, SHARD, SaveCheckpoint(label="first"))
     two.bench.settle()
     (snapshot,) = two.bench.snapshots
     two.bench.add_shard(rule=rule, restored=snapshot)
@@ -379,7 +379,7 @@ def test_counts_of_pushes_outlive_a_shard(rule: UpdateRule, *, shared: bool) -> 
 def test_pushes_in_flight_outlive_a_shard_and_are_applied_once() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False)
     bench, ones = machines.bench, [-torch.ones(spec.n_elements) for spec in SPECS]
-    bench.send(TEST, SHARD, Save(label="first"))
+    bench.send(TEST, SHARD, SaveCheckpoint(label="first"))
     bench.settle()
     client, part = bench.client(LEFT), machines.cut(LEFT, ones)
     for _ in range(2):

@@ -10,17 +10,17 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server import optimizers
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.optimizers import Adam
-from distbelief.parameter_server.session_state import slot_views
-from distbelief.parameter_server.slices import Holding, Ranges, Selection
+from distbelief.parameter_server.session_state import push_buffer_views
+from distbelief.parameter_server.slices import IndexRanges, PartialView, ShardSlice
 from distbelief.protocol import (
-    ClientRecord,
-    Follow,
-    Forward,
     Push,
     PushBlock,
-    Refused,
+    ReplicatePush,
+    SessionOpened,
+    SessionRecord,
+    SessionRefused,
+    StartSync,
     StateBlock,
-    Welcome,
 )
 from distbelief.roles.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of
@@ -30,7 +30,7 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, onl
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
 RULE = Adam(learning_rate=0.1)
 HELD: dict[Address, Vector | None] = {
-    name: Selection.of(LAYOUT, [("w", Region(((0, 2048), columns)))]).part(0).holding.stripes
+    name: PartialView.of(LAYOUT, [("w", Region(((0, 2048), columns)))]).part(0).holding.stripes
     for name, columns in {
         Address("left"): (0, 90),
         Address("middle"): (50, 120),
@@ -53,7 +53,7 @@ class Pair:
         for name, holds in HELD.items():
             host = "here" if shared else ""
             welcome = self.a.hello(sender=name, host=host, holds=holds)
-            self.regions[name] = only(welcome, Welcome).slots_region
+            self.regions[name] = only(welcome, SessionOpened).slots_region
 
     def pump(self, actions: list[Action]) -> None:
         """Pass messages between the copies, and do their work, until all is quiet."""
@@ -83,7 +83,7 @@ class Pair:
         values = np.random.default_rng(seed).standard_normal(n)
         if self.shared:
             region = self.a.memory.attach(self.regions[name])
-            slots = slot_views(region, n_elements=n, dtype=LAYOUT.dtype)
+            slots = push_buffer_views(region, n_elements=n, dtype=LAYOUT.dtype)
             slots[sequence % 2][:] = values
         else:
             for index, (start, stop) in enumerate(client.holding.bounds):
@@ -144,7 +144,7 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     moved = np.flatnonzero(pair.a.shard._values.vector != before)
     assert moved.tolist() == list(range(64, 192))
     steps_of = pair.a.shard._values.steps
-    met = steps_of.at(Ranges.whole(0, size), holding=Holding.whole(LAYOUT, 0))
+    met = steps_of.at(IndexRanges.whole(0, size), holding=ShardSlice.whole(LAYOUT, 0))
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
 
@@ -155,7 +155,7 @@ def test_who_holds_a_part_cannot_name_what_a_push_changes() -> None:
     pair = Pair(shared=False)
     before = pair.a.shard._values.vector.copy()
     actions = pair.push(Address("left"), 0, touches=np.array([0, 64, 64, 1], np.int64))
-    refused = only(actions, Refused)
+    refused = only(actions, SessionRefused)
     assert refused.for_good
     assert "such pushes change all of it" in refused.reason
     assert np.array_equal(pair.a.shard._values.vector, before)
@@ -176,8 +176,8 @@ def second() -> OneCopy:
     return copy
 
 
-def follow(words: list[int] | None) -> Follow:
-    return Follow(
+def follow(words: list[int] | None) -> StartSync:
+    return StartSync(
         pairing=2,
         receiver_incarnation=1,
         clock=5,
@@ -186,11 +186,11 @@ def follow(words: list[int] | None) -> Follow:
     )
 
 
-def forward(holds: list[int]) -> Forward:
-    record = ClientRecord(
+def forward(holds: list[int]) -> ReplicatePush:
+    record = SessionRecord(
         name="left", incarnation=1, watermark=1, applied=1, samples=1, staleness=0
     )
-    return Forward(
+    return ReplicatePush(
         pairing=2,
         clock=5,
         client=record,

@@ -6,21 +6,23 @@ from hypothesis import given, strategies as st
 
 from distbelief.parameter_server import push_handler
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.push_handler import Meetings
-from distbelief.parameter_server.slices import Holding, Ranges
+from distbelief.parameter_server.push_handler import PartialStaleness
+from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 
 
 SIZE = 256
 LAYOUT = Layout.of([TensorSpec(name="values", shape=(SIZE,))], n_shards=1)
-WHOLE = Holding.whole(LAYOUT, 0)
-LEFT = Holding.of(Ranges.whole(0, 128), LAYOUT)
-RIGHT = Holding.of(Ranges.whole(128, SIZE), LAYOUT)
-MIDDLE = Holding.of(Ranges.whole(64, 192), LAYOUT)
-ENDS = Holding.of(Ranges.union([Ranges.whole(0, 64), Ranges.whole(192, SIZE)]), LAYOUT)
+WHOLE = ShardSlice.whole(LAYOUT, 0)
+LEFT = ShardSlice.of(IndexRanges.whole(0, 128), LAYOUT)
+RIGHT = ShardSlice.of(IndexRanges.whole(128, SIZE), LAYOUT)
+MIDDLE = ShardSlice.of(IndexRanges.whole(64, 192), LAYOUT)
+ENDS = ShardSlice.of(
+    IndexRanges.union([IndexRanges.whole(0, 64), IndexRanges.whole(192, SIZE)]), LAYOUT
+)
 ALL = (WHOLE, LEFT, RIGHT, MIDDLE, ENDS)
 
 
-def elements(holding: Holding) -> frozenset[int]:
+def elements(holding: ShardSlice) -> frozenset[int]:
     ranges = holding.within(0, SIZE)
     spans = zip(ranges.starts.tolist(), ranges.stops.tolist(), strict=True)
     return frozenset(i for start, stop in spans for i in range(start, stop))
@@ -28,10 +30,10 @@ def elements(holding: Holding) -> frozenset[int]:
 
 @given(st.lists(st.sampled_from(ALL), max_size=12), st.sampled_from(ALL), st.data())
 def test_a_push_is_as_stale_as_its_elements_have_met_others(
-    pushed: list[Holding], mine: Holding, data: st.DataObject
+    pushed: list[ShardSlice], mine: ShardSlice, data: st.DataObject
 ) -> None:
     fetched = data.draw(st.integers(0, len(pushed)))
-    recent = Meetings()
+    recent = PartialStaleness()
     for clock, holding in enumerate(pushed):
         recent.add(holding, clock=clock)
     since = [each for each in pushed[fetched:] if elements(each) & elements(mine)]
@@ -41,7 +43,7 @@ def test_a_push_is_as_stale_as_its_elements_have_met_others(
 
 def test_one_blocking_replica_of_two_machines_is_never_stale() -> None:
     """It said 0.5: the push of one half made the other half's stale."""
-    recent = Meetings()
+    recent = PartialStaleness()
     for step in range(4):
         for offset, half in enumerate((LEFT, RIGHT)):
             clock = 2 * step + offset
@@ -50,7 +52,7 @@ def test_one_blocking_replica_of_two_machines_is_never_stale() -> None:
 
 
 def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    recent = Meetings()
+    recent = PartialStaleness()
     n = push_handler._N_KEPT
     for clock in range(n + 10):
         recent.add(LEFT, clock=clock)
@@ -62,9 +64,9 @@ def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranges_that_touch_do_not_meet() -> None:
-    one, other = Ranges.whole(0, 64), Ranges.whole(64, 128)
+    one, other = IndexRanges.whole(0, 64), IndexRanges.whole(64, 128)
     assert not one.meets(other)
-    assert one.meets(Ranges.whole(63, 64))
-    nothing = Ranges.of(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert one.meets(IndexRanges.whole(63, 64))
+    nothing = IndexRanges.of(np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert not one.meets(nothing)
     assert not nothing.meets(one)

@@ -8,27 +8,27 @@ import pytest
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.parameter_server.session_state import slots_bytes
+from distbelief.parameter_server.session_state import push_buffer_bytes
 from distbelief.protocol import (
-    Acknowledge,
-    ClientRecord,
+    BackupInSync,
+    CheckpointSaved,
     Finished,
-    Follow,
-    Forward,
-    Lead,
-    Leading,
     Message,
+    PrimaryChanged,
+    Promote,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Save,
-    Saved,
+    PushBlockAck,
+    ReplicatePush,
+    SaveCheckpoint,
+    SessionOpened,
+    SessionRecord,
+    StartSync,
+    StateAck,
     StateBlock,
-    StateCredit,
     Stop,
-    Welcome,
-    Whole,
 )
-from distbelief.roles.role import SUPERVISOR, Action, Address, Halt, PeerLost, Persist, Send
+from distbelief.roles.role import SUPERVISOR, Action, Address, Exit, PeerLost, Persist, Send
 from distbelief.simulation.storage import HostMemory
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, shard_of
 from tests.distbelief.parameter_server.shard_copies import (
@@ -45,8 +45,8 @@ from tests.distbelief.parameter_server.shard_copies import (
 
 def record_of(
     name: str = CLIENT, *, watermark: int = 1, applied: int = 1, life: int = 1
-) -> ClientRecord:
-    return ClientRecord(
+) -> SessionRecord:
+    return SessionRecord(
         name=name,
         incarnation=life,
         watermark=watermark,
@@ -57,13 +57,15 @@ def record_of(
 
 
 def following(
-    pairing: int, *, clock: int, clients: Sequence[ClientRecord] = (), life: int = 1
-) -> Follow:
-    return Follow(pairing=pairing, receiver_incarnation=life, clock=clock, clients=tuple(clients))
+    pairing: int, *, clock: int, clients: Sequence[SessionRecord] = (), life: int = 1
+) -> StartSync:
+    return StartSync(
+        pairing=pairing, receiver_incarnation=life, clock=clock, clients=tuple(clients)
+    )
 
 
 def follow(
-    copy: OneCopy, pairing: int = 2, *, clock: int = 5, clients: Sequence[ClientRecord] = ()
+    copy: OneCopy, pairing: int = 2, *, clock: int = 5, clients: Sequence[SessionRecord] = ()
 ) -> list[Action]:
     message = following(pairing, clock=clock, clients=clients)
     return copy.receive(message, A)
@@ -76,8 +78,8 @@ def piece(copy: OneCopy, *, pairing: int = 2, clock: int = 5, size: int = N) -> 
     return copy.receive(message, A)
 
 
-def forward(clock: int, *, pairing: int = 2, region: str = "", watermark: int = 1) -> Forward:
-    return Forward(
+def forward(clock: int, *, pairing: int = 2, region: str = "", watermark: int = 1) -> ReplicatePush:
+    return ReplicatePush(
         pairing=pairing,
         clock=clock,
         client=record_of(watermark=watermark, applied=watermark),
@@ -120,33 +122,33 @@ def test_it_says_nothing_to_clients_until_it_leads_and_then_to_all() -> None:
     assert copy.hello() == []
     actions = copy.lead(3)
     assert copy.word == "serving"
-    welcome = only(actions, Welcome)
+    welcome = only(actions, SessionOpened)
     assert (welcome.shard_incarnation, welcome.clock) == (3, 5)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (1, 1, 10)
-    assert only(actions, Leading).shard_incarnation == 3
-    assert kinds(actions, OTHER) == ["Leading"]
+    assert only(actions, PrimaryChanged).shard_incarnation == 3
+    assert kinds(actions, OTHER) == ["PrimaryChanged"]
 
 
 def test_with_all_pieces_it_is_whole_and_says_so_to_leader_and_supervisor() -> None:
     copy = OneCopy(B)
-    credit = only(follow(copy), StateCredit)
+    credit = only(follow(copy), StateAck)
     assert (credit.pairing, credit.clock, credit.received) == (2, 5, 0)
     assert copy.counters()["whole"] == 0
     actions = piece(copy)
-    assert only(actions, StateCredit).received == 1
-    assert only(actions, Whole).pairing == 2
+    assert only(actions, StateAck).received == 1
+    assert only(actions, BackupInSync).pairing == 2
     counters = copy.counters()
     assert (counters["pairing"], counters["whole"], counters["leading"]) == (2, 2, 0)
     assert (copy.values == 7.0).all()
-    assert sent(piece(copy), Whole) == []
+    assert sent(piece(copy), BackupInSync) == []
 
 
 def test_a_piece_of_another_clock_or_out_of_turn_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
-    assert only(piece(copy, clock=4), StateCredit).received == 0
+    assert only(piece(copy, clock=4), StateAck).received == 0
     late = StateBlock(pairing=2, clock=5, index=1, values=np.zeros(N))
-    assert only(copy.receive(late, A), StateCredit).received == 0
+    assert only(copy.receive(late, A), StateAck).received == 0
     assert (copy.values == 0.0).all()
 
 
@@ -154,9 +156,9 @@ def test_a_piece_that_comes_while_a_push_is_applied_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
     pushed(copy, 5)
-    assert only(piece(copy), StateCredit).received == 0
-    assert only(copy.work(), Acknowledge).clock == 6
-    assert only(piece(copy, clock=6), StateCredit).received == 1
+    assert only(piece(copy), StateAck).received == 0
+    assert only(copy.work(), PushApplied).clock == 6
+    assert only(piece(copy, clock=6), StateAck).received == 1
 
 
 def test_a_piece_of_the_wrong_size_names_both_sizes() -> None:
@@ -172,7 +174,7 @@ def test_pieces_hold_values_and_state() -> None:
     n_state = LAYOUT.n_gradient(0)
     values = np.concatenate([np.full(N, 3.0), np.full(n_state, 4.0)])
     message = StateBlock(pairing=2, clock=5, index=0, values=values)
-    only(copy.receive(message, A), Whole)
+    only(copy.receive(message, A), BackupInSync)
     assert (copy.values == 3.0).all()
     assert (copy.shard._values.state["sum_of_squares"] == 4.0).all()
 
@@ -184,12 +186,12 @@ def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
     copy = whole_second()
     assert pushed(copy, 6) == []  # the one before is missing
     pushed(copy, 5)
-    answer = only(copy.work(), Acknowledge)
+    answer = only(copy.work(), PushApplied)
     assert (answer.sequence, answer.shard_incarnation, answer.clock) == (6, 2, 6)
     pushed(copy, 6, watermark=2)
     copy.work()
     assert (copy.values[:100] == 9.0).all()
-    again = only(copy.receive(forward(5), A), Acknowledge)
+    again = only(copy.receive(forward(5), A), PushApplied)
     assert (again.sequence, again.clock) == (6, 7)
     assert not copy.lane
 
@@ -197,34 +199,34 @@ def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
 def test_a_push_that_waits_is_answered_by_a_sign_of_life() -> None:
     copy = whole_second()
     pushed(copy, 5)
-    answer = only(copy.receive(forward(5), A), PushCredit)
+    answer = only(copy.receive(forward(5), A), PushBlockAck)
     assert (answer.sequence, answer.received) == (6, 1)
 
 
 def test_a_push_is_read_from_the_slot_that_the_leader_lent() -> None:
     host = HostMemory("here", n_bytes_max=1 << 20)
     leaders, seconds = host.lend(), host.lend()
-    region = leaders.create("slots", n_bytes=slots_bytes(N, itemsize=8))
+    region = leaders.create("slots", n_bytes=push_buffer_bytes(N, itemsize=8))
     region.view(np.float64)[N:] = -2.0
     copy = OneCopy(B, memory=seconds)
     before = host.n_bytes
     follow(copy)
     piece(copy)
     copy.receive(forward(5, region="slots"), A)
-    assert only(copy.work(), Acknowledge).sequence == 6
+    assert only(copy.work(), PushApplied).sequence == 6
     assert (copy.values == 9.0).all()
     assert host.n_bytes == before
 
 
 def test_memory_that_it_cannot_reach_is_asked_for_in_blocks() -> None:
     copy = whole_second()
-    answer = only(copy.receive(forward(5, region="elsewhere"), A), PushCredit)
+    answer = only(copy.receive(forward(5, region="elsewhere"), A), PushBlockAck)
     assert (answer.sequence, answer.received) == (6, 0)
-    assert only(copy.receive(block(5), A), PushCredit).received == 1
+    assert only(copy.receive(block(5), A), PushBlockAck).received == 1
     assert copy.receive(block(7), A) == []  # there is room for two pushes
     copy.receive(forward(5), A)
-    assert only(copy.work(), Acknowledge).sequence == 6
-    assert only(copy.receive(block(5), A), Acknowledge).sequence == 6
+    assert only(copy.work(), PushApplied).sequence == 6
+    assert only(copy.receive(block(5), A), PushApplied).sequence == 6
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -258,36 +260,36 @@ def test_a_higher_pairing_begins_anew_once_the_work_under_way_has_ended() -> Non
     pushed(copy, 5)
     assert follow(copy, 4, clock=8) == []
     assert copy.counters()["whole"] == 0
-    credit = only(copy.work(), StateCredit)
+    credit = only(copy.work(), StateAck)
     assert (credit.pairing, credit.clock, credit.received) == (4, 8, 0)
-    assert only(piece(copy, pairing=4, clock=8), Whole).pairing == 4
+    assert only(piece(copy, pairing=4, clock=8), BackupInSync).pairing == 4
 
 
 def test_a_follow_that_is_repeated_changes_nothing_once_a_piece_is_held() -> None:
     copy = whole_second()
     pushed(copy, 5)
     copy.work()
-    credit = only(follow(copy), StateCredit)
+    credit = only(follow(copy), StateAck)
     assert (credit.clock, credit.received) == (6, 1)
     # Before that the newest counts: the leader has gone on meanwhile.
     copy = OneCopy(B)
     follow(copy)
-    assert only(follow(copy, clock=9), StateCredit).clock == 9
+    assert only(follow(copy, clock=9), StateAck).clock == 9
 
 
 def test_a_follow_that_was_overtaken_does_not_undo_what_was_acknowledged() -> None:
     copy = OneCopy(B)
     follow(copy, clients=[record_of(watermark=0, applied=0)])
     pushed(copy, 5)
-    assert only(copy.work(), Acknowledge).sequence == 6  # clients are told of it
+    assert only(copy.work(), PushApplied).sequence == 6  # clients are told of it
     # The window of clock 5 comes late: it lacks that push.
-    credit = only(follow(copy), StateCredit)
+    credit = only(follow(copy), StateAck)
     assert (credit.clock, credit.received) == (6, 0)
-    assert sent(piece(copy), Whole) == []
+    assert sent(piece(copy), BackupInSync) == []
     assert copy.counters()["whole"] == 0
     follow(copy, clock=6, clients=[record_of()])
-    assert only(piece(copy, clock=6), Whole).pairing == 2
-    welcome = only([*copy.lead(3), *copy.hello()], Welcome)
+    assert only(piece(copy, clock=6), BackupInSync).pairing == 2
+    welcome = only([*copy.lead(3), *copy.hello()], SessionOpened)
     assert (welcome.clock, welcome.watermark, welcome.applied) == (6, 1, 1)
 
 
@@ -297,13 +299,13 @@ def test_of_two_follows_that_wait_the_later_one_counts() -> None:
     pushed(copy, 5)
     assert follow(copy, clock=8) == []
     assert follow(copy, clock=7) == []
-    assert only(copy.work(), StateCredit).clock == 8
+    assert only(copy.work(), StateAck).clock == 8
 
 
 def test_a_follow_waits_for_the_values_it_begins_with() -> None:
     copy = OneCopy(B, ready=False)
     assert follow(copy) == []
-    assert only(copy.work(), StateCredit).received == 0
+    assert only(copy.work(), StateAck).received == 0
 
 
 # -------------------------------------------------------------------------- leading
@@ -317,11 +319,11 @@ def test_it_leads_once_all_that_it_has_taken_is_applied_and_no_more() -> None:
     assert copy.lead(3) == []
     assert copy.receive(forward(7), A) == []
     assert copy.lead(3) == []
-    assert sent(copy.work(), Acknowledge) == []
+    assert sent(copy.work(), PushApplied) == []
     actions = copy.work()
-    assert only(actions, Leading).shard_incarnation == 3
+    assert only(actions, PrimaryChanged).shard_incarnation == 3
     assert (copy.counters()["clock"], copy.counters()["leading"]) == (7, 1)
-    welcome = only(copy.hello(), Welcome)
+    welcome = only(copy.hello(), SessionOpened)
     assert (welcome.watermark, welcome.applied) == (2, 2)
 
 
@@ -331,7 +333,7 @@ def test_without_a_supervisor_only_who_leads_saves() -> None:
     copy = whole_second()
     pushed(copy, 5, watermark=1)
     copy.work_all()
-    assert copy.shard.handle(gone, copy.now)[-1] == Halt(error="gone")
+    assert copy.shard.handle(gone, copy.now)[-1] == Exit(error="gone")
     copy = whole_second()
     pushed(copy, 5, watermark=1)
     copy.work_all()
@@ -347,8 +349,8 @@ def test_who_has_never_followed_leads_with_what_it_began_with() -> None:
     assert first.lead(1) == []
     first.work()
     assert first.word == "serving"
-    first.receive(Save(label="1"))
-    assert only(first.work(), Saved).error is None
+    first.receive(SaveCheckpoint(label="1"))
+    assert only(first.work(), CheckpointSaved).error is None
     copy = OneCopy(B, restored=first.snapshots[0])
     copy.lead(2)
     assert copy.word == "serving"
@@ -357,7 +359,7 @@ def test_who_has_never_followed_leads_with_what_it_began_with() -> None:
 def test_a_snapshot_of_a_later_pairing_is_not_led_with() -> None:
     first = OneCopy(A)
     first.lead(7)
-    first.receive(Save(label="1"))
+    first.receive(SaveCheckpoint(label="1"))
     first.work()
     copy = OneCopy(B, restored=first.snapshots[0])
     with pytest.raises(StorageError, match="of pairing 7, and it is told to lead as 7"):
@@ -427,7 +429,7 @@ def test_a_second_that_is_told_to_stop_ends_at_once_and_leaves_nothing() -> None
     copy.receive(Stop(reason="enough"))
     actions = copy.work()
     only(actions, Finished)
-    assert isinstance(actions[-1], Halt)
+    assert isinstance(actions[-1], Exit)
     assert not copy.lane
     assert isinstance(copy.memory, PrivateMemory)
     assert not copy.memory._regions
@@ -435,7 +437,7 @@ def test_a_second_that_is_told_to_stop_ends_at_once_and_leaves_nothing() -> None
 
 def test_a_second_that_is_asked_for_a_snapshot_says_whom_to_ask() -> None:
     copy = whole_second()
-    saved = only(copy.receive(Save(label="1")), Saved)
+    saved = only(copy.receive(SaveCheckpoint(label="1")), CheckpointSaved)
     assert saved.error is not None
     assert "ask the one that does" in saved.error
 
@@ -443,9 +445,9 @@ def test_a_second_that_is_asked_for_a_snapshot_says_whom_to_ask() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Lead(pairing=1, receiver_incarnation=1, second="", second_incarnation=0),
+        Promote(pairing=1, receiver_incarnation=1, second="", second_incarnation=0),
         following(1, clock=0),
-        Acknowledge(sequence=1, shard_incarnation=1, clock=1, staleness=0),
+        PushApplied(sequence=1, shard_incarnation=1, clock=1, staleness=0),
     ],
 )
 def test_a_shard_of_one_copy_hears_nothing_of_all_this(message: Message) -> None:
@@ -458,5 +460,5 @@ def test_a_shard_of_one_copy_hears_nothing_of_all_this(message: Message) -> None
 
 def test_answers_meant_for_an_earlier_life_are_dropped() -> None:
     copy = OneCopy(B)
-    credit = StateCredit(pairing=1, clock=0, received=1)
+    credit = StateAck(pairing=1, clock=0, received=1)
     assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]

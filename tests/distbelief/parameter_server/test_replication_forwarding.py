@@ -11,22 +11,22 @@ from distbelief.parameter_server.replication import (
     STALL_SECONDS,
     TICK_SECONDS,
 )
-from distbelief.parameter_server.session_state import slot_views
+from distbelief.parameter_server.session_state import push_buffer_views
 from distbelief.protocol import (
-    Acknowledge,
-    Alone,
-    Follow,
-    Forward,
+    BackupUnresponsive,
     Message,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Refused,
+    PushBlockAck,
+    ReplicatePush,
+    SessionOpened,
+    SessionRefused,
+    StartSync,
+    StateAck,
     StateBlock,
-    StateCredit,
     Stop,
-    Welcome,
 )
-from distbelief.roles.role import SUPERVISOR, Action, Halt, PeerLost
+from distbelief.roles.role import SUPERVISOR, Action, Exit, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of
 from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kinds, only, sent
 
@@ -34,13 +34,13 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kin
 def credit(
     copy: OneCopy, received: int, *, pairing: int = 2, clock: int = 0, life: int = 1
 ) -> list[Action]:
-    message = StateCredit(pairing=pairing, clock=clock, received=received)
+    message = StateAck(pairing=pairing, clock=clock, received=received)
     return copy.receive(message, B, life=life)
 
 
 def acknowledge(copy: OneCopy, clock: int, *, pairing: int = 2, life: int = 1) -> list[Action]:
     """Say that the second has applied the push of that clock."""
-    message = Acknowledge(
+    message = PushApplied(
         sequence=clock + 1, shard_incarnation=pairing, clock=clock + 1, staleness=0
     )
     return copy.receive(message, B, life=life)
@@ -70,12 +70,12 @@ def test_nothing_is_forwarded_and_all_acknowledged_before_the_second_is_there() 
     copy = OneCopy(A)
     copy.lead(1)
     copy.hello()
-    assert only(copy.lead(2, B), Follow).pairing == 2
-    assert sent(pushed(copy, 1), Forward) == []
-    assert only(copy.work(), Acknowledge).sequence == 1
-    follow = only(copy.wait(TICK_SECONDS), Follow)
+    assert only(copy.lead(2, B), StartSync).pairing == 2
+    assert sent(pushed(copy, 1), ReplicatePush) == []
+    assert only(copy.work(), PushApplied).sequence == 1
+    follow = only(copy.wait(TICK_SECONDS), StartSync)
     assert (follow.clock, follow.clients[0].watermark) == (1, 1)
-    assert not sent(copy.wait(60.0), Alone)
+    assert not sent(copy.wait(60.0), BackupUnresponsive)
 
 
 def test_the_first_window_comes_with_the_clock_and_the_clients_as_they_are() -> None:
@@ -83,8 +83,8 @@ def test_the_first_window_comes_with_the_clock_and_the_clients_as_they_are() -> 
     pushed(copy, 1)
     copy.work()
     actions = credit(copy, 0)
-    assert kinds(actions, B) == ["Follow", "StateBlock"]
-    follow, piece = only(actions, Follow), only(actions, StateBlock)
+    assert kinds(actions, B) == ["StartSync", "StateBlock"]
+    follow, piece = only(actions, StartSync), only(actions, StateBlock)
     assert (follow.clock, piece.clock, piece.index) == (1, 1, 0)
     assert follow.clients[0].applied == 1
     assert (piece.values[:100] == 1.0).all()
@@ -97,7 +97,7 @@ def test_a_window_waits_for_the_push_that_is_being_applied() -> None:
     assert sent(credit(copy, 0), StateBlock) == []
     actions = copy.work()
     assert only(actions, StateBlock).clock == 1
-    assert only(actions, Acknowledge).sequence == 1  # it was not forwarded
+    assert only(actions, PushApplied).sequence == 1  # it was not forwarded
 
 
 def test_between_two_windows_one_push_is_applied_at_the_most(
@@ -109,21 +109,21 @@ def test_between_two_windows_one_push_is_applied_at_the_most(
     assert N == 192
     actions = credit(copy, 0)
     assert [p.index for p in sent(actions, StateBlock)] == [0]
-    assert kinds(pushed(copy, 1), B)[-1:] == ["Forward"]
+    assert kinds(pushed(copy, 1), B)[-1:] == ["ReplicatePush"]
     pushed(copy, 2)
     copy.work()
     assert not copy.lane  # a window is due, once the second has that push
     credit(copy, 1)
     actions = acknowledge(copy, 0)
     assert [(p.index, p.clock) for p in sent(actions, StateBlock)] == [(1, 1)]
-    assert kinds(actions, CLIENT) == ["Acknowledge"]
+    assert kinds(actions, CLIENT) == ["PushApplied"]
     assert len(copy.lane) == 1
 
 
 def test_a_window_that_is_lost_is_sent_again_from_where_the_second_is() -> None:
     copy = leader(whole=False)
     credit(copy, 0)
-    assert kinds(copy.wait(TICK_SECONDS), B) == ["Follow", "Follow", "StateBlock"]
+    assert kinds(copy.wait(TICK_SECONDS), B) == ["StartSync", "StartSync", "StateBlock"]
 
 
 # ----------------------------------------------------------------------- forwarding
@@ -133,16 +133,16 @@ def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
     for second_is_first in (False, True):
         copy = leader()
         actions = pushed(copy, 1)
-        forward = only(actions, Forward)
+        forward = only(actions, ReplicatePush)
         assert (forward.clock, forward.client.watermark, forward.client.applied) == (0, 1, 1)
         assert only(actions, PushBlock).sequence == 1
         if second_is_first:
-            assert sent(acknowledge(copy, 0), Acknowledge) == []
+            assert sent(acknowledge(copy, 0), PushApplied) == []
             actions = copy.work()
         else:
-            assert sent(copy.work(), Acknowledge) == []
+            assert sent(copy.work(), PushApplied) == []
             actions = acknowledge(copy, 0)
-        told = only(actions, Acknowledge)
+        told = only(actions, PushApplied)
         assert (told.sequence, told.shard_incarnation, told.clock) == (1, 1, 1)
 
 
@@ -150,17 +150,17 @@ def test_what_is_held_nobody_is_told_of() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
-    welcome = only(copy.hello(), Welcome)
+    welcome = only(copy.hello(), SessionOpened)
     assert (welcome.watermark, welcome.applied, welcome.clock) == (0, 0, 1)
     answer = copy.said(1, number=1)
-    assert kinds(answer, CLIENT) == ["PushCredit"]
+    assert kinds(answer, CLIENT) == ["PushBlockAck"]
     pushed(copy, 2)
     copy.work()
-    told = only(acknowledge(copy, 0), Acknowledge)
+    told = only(acknowledge(copy, 0), PushApplied)
     assert told.sequence == 1
-    assert only(copy.said(1, number=1), Acknowledge).sequence == 1
-    assert kinds(copy.said(2, number=1), CLIENT) == ["PushCredit"]
-    assert only(acknowledge(copy, 1), Acknowledge).sequence == 2
+    assert only(copy.said(1, number=1), PushApplied).sequence == 1
+    assert kinds(copy.said(2, number=1), CLIENT) == ["PushBlockAck"]
+    assert only(acknowledge(copy, 1), PushApplied).sequence == 2
 
 
 def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
@@ -172,9 +172,9 @@ def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
         sequence=1, shard_incarnation=1, block_index=0, values=np.zeros(N), answer=True
     )
     answer = copy.receive(block, CLIENT)
-    assert kinds(answer, CLIENT) == ["PushCredit"]
-    assert only(answer, PushCredit).received == 1
-    assert only(acknowledge(copy, 0), Acknowledge).sequence == 1
+    assert kinds(answer, CLIENT) == ["PushBlockAck"]
+    assert only(answer, PushBlockAck).received == 1
+    assert only(acknowledge(copy, 0), PushApplied).sequence == 1
 
 
 def test_who_is_gone_keeps_its_slots_until_nothing_of_it_is_held() -> None:
@@ -195,29 +195,29 @@ def test_a_new_life_of_a_client_waits_until_nothing_of_the_old_one_is_held() -> 
     copy = leader()
     pushed(copy, 1)
     copy.work()
-    assert "busy" in only(copy.hello(life=2, next_sequence=100), Refused).reason
-    welcome = only(acknowledge(copy, 0), Welcome)
+    assert "busy" in only(copy.hello(life=2, next_sequence=100), SessionRefused).reason
+    welcome = only(acknowledge(copy, 0), SessionOpened)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (99, 0, 10)
 
 
 def test_a_slot_in_shared_memory_is_named_and_left_alone_while_it_is_held() -> None:
     copy = leader(host="here")
-    region = only(copy.hello(host="here"), Welcome).slots_region
+    region = only(copy.hello(host="here"), SessionOpened).slots_region
     assert region == "shard-0.1.slots-0"
-    slots = slot_views(copy.memory.attach(region), n_elements=N, dtype=np.dtype(np.float64))
+    slots = push_buffer_views(copy.memory.attach(region), n_elements=N, dtype=np.dtype(np.float64))
     slots[1][:] = -1.0
     actions = copy.said(1, number=1)
-    assert kinds(actions, B) == ["Forward"]
-    forward = only(actions, Forward)
+    assert kinds(actions, B) == ["ReplicatePush"]
+    forward = only(actions, ReplicatePush)
     assert (forward.slots_region, forward.slot) == (region, 1)
     copy.work()
     assert (slots[1] == -1.0).all()
     # The second cannot reach it.
-    answer = PushCredit(sequence=1, shard_incarnation=2, received=0)
-    assert kinds(copy.receive(answer, B), B) == ["PushBlock", "Forward"]
+    answer = PushBlockAck(sequence=1, shard_incarnation=2, received=0)
+    assert kinds(copy.receive(answer, B), B) == ["PushBlock", "ReplicatePush"]
     acknowledge(copy, 0)
     slots[0][:] = -1.0
-    assert kinds(copy.said(2, number=1), B) == ["PushBlock", "Forward"]
+    assert kinds(copy.said(2, number=1), B) == ["PushBlock", "ReplicatePush"]
 
 
 def test_blocks_go_out_as_far_as_the_second_has_taken_them() -> None:
@@ -229,12 +229,12 @@ def test_blocks_go_out_as_far_as_the_second_has_taken_them() -> None:
     credit(copy, 0)
     credit(copy, n_pieces)
     actions = pushed(copy, 1)
-    assert kinds(actions, B) == ["PushBlock"] * 3 + ["Forward"]
-    taken = PushCredit(sequence=1, shard_incarnation=2, received=2)
+    assert kinds(actions, B) == ["PushBlock"] * 3 + ["ReplicatePush"]
+    taken = PushBlockAck(sequence=1, shard_incarnation=2, received=2)
     copy.receive(taken, B)
     again = copy.wait(2 * TICK_SECONDS)
     assert [b.block_index for b in sent(again, PushBlock)][:1] == [2]
-    assert kinds(again, B)[:2] == ["PushBlock", "Forward"]
+    assert kinds(again, B)[:2] == ["PushBlock", "ReplicatePush"]
 
 
 def test_words_of_others_and_of_other_pairings_mean_nothing() -> None:
@@ -244,23 +244,23 @@ def test_words_of_others_and_of_other_pairings_mean_nothing() -> None:
     assert acknowledge(copy, 0, pairing=1) == []
     assert acknowledge(copy, 0, life=2) == []
     strangers: list[Message] = [
-        Acknowledge(sequence=1, shard_incarnation=2, clock=1, staleness=0),
-        StateCredit(pairing=2, clock=0, received=1),
-        PushCredit(sequence=1, shard_incarnation=2, received=0),
+        PushApplied(sequence=1, shard_incarnation=2, clock=1, staleness=0),
+        StateAck(pairing=2, clock=0, received=1),
+        PushBlockAck(sequence=1, shard_incarnation=2, received=0),
     ]
     for message in strangers:
         assert copy.receive(message, CLIENT) == []
-    assert kinds(acknowledge(copy, 0), CLIENT) == ["Acknowledge"]
+    assert kinds(acknowledge(copy, 0), CLIENT) == ["PushApplied"]
 
 
 def test_only_the_life_of_the_second_that_was_named_is_its_second() -> None:
     copy = leader(whole=False)
     assert credit(copy, 0, life=2) == []
-    assert sent(pushed(copy, 1), Forward) == []
+    assert sent(pushed(copy, 1), ReplicatePush) == []
     copy.work()
-    follow = only(copy.wait(TICK_SECONDS), Follow)
+    follow = only(copy.wait(TICK_SECONDS), StartSync)
     assert follow.receiver_incarnation == 1
-    assert kinds(credit(copy, 0), B) == ["Follow", "StateBlock"]
+    assert kinds(credit(copy, 0), B) == ["StartSync", "StateBlock"]
 
 
 # -------------------------------------------------------------------------- silence
@@ -271,15 +271,15 @@ def test_a_silent_second_is_asked_again_and_then_complained_of() -> None:
     pushed(copy, 1)
     copy.work()
     actions = copy.wait(SILENCE_SECONDS - 0.01)
-    assert len(sent(actions, Forward)) >= 2
-    assert sent(actions, Alone) == []
+    assert len(sent(actions, ReplicatePush)) >= 2
+    assert sent(actions, BackupUnresponsive) == []
     actions = copy.wait(2 * ALONE_SECONDS)
-    assert [alone.pairing for alone in sent(actions, Alone)] == [2, 2]
-    assert kinds(actions, SUPERVISOR) == ["Alone", "Alone"]
+    assert [alone.pairing for alone in sent(actions, BackupUnresponsive)] == [2, 2]
+    assert kinds(actions, SUPERVISOR) == ["BackupUnresponsive", "BackupUnresponsive"]
     assert kinds(actions, CLIENT) == []  # until the supervisor says so
-    assert only(copy.lead(3), Acknowledge).sequence == 1
+    assert only(copy.lead(3), PushApplied).sequence == 1
     pushed(copy, 2)
-    assert only(copy.work(), Acknowledge).sequence == 2
+    assert only(copy.work(), PushApplied).sequence == 2
     assert copy.wait(60.0) == []
 
 
@@ -287,11 +287,11 @@ def test_a_second_that_only_says_that_it_lives_is_let_go_in_the_end() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
-    alive = PushCredit(sequence=1, shard_incarnation=2, received=1)
+    alive = PushBlockAck(sequence=1, shard_incarnation=2, received=1)
     n_alone = 0
     for _ in range(int(STALL_SECONDS / 0.25) + 4):
         copy.receive(alive, B)
-        n_alone += len(sent(copy.wait(0.25), Alone))
+        n_alone += len(sent(copy.wait(0.25), BackupUnresponsive))
         assert not n_alone or copy.now >= STALL_SECONDS
     assert n_alone
 
@@ -301,7 +301,7 @@ def test_a_leader_that_stood_still_itself_complains_of_nobody() -> None:
     pushed(copy, 1)
     copy.work()
     copy.now += 30.0
-    assert sent(copy.wait(0.0), Alone) == []
+    assert sent(copy.wait(0.0), BackupUnresponsive) == []
 
 
 def test_a_later_lead_lets_go_of_the_second_and_one_that_is_late_does_nothing() -> None:
@@ -312,12 +312,12 @@ def test_a_later_lead_lets_go_of_the_second_and_one_that_is_late_does_nothing() 
     assert copy.lead(2) == []
     assert copy.lead(1) == []
     actions = copy.lead(4, B)
-    assert only(actions, Acknowledge).sequence == 1
-    assert only(actions, Follow).pairing == 4
+    assert only(actions, PushApplied).sequence == 1
+    assert only(actions, StartSync).pairing == 4
     # The second push was being applied, and is not held.
-    assert only(copy.work(), Acknowledge).sequence == 2
+    assert only(copy.work(), PushApplied).sequence == 2
     assert copy.counters()["pairing"] == 4
-    assert only(copy.hello(), Welcome).shard_incarnation == 1  # as it began to lead
+    assert only(copy.hello(), SessionOpened).shard_incarnation == 1  # as it began to lead
 
 
 def test_who_is_told_to_stop_does_not_wait_for_its_second() -> None:
@@ -325,11 +325,11 @@ def test_who_is_told_to_stop_does_not_wait_for_its_second() -> None:
     pushed(copy, 1)
     copy.work()
     actions = copy.receive(Stop(reason="enough"))
-    assert kinds(actions, CLIENT) == ["Acknowledge"]
-    assert isinstance(actions[-1], Halt)
+    assert kinds(actions, CLIENT) == ["PushApplied"]
+    assert isinstance(actions[-1], Exit)
 
 
 def test_the_second_averages_buffers_over_as_many_clients() -> None:
     copy = leader()
     copy.hello(sender=OTHER)
-    assert only(pushed(copy, 1), Forward).n_pushing == 2
+    assert only(pushed(copy, 1), ReplicatePush).n_pushing == 2

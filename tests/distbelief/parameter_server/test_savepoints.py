@@ -6,9 +6,9 @@ import pytest
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.savepoints import PARAMETERS, Cuts, split
-from distbelief.parameter_server.vector_store import Algebra
-from distbelief.protocol import Mark
+from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
+from distbelief.parameter_server.vector_store import VectorStore
+from distbelief.protocol import Savepoint
 from distbelief.protocol.vector_commands import Axpy, Command, Copy, Drop, Fill, targets
 from distbelief.roles.role import Snapshot
 
@@ -20,8 +20,8 @@ class Shard:
     """Vectors and cuts, begun at ones."""
 
     def __init__(self) -> None:
-        self.algebra = Algebra(LAYOUT, 0)
-        self.cuts = Cuts(self.algebra, base_clock=7)
+        self.algebra = VectorStore(LAYOUT, 0)
+        self.cuts = Savepoints(self.algebra, base_clock=7)
 
     def begin(self) -> "Shard":
         self.cuts.recall(0, whole=False, values=lambda: np.ones(64))
@@ -32,7 +32,7 @@ class Shard:
         self.algebra.perform(commands)
 
     def mark(self, cut: int, *names: str, settled: int = 0) -> None:
-        self.cuts.mark(Mark(cut=cut, vectors=names), settled=settled)
+        self.cuts.mark(Savepoint(cut=cut, vectors=names), settled=settled)
 
     def recall(self, cut: int, *, whole: bool) -> None:
         self.cuts.recall(cut, whole=whole, values=lambda: np.ones(64))

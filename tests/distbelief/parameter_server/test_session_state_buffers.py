@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.session_state import Client, Slot
+from distbelief.parameter_server.session_state import PushBuffer, Session
 from distbelief.protocol import Push
 from distbelief.roles.role import Address
 
 
-def client(*, watermark: int, n_held: int) -> Client:
-    slots = (Slot(np.zeros(4, np.float32)), Slot(np.zeros(4, np.float32)))
-    return Client(
+def client(*, watermark: int, n_held: int) -> Session:
+    slots = (PushBuffer(np.zeros(4, np.float32)), PushBuffer(np.zeros(4, np.float32)))
+    return Session(
         name=Address("replica-0"),
         incarnation=1,
         watermark=watermark,
@@ -25,7 +25,7 @@ def push(sequence: int) -> Push:
     return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
 
 
-def room(client: Client) -> list[int]:
+def room(client: Session) -> list[int]:
     """Return the pushes that it takes."""
     taken = []
     for sequence in range(1, 9):

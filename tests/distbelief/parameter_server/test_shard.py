@@ -15,24 +15,24 @@ from distbelief.parameter_server.checkpoint import N_SAVES_MAX
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad
-from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
-    Acknowledge,
-    Alive,
-    Credit,
+    CheckpointSaved,
     Fetch,
+    FetchAck,
     Finished,
-    Hello,
+    HeartbeatAck,
     Message,
+    OpenSession,
     ParameterBlock,
     Push,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Refused,
-    Save,
-    Saved,
+    PushBlockAck,
+    SaveCheckpoint,
+    SessionOpened,
+    SessionRefused,
     Stop,
-    Welcome,
 )
 from distbelief.roles.role import (
     NEWEST,
@@ -41,7 +41,7 @@ from distbelief.roles.role import (
     Address,
     Compute,
     Computed,
-    Halt,
+    Exit,
     PeerJoined,
     PeerLost,
     Persist,
@@ -136,7 +136,7 @@ class Alone:
         pushes: bool = True,
         next_sequence: int = 1,
     ) -> Sequence[Action]:
-        message = Hello(
+        message = OpenSession(
             layout=self.layout.fingerprint, pushes=pushes, host=host, next_sequence=next_sequence
         )
         return self.receive(message, sender, life=life)
@@ -196,8 +196,10 @@ def fetch(request: int = 1, *, credit: int = 16) -> Fetch:
     return Fetch(request=request, shard_incarnation=1, credit=credit)
 
 
-def credit(received: int, *, request: int = 1, limit: int = 64, again: bool = False) -> Credit:
-    return Credit(request=request, shard_incarnation=1, received=received, limit=limit, again=again)
+def credit(received: int, *, request: int = 1, limit: int = 64, again: bool = False) -> FetchAck:
+    return FetchAck(
+        request=request, shard_incarnation=1, received=received, limit=limit, again=again
+    )
 
 
 def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
@@ -246,10 +248,10 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], mess
 def test_a_hello_that_comes_early_is_answered_when_the_values_are_there() -> None:
     alone = Alone(ready=False)
     assert alone.shard.status()[0] == "starting"
-    refused = only(alone.hello(), Refused)
+    refused = only(alone.hello(), SessionRefused)
     assert not refused.for_good
     alone.hello()  # asked again
-    welcome = only(alone.work(alone.started), Welcome)
+    welcome = only(alone.work(alone.started), SessionOpened)
     assert (welcome.shard_incarnation, welcome.clock, welcome.samples) == (1, 0, 0)
     assert alone.shard.status()[0] == "serving"
 
@@ -259,15 +261,15 @@ def test_of_two_early_hellos_of_one_client_the_younger_life_is_welcomed() -> Non
     alone.hello(life=2)
     alone.hello(life=1)
     actions = alone.work(alone.started)
-    only(actions, Welcome)
+    only(actions, SessionOpened)
     assert alone.push(1, life=1) == []
 
 
 def test_early_hellos_are_held_for_so_many_clients_only() -> None:
     alone = Alone(ready=False, n_clients_max=1)
     alone.hello()
-    only(alone.hello(OTHER), Refused)
-    only(alone.work(alone.started), Welcome)
+    only(alone.hello(OTHER), SessionRefused)
+    only(alone.work(alone.started), SessionOpened)
 
 
 def test_initial_values_of_the_wrong_size_name_both_sizes() -> None:
@@ -319,18 +321,18 @@ def test_without_room_for_shared_values_clients_are_served_by_blocks() -> None:
     assert "no room" in report.text
     alone.work(alone.started)
     actions = alone.hello(host="here")
-    (welcome,) = sent(actions, Welcome)
+    (welcome,) = sent(actions, SessionOpened)
     assert (welcome.parameters_region, welcome.slots_region) == ("", "")
     (report,) = [a for a in actions if isinstance(a, Report)]
     assert "has to push by messages: no room" in report.text
-    assert sent(alone.work_all(alone.push(1)), Acknowledge)
+    assert sent(alone.work_all(alone.push(1)), PushApplied)
 
 
 def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     alone = Alone(memory=PrivateMemory(host=""), ready=False)
     assert len(alone.started) == 1
     alone.work(alone.started)
-    welcome = only(alone.hello(host=""), Welcome)
+    welcome = only(alone.hello(host=""), SessionOpened)
     assert (welcome.parameters_region, welcome.slots_region) == ("", "")
 
 
@@ -339,8 +341,8 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
 
 def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
     alone = Alone()
-    hello = Hello(layout="abc", pushes=True, host="", next_sequence=1)
-    refused = only(alone.receive(hello), Refused)
+    hello = OpenSession(layout="abc", pushes=True, host="", next_sequence=1)
+    refused = only(alone.receive(hello), SessionRefused)
     assert refused.for_good
     assert "abc" in refused.reason
     assert LAYOUT.fingerprint in refused.reason
@@ -348,11 +350,11 @@ def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
 
 def test_no_more_clients_are_known_than_allowed() -> None:
     alone = Alone(n_clients_max=1)
-    only(alone.hello(), Welcome)
-    refused = only(alone.hello(OTHER), Refused)
+    only(alone.hello(), SessionOpened)
+    refused = only(alone.hello(OTHER), SessionRefused)
     assert refused.for_good
     assert "n_clients_max" in refused.reason
-    only(alone.hello(life=2), Welcome)  # a new life is not a new client
+    only(alone.hello(life=2), SessionOpened)  # a new life is not a new client
 
 
 def test_who_is_gone_for_long_makes_room_where_all_are_known_that_may_be() -> None:
@@ -363,48 +365,48 @@ def test_who_is_gone_for_long_makes_room_where_all_are_known_that_may_be() -> No
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="gone")
     (timer,) = alone.shard.handle(lost, 0.0)
     assert isinstance(timer, SetTimer)
-    only(alone.hello(OTHER), Refused)  # it may only have been cut off
+    only(alone.hello(OTHER), SessionRefused)  # it may only have been cut off
     alone.shard.handle(TimerFired(name=timer.name), timer.at)
-    only(alone.hello(OTHER), Welcome)
-    assert only(alone.hello(), Refused).for_good
+    only(alone.hello(OTHER), SessionOpened)
+    assert only(alone.hello(), SessionRefused).for_good
 
 
 def test_clients_of_the_same_host_are_lent_shared_memory_and_others_none() -> None:
     alone = Alone()
-    here = only(alone.hello(host="here"), Welcome)
+    here = only(alone.hello(host="here"), SessionOpened)
     assert here.parameters_region == "shard-0.1.values"
     assert here.slots_region.startswith("shard-0.1.slots")
     assert alone.memory.attach(here.slots_region).nbytes == 2 * 8 * N
-    there = only(alone.hello(OTHER), Welcome)
+    there = only(alone.hello(OTHER), SessionOpened)
     assert (there.parameters_region, there.slots_region) == ("", "")
-    reader = only(alone.hello(READER, host="here", pushes=False), Welcome)
+    reader = only(alone.hello(READER, host="here", pushes=False), SessionOpened)
     assert reader.parameters_region
     assert reader.slots_region == ""
 
 
 def test_hello_again_changes_nothing() -> None:
     alone = Alone()
-    first = only(alone.hello(host="here"), Welcome)
-    again = only(alone.hello(host="here"), Welcome)
+    first = only(alone.hello(host="here"), SessionOpened)
+    again = only(alone.hello(host="here"), SessionOpened)
     assert first.slots_region == again.slots_region
 
 
 def test_a_client_that_cannot_reach_its_slots_gets_others() -> None:
     alone = Alone()
-    first = only(alone.hello(host="here"), Welcome)
-    only(alone.hello(host=""), Welcome)
+    first = only(alone.hello(host="here"), SessionOpened)
+    only(alone.hello(host=""), SessionOpened)
     with pytest.raises(Exception, match="no region"):
         alone.memory.attach(first.slots_region)
     # A late copy of its first Hello does not take them away again.
-    assert only(alone.hello(host="here"), Welcome).slots_region == ""
-    assert sent(alone.work_all(alone.push(1)), Acknowledge)
+    assert only(alone.hello(host="here"), SessionOpened).slots_region == ""
+    assert sent(alone.work_all(alone.push(1)), PushApplied)
 
 
 def test_a_new_life_begins_anew_but_keeps_its_samples() -> None:
     alone = Alone()
-    first = only(alone.hello(host="here"), Welcome)
+    first = only(alone.hello(host="here"), SessionOpened)
     alone.work(alone.receive(said(1, samples=32)))
-    welcome = only(alone.hello(host="here", life=2, next_sequence=7), Welcome)
+    welcome = only(alone.hello(host="here", life=2, next_sequence=7), SessionOpened)
     assert (welcome.samples, welcome.watermark, welcome.applied) == (32, 6, 0)
     assert welcome.slots_region != first.slots_region
     assert alone.receive(said(2), life=1) == []  # the old life is not heard
@@ -440,11 +442,11 @@ def test_a_new_life_waits_until_the_push_of_the_last_one_is_applied() -> None:
     alone = Alone()
     alone.hello(host="here")
     applying = alone.receive(said(1, samples=8))
-    assert not only(alone.hello(host="here", life=2), Refused).for_good
-    only(alone.hello(OTHER), Welcome)  # others do not wait
+    assert not only(alone.hello(host="here", life=2), SessionRefused).for_good
+    only(alone.hello(OTHER), SessionOpened)  # others do not wait
     actions = alone.work(applying)
-    (acknowledge,) = sent(actions, Acknowledge)
-    (welcome,) = sent(actions, Welcome)
+    (acknowledge,) = sent(actions, PushApplied)
+    (welcome,) = sent(actions, SessionOpened)
     assert acknowledge.sequence == 1
     assert (welcome.samples, welcome.applied) == (8, 0)
 
@@ -453,28 +455,28 @@ def test_a_repeated_hello_does_not_wait_for_the_clients_own_push() -> None:
     alone = Alone()
     alone.hello()
     alone.push(1)
-    only(alone.hello(), Welcome)
-    only(alone.hello(next_sequence=2), Refused)  # this one says something new
+    only(alone.hello(), SessionOpened)
+    only(alone.hello(next_sequence=2), SessionRefused)  # this one says something new
 
 
 @pytest.mark.parametrize("message", [fetch(), credit(0), said(1)])
 def test_strangers_are_asked_to_say_hello(message: Message) -> None:
-    refused = only(Alone().receive(message), Refused)
+    refused = only(Alone().receive(message), SessionRefused)
     assert not refused.for_good
-    assert "say Hello first" in refused.reason
+    assert "say OpenSession first" in refused.reason
 
 
 def test_messages_for_another_life_of_the_shard_are_put_off() -> None:
     alone = Alone(incarnation=2)
     alone.hello()
-    assert not only(alone.receive(said(1)), Refused).for_good
-    only(alone.receive(said(1, shard_incarnation=2), life=2), Refused)
+    assert not only(alone.receive(said(1)), SessionRefused).for_good
+    only(alone.receive(said(1, shard_incarnation=2), life=2), SessionRefused)
     assert alone.counters()["pushes_refused"] == 0  # they are pushed again
 
 
 def test_messages_that_are_not_for_shards_are_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent Alive to a shard"):
-        Alone().receive(Alive())
+    with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck to a shard"):
+        Alone().receive(HeartbeatAck())
 
 
 # ------------------------------------------------------------------------ pushes
@@ -484,10 +486,10 @@ def test_a_push_is_applied_once_and_acknowledged_again() -> None:
     alone = Alone()
     alone.hello()
     actions = alone.work(alone.push(1))
-    acknowledge = only(actions, Acknowledge)
+    acknowledge = only(actions, PushApplied)
     assert (acknowledge.sequence, acknowledge.clock) == (1, 1)
     for message in (said(1), block(1, 0, np.ones(N))):
-        assert only(alone.receive(message), Acknowledge).sequence == 1
+        assert only(alone.receive(message), PushApplied).sequence == 1
     counters = alone.counters()
     assert counters["clock"] == counters["pushes_applied"] == 1
     assert counters["duplicates"] == 1
@@ -497,9 +499,9 @@ def test_a_push_sent_again_before_it_is_applied_is_a_sign_of_life() -> None:
     alone = Alone()
     alone.hello()
     applying = alone.push(1)
-    assert only(alone.receive(said(1)), PushCredit).received == 1
+    assert only(alone.receive(said(1)), PushBlockAck).received == 1
     assert alone.counters()["duplicates"] == 1
-    only(alone.work(applying), Acknowledge)
+    only(alone.work(applying), PushApplied)
     assert alone.counters()["clock"] == 1
 
 
@@ -509,7 +511,7 @@ def test_the_later_push_waits_in_its_slot() -> None:
     assert alone.push(2) == []
     applying = alone.push(1)
     actions = alone.work_all(applying)
-    assert [a.sequence for a in sent(actions, Acknowledge)] == [1, 2]
+    assert [a.sequence for a in sent(actions, PushApplied)] == [1, 2]
 
 
 def test_there_is_room_for_two_pushes_and_no_more() -> None:
@@ -517,7 +519,7 @@ def test_there_is_room_for_two_pushes_and_no_more() -> None:
     alone.hello()
     for sequence in (0, 3):
         if sequence == 0:
-            only(alone.receive(said(0)), Acknowledge)  # nothing awaits an answer
+            only(alone.receive(said(0)), PushApplied)  # nothing awaits an answer
             continue
         with pytest.raises(RemoteProtocolError, match="room for pushes 1 to 2"):
             alone.receive(said(sequence))
@@ -544,9 +546,9 @@ def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
     applying = alone.push(1)
     alone.push(1, sender=OTHER)
     actions = alone.work_all(applying)
-    assert [a.staleness for a in sent(actions, Acknowledge)] == [0, 1]
+    assert [a.staleness for a in sent(actions, PushApplied)] == [0, 1]
     fresh = alone.work(alone.push(2, fetched_clock=2))
-    assert only(fresh, Acknowledge).staleness == 0
+    assert only(fresh, PushApplied).staleness == 0
     assert alone.counters()["staleness_max"] == 1
 
 
@@ -588,31 +590,31 @@ def test_blocks_out_of_order_are_dropped_and_the_push_says_what_is_missing() -> 
     assert len(bounds) == 3
     blocks = [block(1, i, -np.ones(b - a)) for i, (a, b) in enumerate(bounds)]
     alone.hello()
-    assert only(alone.receive(blocks[0]), PushCredit).received == 1
+    assert only(alone.receive(blocks[0]), PushBlockAck).received == 1
     assert alone.receive(blocks[2]) == []
-    assert only(alone.receive(said(1)), PushCredit).received == 1
-    assert only(alone.receive(blocks[0]), PushCredit).received == 1  # a late copy
+    assert only(alone.receive(said(1)), PushBlockAck).received == 1
+    assert only(alone.receive(blocks[0]), PushBlockAck).received == 1  # a late copy
     alone.receive(blocks[1])
     actions = alone.receive(blocks[2])  # complete: its Push came before
-    assert sent(actions, PushCredit)[0].received == 3
-    only(alone.work(actions), Acknowledge)
+    assert sent(actions, PushBlockAck)[0].received == 3
+    only(alone.work(actions), PushApplied)
 
 
 def test_what_the_client_gave_up_is_not_waited_for() -> None:
     alone = Alone()
-    welcome = only(alone.hello(next_sequence=5), Welcome)
+    welcome = only(alone.hello(next_sequence=5), SessionOpened)
     assert (welcome.watermark, welcome.applied) == (4, 0)
-    only(alone.work(alone.push(5)), Acknowledge)
-    late = only(alone.hello(next_sequence=2), Welcome)  # lowers nothing
+    only(alone.work(alone.push(5)), PushApplied)
+    late = only(alone.hello(next_sequence=2), SessionOpened)  # lowers nothing
     assert (late.watermark, late.applied) == (5, 1)
 
 
 def test_a_slot_is_left_as_it_is_for_the_client_may_have_to_push_it_again() -> None:
     alone = Alone()
-    region = only(alone.hello(host="here"), Welcome).slots_region
+    region = only(alone.hello(host="here"), SessionOpened).slots_region
     slot = alone.memory.attach(region).view(np.float64)[N:]  # of sequence 1
     slot[:] = -1.0
-    only(alone.work(alone.receive(said(1))), Acknowledge)
+    only(alone.work(alone.receive(said(1))), PushApplied)
     assert (slot == -1.0).all()
 
 
@@ -674,8 +676,8 @@ def test_slots_of_who_is_gone_are_taken_back_after_minutes() -> None:
     assert "replica-0 has been gone for 300 s" in report.text
     assert alone.counters()["slots_bytes"] == 0
     assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
-    only(alone.push(2), Refused)
-    welcome = only(alone.hello(), Welcome)
+    only(alone.push(2), SessionRefused)
+    welcome = only(alone.hello(), SessionOpened)
     assert (welcome.watermark, welcome.applied) == (1, 1)  # it is still known
 
 
@@ -792,7 +794,7 @@ def test_an_idle_lease_ends_and_the_client_is_told_to_begin_anew() -> None:
         first.values, alone.shard._service.fetches._leases._copies[0].values
     )
     for message in (credit(1), fetch()):
-        refused = only(alone.receive(message), Refused)
+        refused = only(alone.receive(message), SessionRefused)
         assert not refused.for_good
         assert "fetch anew" in refused.reason
     assert indices(alone.work(alone.receive(fetch(2)))) == [0, 1, 2]
@@ -819,7 +821,7 @@ def test_a_fetch_waits_if_no_copy_is_free_and_all_that_wait_share_the_next() -> 
     alone.work(alone.push(1))
     assert alone.receive(fetch(), OTHER) == []
     assert alone.receive(fetch(), READER) == []
-    only(alone.receive(fetch(), OTHER), Welcome)  # asked again: a sign of life
+    only(alone.receive(fetch(), OTHER), SessionOpened)  # asked again: a sign of life
     copying = alone.receive(credit(3))
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
@@ -842,7 +844,7 @@ def test_a_reader_that_is_gone_frees_its_copy() -> None:
     alone.work(alone.receive(fetch()))
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
     assert sent(alone.shard.handle(lost, 0.0), ParameterBlock) == []
-    only(alone.receive(credit(1)), Refused)  # it was not gone after all
+    only(alone.receive(credit(1)), SessionRefused)  # it was not gone after all
     alone.shard.handle(PeerLost(peer=TEST, incarnation=1, reason="killed"), 0.0)
     assert alone.shard.handle(PeerJoined(peer=CLIENT, incarnation=1), 0.0) == []
 
@@ -905,17 +907,19 @@ def test_a_snapshot_is_taken_while_pushes_queue() -> None:
     alone = Alone()
     alone.hello()
     alone.work(alone.push(1, samples=9))
-    saving = alone.receive(Save(label="1"), TEST)
+    saving = alone.receive(SaveCheckpoint(label="1"), TEST)
     (persist,) = saving
     assert isinstance(persist, Persist)
     assert alone.shard.status()[0] == "saving"
     assert persist.snapshot.facts["clock"] == "1"
     assert alone.push(2) == []
     actions = alone.work_all(saving)
-    assert sent(actions, Saved)[0].error is None
-    assert sent(actions, Saved)[0].clock == 1
-    assert sent(actions, Acknowledge)[0].sequence == 2
-    assert only(alone.receive(Save(label="1"), TEST), Saved).error is None  # repeated
+    assert sent(actions, CheckpointSaved)[0].error is None
+    assert sent(actions, CheckpointSaved)[0].clock == 1
+    assert sent(actions, PushApplied)[0].sequence == 2
+    assert (
+        only(alone.receive(SaveCheckpoint(label="1"), TEST), CheckpointSaved).error is None
+    )  # repeated
 
 
 def test_snapshots_wait_for_the_work_and_not_for_ever_many() -> None:
@@ -923,22 +927,22 @@ def test_snapshots_wait_for_the_work_and_not_for_ever_many() -> None:
     alone.hello()
     applying = alone.push(1)
     for n in range(N_SAVES_MAX):
-        assert alone.receive(Save(label=str(n)), TEST) == []
-        assert alone.receive(Save(label=str(n)), TEST) == []  # asked again
-    error = only(alone.receive(Save(label="more"), TEST), Saved).error
+        assert alone.receive(SaveCheckpoint(label=str(n)), TEST) == []
+        assert alone.receive(SaveCheckpoint(label=str(n)), TEST) == []  # asked again
+    error = only(alone.receive(SaveCheckpoint(label="more"), TEST), CheckpointSaved).error
     assert error is not None
     assert "wait to be taken already" in error
-    saved = sent(alone.work_all(applying), Saved)
+    saved = sent(alone.work_all(applying), CheckpointSaved)
     assert [s.label for s in saved] == [str(n) for n in range(N_SAVES_MAX)]
 
 
 def test_a_disk_that_is_full_is_told_to_who_asked() -> None:
     alone = Alone()
-    alone.receive(Save(label="1"), TEST)
+    alone.receive(SaveCheckpoint(label="1"), TEST)
     persisted = Persisted(label="1", error="no space left")
-    saved = only(alone.shard.handle(persisted, 0.0), Saved)
+    saved = only(alone.shard.handle(persisted, 0.0), CheckpointSaved)
     assert saved.error == "no space left"
-    (again,) = alone.receive(Save(label="1"), TEST)  # not saved: tried again
+    (again,) = alone.receive(SaveCheckpoint(label="1"), TEST)  # not saved: tried again
     assert isinstance(again, Persist)
 
 
@@ -946,8 +950,8 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     rule = Adagrad(learning_rate=0.5)
     layout = LAYOUT
 
-    def begin(restored: Snapshot | None, incarnation: int) -> ParameterServerShard:
-        shard = ParameterServerShard(
+    def begin(restored: Snapshot | None, incarnation: int) -> Shard:
+        shard = Shard(
             ShardConfig(index=0, layout=layout, rule=rule),
             memory=PrivateMemory(),
             initialise=lambda: np.ones(N),
@@ -962,11 +966,11 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     first = begin(None, 1)
     alone.hello()
     alone.work(alone.push(1, value=3.0, samples=5))
-    (persist,) = alone.receive(Save(label="1"), TEST)
+    (persist,) = alone.receive(SaveCheckpoint(label="1"), TEST)
     assert isinstance(persist, Persist)
     second = begin(persist.snapshot, 2)
     assert second._values.vector.tobytes() == first._values.vector.tobytes()
-    welcome = only(alone.hello(next_sequence=2), Welcome)
+    welcome = only(alone.hello(next_sequence=2), SessionOpened)
     assert (welcome.clock, welcome.samples, welcome.applied) == (1, 5, 1)
     # What the old life would have done with the next push, the new one does.
     alone.receive(block(2, 0, np.full(N, 2.0), shard_incarnation=2))
@@ -984,16 +988,16 @@ def test_stop_finishes_complete_pushes_and_snapshots_then_halts() -> None:
     alone.hello(OTHER)
     applying = alone.receive(said(1))
     alone.receive(said(2))
-    alone.receive(Save(label="1"), TEST)
+    alone.receive(SaveCheckpoint(label="1"), TEST)
     assert alone.receive(Stop(reason="enough"), TEST) == []
     assert alone.receive(said(3)) == []
     assert alone.hello(life=2) == []
     actions = alone.work_all(applying)
-    assert len(sent(actions, Acknowledge)) == 2
-    assert len(sent(actions, Saved)) == 1
+    assert len(sent(actions, PushApplied)) == 2
+    assert len(sent(actions, CheckpointSaved)) == 1
     (finished,) = sent(actions, Finished)
     assert finished.counters["clock"] == 2
-    assert actions[-1] == Halt()
+    assert actions[-1] == Exit()
     with pytest.raises(Exception, match="no region"):
         alone.memory.attach("shard-0.1.values")
     assert alone.shard.status()[0] == "stopping"
@@ -1006,14 +1010,14 @@ def test_what_is_not_in_the_last_snapshot_is_not_acknowledged() -> None:
     alone.hello(OTHER)
     applying = alone.push(1)
     alone.push(1, sender=OTHER)
-    alone.receive(Save(label="1", last=True), TEST)
+    alone.receive(SaveCheckpoint(label="1", last=True), TEST)
     actions = alone.work_all(applying)
-    assert [saved.clock for saved in sent(actions, Saved)] == [1]
-    assert len(sent(actions, Acknowledge)) == 1
-    assert not sent(alone.push(2), Acknowledge)
+    assert [saved.clock for saved in sent(actions, CheckpointSaved)] == [1]
+    assert len(sent(actions, PushApplied)) == 1
+    assert not sent(alone.push(2), PushApplied)
     assert sent(alone.work_all(alone.receive(fetch())), ParameterBlock)
     actions = alone.work_all(alone.receive(Stop(reason="enough"), TEST))
-    assert not sent(actions, Acknowledge)
+    assert not sent(actions, PushApplied)
     (finished,) = sent(actions, Finished)
     assert finished.counters["clock"] == 1
 
@@ -1023,21 +1027,21 @@ def test_stop_ends_an_idle_shard_at_once_and_serves_no_waiting_fetch() -> None:
     copying = alone.receive(fetch())
     alone.receive(Stop(reason="enough"), TEST)
     actions = alone.work(copying)
-    assert actions[-1] == Halt()
+    assert actions[-1] == Exit()
     idle = Alone()
-    assert idle.receive(Stop(reason="enough"), TEST)[-1] == Halt()
+    assert idle.receive(Stop(reason="enough"), TEST)[-1] == Exit()
 
 
 def test_a_shard_told_to_stop_while_it_begins_ends_when_it_has_begun() -> None:
     alone = Alone(ready=False)
     assert alone.receive(Stop(reason="enough"), TEST) == []
-    assert alone.work(alone.started)[-1] == Halt()
+    assert alone.work(alone.started)[-1] == Exit()
 
 
 def test_sgd_is_what_the_shard_was_told_to_do() -> None:
     """The shard, and not the client, multiplies by the rate (DB-7)."""
     alone = Alone()
-    alone.shard = ParameterServerShard(
+    alone.shard = Shard(
         ShardConfig(index=0, layout=LAYOUT, rule=SGD(learning_rate=0.25)),
         memory=PrivateMemory(),
         initialise=lambda: np.zeros(N),
@@ -1066,9 +1070,9 @@ def test_without_a_supervisor_it_saves_what_is_in_no_snapshot_and_ends() -> None
     assert labels(actions) == [NEWEST]
     assert alone.push(2) == []  # not begun: it would not be in the snapshot
     ends = alone.work(actions)
-    assert ends[-1] == Halt(error="no word for 600.1 s")  # to be started again
+    assert ends[-1] == Exit(error="no word for 600.1 s")  # to be started again
     assert not sent(ends, Finished)
-    (saved,) = sent(ends, Saved)
+    (saved,) = sent(ends, CheckpointSaved)
     assert (saved.label, saved.clock, saved.error) == (NEWEST, 1, None)
 
 
@@ -1078,21 +1082,21 @@ def test_a_push_that_is_being_applied_is_in_that_snapshot() -> None:
     applying = alone.push(1)
     assert alone.shard.handle(GONE, alone.now) == []
     applied = alone.work(applying)
-    assert sent(applied, Acknowledge)
+    assert sent(applied, PushApplied)
     assert labels(applied) == [NEWEST]
 
 
 def test_what_is_saved_already_is_not_saved_again() -> None:
     alone = Alone()
-    assert alone.shard.handle(GONE, 0.0)[-1] == Halt(error="no word for 600.1 s")
+    assert alone.shard.handle(GONE, 0.0)[-1] == Exit(error="no word for 600.1 s")
     alone = Alone()
     alone.hello()
     alone.work(alone.push(1))
-    save = alone.receive(Save(label="00001"), SUPERVISOR)
+    save = alone.receive(SaveCheckpoint(label="00001"), SUPERVISOR)
     assert labels(alone.shard.handle(GONE, alone.now)) == []
     ends = alone.work_all(save)
     assert labels(ends) == ["00001"]
-    assert ends[-1] == Halt(error="no word for 600.1 s")
+    assert ends[-1] == Exit(error="no word for 600.1 s")
 
 
 def test_a_disk_that_is_full_then_is_tried_once() -> None:
@@ -1103,7 +1107,7 @@ def test_a_disk_that_is_full_then_is_tried_once() -> None:
     full = Persisted(label=NEWEST, error="no space left")
     ends = alone.shard.handle(full, alone.now)
     assert Report(text="could not save: no space left", level="error") in ends
-    assert ends[-1] == Halt(error="no word for 600.1 s")
+    assert ends[-1] == Exit(error="no word for 600.1 s")
 
 
 def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
@@ -1111,10 +1115,10 @@ def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
     alone.hello()
     alone.work(alone.push(1))
     saving = alone.shard.handle(GONE, alone.now)
-    alone.receive(Save(label="00008"), SUPERVISOR)
+    alone.receive(SaveCheckpoint(label="00008"), SUPERVISOR)
     ends = alone.work_all(saving)
     assert labels(ends) == [NEWEST, "00008"]
-    assert [saved.label for saved in sent(ends, Saved)] == [NEWEST, "00008"]
+    assert [saved.label for saved in sent(ends, CheckpointSaved)] == [NEWEST, "00008"]
 
 
 def test_told_to_stop_it_ends_as_told_whatever_becomes_of_the_supervisor() -> None:
@@ -1126,4 +1130,4 @@ def test_told_to_stop_it_ends_as_told_whatever_becomes_of_the_supervisor() -> No
     ends = alone.work_all(applying)
     assert labels(ends) == []
     assert sent(ends, Finished)
-    assert ends[-1] == Halt()
+    assert ends[-1] == Exit()

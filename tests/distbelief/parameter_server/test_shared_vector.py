@@ -7,17 +7,19 @@ from hypothesis import given, strategies as st
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
-from distbelief.parameter_server.shared_vector import HEADER_BYTES, Published
+from distbelief.parameter_server.shared_vector import HEADER_BYTES, SeqlockVector
 
 
 FLOAT64 = np.dtype(np.float64)
 
 
-def both_ends(n_elements: int = 4) -> tuple[Published, Published]:
+def both_ends(n_elements: int = 4) -> tuple[SeqlockVector, SeqlockVector]:
     """Return the writer's and a reader's view of one vector."""
     memory = PrivateMemory()
-    writer = Published.create(memory, "values", n_elements=n_elements, dtype=FLOAT64, incarnation=3)
-    reader = Published.attach(memory, "values", n_elements=n_elements, dtype=FLOAT64)
+    writer = SeqlockVector.create(
+        memory, "values", n_elements=n_elements, dtype=FLOAT64, incarnation=3
+    )
+    reader = SeqlockVector.attach(memory, "values", n_elements=n_elements, dtype=FLOAT64)
     return writer, reader
 
 
@@ -100,23 +102,23 @@ def test_whatever_is_written_within_a_read_it_is_one_version_or_torn(
 
 
 def test_nobody_attaches_to_private_values() -> None:
-    private = Published.private(n_elements=3, dtype=FLOAT64)
+    private = SeqlockVector.private(n_elements=3, dtype=FLOAT64)
     assert private.name == ""
     assert private.values.shape == (3,)
     with pytest.raises(MemoryGoneError):
-        Published.attach(PrivateMemory(), "", n_elements=3, dtype=FLOAT64)
+        SeqlockVector.attach(PrivateMemory(), "", n_elements=3, dtype=FLOAT64)
 
 
 def test_a_region_of_another_size_is_refused_with_both_sizes() -> None:
     memory = PrivateMemory()
     memory.create("values", n_bytes=HEADER_BYTES + 8)
     with pytest.raises(RemoteProtocolError, match="has 72 bytes, not the 80"):
-        Published.attach(memory, "values", n_elements=2, dtype=FLOAT64)
+        SeqlockVector.attach(memory, "values", n_elements=2, dtype=FLOAT64)
 
 
 def test_poisoned_memory_reads_as_torn() -> None:
     memory = PrivateMemory(poison=True)
-    writer = Published.create(memory, "values", n_elements=2, dtype=FLOAT64, incarnation=1)
+    writer = SeqlockVector.create(memory, "values", n_elements=2, dtype=FLOAT64, incarnation=1)
     writer.end(clock=0)
     memory.release("values")
     assert writer.read(pytest.fail) is None

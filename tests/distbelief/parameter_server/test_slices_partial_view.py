@@ -11,7 +11,7 @@ from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server import slices as module
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.slices import Holdings, Part, Selection
+from distbelief.parameter_server.slices import PartialView, SliceCopier, SliceTable
 
 
 Items = list[tuple[str, Region]]
@@ -77,7 +77,7 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
         filled = np.zeros_like(wanted)
         times = np.zeros(len(wanted), np.int64)
         for items in clients:
-            selection = Selection.of(layout, items)
+            selection = PartialView.of(layout, items)
             assert selection.fingerprint == layout.fingerprint
             tensors = cut_out(layout, whole, items)
             assert (k in selection.shards) == (selection.n_elements(k) > 0)
@@ -100,7 +100,7 @@ def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]
     layout, clients = drawn
     whole = numbered(layout)
     for items in clients:
-        selection = Selection.of(layout, items)
+        selection = PartialView.of(layout, items)
         wanted = cut_out(layout, whole, items)
         by_blocks = [torch.full_like(tensor, math.nan) for tensor in wanted]
         in_place = [torch.full_like(tensor, math.nan) for tensor in wanted]
@@ -117,7 +117,7 @@ def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]
             assert torch.equal(tensor, other)
 
 
-def indices_of(part: Part) -> Vector:
+def indices_of(part: SliceCopier) -> Vector:
     ranges = part.holding.ranges
     assert ranges is not None
     return np.concatenate(
@@ -131,10 +131,10 @@ def layout_of(*shape: int, n_shards: int = 1) -> Layout:
 
 def test_columns_are_one_stripe_and_hold_what_the_shard_reads() -> None:
     layout = layout_of(4000, 6)
-    part = Selection.of(layout, [("w", Region(((0, 4000), (2, 5))))]).part(0)
+    part = PartialView.of(layout, [("w", Region(((0, 4000), (2, 5))))]).part(0)
     assert part.holding.stripes is not None
     assert part.holding.stripes.tolist() == [2, 3, 6, 4000]
-    received = Holdings(layout, 0).get(part.holding.stripes)
+    received = SliceTable(layout, 0).get(part.holding.stripes)
     assert received.key == part.holding.key
     assert received.bounds == part.holding.bounds == ((0, 12000),)
     assert (part.shard_size, part.dtype) == (24000, np.dtype(np.float32))
@@ -142,16 +142,16 @@ def test_columns_are_one_stripe_and_hold_what_the_shard_reads() -> None:
 
 def test_shards_that_hold_nothing_are_left_out() -> None:
     layout = layout_of(4, 64, n_shards=4)  # a row each
-    assert Selection.of(layout, [("w", Region(((1, 3), (0, 10))))]).shards == (1, 2)
-    empty = Selection.of(layout, [("w", Region(((1, 1), (0, 64))))])
+    assert PartialView.of(layout, [("w", Region(((1, 3), (0, 10))))]).shards == (1, 2)
+    empty = PartialView.of(layout, [("w", Region(((1, 1), (0, 64))))])
     assert empty.shards == ()
     assert empty.tensors[0].n_elements == 0
-    assert Selection.of(layout, []).shards == ()
+    assert PartialView.of(layout, []).shards == ()
 
 
 def test_none_stands_for_zeros_and_integers_are_rounded() -> None:
     layout = layout_of(4)
-    part = Selection.of(layout, [("w", Region(((1, 3),)))]).part(0)
+    part = PartialView.of(layout, [("w", Region(((1, 3),)))]).part(0)
     vector = np.array([1.0, 2.25, 3.75, 4.0] + 60 * [0.0], np.float32)
     counts = torch.zeros(2, dtype=torch.int64)
     exchange = part.exchange_in_place(vector)
@@ -166,7 +166,7 @@ def test_none_stands_for_zeros_and_integers_are_rounded() -> None:
 
 def test_an_item_that_lies_elsewhere_changes_nothing_here() -> None:
     layout = layout_of(2, 64, n_shards=2)
-    selection = Selection.of(
+    selection = PartialView.of(
         layout, [("w", Region(((0, 1), (0, 64)))), ("w", Region(((1, 2), (0, 64))))]
     )
     vector = np.zeros(64, np.float32)
@@ -188,21 +188,21 @@ def test_an_item_that_lies_elsewhere_changes_nothing_here() -> None:
 )
 def test_what_cannot_be_selected_is_named(items: Items, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        Selection.of(layout_of(4, 6), items)
+        PartialView.of(layout_of(4, 6), items)
 
 
 def test_regions_of_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(40, 6)
     monkeypatch.setattr(module, "N_RANGES_MAX", 39)
     with pytest.raises(ValueError, match="is 40 separate runs of elements"):
-        Selection.of(layout, [("w", Region(((0, 40), (0, 3))))])
+        PartialView.of(layout, [("w", Region(((0, 40), (0, 3))))])
     halves = [Region(((0, 20), (0, 3))), Region(((20, 40), (3, 5)))]
     with pytest.raises(ValueError, match="shard 0 into 40 ranges or 2 stripes"):
-        Selection.of(layout, [("w", half) for half in halves])
+        PartialView.of(layout, [("w", half) for half in halves])
 
 
 def test_a_tensor_of_another_shape_is_named() -> None:
-    part = Selection.of(layout_of(4), [("w", Region(((1, 3),)))]).part(0)
+    part = PartialView.of(layout_of(4), [("w", Region(((1, 3),)))]).part(0)
     exchange = part.exchange(np.zeros(2, np.float32))
     with pytest.raises(ValueError, match="'w' has shape"):
         exchange.put(0, torch.zeros(3))
@@ -212,7 +212,7 @@ def test_a_tensor_of_another_shape_is_named() -> None:
 
 def test_a_whole_part_is_the_layout_itself() -> None:
     layout = layout_of(4)
-    part = Part.whole(layout, 0)
+    part = SliceCopier.whole(layout, 0)
     assert part.holding.stripes is None
     vector = np.arange(64, dtype=np.float32)
     assert part.holding.block(vector, 0).base is not None  # no copy

@@ -7,14 +7,14 @@ from hypothesis import given, strategies as st
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server import slices as module
-from distbelief.parameter_server.slices import Copier, Ranges
+from distbelief.parameter_server.slices import IndexRanges, RangeCopier
 
 
 SIZE = 200
 
 
 @st.composite
-def some_ranges(draw: st.DrawFn) -> tuple[list[int], Ranges]:
+def some_ranges(draw: st.DrawFn) -> tuple[list[int], IndexRanges]:
     """Return indices of a vector of `SIZE`, and the same as ranges."""
     if draw(st.booleans()):
         bits = draw(st.integers(0, 2**SIZE - 1))
@@ -26,10 +26,10 @@ def some_ranges(draw: st.DrawFn) -> tuple[list[int], Ranges]:
     starts = np.array(indices, np.int64)
     seed = draw(st.integers(0, 9))
     order = np.random.default_rng(seed).permutation(len(starts))
-    return indices, Ranges.of(starts[order], starts[order] + 1)
+    return indices, IndexRanges.of(starts[order], starts[order] + 1)
 
 
-def indices_of(ranges: Ranges) -> list[int]:
+def indices_of(ranges: IndexRanges) -> list[int]:
     return [
         i
         for start, stop in zip(ranges.starts, ranges.stops, strict=True)
@@ -39,7 +39,7 @@ def indices_of(ranges: Ranges) -> list[int]:
 
 @given(some_ranges())
 def test_ranges_hold_what_they_were_made_of_and_never_touch(
-    drawn: tuple[list[int], Ranges],
+    drawn: tuple[list[int], IndexRanges],
 ) -> None:
     indices, ranges = drawn
     assert indices_of(ranges) == indices
@@ -50,30 +50,30 @@ def test_ranges_hold_what_they_were_made_of_and_never_touch(
 
 @given(some_ranges())
 def test_stripes_say_the_same_on_the_other_side_of_the_wire(
-    drawn: tuple[list[int], Ranges],
+    drawn: tuple[list[int], IndexRanges],
 ) -> None:
     indices, ranges = drawn
-    received = Ranges.read(ranges.stripes(), size=SIZE)
+    received = IndexRanges.read(ranges.stripes(), size=SIZE)
     assert indices_of(received) == indices
     assert received.key == ranges.key
 
 
 def test_a_slice_of_columns_is_one_stripe() -> None:
     starts = np.arange(66, 66 + 6 * 4000, 6)
-    stripes = Ranges.of(starts, starts + 3).stripes()
+    stripes = IndexRanges.of(starts, starts + 3).stripes()
     assert stripes.tolist() == [66, 3, 6, 4000]
 
 
 def test_equal_keys_are_of_equal_elements_only() -> None:
-    one, other = Ranges.whole(0, 4), Ranges.whole(0, 5)
+    one, other = IndexRanges.whole(0, 4), IndexRanges.whole(0, 5)
     assert one.key != other.key
-    split = Ranges.of(np.array([2, 0]), np.array([4, 2]))
+    split = IndexRanges.of(np.array([2, 0]), np.array([4, 2]))
     assert split.key == one.key
 
 
 @given(some_ranges(), st.integers(0, SIZE), st.integers(0, SIZE))
 def test_parts_are_those_of_the_indices(
-    drawn: tuple[list[int], Ranges], one: int, other: int
+    drawn: tuple[list[int], IndexRanges], one: int, other: int
 ) -> None:
     indices, ranges = drawn
     start, stop = min(one, other), max(one, other)
@@ -91,12 +91,12 @@ def test_parts_are_those_of_the_indices(
 @pytest.mark.parametrize("stripe_min", [1, 30, 1000])
 @given(drawn=some_ranges())
 def test_gather_takes_the_elements_and_scatter_puts_them_back(
-    drawn: tuple[list[int], Ranges], stripe_min: int
+    drawn: tuple[list[int], IndexRanges], stripe_min: int
 ) -> None:
     indices, ranges = drawn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_STRIPE_MIN", stripe_min)
-        copier = Copier(ranges)
+        copier = RangeCopier(ranges)
     whole = torch.arange(10 + SIZE, dtype=torch.float32)
     vector = whole[10:]  # not at the beginning of its memory
     compact = torch.zeros(len(indices))
@@ -113,7 +113,7 @@ def test_gather_takes_the_elements_and_scatter_puts_them_back(
 def test_integers_receive_the_nearest(stripe_min: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STRIPE_MIN", stripe_min)
     counts = torch.zeros(2, dtype=torch.int64)
-    copier = Copier(Ranges.whole(1, 3))
+    copier = RangeCopier(IndexRanges.whole(1, 3))
     copier.gather(torch.tensor([0.0, 2.75, 4.25]), counts)
     assert counts.tolist() == [3, 4]
     values = torch.zeros(3)
@@ -123,7 +123,7 @@ def test_integers_receive_the_nearest(stripe_min: int, monkeypatch: pytest.Monke
 
 def test_ranges_that_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\[0, 4\) and \[3, 5\) overlap"):
-        Ranges.of(np.array([3, 0]), np.array([5, 4]))
+        IndexRanges.of(np.array([3, 0]), np.array([5, 4]))
 
 
 @pytest.mark.parametrize(
@@ -145,21 +145,21 @@ def test_ranges_that_overlap_are_refused() -> None:
 )
 def test_stripes_that_cannot_be_are_refused(words: list[int], what: str) -> None:
     with pytest.raises(RemoteProtocolError, match=what):
-        Ranges.read(np.array(words, np.int64), size=SIZE)
+        IndexRanges.read(np.array(words, np.int64), size=SIZE)
 
 
 def test_stripes_of_floats_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="4 numbers of float32"):
-        Ranges.read(np.zeros(4, np.float32), size=SIZE)
+        IndexRanges.read(np.zeros(4, np.float32), size=SIZE)
 
 
 def test_too_many_ranges_are_refused_before_they_are_made() -> None:
     with pytest.raises(RemoteProtocolError, match="1099511627776 ranges; the most is"):
-        Ranges.read(np.array([0, 1, 2, 1 << 40]), size=1 << 60)
+        IndexRanges.read(np.array([0, 1, 2, 1 << 40]), size=1 << 60)
 
 
 def test_of_an_empty_vector_nothing_is_held() -> None:
-    assert Ranges.read(np.zeros(0, np.int64), size=0).n_elements == 0
-    assert Ranges.whole(3, 3).stripes().tolist() == []
+    assert IndexRanges.read(np.zeros(0, np.int64), size=0).n_elements == 0
+    assert IndexRanges.whole(3, 3).stripes().tolist() == []
     with pytest.raises(RemoteProtocolError, match="is no part"):
-        Ranges.read(np.array([0, 1, 1, 1]), size=0)
+        IndexRanges.read(np.array([0, 1, 1, 1]), size=0)

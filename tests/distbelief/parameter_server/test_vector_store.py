@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.vector_store import Algebra
+from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol.vector_commands import (
     Axpy,
     Command,
@@ -42,7 +42,7 @@ class Shards:
     def __init__(self, size: int, *, n_shards: int = 1, dtype: ElementType = "float64") -> None:
         spec = [TensorSpec(name="w", shape=(size,)), TensorSpec(name="z", shape=(3,))]
         self.layout = Layout.of(spec, n_shards=n_shards, dtype=dtype)
-        self.algebras = [Algebra(self.layout, k) for k in range(n_shards)]
+        self.algebras = [VectorStore(self.layout, k) for k in range(n_shards)]
 
     def put(self, name: str, values: Doubles) -> None:
         for elements, part in self._parts(name):
@@ -232,7 +232,7 @@ def test_numbers_that_are_none_are_answers_too() -> None:
 
 def test_a_shard_without_parameters_measures_nothing() -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(3,))], n_shards=2)
-    empty = Algebra(layout, 1)
+    empty = VectorStore(layout, 1)
     batch = (Fill(target="x", a=1.0), Dot(x="x", y="x"), Norm(x="x", order="inf"))
     assert empty.perform(batch) == (0.0, 0.0)
 
@@ -261,7 +261,7 @@ def test_a_batch_that_cannot_be_performed_changes_nothing(
     batch: tuple[Command, ...], message: str
 ) -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
-    algebra = Algebra(layout, 0, n_vectors_max=2)
+    algebra = VectorStore(layout, 0, n_vectors_max=2)
     algebra.bind("kept", np.zeros(64))
     algebra.perform((Fill(target="x", a=1.0),))
     with pytest.raises(RemoteProtocolError, match=message):
@@ -272,7 +272,7 @@ def test_a_batch_that_cannot_be_performed_changes_nothing(
 
 def test_vectors_made_from_within_count_as_well() -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1)
-    algebra = Algebra(layout, 0, n_vectors_max=1)
+    algebra = VectorStore(layout, 0, n_vectors_max=1)
     algebra.vector("x")
     algebra.vector("x")
     with pytest.raises(RemoteProtocolError, match="bound of 1"):
@@ -284,7 +284,7 @@ def test_vectors_made_from_within_count_as_well() -> None:
 
 def test_a_bound_vector_is_written_in_place_and_not_saved() -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1)
-    algebra = Algebra(layout, 0)
+    algebra = VectorStore(layout, 0)
     values = np.zeros(64, np.float32)
     algebra.bind("parameters", values)
     algebra.perform((Fill(target="x", a=3.0), Copy(target="parameters", x="x")))
@@ -296,7 +296,7 @@ def test_a_bound_vector_is_written_in_place_and_not_saved() -> None:
 
 def test_what_is_saved_is_restored_to_the_bit_and_nothing_else() -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
-    first, second = Algebra(layout, 0), Algebra(layout, 0)
+    first, second = VectorStore(layout, 0), VectorStore(layout, 0)
     first.vector("s0")[:] = np.random.default_rng(0).normal(size=64)
     first.vector("y0")[:] = np.nan
     second.bind("parameters", np.zeros(64))
@@ -313,7 +313,7 @@ def test_what_is_saved_is_restored_to_the_bit_and_nothing_else() -> None:
 @pytest.mark.parametrize("wrong", [np.zeros(63), np.zeros(64, np.float32)])
 def test_a_saved_vector_that_does_not_fit_is_refused(wrong: NDArray[np.float64]) -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
-    algebra = Algebra(layout, 0)
+    algebra = VectorStore(layout, 0)
     algebra.vector("x")
     with pytest.raises(StorageError, match="vector 's0' has shape"):
         algebra.restore({"s0": wrong})
@@ -322,7 +322,7 @@ def test_a_saved_vector_that_does_not_fit_is_refused(wrong: NDArray[np.float64])
 
 def test_the_cost_counts_passes_over_memory() -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(100,))], n_shards=1)
-    algebra = Algebra(layout, 0)
+    algebra = VectorStore(layout, 0)
     assert algebra.cost((Copy(target="t", x="x"),)).n_bytes == 2 * 128 * 4
     gram = Gram(rows=("s", "y"), columns=("s", "y", "g"))
     assert algebra.cost((gram,)).n_bytes == 3 * 128 * 4

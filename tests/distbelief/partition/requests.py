@@ -6,15 +6,15 @@ from functools import cache
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, plan
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
 from tests.distbelief.partition.plans import equal, fully_connected
 
 
-def order(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> Order:
+def order(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRequest:
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
-    return Order(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
+    return PlanningRequest(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
 
 
 @cache

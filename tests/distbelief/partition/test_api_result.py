@@ -11,12 +11,12 @@ import distbelief
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT, GraphError
 from distbelief.partition.cost_model import ProfiledCosts
-from distbelief.partition.planner import order_of
+from distbelief.partition.planner import planning_request
 from distbelief.partition.profiling import this_host as this_host_module
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.profile import Figures, add, load, this_host
 from distbelief.partition.profiling.this_host import HERE, Network, here
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import load as load_plan
 
@@ -54,8 +54,8 @@ def order(
     loss: str = "cross_entropy",
     profile: bool = False,
     told: list[str] | None = None,
-) -> Order:
-    return order_of(
+) -> PlanningRequest:
+    return planning_request(
         model or net(),
         [InputSpec(shape=shape)],
         batch=4,

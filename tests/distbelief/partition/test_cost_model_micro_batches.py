@@ -5,7 +5,7 @@ from torch import nn
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import Layer
-from distbelief.partition.cost_model import AnalyticCosts, FewerSamples
+from distbelief.partition.cost_model import AnalyticCosts, MicroBatchScaling
 from distbelief.program.cluster_file import load_cluster
 
 
@@ -14,7 +14,7 @@ def test_what_takes_longer_than_by_arithmetic_does_with_fewer_samples_too() -> N
     graph = capture(nn.Linear(500, 300), [InputSpec(shape=(500,))])
     layer = graph.layers[-1]
     slow, batch, part = (AnalyticCosts(cluster, batch=n) for n in (192, 64, 16))
-    costs = FewerSamples(slow, batch=batch, part=part)
+    costs = MicroBatchScaling(slow, batch=batch, part=part)
     half = layer.region.cut(0, [1.0, 1.0])[0]
     for name in ("forward", "backward"):
         there = {one: getattr(one, name)(layer, half, 0) for one in (costs, slow, batch, part)}
@@ -25,7 +25,7 @@ def test_what_takes_no_time_takes_none() -> None:
     cluster = load_cluster("rack-1g").first(1)
     graph = capture(nn.Linear(5, 3), [InputSpec(shape=(5,))])
     costs = AnalyticCosts(cluster, batch=4)
-    fewer = FewerSamples(costs, batch=costs, part=AnalyticCosts(cluster, batch=2))
+    fewer = MicroBatchScaling(costs, batch=costs, part=AnalyticCosts(cluster, batch=2))
     source = graph.layers[0]
     assert fewer.forward(source, source.region, 0) == 0.0
     assert fewer.backward(source, source.region, 0) == 0.0
@@ -42,7 +42,7 @@ def test_what_share_of_its_time_a_part_takes_is_measured_if_it_can_be() -> None:
         assert (of, n_samples) == (layer, 16)
         return 0.3, 0.35
 
-    costs = FewerSamples(batch, batch=batch, part=part, shares=shares)
+    costs = MicroBatchScaling(batch, batch=batch, part=part, shares=shares)
     half = layer.region.cut(0, [1.0, 1.0])[0]
     whole_batch = batch.forward(layer, half, 0), batch.backward(layer, half, 0)
     assert costs.forward(layer, half, 0) == pytest.approx(0.3 * whole_batch[0])

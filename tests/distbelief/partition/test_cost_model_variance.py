@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 
 from distbelief.partition.baselines import even
-from distbelief.partition.cost_model import Jitter
+from distbelief.partition.cost_model import Variance
 from distbelief.partition.planner import played
 from distbelief.program.cluster import Cluster, uniform
-from distbelief.program.cost import Price
+from distbelief.program.cost import StepCost
 from tests.distbelief.partition.plans import MACHINE, fully_connected
 from tests.distbelief.partition.requests import order
 
@@ -19,27 +19,27 @@ def cluster(jitter: float, n: int = 4) -> Cluster:
     return uniform("uneven", msgspec.structs.replace(MACHINE, jitter=jitter), n)
 
 
-def evenly(on: Cluster, n: int) -> Price:
+def evenly(on: Cluster, n: int) -> StepCost:
     return played(order(GRAPH, on), even(GRAPH, on.first(n)), n_machines=n)
 
 
 def test_equal_machines_always_take_the_simulated_step() -> None:
     price = evenly(cluster(0.0), 4)
-    found = Jitter(GRAPH, cluster(0.0)).quantiles(price, ALL)
+    found = Variance(GRAPH, cluster(0.0)).quantiles(price, ALL)
     assert found == pytest.approx([price.step_seconds] * len(ALL))
 
 
 @pytest.mark.parametrize("jitter", [0.05, 0.2, 0.6])
 def test_quantiles_ascend(jitter: float) -> None:
     price = evenly(cluster(jitter), 4)
-    found = Jitter(GRAPH, cluster(jitter)).quantiles(price, ALL)
+    found = Variance(GRAPH, cluster(jitter)).quantiles(price, ALL)
     assert list(found) == sorted(found)
     assert found[0] > 0
 
 
 def test_the_more_machines_vary_the_longer_they_wait_for_the_slowest() -> None:
     medians = [
-        Jitter(GRAPH, cluster(jitter)).quantiles(evenly(cluster(jitter), 4))[1]
+        Variance(GRAPH, cluster(jitter)).quantiles(evenly(cluster(jitter), 4))[1]
         for jitter in (0.0, 0.05, 0.2, 0.6)
     ]
     assert medians == sorted(set(medians))
@@ -47,14 +47,14 @@ def test_the_more_machines_vary_the_longer_they_wait_for_the_slowest() -> None:
 
 def test_luck_is_that_of_machine_and_layer_whatever_else_there_is() -> None:
     price = evenly(cluster(0.2), 2)
-    few, many = Jitter(GRAPH, cluster(0.2)), Jitter(GRAPH, cluster(0.2, n=40))
+    few, many = Variance(GRAPH, cluster(0.2)), Variance(GRAPH, cluster(0.2, n=40))
     assert few.quantiles(price, ALL) == many.quantiles(price, ALL)
 
 
 def test_half_of_the_draws_are_slower_and_half_are_faster() -> None:
     price = evenly(cluster(0.2), 1)
     for seed in range(20):
-        p50 = Jitter(GRAPH, cluster(0.2), seed=seed).quantiles(price)[1]
+        p50 = Variance(GRAPH, cluster(0.2), seed=seed).quantiles(price)[1]
         assert p50 == pytest.approx(price.step_seconds, rel=0.06)
         assert p50 >= 0.999 * price.step_seconds  # so no bound of the step is above it
 
@@ -62,6 +62,6 @@ def test_half_of_the_draws_are_slower_and_half_are_faster() -> None:
 def test_seeds_differ_and_repeat() -> None:
     price = evenly(cluster(0.2), 4)
     one, again, other = (
-        Jitter(GRAPH, cluster(0.2), seed=seed).quantiles(price) for seed in (0, 0, 1)
+        Variance(GRAPH, cluster(0.2), seed=seed).quantiles(price) for seed in (0, 0, 1)
     )
     assert one == again != other

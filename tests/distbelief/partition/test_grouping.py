@@ -2,7 +2,7 @@
 
 import pytest
 
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import candidates
 from distbelief.partition.grouping import Follower, groups, reads_its_own
@@ -12,7 +12,7 @@ from tests.distbelief.partition.plans import NETS, equal, fully_connected, zoo
 
 def reads_of_leader(follower: Follower, placement: Placement) -> list[tuple[int, Region]]:
     """What each machine reads of the layer that is followed."""
-    layer, kind = follower.layer, kind_of(follower.layer)
+    layer, kind = follower.layer, operator_of(follower.layer)
     index = layer.inputs.index(follower.leader.name)
     if placement.combine is None:
         cells = placement.cells(layer.shape)

@@ -13,7 +13,7 @@ from torch import nn
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.partition.planner import plan
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster_file import load_cluster
 from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net
@@ -23,18 +23,18 @@ from tests.distbelief.partition.requests import order
 pytestmark = pytest.mark.untraced
 
 
-def paper_order(net: nn.Module, *shape: int, loss: str) -> Order:
+def paper_order(net: nn.Module, *shape: int, loss: str) -> PlanningRequest:
     graph = append_loss(capture(net, [InputSpec(shape=shape)]), loss)
     return order(graph, load_cluster("commodity-2012"), batch=100)
 
 
-def speech() -> Order:
+def speech() -> PlanningRequest:
     with torch.device("meta"):
         net = acoustic_net([2560] * 4, 8192)
     return paper_order(net, 440, loss="cross_entropy")
 
 
-def images() -> Order:
+def images() -> PlanningRequest:
     with torch.device("meta"):
         net = paper_net()
     return paper_order(net, 3, 100, 100, loss="one_vs_all")

@@ -11,7 +11,7 @@ from distbelief.graph.region import tile
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, plan, played
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine, uniform
 
 
@@ -39,9 +39,9 @@ def net() -> LayerGraph:
 GRAPH = net()
 
 
-def order(cluster: Cluster = CLUSTER, **changes: object) -> Order:
+def order(cluster: Cluster = CLUSTER, **changes: object) -> PlanningRequest:
     costs = AnalyticCosts(cluster, batch=64, single=single_sample(GRAPH))
-    made = Order(graph=GRAPH, cluster=cluster, batch=64, costs=costs, pins={})
+    made = PlanningRequest(graph=GRAPH, cluster=cluster, batch=64, costs=costs, pins={})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -157,7 +157,7 @@ def test_stages_take_over_where_layers_cannot_be_split_well() -> None:
     def costs_for(n_samples: int) -> AnalyticCosts:
         return AnalyticCosts(cluster, batch=n_samples)
 
-    asked = Order(
+    asked = PlanningRequest(
         graph=graph, cluster=cluster, batch=64, costs=costs_for(64), costs_for=costs_for, pins={}
     )
     without, with_stages = (

@@ -16,14 +16,14 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import Builder
 from distbelief.graph.losses import append_loss
 from distbelief.partition import verify
-from distbelief.partition.verify import Agreement, Link, Verified
-from distbelief.partition.verify_run import Rehearsal
+from distbelief.partition.verify import Agreement, Link, VerificationResult
+from distbelief.partition.verify_run import VerificationRun
 
 
 def verified(
     agreements: Sequence[Agreement], links: Sequence[Link] = (), *, n_machines: int = 2
-) -> Verified:
-    return Verified(
+) -> VerificationResult:
+    return VerificationResult(
         n_machines=n_machines,
         agreements=agreements,
         links=links,
@@ -39,7 +39,7 @@ GOOD = Agreement(name="outputs", error=2e-6, rounding=1e-6)
 BAD = Agreement(name="0.weight", error=4e-6, rounding=1e-6)
 
 
-def text_of(found: Verified) -> str:
+def text_of(found: VerificationResult) -> str:
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
         found.show(console)
@@ -127,13 +127,13 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     outlook = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
     folders: list[Path] = []
 
-    def end(rehearsal: Rehearsal, *, n_machines: int) -> None:
+    def end(rehearsal: VerificationRun, *, n_machines: int) -> None:
         assert n_machines <= 2
         folders.append(Path(rehearsal.folder))
         assert (folders[0] / "w.safetensors").is_file()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(verify, "rehearse", end)
+    monkeypatch.setattr(verify, "run_verification", end)
     with pytest.raises(SystemExit) as caught:
         verify.verify(outlook, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
     assert caught.value.code == 143

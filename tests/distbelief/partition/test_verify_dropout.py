@@ -13,7 +13,7 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from distbelief.graph.operator import Step
-from distbelief.partition.verify import SameMasks
+from distbelief.partition.verify import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
 
 
@@ -71,7 +71,7 @@ def test_one_process_drops_what_machines_drop(
         dict(model.state_dict()),
         step=Step(training=True, seed=SEED),
     )[graph.outputs[0]]
-    masks = SameMasks(graph, seed=SEED)
+    masks = SharedDropoutMasks(graph, seed=SEED)
     with masks:
         expected = model(x)
     masks.check()
@@ -93,7 +93,7 @@ def test_what_else_is_drawn_is_refused_by_name(part: nn.Module, said: str) -> No
     graph = graph_of(model, 4)
     with (
         pytest.raises(JobError, match=rf"{said}.*differ.*nn\.Dropout"),
-        SameMasks(graph, seed=SEED),
+        SharedDropoutMasks(graph, seed=SEED),
     ):
         model(torch.zeros(3, 4))
 
@@ -101,8 +101,8 @@ def test_what_else_is_drawn_is_refused_by_name(part: nn.Module, said: str) -> No
 def test_a_mask_of_another_layer_is_no_mask_of_this_one() -> None:
     graph = graph_of(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), 4)
     other = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4))
-    with pytest.raises(JobError, match="'1'"), SameMasks(graph, seed=SEED):
+    with pytest.raises(JobError, match="'1'"), SharedDropoutMasks(graph, seed=SEED):
         other(torch.zeros(3, 4))
-    masks = SameMasks(graph, seed=SEED)
+    masks = SharedDropoutMasks(graph, seed=SEED)
     with pytest.raises(JobError, match="'1'"):
         masks.check()

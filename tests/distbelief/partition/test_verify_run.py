@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import DistBeliefError
-from distbelief.partition.verify_run import DEAD_SECONDS, SILENT_SECONDS, START_SECONDS_MAX, Pulse
+from distbelief.partition.verify_run import (
+    DEAD_SECONDS,
+    SILENT_SECONDS,
+    START_SECONDS_MAX,
+    ProcessHeartbeat,
+)
 
 
 @pytest.fixture
@@ -19,7 +24,7 @@ def touch(path: Path, now: float) -> None:
     os.utime(path, ns=(0, int(1e9 * (1 + now))))
 
 
-def looks(pulse: Pulse, begin: float, end: float, *alive: Path) -> list[str]:
+def looks(pulse: ProcessHeartbeat, begin: float, end: float, *alive: Path) -> list[str]:
     """Look twice a second; these machines say that they live."""
     told = []
     for half in range(round(2 * begin), round(2 * end)):
@@ -31,7 +36,7 @@ def looks(pulse: Pulse, begin: float, end: float, *alive: Path) -> list[str]:
 
 def test_a_silent_machine_is_named_and_then_ends_all(paths: list[Path]) -> None:
     """With one of its processes stopped `distbelief predict` waited for ever."""
-    pulse = Pulse(paths, pids=(70, 71), now=0.0)
+    pulse = ProcessHeartbeat(paths, pids=(70, 71), now=0.0)
     assert looks(pulse, 0.0, 5.0, *paths) == []
     told = looks(pulse, 5.0, 10.0, paths[0])
     assert told == ["machine 1 (process 71) silent for 3.5 s: in 6 s giving up"]
@@ -40,7 +45,7 @@ def test_a_silent_machine_is_named_and_then_ends_all(paths: list[Path]) -> None:
 
 
 def test_who_is_back_is_told(paths: list[Path]) -> None:
-    pulse = Pulse(paths, pids=(70, 71), now=0.0)
+    pulse = ProcessHeartbeat(paths, pids=(70, 71), now=0.0)
     looks(pulse, 0.0, 5.0, *paths)
     looks(pulse, 5.0, 6.0 + SILENT_SECONDS, paths[0])
     told = looks(pulse, 9.0, 10.0, *paths)
@@ -48,14 +53,14 @@ def test_who_is_back_is_told(paths: list[Path]) -> None:
 
 
 def test_who_never_says_a_word_is_given_longer(paths: list[Path]) -> None:
-    pulse = Pulse(paths, pids=(70, 71), now=0.0)
+    pulse = ProcessHeartbeat(paths, pids=(70, 71), now=0.0)
     assert looks(pulse, 0.0, START_SECONDS_MAX, paths[0]) == []
     with pytest.raises(DistBeliefError, match="machine 1"):
         looks(pulse, START_SECONDS_MAX, START_SECONDS_MAX + 1.5, paths[0])
 
 
 def test_who_has_ended_is_not_missed(paths: list[Path]) -> None:
-    pulse = Pulse(paths, pids=(70, 71), now=0.0)
+    pulse = ProcessHeartbeat(paths, pids=(70, 71), now=0.0)
     looks(pulse, 0.0, 1.0, *paths)
     for half in range(2, 60):
         touch(paths[0], half / 2)
@@ -64,7 +69,7 @@ def test_who_has_ended_is_not_missed(paths: list[Path]) -> None:
 
 def test_time_in_which_who_looks_stood_still_is_nobodys_silence(paths: list[Path]) -> None:
     """Ctrl+Z stops all of them, and the one that looks goes on first."""
-    pulse = Pulse(paths, pids=(70, 71), now=0.0)
+    pulse = ProcessHeartbeat(paths, pids=(70, 71), now=0.0)
     looks(pulse, 0.0, 5.0, *paths)
     assert pulse.look(3600.0, left=(0, 1)) == []
     assert looks(pulse, 3600.5, 3605.0, *paths) == []

@@ -10,7 +10,7 @@ from distbelief.graph import ops
 from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Layer, LayerGraph, TensorUse
 from distbelief.graph.losses import append_loss
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.placement import Cuts, Placement
 from tests.distbelief.graph.zoo.catalogue import ZOO
@@ -45,7 +45,7 @@ def random_plan(
 
 def random_placement(layer: Layer, generator: np.random.Generator, *, n_machines: int) -> Placement:
     """Anything that is legal; cells may be empty, machines have several or none."""
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     if kind.partial is not None and generator.random() < 0.4:
         shape = layer.input_shapes[0]
         cuts = _cuts(shape, dict(kind.partial.cuts(layer)), generator)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
-from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.operator import joined, operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.instructions import Fetch, Message, Push, Receive, Send
@@ -42,7 +42,7 @@ def needs(
     """What a machine reads of a layer, straight from the kinds."""
     found = []
     for layer in graph.consumers[name]:
-        kind, placement = kind_of(layer), plan[layer.name]
+        kind, placement = operator_of(layer), plan[layer.name]
         partial = kind.partial if placement.combine else None
         shape = layer.input_shapes[0] if partial else layer.shape
         for owner, cell in placement.cells(shape):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distbelief.graph.graph import INPUT, GraphError
-from distbelief.program.compiler import Compiled, Known, Parts, compile_plan
+from distbelief.program.compiler import Compiled, CompilerCache, Parts, compile_plan
 from distbelief.program.placement import Placement
 from tests.distbelief.program.plans import captured, random_placement, random_plan
 
@@ -40,7 +40,7 @@ def same(one: Compiled, other: Compiled) -> bool:
 def test_plans_compiled_with_what_is_known_are_the_same(name: str) -> None:
     _, graph = captured(name)
     generator = np.random.default_rng(list(name.encode()))
-    known = Known(graph, n_plans=2)
+    known = CompilerCache(graph, n_plans=2)
     plan = random_plan(graph, generator, n_machines=4)
     layers = [layer for layer in graph.layers if layer.kind != INPUT]
     for _ in range(6):
@@ -58,7 +58,7 @@ def test_a_placement_that_is_known_is_checked_for_fewer_machines() -> None:
         for layer in graph.layers
         if layer.kind != INPUT
     }
-    known = Known(graph)
+    known = CompilerCache(graph)
     compile_plan(graph, plan, batch=3, n_machines=4, known=known)
     for _ in range(2):
         with pytest.raises(GraphError, match="placed on machine 3; there are 3"):

@@ -15,7 +15,7 @@ from distbelief.graph.region import Region
 from distbelief.program.chrome_trace import chrome_trace, critical_path, events
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.compiler import compile_plan
-from distbelief.program.cost import Price, price
+from distbelief.program.cost import StepCost, price
 from distbelief.program.placement import Placement, grid
 from tests.distbelief.program.plans import captured, chain, random_plan
 
@@ -50,7 +50,7 @@ def drawn(name: str, seed: int, *, n_machines: int) -> dict[str, Placement]:
 
 def priced(
     graph: LayerGraph, plan: Mapping[str, Placement], on: Cluster, costs: PerElement | None = None
-) -> Price:
+) -> StepCost:
     compiled = compile_plan(graph, plan, batch=1, n_machines=len(on))
     return price(compiled, on, costs or PerElement())
 

@@ -8,13 +8,13 @@ import pytest
 from distbelief.graph.graph import GraphError
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.compiler import compile_plan
-from distbelief.program.cost import Price, price
+from distbelief.program.cost import StepCost, price
 from distbelief.program.placement import Placement
 from tests.distbelief.program.plans import captured, chain, random_plan
 from tests.distbelief.program.test_cost import PerElement, cluster
 
 
-def stages(n: int, micro_batches: int, *, bandwidth: float = math.inf) -> Price:
+def stages(n: int, micro_batches: int, *, bandwidth: float = math.inf) -> StepCost:
     """A chain of n equal layers, each on a machine of its own."""
     graph = chain([4] * (n + 1))
     names = [layer.name for layer in graph.layers if layer.inputs]

@@ -10,32 +10,32 @@ from hypothesis import strategies as st
 
 from distbelief.core.vectors import ELEMENT_TYPES, Vector
 from distbelief.protocol import (
-    Account,
     Assignment,
+    Assignments,
     Blob,
-    ClientRecord,
+    CheckpointRecord,
+    ChunkOrder,
+    ChunkResult,
+    ChunkStaged,
+    ChunkTask,
+    CommandDone,
+    Commit,
     Count,
-    CutRecord,
-    Duties,
-    Duty,
-    DutyEnded,
-    Fold,
-    GrantedSet,
+    FileChunk,
+    GrantedChunk,
     HostReport,
-    Mark,
     Message,
     Name,
     Offer,
-    PartStaged,
     PeerEntry,
-    Performed,
-    Piece,
-    SetOrder,
-    SetResult,
-    SetTask,
+    RoleAssignment,
+    RoleEnded,
+    Savepoint,
+    SessionRecord,
     ShardVersion,
     Task,
     Text,
+    WorkReport,
 )
 from distbelief.protocol.fields import Rate
 from distbelief.protocol.membership import Warnings
@@ -59,7 +59,7 @@ def vectors(draw: st.DrawFn) -> Vector:
 
 
 client_records = st.builds(
-    ClientRecord,
+    SessionRecord,
     name=names,
     incarnation=counts,
     watermark=counts,
@@ -89,8 +89,8 @@ _BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
             max_size=4,
         ).map(tuple),
     ),
-    (ClientRecord, client_records),
-    (tuple[ClientRecord, ...], st.lists(client_records, max_size=3).map(tuple)),
+    (SessionRecord, client_records),
+    (tuple[SessionRecord, ...], st.lists(client_records, max_size=3).map(tuple)),
 ]
 
 
@@ -125,29 +125,29 @@ _OF_SANDBLASTER = [
     ),
 ]
 _BY_HINT += _OF_SANDBLASTER
-_BY_HINT += [(get_type_hints(Mark, include_extras=True)["vectors"], st.just(("s0", "y0")))]
-_BY_HINT += [(Mark | None, st.none() | _structs_of(Mark))]
+_BY_HINT += [(get_type_hints(Savepoint, include_extras=True)["vectors"], st.just(("s0", "y0")))]
+_BY_HINT += [(Savepoint | None, st.none() | _structs_of(Savepoint))]
 _BY_HINT += [
     (get_type_hints(kind, include_extras=True)[field], strategy)
     for kind, field, strategy in (
-        (Fold, "sets", _tuples_of(GrantedSet)),
-        (Fold, "void", st.lists(counts, max_size=3).map(tuple)),
-        (Performed, "cuts", _tuples_of(CutRecord)),
+        (Commit, "sets", _tuples_of(GrantedChunk)),
+        (Commit, "void", st.lists(counts, max_size=3).map(tuple)),
+        (CommandDone, "cuts", _tuples_of(CheckpointRecord)),
         (Assignment, "versions", _tuples_of(ShardVersion)),
-        (Assignment, "tasks", _tuples_of(SetTask)),
-        (Account, "results", _tuples_of(SetResult)),
-        (SetOrder, "versions", _tuples_of(ShardVersion)),
-        (SetOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
-        (PartStaged, "grants", st.lists(counts, max_size=3).map(tuple)),
+        (Assignment, "tasks", _tuples_of(ChunkTask)),
+        (WorkReport, "results", _tuples_of(ChunkResult)),
+        (ChunkOrder, "versions", _tuples_of(ShardVersion)),
+        (ChunkOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
+        (ChunkStaged, "grants", st.lists(counts, max_size=3).map(tuple)),
         (Offer, "cores", st.integers(1, 4096)),
         (Offer, "devices", st.lists(names, max_size=3).map(tuple)),
-        (Duties, "duties", _tuples_of(Duty)),
-        (DutyEnded, "reason", st.text(max_size=2048)),
-        (Piece, "content", st.binary(max_size=200).map(Blob)),
+        (Assignments, "duties", _tuples_of(RoleAssignment)),
+        (RoleEnded, "reason", st.text(max_size=2048)),
+        (FileChunk, "content", st.binary(max_size=200).map(Blob)),
     )
 ]
-_BY_HINT += [(get_type_hints(HostReport, include_extras=True)["ended"], _tuples_of(DutyEnded))]
-_BY_HINT += [(SetOrder | None, st.none() | _structs_of(SetOrder))]
+_BY_HINT += [(get_type_hints(HostReport, include_extras=True)["ended"], _tuples_of(RoleEnded))]
+_BY_HINT += [(ChunkOrder | None, st.none() | _structs_of(ChunkOrder))]
 _BY_HINT += [(Task, st.one_of([_structs_of(kind) for kind in get_args(Task)]))]
 
 

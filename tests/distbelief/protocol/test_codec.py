@@ -6,8 +6,8 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import BLOCK_BYTES, ELEMENT_TYPES, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.protocol import Alive, Blob, Failed, Heartbeat, Message, Piece, PushBlock
-from distbelief.protocol.codec import HEADER_BYTES_MAX, Frame, Wire
+from distbelief.protocol import Blob, Failed, FileChunk, Heartbeat, HeartbeatAck, Message, PushBlock
+from distbelief.protocol.codec import HEADER_BYTES_MAX, Codec, Frame
 from tests.distbelief.protocol.message_strategies import (
     MESSAGES,
     Mutation,
@@ -25,12 +25,12 @@ def block(values: Vector) -> PushBlock:
 
 
 def sent(message: Message, run: str = "run") -> list[bytes]:
-    frames = Wire(run=run).encode(message, sender="replica-0", incarnation=3)
+    frames = Codec(run=run).encode(message, sender="replica-0", incarnation=3)
     return [bytes(frame) for frame in frames]
 
 
 def received(frames: list[bytes]) -> Message:
-    return Wire(run="run").decode(frames).message
+    return Codec(run="run").decode(frames).message
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
@@ -39,7 +39,7 @@ def test_every_message_arrives_as_it_was_sent(
     kind: type[Message], data: st.DataObject, sender: str, incarnation: int
 ) -> None:
     message = data.draw(of_kind(kind))
-    wire = Wire(run="run")
+    wire = Codec(run="run")
     envelope = wire.decode(wire.encode(message, sender=sender, incarnation=incarnation))
     assert (envelope.sender, envelope.incarnation) == (sender, incarnation)
     assert same(envelope.message, message)
@@ -53,7 +53,7 @@ def test_arrays_of_every_element_type_arrive_read_only_and_aligned(
     values = np.arange(n_elements).astype(ELEMENT_TYPES[code])
     header, array = sent(block(values))
     at_an_odd_address = memoryview(b"x" + array)[1:]
-    message = Wire(run="run").decode([header, at_an_odd_address]).message
+    message = Codec(run="run").decode([header, at_an_odd_address]).message
     assert isinstance(message, PushBlock)
     np.testing.assert_array_equal(message.values, values)
     assert message.values.dtype == values.dtype
@@ -63,7 +63,7 @@ def test_arrays_of_every_element_type_arrive_read_only_and_aligned(
 
 def test_a_large_array_is_not_copied() -> None:
     values = np.ones(BLOCK_BYTES // 4, np.float32)
-    wire = Wire(run="run")
+    wire = Codec(run="run")
     message = wire.decode(wire.encode(block(values), sender="a", incarnation=1)).message
     assert isinstance(message, PushBlock)
     assert np.shares_memory(message.values, values)
@@ -75,9 +75,9 @@ def test_what_is_sent_to_many_is_held_once() -> None:
     What waited for it was a copy for each: 1.3 GB in 40 s.
     """
     content = bytes(1000)
-    piece = Piece(document="d", offset=0, n_bytes=1000, content=Blob(content))
+    piece = FileChunk(document="d", offset=0, n_bytes=1000, content=Blob(content))
     for message in (piece, received(sent(piece))):
-        header, frame = Wire(run="run").encode(message, sender="a", incarnation=1)
+        header, frame = Codec(run="run").encode(message, sender="a", incarnation=1)
         assert len(header) < 100
         assert bytes(frame) == content
         assert isinstance(frame, memoryview)
@@ -86,7 +86,7 @@ def test_what_is_sent_to_many_is_held_once() -> None:
 
 
 def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
-    piece = Piece(document="d", offset=0, n_bytes=4, content=Blob(b"four"))
+    piece = FileChunk(document="d", offset=0, n_bytes=4, content=Blob(b"four"))
     header, content = sent(piece)
     with pytest.raises(RemoteProtocolError, match="no such array: 0, 'f4'"):
         received([header.replace(b"\xa2u1", b"\xa2f4"), content])
@@ -95,7 +95,7 @@ def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
         received([header.replace(b"\xa2f4", b"\xa2u1"), content])
     large = Blob(bytes(BLOCK_BYTES + 1))
     with pytest.raises(LocalProtocolError, match="cannot send a Blob: only"):
-        sent(Piece(document="d", offset=0, n_bytes=0, content=large))
+        sent(FileChunk(document="d", offset=0, n_bytes=0, content=large))
 
 
 @given(message=messages, spoilings=st.lists(mutations, min_size=1, max_size=3))
@@ -132,8 +132,8 @@ def test_frames_must_be_those_the_header_names() -> None:
         received([header, array, array])
     with pytest.raises(RemoteProtocolError, match="0 frames"):
         received([])
-    with pytest.raises(RemoteProtocolError, match="Alive with 1 array frames but 0"):
-        received([*sent(Alive()), array])
+    with pytest.raises(RemoteProtocolError, match="HeartbeatAck with 1 array frames but 0"):
+        received([*sent(HeartbeatAck()), array])
     with pytest.raises(RemoteProtocolError, match="11 bytes cannot be float32"):
         received([header, array[:-1]])
     with pytest.raises(RemoteProtocolError, match="1048580 bytes cannot be a frame"):
@@ -192,8 +192,8 @@ def test_what_no_receiver_would_accept_is_not_sent() -> None:
 
 
 def test_a_failed_encoding_leaves_nothing_behind() -> None:
-    wire = Wire(run="run")
+    wire = Codec(run="run")
     with pytest.raises(LocalProtocolError):
         wire.encode(block(np.zeros((2, 2), np.float32)), sender="a", incarnation=1)
-    frames: list[Frame] = wire.encode(Alive(), sender="a", incarnation=1)
+    frames: list[Frame] = wire.encode(HeartbeatAck(), sender="a", incarnation=1)
     assert len(frames) == 1

@@ -47,16 +47,16 @@ def test_arrays_are_fields_of_messages_never_hidden_inside_them(kind: type[Messa
 
 def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None:
     about_one_life = {
-        "Fetch", "ParameterBlock", "Credit", "PushBlock", "PushCredit", "Push",
-        "Acknowledge", "Welcome", "Leading",
+        "Fetch", "ParameterBlock", "FetchAck", "PushBlock", "PushBlockAck", "Push",
+        "PushApplied", "SessionOpened", "PrimaryChanged",
     }  # fmt: skip
     about_one_pairing = {
-        "Lead", "Alone", "Whole", "Follow", "StateBlock", "StateCredit", "Forward",
+        "Promote", "BackupUnresponsive", "BackupInSync", "StartSync", "StateBlock", "StateAck", "ReplicatePush",
     }  # fmt: skip
     for fence, expected in (
         ("shard_incarnation", about_one_life),
         ("pairing", about_one_pairing),
-        ("receiver_incarnation", {"Lead", "Follow"}),  # the first of each pairing
+        ("receiver_incarnation", {"Promote", "StartSync"}),  # the first of each pairing
     ):
         carrying = {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__}
         assert carrying == expected

@@ -5,16 +5,16 @@ import pytest
 
 from distbelief.core.vectors import BLOCK_BYTES, Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Transfer
-from distbelief.roles.reliable import Inbox, Label, blocks_of
+from distbelief.protocol import TransferBlock
+from distbelief.roles.reliable import Reassembly, StreamKey, blocks_of
 
 
-LABEL = Label(step=3, micro_batch=0, way=5, sender=1)
+LABEL = StreamKey(step=3, micro_batch=0, way=5, sender=1)
 FLOAT = np.dtype(np.float32)
 
 
-def transfer(values: Vector, *, index: int = 0) -> Transfer:
-    return Transfer(
+def transfer(values: Vector, *, index: int = 0) -> TransferBlock:
+    return TransferBlock(
         life=1, sequence=0, taken=0, step=3, micro_batch=0, way=5, block_index=index, values=values
     )
 
@@ -22,7 +22,7 @@ def transfer(values: Vector, *, index: int = 0) -> Transfer:
 @pytest.mark.parametrize("n", [0, 7, BLOCK_BYTES // 4, BLOCK_BYTES // 4 + 1, 700_000])
 def test_blocks_become_the_message_in_any_order(n: int) -> None:
     values = np.arange(n, dtype=np.float32)
-    inbox = Inbox()
+    inbox = Reassembly()
     blocks = list(blocks_of(values))
     whole = [
         inbox.take(LABEL, transfer(block, index=i), n_elements=n, dtype=FLOAT)
@@ -36,7 +36,7 @@ def test_blocks_become_the_message_in_any_order(n: int) -> None:
 
 
 def test_a_block_that_comes_again_changes_nothing() -> None:
-    inbox, values = Inbox(), np.arange(5, dtype=np.float32)
+    inbox, values = Reassembly(), np.arange(5, dtype=np.float32)
     assert inbox.take(LABEL, transfer(values), n_elements=5, dtype=FLOAT)
     assert not inbox.take(LABEL, transfer(values), n_elements=5, dtype=FLOAT)
     assert not list(inbox.pop_step(2))
@@ -55,4 +55,4 @@ def test_a_block_that_comes_again_changes_nothing() -> None:
 )
 def test_what_does_not_fit_is_refused(values: Vector, index: int) -> None:
     with pytest.raises(RemoteProtocolError, match=r"message 5 of step 3 has"):
-        Inbox().take(LABEL, transfer(values, index=index), n_elements=5, dtype=FLOAT)
+        Reassembly().take(LABEL, transfer(values, index=index), n_elements=5, dtype=FLOAT)

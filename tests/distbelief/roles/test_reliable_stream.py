@@ -5,27 +5,27 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Taken, Transfer
-from distbelief.roles.reliable import AGAIN_SECONDS, TAKEN_EVERY, WINDOW, Courier, Parcel
+from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.roles.reliable import AGAIN_SECONDS, TAKEN_EVERY, WINDOW, Outgoing, ReliableSender
 from distbelief.roles.role import Action, Address, Send
 
 
-def parcel(step: int) -> Parcel:
-    return Parcel(
+def parcel(step: int) -> Outgoing:
+    return Outgoing(
         step=step, micro_batch=0, way=1, block_index=0, values=np.full(3, step, np.float32)
     )
 
 
-def messages(actions: list[Action]) -> list[Transfer | Taken]:
+def messages(actions: list[Action]) -> list[TransferBlock | TransferAck]:
     found = [action.message for action in actions if isinstance(action, Send)]
-    return [m for m in found if isinstance(m, Transfer | Taken)]
+    return [m for m in found if isinstance(m, TransferBlock | TransferAck)]
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 32), n=st.integers(1, 3 * WINDOW))
 def test_everything_arrives_once_over_a_bad_link(seed: int, n: int) -> None:
     generator = np.random.default_rng(seed)
-    sender, receiver = Courier(Address("b")), Courier(Address("a"))
+    sender, receiver = ReliableSender(Address("b")), ReliableSender(Address("a"))
     sender.begin(7)
     receiver.begin(7)
     now = 0.0
@@ -43,7 +43,7 @@ def test_everything_arrives_once_over_a_bad_link(seed: int, n: int) -> None:
             continue  # lost
         if generator.random() < 0.2:
             under_way.append(message)  # and once more
-        if isinstance(message, Taken):
+        if isinstance(message, TransferAck):
             under_way += messages(sender.taken(message.taken, now))
             continue
         if receiver.is_new(message.sequence):
@@ -55,7 +55,7 @@ def test_everything_arrives_once_over_a_bad_link(seed: int, n: int) -> None:
 
 
 def test_only_so_many_are_under_way() -> None:
-    courier = Courier(Address("b"))
+    courier = ReliableSender(Address("b"))
     courier.begin(1)
     assert len(courier.post([parcel(i) for i in range(2 * WINDOW)], 0.0)) == WINDOW
     assert len(courier.taken(3, 0.0)) == 3
@@ -63,7 +63,7 @@ def test_only_so_many_are_under_way() -> None:
 
 
 def test_patience_doubles() -> None:
-    courier = Courier(Address("b"))
+    courier = ReliableSender(Address("b"))
     courier.begin(1)
     courier.post([parcel(0)], 0.0)
     assert courier.remind(AGAIN_SECONDS - 0.1) == []
@@ -74,7 +74,7 @@ def test_patience_doubles() -> None:
 
 
 def test_what_was_never_sent_cannot_have_come() -> None:
-    courier = Courier(Address("b"))
+    courier = ReliableSender(Address("b"))
     courier.begin(1)
     with pytest.raises(RemoteProtocolError, match="b has taken 1 transfers; 0 were"):
         courier.taken(1, 0.0)
@@ -83,7 +83,7 @@ def test_what_was_never_sent_cannot_have_come() -> None:
 
 
 def test_the_other_is_told_now_and_then_and_with_what_is_sent() -> None:
-    courier = Courier(Address("b"))
+    courier = ReliableSender(Address("b"))
     courier.begin(1)
     told = [messages(courier.have(i)) for i in range(TAKEN_EVERY + 1)]
     assert [len(each) for each in told] == [0] * (TAKEN_EVERY - 1) + [1, 0]

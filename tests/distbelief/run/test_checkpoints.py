@@ -11,7 +11,7 @@ from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
-from distbelief.run.checkpoints import N_KEPT, SnapshotStore
+from distbelief.run.checkpoints import N_KEPT, CheckpointStore
 from tests.distbelief.limits import largest_file
 
 
@@ -31,9 +31,9 @@ class Told(list[str]):
         self.append(text)
 
 
-def store_at(path: Path) -> tuple[SnapshotStore, Told]:
+def store_at(path: Path) -> tuple[CheckpointStore, Told]:
     told = Told()
-    return SnapshotStore(path / "snapshots", report=told), told
+    return CheckpointStore(path / "snapshots", report=told), told
 
 
 def assert_same(one: Snapshot | None, other: Snapshot) -> None:

@@ -9,15 +9,24 @@ import pytest
 
 from distbelief.config.job import StopTable, Verdict, done
 from distbelief.errors import StorageError
-from distbelief.protocol import Begin, Evaluate, Finished, Peers, Progress, Save, Saved, Stop
-from distbelief.roles.role import Action, Halt, Send, Snapshot
-from distbelief.run.checkpoints import SET_ASIDE, SnapshotStore, agreed_label, set_aside
+from distbelief.protocol import (
+    CheckpointSaved,
+    Evaluate,
+    Finished,
+    Peers,
+    Progress,
+    SaveCheckpoint,
+    StartTraining,
+    Stop,
+)
+from distbelief.roles.role import Action, Exit, Send, Snapshot
+from distbelief.run.checkpoints import SET_ASIDE, CheckpointStore, agreed_label, set_aside
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.resume import read_legacy
+from distbelief.run.resume import read_previous_run
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from tests.distbelief.supervisor.test_supervisor import Desk, sent
 
 
@@ -74,7 +83,7 @@ def test_coordinator_and_replicas_meet_and_all_begin() -> None:
     assert newest["coordinator"] == {"shard-0", "shard-1", "replica-0", "replica-1"}
     assert newest["replica-0"] == {"shard-0", "shard-1", "coordinator"}
     assert newest["evaluator"] == {"shard-0", "shard-1"}
-    assert sent(actions, Begin) == ["coordinator", "replica-0", "replica-1"]
+    assert sent(actions, StartTraining) == ["coordinator", "replica-0", "replica-1"]
 
 
 def test_its_progress_is_that_of_the_job(desk: Desk) -> None:
@@ -103,7 +112,7 @@ def test_a_new_life_of_it_goes_on_counting(desk: Desk) -> None:
     iterate(desk, 4)
     desk.die("coordinator")
     assert desk.told[-1] == "coordinator was ended by signal SIGKILL: restarting it"
-    assert sent(desk.join("coordinator"), Begin) == ["coordinator"]
+    assert sent(desk.join("coordinator"), StartTraining) == ["coordinator"]
     iterate(desk, 5)
     assert desk.supervisor.view(desk.now).step == 5
 
@@ -111,9 +120,9 @@ def test_a_new_life_of_it_goes_on_counting(desk: Desk) -> None:
 def test_it_is_asked_for_snapshots_as_long_as_it_lives(desk: Desk) -> None:
     iterate(desk, 1)
     actions = desk.pass_time(31.0, beats=[name for name, _ in ROSTER])
-    assert sent(actions, Save)
-    assert set(sent(actions, Save)) == {"coordinator"}
-    desk.hear("coordinator", Saved(label="00001", clock=1, error=None))
+    assert sent(actions, SaveCheckpoint)
+    assert set(sent(actions, SaveCheckpoint)) == {"coordinator"}
+    desk.hear("coordinator", CheckpointSaved(label="00001", clock=1, error=None))
     desk.die("shard-0")
     assert "restarting it from snapshot 00001" in desk.told[-1]
     assert "the run goes on from there" in desk.told[-1]
@@ -124,10 +133,10 @@ def test_the_job_ends_with_it(desk: Desk) -> None:
     iterate(desk, 7)
     actions = end(desk, "coordinator", reason=0.0)
     assert sent(actions, Stop) == ["replica-0", "replica-1"]
-    assert not sent(actions, Save)
+    assert not sent(actions, SaveCheckpoint)
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
-    assert sent(actions, Save) == ["shard-0", "shard-1"]
+    assert sent(actions, SaveCheckpoint) == ["shard-0", "shard-1"]
     assert sent(actions, Evaluate) == ["evaluator"]
     assert desk.supervisor.view(desk.now).stop_reason == "no step is better"
     assert desk.supervisor.error is None
@@ -164,7 +173,7 @@ def test_if_it_did_not_end_in_order_no_point_on_trial_is_saved(desk: Desk) -> No
     desk.die("coordinator")
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
-    assert not sent(actions, Save)
+    assert not sent(actions, SaveCheckpoint)
     assert "the run is as its last snapshot has it" in desk.told[-1]
     assert desk.supervisor.error is not None
     assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
@@ -178,7 +187,7 @@ def test_without_it_there_is_no_job() -> None:
     actions = desk.die("coordinator")
     assert desk.supervisor.error is not None
     assert "the coordinator cannot be kept alive after 1 restart" in (desk.supervisor.error)
-    assert not [action for action in actions if isinstance(action, Halt)]
+    assert not [action for action in actions if isinstance(action, Exit)]
 
 
 def test_a_job_that_computes_a_large_batch_stands_not_still(desk: Desk) -> None:
@@ -193,13 +202,13 @@ def test_a_job_that_computes_a_large_batch_stands_not_still(desk: Desk) -> None:
 # ------------------------------------------------------------------------ what fits
 
 
-def save(store: SnapshotStore, role: str, label: str, **facts: str) -> None:
+def save(store: CheckpointStore, role: str, label: str, **facts: str) -> None:
     arrays = {"values": np.zeros(4, np.float32)}
     store.save(role, Snapshot(label=label, arrays=arrays, facts=facts))
 
 
 def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, report=print)
+    store = CheckpointStore(tmp_path, report=print)
     shards = ["shard-0", "shard-1"]
     assert set_aside(store, shards) == ()
     for label in ("00001", "00002", "00003"):
@@ -221,7 +230,7 @@ def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
 
 def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(tmp_path: Path) -> None:
     """A directory was deleted: the run began anew, and put the others' away."""
-    store = SnapshotStore(tmp_path, report=print)
+    store = CheckpointStore(tmp_path, report=print)
     for label in ("00001", "00002"):
         save(store, "shard-0", label)
     with pytest.raises(StorageError) as caught:
@@ -232,7 +241,7 @@ def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(tmp_p
 
 
 def test_a_first_round_that_a_kill_cut_short_begins_anew(tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, report=print)
+    store = CheckpointStore(tmp_path, report=print)
     save(store, "shard-0", "00001")
     (told,) = set_aside(store, ["shard-0", "shard-1"])
     assert "it was the first, so the run begins anew" in told
@@ -240,7 +249,7 @@ def test_a_first_round_that_a_kill_cut_short_begins_anew(tmp_path: Path) -> None
 
 
 def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, report=print)
+    store = CheckpointStore(tmp_path, report=print)
     for shard in ("shard-0", "shard-1"):
         save(store, shard, "00001")
     damaged = store.path("shard-1", "00001")
@@ -252,19 +261,19 @@ def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_above_all_lives_of_its_coordinator(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
-    store = SnapshotStore(run.snapshots, report=print)
+    store = CheckpointStore(run.snapshots, report=print)
     save(store, "shard-0", "00004", incarnation="1", clock="9")
-    fresh = read_legacy(run, store, n_shards=1, coordinator="coordinator")
+    fresh = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
     assert fresh.before.samples == {"coordinator": 0}
     save(store, "coordinator", "000000000007", incarnation="3")
-    view = SupervisorView(samples=500, step=5)
+    view = JobView(samples=500, step=5)
     run.write_status(Status(name="x", pid=1, written=0.0, view=view))
-    legacy = read_legacy(run, store, n_shards=1, coordinator="coordinator")
+    legacy = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
     assert legacy.incarnation == 4
     assert legacy.label == 5
     assert legacy.before.samples == {"coordinator": 500}
     assert legacy.trained
     run.status_file.write_bytes(b"{")
-    legacy = read_legacy(run, store, n_shards=1, coordinator="coordinator")
+    legacy = read_previous_run(run, store, n_shards=1, coordinator="coordinator")
     assert legacy.before.samples == {"coordinator": 0}
     run.close()

@@ -7,8 +7,8 @@ import pytest
 
 from distbelief.errors import StorageError
 from distbelief.roles.role import Snapshot
-from distbelief.run.checkpoints import SnapshotStore
-from distbelief.run.resume import begin_anew, read_legacy
+from distbelief.run.checkpoints import CheckpointStore
+from distbelief.run.resume import begin_anew, read_previous_run
 from tests.distbelief.run.test_reshard import Run, damage, job
 
 
@@ -93,13 +93,13 @@ def test_from_scratch_begins_anew_and_keeps_what_was_saved(run: Run) -> None:
 
 def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> None:
     """The method began anew, and counted from 0, without a word."""
-    store = SnapshotStore(run.directory.snapshots, report=pytest.fail)
+    store = CheckpointStore(run.directory.snapshots, report=pytest.fail)
     store.save("coordinator", Snapshot(label="000000000001", arrays={}, facts={}))
     journal = path(run, "coordinator", "000000000001")
     damage(journal)
 
     def read() -> int:
-        legacy = read_legacy(run.directory, store, n_shards=2, coordinator="coordinator")
+        legacy = read_previous_run(run.directory, store, n_shards=2, coordinator="coordinator")
         return len(legacy.restored)
 
     with pytest.raises(StorageError) as caught:

@@ -10,11 +10,11 @@ import pytest
 from distbelief.core import files
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.supervisor.view import Message, Point, RoleView, SupervisorView
+from distbelief.supervisor.view import JobView, Message, Point, RoleView
 from tests.distbelief.limits import largest_file
 
 
-VIEW = SupervisorView(
+VIEW = JobView(
     seconds=3.5,
     phase="training",
     samples=100,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from distbelief.roles.role import Snapshot
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 
 
@@ -73,7 +73,7 @@ def saved(n: int) -> Snapshot:
 
 
 def newest(directory: Path) -> str | None:
-    snapshot = SnapshotStore(directory, report=pytest.fail).newest("shard-0")
+    snapshot = CheckpointStore(directory, report=pytest.fail).newest("shard-0")
     return None if snapshot is None else snapshot.label
 
 
@@ -86,7 +86,7 @@ def test_a_snapshot_that_was_saved_survives(tmp_path: Path, disk: Disk, n_saved:
     one above was), which a first snapshot makes.
     """
     with RunDirectory.create(tmp_path / "runs" / "demo") as run:
-        store = SnapshotStore(run.snapshots, report=pytest.fail)
+        store = CheckpointStore(run.snapshots, report=pytest.fail)
         for n in range(1, n_saved + 1):
             store.save("shard-0", saved(n))
         disk.lose_power()
@@ -104,7 +104,7 @@ def test_one_that_is_being_saved_costs_no_older_one(
         raise InterruptedError("the power has failed")
 
     with RunDirectory.create(tmp_path / "demo") as run:
-        store = SnapshotStore(run.snapshots, report=pytest.fail)
+        store = CheckpointStore(run.snapshots, report=pytest.fail)
         store.save("shard-0", saved(1))
         monkeypatch.setattr(Path, "replace", fail)
         with pytest.raises(Exception, match="the power has failed"):

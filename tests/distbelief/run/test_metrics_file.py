@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from distbelief.errors import StorageError
 from distbelief.run.metrics_file import Measurement, MetricsFile, read_metrics
 from distbelief.run.plot import draw_curve
-from distbelief.supervisor.view import SupervisorView
+from distbelief.supervisor.view import JobView
 from tests.distbelief.limits import largest_file
 
 
@@ -81,9 +81,7 @@ def test_a_loss_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
 
 
 def test_a_measurement_is_taken_from_a_view() -> None:
-    view = SupervisorView(
-        seconds=2.00049, step=3, samples=192, loss=0.5, metric=0.4, staleness_p95=2.0
-    )
+    view = JobView(seconds=2.00049, step=3, samples=192, loss=0.5, metric=0.4, staleness_p95=2.0)
     assert Measurement.of(view) == Measurement(
         time=2.0, step=3, samples=192, loss=0.5, metric=0.4, staleness_p95=2.0
     )

@@ -10,9 +10,9 @@ from distbelief.errors import StorageError
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import Snapshot
 from distbelief.run import model_file
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.model_file import write_model_file
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.limits import largest_file
 
 
@@ -36,9 +36,9 @@ def saved(
     directory: Path, module: nn.Module, n_shards: int, *, shift: float = 0.0
 ) -> tuple[Layout, list[Path]]:
     """Return the layout of a module, and the snapshots of its shards."""
-    model = LocalModel(module)
+    model = FlatModel(module)
     layout = Layout.of(model.specs(), n_shards=n_shards)
-    store = SnapshotStore(directory, report=print)
+    store = CheckpointStore(directory, report=print)
     for k in range(n_shards):
         vector = np.zeros(layout.shard_size(k), np.float32)
         layout.gather(k, model.values, vector)

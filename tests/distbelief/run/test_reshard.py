@@ -13,14 +13,21 @@ from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import Adagrad, Steps
-from distbelief.parameter_server.session_state import Client
+from distbelief.parameter_server.optimizers import Adagrad, StepCounts
+from distbelief.parameter_server.session_state import Session
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.roles.role import Address
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
-from distbelief.run.resume import Cut, Resumed, making_cut, newest_cut, take_up, write_cut
+from distbelief.run.resume import (
+    CheckpointSet,
+    Resumed,
+    making_checkpoint_set,
+    newest_checkpoint_set,
+    resume_run,
+    write_checkpoint_set,
+)
 from distbelief.run.summary import DataFacts
 from tests.distbelief.jobs import speech
 
@@ -64,7 +71,7 @@ class Run:
 
     def take_up(self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | None = None) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
-        resumed = take_up(
+        resumed = resume_run(
             job,
             self.directory,
             layout=layout(job.cluster.shards),
@@ -98,14 +105,14 @@ class Run:
             state={"sum_of_squares": sums},
             clients=tuple(
                 # A shard has what others have not, and they meet at the least.
-                Client(
+                Session(
                     name=Address(names[r] if names else f"replica-{r}"),
                     incarnation=lives + 1,
                     samples=n + 4 * (k == r),
                 )
                 for r, n in enumerate(samples)
             ),
-            steps=Steps(30 + k),
+            steps=StepCounts(30 + k),
         )
         identity = ShardIdentity(index=k, layout=cut, rule=RULE)
         label = f"{resumed.legacy.label:05d}"
@@ -122,7 +129,7 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
 
-def values(store: SnapshotStore, n_shards: int) -> list[list[float]]:
+def values(store: CheckpointStore, n_shards: int) -> list[list[float]]:
     """Return the whole tensors that these snapshots hold."""
     tensors = [torch.zeros(spec.n_elements) for spec in layout(n_shards).tensors]
     for k in range(n_shards):
@@ -145,9 +152,9 @@ def test_the_first_life_finds_nothing_and_says_what_its_snapshots_are(run: Run) 
     assert resumed.legacy.missing == ("shard-0", "shard-1")
     assert resumed.told == ()
     assert resumed.store.directory == run.directory.snapshots
-    assert newest_cut(run.directory) == (
+    assert newest_checkpoint_set(run.directory) == (
         run.directory.snapshots,
-        Cut(n_shards=2, n_replicas=2, train=TRAIN),
+        CheckpointSet(n_shards=2, n_replicas=2, train=TRAIN),
     )
 
 
@@ -217,9 +224,9 @@ def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
     for k in range(2):
         names = ("replica-0.0", "replica-1.0")
         run.save(resumed, k, 40, 52, cut=layout(2), names=names)
-    directory, cut = newest_cut(run.directory)
+    directory, cut = newest_checkpoint_set(run.directory)
     assert cut is not None
-    write_cut(directory, msgspec.structs.replace(cut, plan=None))
+    write_checkpoint_set(directory, msgspec.structs.replace(cut, plan=None))
     resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert resumed.told == ()
     assert resumed.store.directory == directory
@@ -316,17 +323,17 @@ def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
 def test_a_cut_that_fails_leaves_the_run_as_it_was(run: Run) -> None:
     run.train(run.take_up(job()), 40, 52)
     before = run.files()
-    cut = Cut(n_shards=3, n_replicas=2, train=TRAIN)
+    cut = CheckpointSet(n_shards=3, n_replicas=2, train=TRAIN)
 
     def fail() -> None:
-        with making_cut(run.directory, 2, cut) as (place, _):
+        with making_checkpoint_set(run.directory, 2, cut) as (place, _):
             (place / "shard-0").mkdir()
             raise StorageError("no space left")
 
     with pytest.raises(StorageError, match="no space left"):
         fail()
     assert run.files() == before
-    assert newest_cut(run.directory)[0] == run.directory.snapshots
+    assert newest_checkpoint_set(run.directory)[0] == run.directory.snapshots
 
 
 def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -> None:
@@ -372,7 +379,9 @@ def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
     run.take_up(job())
     resumed = run.take_up(job(3, 4))
     assert resumed.legacy.missing == ("shard-0", "shard-1", "shard-2")
-    assert newest_cut(run.directory)[1] == Cut(n_shards=3, n_replicas=4, train=TRAIN)
+    assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(
+        n_shards=3, n_replicas=4, train=TRAIN
+    )
 
 
 def test_snapshots_of_another_model_are_not_cut_anew(run: Run) -> None:
@@ -382,7 +391,7 @@ def test_snapshots_of_another_model_are_not_cut_anew(run: Run) -> None:
         run.save(first, k, 40, 52, cut=other)
     with pytest.raises(StorageError, match=r"'00001' of shard 0 cannot .* layout is"):
         run.take_up(job(shards=3))
-    assert newest_cut(run.directory)[0] == run.directory.snapshots
+    assert newest_checkpoint_set(run.directory)[0] == run.directory.snapshots
 
 
 def cut_file(run: Run, content: str) -> Path:
@@ -430,7 +439,7 @@ def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) ->
     first = run.take_up(job())
     run.train(first, 40, 52)
     (run.directory.snapshots / "cut.json").unlink()
-    assert newest_cut(run.directory)[1] == Cut(n_shards=2, n_replicas=2)
+    assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(n_shards=2, n_replicas=2)
     resumed = run.take_up(job(shards=1))
     assert values(resumed.store, 1) == values(first.store, 2)
 

@@ -7,10 +7,10 @@ import pytest
 
 from distbelief.errors import JobError
 from distbelief.roles.role import Snapshot
-from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.resume import check_same, read_legacy
-from distbelief.supervisor.view import Point, RoleView, SupervisorView
+from distbelief.run.resume import check_same, read_previous_run
+from distbelief.supervisor.view import JobView, Point, RoleView
 from tests.distbelief.jobs import speech
 
 
@@ -40,25 +40,25 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def store(run: RunDirectory) -> SnapshotStore:
-    return SnapshotStore(run.snapshots, report=fail)
+def store(run: RunDirectory) -> CheckpointStore:
+    return CheckpointStore(run.snapshots, report=fail)
 
 
-def test_a_new_run_inherits_nothing(run: RunDirectory, store: SnapshotStore) -> None:
-    legacy = read_legacy(run, store, n_shards=2)
+def test_a_new_run_inherits_nothing(run: RunDirectory, store: CheckpointStore) -> None:
+    legacy = read_previous_run(run, store, n_shards=2)
     assert (legacy.incarnation, legacy.label) == (1, 1)
     assert legacy.missing == ("shard-0", "shard-1")
     assert legacy.before.samples == {}
 
 
 def test_a_resumed_run_goes_on_from_what_every_shard_has(
-    run: RunDirectory, store: SnapshotStore
+    run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", snapshot("00007", clients(replica_0=70, replica_1=50)))
     facts = clients(replica_0=60, replica_1=55, evaluator=0)
     store.save("shard-1", snapshot("00006", facts, incarnation=5))
     history = (Point(seconds=1.0, samples=5),)
-    view = SupervisorView(
+    view = JobView(
         seconds=20.0,
         training_seconds=15.0,
         step=30,
@@ -67,7 +67,7 @@ def test_a_resumed_run_goes_on_from_what_every_shard_has(
         history=history,
     )
     run.write_status(Status(name="x", pid=1, written=0.0, view=view))
-    legacy = read_legacy(run, store, n_shards=2)
+    legacy = read_previous_run(run, store, n_shards=2)
     assert legacy.restored == {"shard-0": "00007", "shard-1": "00006"}
     assert legacy.label == 8
     assert legacy.incarnation == 6
@@ -78,17 +78,17 @@ def test_a_resumed_run_goes_on_from_what_every_shard_has(
 
 
 def test_a_replica_that_a_shard_knows_nothing_of_begins_anew(
-    run: RunDirectory, store: SnapshotStore
+    run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
     store.save("shard-1", snapshot("00001", clients(replica_0=70, replica_1=50)))
-    legacy = read_legacy(run, store, n_shards=2)
+    legacy = read_previous_run(run, store, n_shards=2)
     assert legacy.before.samples == {"replica-0": 70, "replica-1": 0}
 
 
 def counted(*names: str, pushes_applied: int, pushes_lost: int = 7) -> Status:
     """Return the last view of a life with these roles."""
-    view = SupervisorView(
+    view = JobView(
         pushes_applied=pushes_applied,
         pushes_lost=pushes_lost,
         pushes_refused=1,
@@ -105,14 +105,14 @@ def at_clock(clock: int) -> Snapshot:
 
 
 def test_pushes_and_restarts_are_counted_over_all_lives(
-    run: RunDirectory, store: SnapshotStore
+    run: RunDirectory, store: CheckpointStore
 ) -> None:
     """Samples and seconds were of all lives, and these of the last one only."""
     store.save("shard-0", at_clock(100))
     store.save("shard-1", at_clock(90))
     names = ("shard-0", "shard-0b", "shard-1", "shard-1b")
     run.write_status(counted(*names, pushes_applied=90))
-    before = read_legacy(run, store, n_shards=2).before
+    before = read_previous_run(run, store, n_shards=2).before
     assert before.clocks == {"shard-0": 100, "shard-1": 90}
     assert (before.pushes_lost, before.pushes_refused) == (7, 1)
     assert (before.bytes_in, before.bytes_out) == (2, 3)
@@ -120,71 +120,71 @@ def test_pushes_and_restarts_are_counted_over_all_lives(
 
 
 def test_what_was_applied_after_the_snapshots_of_a_killed_job_is_lost(
-    run: RunDirectory, store: SnapshotStore
+    run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", at_clock(100))
     store.save("shard-1", at_clock(90))
     run.write_status(counted("shard-0", "shard-1", pushes_applied=115))
-    before = read_legacy(run, store, n_shards=2).before
+    before = read_previous_run(run, store, n_shards=2).before
     assert before.pushes_lost == 7 + 25
 
 
 def test_clocks_of_shards_cut_anew_tell_nothing_of_what_is_lost(
-    run: RunDirectory, store: SnapshotStore
+    run: RunDirectory, store: CheckpointStore
 ) -> None:
     """A new shard begins at the largest clock of those that it is cut from."""
     store.save("shard-0", at_clock(100))
     run.write_status(counted("shard-0", "shard-1", pushes_applied=190))
-    before = read_legacy(run, store, n_shards=1).before
+    before = read_previous_run(run, store, n_shards=1).before
     assert (before.clocks, before.pushes_lost) == ({"shard-0": 100}, 7)
 
 
 def test_where_a_shard_has_nothing_no_sample_counts(
-    run: RunDirectory, store: SnapshotStore
+    run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
-    legacy = read_legacy(run, store, n_shards=2)
+    legacy = read_previous_run(run, store, n_shards=2)
     assert legacy.missing == ("shard-1",)
     assert legacy.before.samples == {"replica-0": 0}
 
 
 def measured(samples: int) -> Status:
-    view = SupervisorView(
+    view = JobView(
         seconds=9.0, samples=samples, loss=0.1, metric=0.9, held_out_loss=0.2, best_metric=0.95
     )
     return Status(name="x", pid=1, written=0.0, view=view)
 
 
 def test_a_metric_of_the_values_in_the_snapshots_is_kept(
-    run: RunDirectory, store: SnapshotStore
+    run: RunDirectory, store: CheckpointStore
 ) -> None:
     for k in range(2):
         store.save(f"shard-{k}", snapshot("00001", clients(replica_0=70)))
     run.write_status(measured(70))
-    before = read_legacy(run, store, n_shards=2).before
+    before = read_previous_run(run, store, n_shards=2).before
     assert (before.loss, before.metric, before.held_out_loss) == (0.1, 0.9, 0.2)
 
 
 @pytest.mark.parametrize(("n_kept", "samples"), [(1, 70), (1, 0), (2, 75)])
 def test_a_metric_of_values_that_no_shard_holds_is_not(
-    run: RunDirectory, store: SnapshotStore, n_kept: int, samples: int
+    run: RunDirectory, store: CheckpointStore, n_kept: int, samples: int
 ) -> None:
     for k in range(n_kept):
         store.save(f"shard-{k}", snapshot("00001", clients(replica_0=70)))
     run.write_status(measured(samples))
-    before = read_legacy(run, store, n_shards=2).before
+    before = read_previous_run(run, store, n_shards=2).before
     assert (before.loss, before.metric, before.held_out_loss) == (None, None, None)
     assert (before.seconds, before.best_metric) == (9.0, 0.95)  # those were so
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"name": "x"}', "\0" * 40])
 def test_a_damaged_status_is_as_good_as_none(
-    run: RunDirectory, store: SnapshotStore, content: str
+    run: RunDirectory, store: CheckpointStore, content: str
 ) -> None:
     """It holds figures; what a run goes on with is in its snapshots."""
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
     run.status_file.write_text(content)
-    legacy = read_legacy(run, store, n_shards=1)
+    legacy = read_previous_run(run, store, n_shards=1)
     assert legacy.restored == {"shard-0": "00001"}
     assert legacy.before.samples == {"replica-0": 70}
     assert legacy.before.seconds == 0.0

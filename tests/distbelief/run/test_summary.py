@@ -17,7 +17,7 @@ from distbelief.run.summary import (
     summarise,
     write_summary,
 )
-from distbelief.supervisor.view import RoleView, SupervisorView
+from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.jobs import speech
 
 
@@ -27,7 +27,7 @@ class Frames(list[int]):
     fingerprint = "9f86d081"
 
 
-VIEW = SupervisorView(
+VIEW = JobView(
     seconds=491.0,
     training_seconds=480.0,
     phase="done",
@@ -52,7 +52,7 @@ FACTS = TaskFacts(
 )
 
 
-def a_summary(view: SupervisorView = VIEW, *, error: str | None = None) -> Summary:
+def a_summary(view: JobView = VIEW, *, error: str | None = None) -> Summary:
     return summarise(
         speech("algorithm.seed=3", "model.seed=5"),
         view,
@@ -129,7 +129,7 @@ def test_losses_that_nobody_knows_are_not_called_none() -> None:
 
 
 def test_a_figure_that_was_not_measured_has_no_column() -> None:
-    view = SupervisorView(seconds=3.0, samples=100, loss=2.0, phase="done")
+    view = JobView(seconds=3.0, samples=100, loss=2.0, phase="done")
     text = "\n".join(shown(a_summary(view), width=100))
     assert "held-out" not in text
     assert "staleness" not in text

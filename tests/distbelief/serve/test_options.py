@@ -10,7 +10,7 @@ from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import Momentum
 from distbelief.serve import options
 from distbelief.serve.options import model, reach, rule
-from distbelief.transport.config import Reach
+from distbelief.transport.config import ListenConfig
 
 
 def make() -> nn.Module:
@@ -46,7 +46,7 @@ def test_a_rule_has_its_options() -> None:
 def test_an_address_is_read() -> None:
     assert reach("tcp://localhost:7700", keys=None, insecure=False).port == 7700
     assert reach("tcp://127.0.0.1:*", keys=None, insecure=False).port == 0
-    assert reach(None, keys=None, insecure=False) == Reach()
+    assert reach(None, keys=None, insecure=False) == ListenConfig()
     assert reach(None, keys=Path("k"), insecure=False).is_local
     assert reach("tcp://0.0.0.0:1", keys=Path("k"), insecure=False).keys is not None
 

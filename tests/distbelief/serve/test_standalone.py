@@ -12,15 +12,15 @@ from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
 from distbelief.serve import server_process, standalone
 from distbelief.serve.server import ServerAddress
-from distbelief.serve.server_process import Ready, Request
-from distbelief.serve.standalone import Wanted, stand
+from distbelief.serve.server_process import ServerReady, ServerRequest
+from distbelief.serve.standalone import ServeOptions, run_server
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.transport.address import Place
-from distbelief.transport.config import Reach
+from distbelief.transport.address import Endpoint
+from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair
-from distbelief.transport.node import Node
+from distbelief.transport.node import RoleRunner
 from tests.distbelief.supervisor.test_supervisor import Desk
 
 
@@ -29,11 +29,11 @@ PUBLIC = KeyPair.parse(SECRET).public
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerRequest]:
     """What was to be served, without serving it."""
-    requests: list[Request] = []
+    requests: list[ServerRequest] = []
 
-    def serve(request: Request, _watch: object, *, tell: object) -> None:
+    def serve(request: ServerRequest, _watch: object, *, tell: object) -> None:
         assert tell is not None
         requests.append(request)
 
@@ -46,26 +46,26 @@ def wanted(
     model: nn.Module | None = None,
     rule: UpdateRule | None = None,
     shards: int = 2,
-    reach: Reach | None = None,
-) -> Wanted:
-    return Wanted(
+    reach: ListenConfig | None = None,
+) -> ServeOptions:
+    return ServeOptions(
         model=model or nn.Linear(3, 2),
         rule=rule or SGD(learning_rate=0.1),
         shards=shards,
         shard_copies=1,
         shared_memory=True,
         snapshot_every=30.0,
-        reach=reach or Reach(),
+        reach=reach or ListenConfig(),
     )
 
 
-def test_the_same_directory_means_to_go_on(tmp_path: Path, served: list[Request]) -> None:
+def test_the_same_directory_means_to_go_on(tmp_path: Path, served: list[ServerRequest]) -> None:
     said: list[str] = []
     directory = tmp_path / "runs" / "server"
-    stand(wanted(), directory, tell=said.append)
+    run_server(wanted(), directory, tell=said.append)
     initial = (directory / "initial.safetensors").read_bytes()
     assert said == []
-    stand(wanted(), directory, tell=said.append)
+    run_server(wanted(), directory, tell=said.append)
     one, other = served
     assert one.run == other.run != ""
     assert said == [f"going on with what {directory} holds"]
@@ -73,18 +73,18 @@ def test_the_same_directory_means_to_go_on(tmp_path: Path, served: list[Request]
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_an_address_over_tcp_lasts(tmp_path: Path, served: list[Request]) -> None:
+def test_an_address_over_tcp_lasts(tmp_path: Path, served: list[ServerRequest]) -> None:
     directory = tmp_path / "server"
     for secret in ("5f" * 32, "6e" * 32):
-        reach = Reach(host="127.0.0.1", port=7700, secret=secret)
-        stand(wanted(reach=reach), directory, tell=lambda _text: None)
+        reach = ListenConfig(host="127.0.0.1", port=7700, secret=secret)
+        run_server(wanted(reach=reach), directory, tell=lambda _text: None)
     assert [request.reach.secret for request in served] == ["5f" * 32] * 2
-    stand(wanted(), directory, tell=lambda _text: None)
-    assert served[-1].reach == Reach()
+    run_server(wanted(), directory, tell=lambda _text: None)
+    assert served[-1].reach == ListenConfig()
 
 
 def test_nobody_else_may_read_the_secret_whatever_becomes_of_the_directory(
-    tmp_path: Path, served: list[Request], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, served: list[ServerRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the directory's mode kept the file from others: a copy of it did not."""
     modes: list[int] = []
@@ -97,12 +97,12 @@ def test_nobody_else_may_read_the_secret_whatever_becomes_of_the_directory(
     before = os.umask(0)  # a user who is careless
     try:
         directory = tmp_path / "server"
-        stand(wanted(), directory, tell=pytest.fail)
+        run_server(wanted(), directory, tell=pytest.fail)
         file = directory / "request.json"
         assert file.stat().st_mode & 0o777 == 0o600
         file.chmod(0o644)  # as earlier versions left it
         monkeypatch.setattr(Path, "replace", seen)
-        stand(wanted(), directory, tell=lambda _text: None)
+        run_server(wanted(), directory, tell=lambda _text: None)
     finally:
         os.umask(before)
     assert modes == [0o600]
@@ -111,17 +111,17 @@ def test_nobody_else_may_read_the_secret_whatever_becomes_of_the_directory(
 
 
 def test_from_scratch_it_begins_anew_and_keeps_what_was(
-    tmp_path: Path, served: list[Request]
+    tmp_path: Path, served: list[ServerRequest]
 ) -> None:
     directory = tmp_path / "server"
-    stand(wanted(), directory, tell=pytest.fail)
+    run_server(wanted(), directory, tell=pytest.fail)
     saved = directory / "snapshots" / "shard-0" / "00007.safetensors"
     saved.parent.mkdir(parents=True)
     saved.write_bytes(b"damaged")
     initial = (directory / "initial.safetensors").read_bytes()
     said: list[str] = []
     other = wanted(model=nn.Linear(4, 2))
-    stand(other, directory, tell=said.append, from_scratch=True)
+    run_server(other, directory, tell=said.append, from_scratch=True)
     aside = directory / "aside-1"
     assert said == [f"begins anew; what was saved before is in {aside}"]
     kept = aside / "snapshots" / "shard-0" / "00007.safetensors"
@@ -133,10 +133,10 @@ def test_from_scratch_it_begins_anew_and_keeps_what_was(
 
 
 def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
-    tmp_path: Path, served: list[Request]
+    tmp_path: Path, served: list[ServerRequest]
 ) -> None:
     """It did, with no word but in its log."""
-    stand(wanted(), tmp_path, tell=pytest.fail)
+    run_server(wanted(), tmp_path, tell=pytest.fail)
     (request,) = served
     snapshots = tmp_path / "snapshots"
     for k in range(2):
@@ -158,66 +158,66 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
     ],
 )
 def test_another_thing_is_not_gone_on_with(
-    tmp_path: Path, served: list[Request], other: Wanted, what: str
+    tmp_path: Path, served: list[ServerRequest], other: ServeOptions, what: str
 ) -> None:
-    stand(wanted(), tmp_path / "server", tell=pytest.fail)
+    run_server(wanted(), tmp_path / "server", tell=pytest.fail)
     with pytest.raises(JobError, match=f"is of {what}: it was"):
-        stand(other, tmp_path / "server", tell=pytest.fail)
+        run_server(other, tmp_path / "server", tell=pytest.fail)
     assert len(served) == 1
 
 
-def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[Request]) -> None:
+def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[ServerRequest]) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(JobError, match="holds something else"):
-        stand(wanted(), tmp_path, tell=pytest.fail)
+        run_server(wanted(), tmp_path, tell=pytest.fail)
     with pytest.raises(StorageError, match="cannot make"):
-        stand(wanted(), tmp_path / "thesis.tex", tell=pytest.fail)
+        run_server(wanted(), tmp_path / "thesis.tex", tell=pytest.fail)
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "request.json").write_text("{")
     with pytest.raises(JobError, match="is damaged"):
-        stand(wanted(), damaged, tell=pytest.fail)
+        run_server(wanted(), damaged, tell=pytest.fail)
     with pytest.raises(JobError, match="distbelief keys new"):
-        stand(wanted(reach=Reach(host="0.0.0.0")), damaged, tell=pytest.fail)
+        run_server(wanted(reach=ListenConfig(host="0.0.0.0")), damaged, tell=pytest.fail)
     assert served == []
 
 
 @pytest.mark.parametrize(
     ("reach", "place", "said"),
     [
-        (Reach(), "ipc:///dev/shm/x/.supervisor.1", ["this machine"]),
+        (ListenConfig(), "ipc:///dev/shm/x/.supervisor.1", ["this machine"]),
         (
-            Reach(host="127.0.0.1", secret=SECRET),
+            ListenConfig(host="127.0.0.1", secret=SECRET),
             f"tcp://127.0.0.1:7?key={PUBLIC}",
             ["this machine", "keep it to yourself"],
         ),
         (
-            Reach(host="10.0.0.1", secret=SECRET),
+            ListenConfig(host="10.0.0.1", secret=SECRET),
             f"tcp://10.0.0.1:7?key={PUBLIC}",
             ["other machines", "this machine", "NOT SECURE"],
         ),
         (
-            Reach(host="10.0.0.1"),
+            ListenConfig(host="10.0.0.1"),
             f"tcp://10.0.0.1:7?key={'a' * 64}",
             ["other machines", "this machine"],
         ),
         (
-            Reach(host="0.0.0.0"),
+            ListenConfig(host="0.0.0.0"),
             f"tcp://0.0.0.0:7?key={'a' * 64}",
             ["other machines", "any other address", "this machine"],
         ),
     ],
 )
 def test_a_user_is_told_where_it_is(
-    tmp_path: Path, served: list[Request], reach: Reach, place: str, said: list[str]
+    tmp_path: Path, served: list[ServerRequest], reach: ListenConfig, place: str, said: list[str]
 ) -> None:
-    stand(wanted(), tmp_path / "server", tell=pytest.fail)
+    run_server(wanted(), tmp_path / "server", tell=pytest.fail)
     (request,) = served
-    request = Request(**{
+    request = ServerRequest(**{
         name: getattr(request, name) for name in request.__struct_fields__
     } | {"reach": reach})  # fmt: skip
     terminal = standalone._Terminal(request, tell=pytest.fail)
-    ready = Ready(endpoint=place, run="t", memory="/dev/shm/x")
+    ready = ServerReady(endpoint=place, run="t", memory="/dev/shm/x")
     lines = terminal._lines(ready)
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
@@ -226,7 +226,7 @@ def test_a_user_is_told_where_it_is(
             address = ServerAddress.parse(line.split()[-1])
             assert address.run == "t"
             assert address.secret == reach.secret
-            assert address.place().key == Place.parse(place).key
+            assert address.place().key == Endpoint.parse(place).key
             assert bool(address.memory) == ("this machine" in line)
 
 
@@ -235,10 +235,12 @@ def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_p
     said: list[str] = []
     supervisor = SimpleNamespace(error=None, interrupted=False)
     node = SimpleNamespace(run=lambda _: "a bug", error="a bug", post=pytest.fail)
-    terminal = standalone._Terminal(cast("Request", None), tell=said.append)
-    terminal.watch(cast("Node", node), cast("Supervisor", supervisor), Ready())
+    terminal = standalone._Terminal(cast("ServerRequest", None), tell=said.append)
+    terminal.watch(cast("RoleRunner", node), cast("Supervisor", supervisor), ServerReady())
     assert said == []
-    outcome = server_process._outcome(cast("Node", node), cast("Supervisor", supervisor), tmp_path)
+    outcome = server_process._outcome(
+        cast("RoleRunner", node), cast("Supervisor", supervisor), tmp_path
+    )
     assert outcome == f"a bug: {tmp_path} is as its last snapshot has it"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from distbelief.core.memory import Memory
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from distbelief.protocol import Acknowledge, Push, Stop
+from distbelief.protocol import Push, PushApplied, Stop
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -17,7 +17,7 @@ from distbelief.roles.role import (
     Connect,
     Cost,
     Event,
-    Halt,
+    Exit,
     Launch,
     PeerJoined,
     PeerLost,
@@ -35,7 +35,7 @@ from distbelief.simulation.faults import Kill, Pause, Slow, Supersede
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.topology import Link
 from distbelief.simulation.trace import SimulationFailed
-from distbelief.simulation.world import Happening
+from distbelief.simulation.world import HandledEvent
 from tests.distbelief.simulation.toys import (
     STEADY,
     TESTER,
@@ -183,7 +183,7 @@ def test_the_test_can_play_a_peer() -> None:
     cluster.post(B, from_tester(push(5)))
     cluster.run()
     (received,) = cluster.sent_to(TESTER)
-    assert isinstance(received.message, Acknowledge)
+    assert isinstance(received.message, PushApplied)
     assert received.message.sequence == 5
 
 
@@ -451,7 +451,7 @@ def test_a_kill_in_mid_event_is_called_off_if_there_is_no_event() -> None:
 def test_a_kill_of_whoever_is_gone_or_not_yet_there_does_nothing() -> None:
     faults = (Kill(at=1.0, role=A, restart_after=1.0), Kill(at=1.0, role=B))
     options = ClusterOptions(start=(A,), faults=faults)
-    roles = {A: Scripted(on_start(Halt())), B: Scripted()}
+    roles = {A: Scripted(on_start(Exit())), B: Scripted()}
     cluster = cluster_of(roles, options=options)
     cluster.run()
     assert cluster.halted == {A: None}
@@ -714,7 +714,7 @@ def test_a_broken_invariant_ends_the_run() -> None:
 
 def test_an_observer_sees_each_event_and_what_was_done_of_what_was_asked() -> None:
     """The kill cuts the second answer short: of two actions one is performed."""
-    seen: list[Happening] = []
+    seen: list[HandledEvent] = []
     twice = Scripted(lambda *_: [Report(text="one"), Report(text="two")])
     cluster = cluster_of({A: twice})
     cluster.observe(seen.append)
@@ -769,7 +769,7 @@ def test_the_collector_of_the_process_is_left_as_it_was(often: int) -> None:
     before = gc.get_threshold()
     during: list[int] = []
 
-    def look(_: Happening) -> None:
+    def look(_: HandledEvent) -> None:
         during.append(gc.get_threshold()[0])
 
     try:

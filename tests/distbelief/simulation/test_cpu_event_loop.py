@@ -12,14 +12,14 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     Persist,
     Received,
     Seconds,
     TimerFired,
 )
-from distbelief.simulation.cpu import Handling, Processor, label_of
+from distbelief.simulation.cpu import EventCost, Processor, label_of
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
 from distbelief.simulation.machines import ClusterOptions
 from tests.distbelief.simulation.toys import (
@@ -60,7 +60,7 @@ def run(
     """Return what A has handled, when: a heartbeat takes 1 s, other events 0.5 s."""
     role = Scripted(answer)
     begins, answers = handing
-    handling = Handling(seconds={"Heartbeat": 1.0}, other=0.5, begins=begins, answers=answers)
+    handling = EventCost(seconds={"Heartbeat": 1.0}, other=0.5, begins=begins, answers=answers)
     options = ClusterOptions(
         machine=replace(STEADY, host="h", handling=handling),
         processors={"h": Processor(cores=cores, bytes_per_second=1e9, wake_seconds=wake)},
@@ -190,7 +190,7 @@ def test_who_is_killed_handles_nothing_more() -> None:
 def test_who_halts_handles_nothing_more() -> None:
     def answer(event: Event, now: Seconds) -> list[Action]:
         del now
-        return [Halt()] if isinstance(event, Received) else []
+        return [Exit()] if isinstance(event, Received) else []
 
     stop = Received(sender=B, incarnation=1, message=Stop(reason="over"))
     assert times(run((1.0, stop), (1.0, beat(2)), answer=answer)) == [0.5, 1.5]
@@ -214,7 +214,7 @@ def test_a_slowed_role_leaves_more_of_the_cores_to_others() -> None:
     """
     roles = {name: Scripted(on_start(WORK)) for name in (A, B)}
     options = ClusterOptions(
-        machine=replace(STEADY, host="h", handling=Handling(other=0.5)),
+        machine=replace(STEADY, host="h", handling=EventCost(other=0.5)),
         processors={"h": Processor(cores=1.25, bytes_per_second=1e9)},
         faults=(Slow(at=0.0, role=A, factor=4.0, seconds=9.0),),
     )

@@ -8,8 +8,8 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Halt,
-    Lane,
+    Executor,
+    Exit,
     Seconds,
     Started,
 )
@@ -18,7 +18,7 @@ from distbelief.simulation.machines import ClusterOptions, Machine
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, Summer, cluster_of, on_start
 
 
-def work(name: str, seconds: float, lane: Lane = Lane.COMPUTE) -> Compute:
+def work(name: str, seconds: float, lane: Executor = Executor.COMPUTE) -> Compute:
     return Compute(name=name, work=lambda: name, cost=Cost(flops=seconds), lane=lane)
 
 
@@ -39,9 +39,9 @@ def test_lanes_run_side_by_side_and_each_in_order() -> None:
         on_start(
             work("a", 2.0),
             work("b", 1.0),
-            work("x", 0.5, Lane.DATA),
+            work("x", 0.5, Executor.DATA),
             work("c", 0.5),
-            work("y", 3.0, Lane.DATA),
+            work("y", 3.0, Executor.DATA),
         )
     )
     cluster_of({A: role}).run()
@@ -101,9 +101,9 @@ def test_a_role_that_halts_in_reply_hears_of_no_more_work() -> None:
     def answer(event: Event, _: Seconds) -> list[Action]:
         match event:
             case Started():
-                return [work("a", 1.0), work("b", 1.0), work("x", 3.0, Lane.DATA)]
+                return [work("a", 1.0), work("b", 1.0), work("x", 3.0, Executor.DATA)]
             case _:
-                return [Halt()]
+                return [Exit()]
 
     role = Scripted(answer)
     cluster_of({A: role}).run()

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.roles.role import Address, Compute, Computed, Cost
-from distbelief.simulation.cpu import Demand, Processor, Sharing
-from distbelief.simulation.event_queue import Agenda
+from distbelief.simulation.cpu import Demand, Processor, ProcessorSharing
+from distbelief.simulation.event_queue import EventQueue
 from distbelief.simulation.faults import Fault, Kill, Pause
 from distbelief.simulation.machines import ClusterOptions, Machine
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
-def shared(cores: float, rate: float = 1e9) -> tuple[Agenda, Sharing]:
-    agenda = Agenda()
+def shared(cores: float, rate: float = 1e9) -> tuple[EventQueue, ProcessorSharing]:
+    agenda = EventQueue()
     processor = Processor(cores=cores, bytes_per_second=rate)
-    return agenda, Sharing(agenda, processor)
+    return agenda, ProcessorSharing(agenda, processor)
 
 
-def run(agenda: Agenda) -> None:
+def run(agenda: EventQueue) -> None:
     while agenda.next_time < math.inf:
         agenda.step()
 
@@ -101,9 +101,9 @@ def test_a_processor_without_cores_is_refused() -> None:
 
 
 def test_what_is_removed_before_it_wakes_never_begins() -> None:
-    agenda = Agenda()
+    agenda = EventQueue()
     crowded = Processor(cores=1, bytes_per_second=1e9, wake_seconds=0.5)
-    sharing = Sharing(agenda, crowded)
+    sharing = ProcessorSharing(agenda, crowded)
     ends: list[float] = []
     sharing.add(Demand(seconds=1.0), lambda: ends.append(agenda.now))
     late = sharing.add(Demand(seconds=1.0), lambda: ends.append(-1.0), wakes=True)

@@ -11,11 +11,11 @@ from distbelief.core.vectors import n_blocks
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import PushBlock
-from distbelief.roles.role import Address, Compute, Cost, Lane, Received, Role, Send
+from distbelief.roles.role import Address, Compute, Cost, Executor, Received, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import (
     ClusterOptions,
-    Scale,
+    CostScale,
     block_bytes_for,
     blocks_of,
     frame_scale,
@@ -42,11 +42,11 @@ def test_a_shards_vector_stands_for_exactly_the_large_one() -> None:
     assert scales[REPLICA].flops == 7.0
     assert scales[REPLICA].data_bytes == 2.0
     assert scale_of(scales, Address("shard-1b")) == scales[SHARD]
-    assert scale_of(scales, Address("evaluator")) == Scale()
+    assert scale_of(scales, Address("evaluator")) == CostScale()
 
 
 def test_of_two_ends_the_shard_counts() -> None:
-    scales = {SHARD: Scale(frame_bytes=3.0), REPLICA: Scale(frame_bytes=2.0)}
+    scales = {SHARD: CostScale(frame_bytes=3.0), REPLICA: CostScale(frame_bytes=2.0)}
     assert frame_scale(scales, SHARD, REPLICA) == 3.0
     assert frame_scale(scales, REPLICA, SHARD) == 3.0
     assert frame_scale(scales, REPLICA, Address("replica-1")) == 2.0
@@ -64,11 +64,11 @@ def test_blocks_are_about_as_many_as_of_the_large_net() -> None:
 
 
 def test_costs_are_multiplied_lane_by_lane() -> None:
-    scale = Scale(flops=2.0, n_bytes=3.0, data_bytes=5.0)
+    scale = CostScale(flops=2.0, n_bytes=3.0, data_bytes=5.0)
     cost = Cost(flops=1.0, n_bytes=1.0, waiting=1.0)
     computed = Cost(flops=2.0, n_bytes=3.0, waiting=1.0)
-    assert scale.of(cost, Lane.COMPUTE) == computed
-    assert scale.of(cost, Lane.DATA) == Cost(flops=5.0, n_bytes=5.0, waiting=5.0)
+    assert scale.of(cost, Executor.COMPUTE) == computed
+    assert scale.of(cost, Executor.DATA) == Cost(flops=5.0, n_bytes=5.0, waiting=5.0)
 
 
 def test_virtual_time_and_bytes_are_those_of_the_large_net() -> None:
@@ -79,7 +79,7 @@ def test_virtual_time_and_bytes_are_those_of_the_large_net() -> None:
     options = ClusterOptions(
         introduce=True,
         machine=STEADY,
-        scales={A: Scale(flops=8.0, frame_bytes=1000.0)},
+        scales={A: CostScale(flops=8.0, frame_bytes=1000.0)},
         codec=False,
     )
     roles = {A: Scripted(actions), B: Scripted()}
@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(LocalProtocolError, match="2 shards"):
         scales_for(layout(1000, 2), LARGE, {})
     with pytest.raises(ValueError, match="flops"):
-        Scale(flops=-1.0)
+        CostScale(flops=-1.0)
     with pytest.raises(ValueError, match="block_bytes"):
         ClusterOptions(block_bytes=0)
     with pytest.raises(ValueError, match="full trace"):

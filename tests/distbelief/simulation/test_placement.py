@@ -12,7 +12,7 @@ from distbelief.program.cluster_file import load_cluster, names
 from distbelief.roles.role import Address, Launch, PeerLost, Started, TimerFired
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.placement import Place, absences, options_for, spread
+from distbelief.simulation.placement import Place, drawn_outages, options_for, spread
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
@@ -88,7 +88,7 @@ def test_every_cluster_that_comes_along_can_be_simulated(name: str) -> None:
     options = options_for(found, {S0: 0, R0: len(found) - 1})
     assert isinstance(options, ClusterOptions)
     assert found.machines[0].cores > 1
-    absences(found, {S0: 0}, horizon=1.0, seed=1)
+    drawn_outages(found, {S0: 0}, horizon=1.0, seed=1)
 
 
 # ------------------------------------------------------------------------- outages
@@ -97,9 +97,9 @@ def test_every_cluster_that_comes_along_can_be_simulated(name: str) -> None:
 def test_outages_are_drawn_by_seed_and_only_for_machines_in_use() -> None:
     lab = cluster(failures=Outages(mean_time=100.0, away=5.0))
     placement: dict[Address, Place] = {S0: 0, R0: (1, 2)}
-    drawn = absences(lab, placement, horizon=10_000.0, seed=1)
-    assert drawn == absences(lab, placement, horizon=10_000.0, seed=1)
-    assert drawn != absences(lab, placement, horizon=10_000.0, seed=2)
+    drawn = drawn_outages(lab, placement, horizon=10_000.0, seed=1)
+    assert drawn == drawn_outages(lab, placement, horizon=10_000.0, seed=1)
+    assert drawn != drawn_outages(lab, placement, horizon=10_000.0, seed=2)
     assert {fault.roles for fault in drawn} == {(S0,), (R0,)}
     assert [fault.at for fault in drawn] == sorted(fault.at for fault in drawn)
     assert len(drawn) == pytest.approx(300, rel=0.2)  # three machines, 100 each
@@ -107,7 +107,7 @@ def test_outages_are_drawn_by_seed_and_only_for_machines_in_use() -> None:
 
 def test_machines_of_a_group_go_together() -> None:
     lab = cluster(preemptions=Outages(mean_time=100.0, away=5.0, group=4))
-    drawn = absences(lab, {S0: 0, R0: 3, R1: 4}, horizon=1000.0, seed=1)
+    drawn = drawn_outages(lab, {S0: 0, R0: 3, R1: 4}, horizon=1000.0, seed=1)
     times = {name: [fault.at for fault in drawn if name in fault.roles] for name in (S0, R0, R1)}
     assert times[S0] == times[R0] != times[R1]
 
@@ -115,17 +115,17 @@ def test_machines_of_a_group_go_together() -> None:
 def test_a_trace_is_followed_and_must_be_long_enough() -> None:
     trace = OutageTrace(outages=(Lost(at=3.0, machine=1, away=2.0),), covers=10.0)
     lab = cluster(trace=trace)
-    assert absences(lab, {R0: 1}, horizon=10.0, seed=0, restarts=True) == (
+    assert drawn_outages(lab, {R0: 1}, horizon=10.0, seed=0, restarts=True) == (
         Outage(at=3.0, roles=(R0,), seconds=2.0, restarts=True),
     )
     with pytest.raises(GraphError, match=r"ends early: it covers 10 s, and 11 s are"):
-        absences(lab, {R0: 1}, horizon=11.0, seed=0)
+        drawn_outages(lab, {R0: 1}, horizon=11.0, seed=0)
 
 
 def test_outages_without_end_are_refused() -> None:
     lab = cluster(failures=Outages(mean_time=1e-9, away=1e-9))
     with pytest.raises(GraphError, match="about 6000000000000 outages"):
-        absences(lab, {R0: 1}, horizon=1000.0, seed=0)
+        drawn_outages(lab, {R0: 1}, horizon=1000.0, seed=0)
 
 
 def test_a_machine_that_is_away_takes_its_roles_with_it() -> None:

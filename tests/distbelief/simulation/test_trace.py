@@ -25,7 +25,13 @@ from distbelief.roles.role import (
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import random_faults
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.trace import TEXT_MAX, SimulationFailed, brief, event_text, message_text
+from distbelief.simulation.trace import (
+    TEXT_MAX,
+    SimulationFailed,
+    event_text,
+    message_text,
+    stable_repr,
+)
 from tests.distbelief.protocol.message_strategies import messages
 from tests.distbelief.simulation import test_topology
 from tests.distbelief.simulation.toys import (
@@ -167,16 +173,16 @@ def test_texts_of_events_are_short_and_hold_no_addresses() -> None:
 def test_arrays_of_other_content_have_other_texts() -> None:
     one, two = np.zeros(4), np.zeros(4)
     two[3] = 1e-300
-    assert brief(one) != brief(two)
-    assert brief(np.float64(0.5)) == "0.5"
-    assert brief(np.zeros(0)) == "float64[0]:00000000"
+    assert stable_repr(one) != stable_repr(two)
+    assert stable_repr(np.float64(0.5)) == "0.5"
+    assert stable_repr(np.zeros(0)) == "float64[0]:00000000"
 
 
 @given(messages)
 def test_a_message_with_an_array_is_told_as_any_value(message: Message) -> None:
     """There is a short way for them: they are most of what is said."""
     expected = (
-        brief(message)
+        stable_repr(message)
         if any(field.type == Vector for field in msgspec.structs.fields(message))
         else repr(message)
     )
@@ -201,4 +207,4 @@ def test_nesting_has_a_bottom() -> None:
     deep: list[object] = []
     for _ in range(50):
         deep = [deep, set()]
-    assert brief(deep) == "2[2[2[list, set], set], set]"
+    assert stable_repr(deep) == "2[2[2[list, set], set], set]"

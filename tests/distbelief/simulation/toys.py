@@ -7,14 +7,14 @@ import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.protocol import Acknowledge, Heartbeat, ParameterBlock, Push, Stop
+from distbelief.protocol import Heartbeat, ParameterBlock, Push, PushApplied, Stop
 from distbelief.roles.role import (
     Action,
     Address,
     Compute,
     Cost,
     Event,
-    Halt,
+    Exit,
     Persist,
     Received,
     Seconds,
@@ -78,7 +78,7 @@ class Echo:
         return [
             Send(
                 receiver=event.sender,
-                message=Acknowledge(
+                message=PushApplied(
                     sequence=event.message.sequence,
                     shard_incarnation=1,
                     clock=self.n_received,
@@ -106,7 +106,7 @@ class Pinger:
         match event:
             case Started() | TimerFired():
                 return self._ping(now)
-            case Received(message=message) if isinstance(message, Acknowledge):
+            case Received(message=message) if isinstance(message, PushApplied):
                 if message.sequence == self.sequence:
                     self.sequence += 1
                     return self._ping(now)
@@ -114,7 +114,7 @@ class Pinger:
 
     def _ping(self, now: Seconds) -> Sequence[Action]:
         if self.sequence > self.n_wanted:
-            return [Halt()]
+            return [Exit()]
         return [
             Send(receiver=self.peer, message=push(self.sequence)),
             SetTimer(name="retry", at=now + 0.5),
@@ -140,7 +140,7 @@ class Counter:
                 if self.count[0] % 3 == 0:
                     return [Persist(snapshot=counted(int(self.count[0])))]
             case Received(message=message) if isinstance(message, Stop):
-                return [Halt()]
+                return [Exit()]
         return ()
 
     def status(self) -> tuple[str, Mapping[str, float]]:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.protocol import Begin, Progress, Stop
+from distbelief.protocol import Progress, StartTraining, Stop
 from distbelief.roles.role import Action, Send
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.metrics import Before
+from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from tests.distbelief.supervisor.test_supervisor import Desk, sent
@@ -24,14 +24,17 @@ ROSTER: tuple[tuple[str, Kind], ...] = (
 
 
 def a_job(
-    stop: StopTable | None = None, *, warm_start_steps: int = 0, before: Before | None = None
+    stop: StopTable | None = None,
+    *,
+    warm_start_steps: int = 0,
+    before: PreviousTotals | None = None,
 ) -> Desk:
     config = SupervisorConfig(
         roster=ROSTER,
         stop=StopRules(stop or StopTable(samples=TOTAL), n_train=100),
         batch_size=BATCH,
         warm_start_steps=warm_start_steps,
-        before=before or Before(),
+        before=before or PreviousTotals(),
     )
     return Desk(config)
 
@@ -41,7 +44,7 @@ def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
     return {
         action.receiver: action.message.samples
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Begin)
+        if isinstance(action, Send) and isinstance(action.message, StartTraining)
     }
 
 
@@ -129,7 +132,7 @@ def test_what_a_dead_replica_held_others_get() -> None:
 
 
 def test_a_resumed_job_deals_out_what_is_left() -> None:
-    desk = a_job(before=Before(samples={"replica-0": 500, "replica-1": 480}))
+    desk = a_job(before=PreviousTotals(samples={"replica-0": 500, "replica-1": 480}))
     told = bounds(desk.join())
     assert told == {"replica-0": 510, "replica-1": 490}
 

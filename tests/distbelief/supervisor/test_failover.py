@@ -5,7 +5,17 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.protocol import Alone, Failed, Finished, Lead, Peers, Save, Saved, Stop, Whole
+from distbelief.protocol import (
+    BackupInSync,
+    BackupUnresponsive,
+    CheckpointSaved,
+    Failed,
+    Finished,
+    Peers,
+    Promote,
+    SaveCheckpoint,
+    Stop,
+)
 from distbelief.roles.role import Action, Address, Launch, PeerLost, Send, Terminate, TimerFired
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.state import SupervisorConfig
@@ -28,7 +38,7 @@ def leads(actions: Sequence[Action]) -> list[tuple[str, int, str]]:
     return [
         (action.receiver, action.message.pairing, action.message.second)
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Lead)
+        if isinstance(action, Send) and isinstance(action.message, Promote)
     ]
 
 
@@ -66,7 +76,7 @@ def whole(desk: Desk) -> Desk:
     """A shard that shard-0 leads, and of which shard-0b holds all."""
     desk.join()
     beat(desk, "shard-0", pairing=2.0, clock=100.0, pushes_applied=100.0)
-    desk.hear("shard-0b", Whole(pairing=2))
+    desk.hear("shard-0b", BackupInSync(pairing=2))
     desk.progress()
     return desk
 
@@ -77,7 +87,7 @@ def test_whoever_joins_first_leads_and_the_other_becomes_its_second(desk: Desk) 
     states = {name: row.state for name, row in rows(desk).items()}
     assert states["shard-0b"] == "leading"
     assert states["shard-0"] == "catching up"
-    desk.hear("shard-0", Whole(pairing=2))
+    desk.hear("shard-0", BackupInSync(pairing=2))
     assert rows(desk)["shard-0"].state == "second"
 
 
@@ -219,7 +229,7 @@ def test_a_second_that_dies_leaves_its_leader_alone_and_comes_back(whole: Desk) 
 
 
 def test_a_leader_that_gets_no_answer_is_released_and_paired_again_later(whole: Desk) -> None:
-    assert leads(whole.hear("shard-0", Alone(pairing=2))) == [("shard-0", 3, "")]
+    assert leads(whole.hear("shard-0", BackupUnresponsive(pairing=2))) == [("shard-0", 3, "")]
     beat(whole, "shard-0", pairing=3.0)
     whole.now += 0.5
     assert leads(beat(whole, "shard-0b")) == []
@@ -233,26 +243,26 @@ def test_a_leader_that_gets_no_answer_is_released_and_paired_again_later(whole: 
 def test_snapshots_are_asked_of_the_leader_and_survive_its_loss(whole: Desk) -> None:
     beat(whole, *COPIES, pairing=2.0, whole=2.0)
     actions = live(whole, 30.25, *ALL)
-    assert set(sent(actions, Save)) == {"shard-0"}
+    assert set(sent(actions, SaveCheckpoint)) == {"shard-0"}
     beat(whole, *COPIES, pairing=2.0, whole=2.0)
     actions = whole.die("shard-0")
-    assert sent(actions, Save) == ["shard-0b"]
-    whole.hear("shard-0b", Saved(label="00001", clock=100))
-    assert sent(live(whole, 5.0, "shard-0b", "replica-0"), Save) == []
+    assert sent(actions, SaveCheckpoint) == ["shard-0b"]
+    whole.hear("shard-0b", CheckpointSaved(label="00001", clock=100))
+    assert sent(live(whole, 5.0, "shard-0b", "replica-0"), SaveCheckpoint) == []
 
 
 def test_a_deposed_leaders_snapshot_is_asked_of_its_successor(whole: Desk) -> None:
     beat(whole, *COPIES, pairing=2.0, whole=2.0)
-    assert sent(live(whole, 30.25, *ALL), Save) == ["shard-0"]
+    assert sent(live(whole, 30.25, *ALL), SaveCheckpoint) == ["shard-0"]
     actions = live(whole, 1.5, "shard-0b", "replica-0")
-    assert sent(actions, Save) == ["shard-0b"]
+    assert sent(actions, SaveCheckpoint) == ["shard-0b"]
 
 
 def test_a_fault_that_no_restart_mends_leaves_a_leader_to_save(whole: Desk) -> None:
     actions = whole.hear("shard-0", Failed(error="bad numbers", culprit_is_job=True))
     assert leads(actions) == [("shard-0b", 3, "")]
     actions = whole.hear("replica-0", Finished(counters={}))
-    assert sent(actions, Save) == ["shard-0b"]
+    assert sent(actions, SaveCheckpoint) == ["shard-0b"]
 
 
 def test_what_two_copies_apply_is_counted_once(whole: Desk) -> None:
@@ -297,7 +307,7 @@ def test_who_is_to_lead_is_told_as_the_life_that_it_is(whole: Desk) -> None:
     (lead,) = [
         action.message
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Lead)
+        if isinstance(action, Send) and isinstance(action.message, Promote)
     ]
     assert (lead.second, lead.second_incarnation) == ("shard-0", 2)
     assert lead.receiver_incarnation == 1
@@ -307,7 +317,7 @@ def test_copies_count_their_lives_together(whole: Desk) -> None:
     """A snapshot that one restores is of an earlier life, whoever took it."""
     whole.die("shard-0")
     whole.join("shard-0")
-    whole.hear("shard-0", Whole(pairing=4))
+    whole.hear("shard-0", BackupInSync(pairing=4))
     actions = whole.die("shard-0b")
     assert Launch(name=Address("shard-0b"), incarnation=3) in actions
 
@@ -340,8 +350,8 @@ def test_a_part_of_a_copy_is_given_up_when_its_leader_is_left_out(desk: Desk) ->
 def test_a_second_that_ends_first_does_not_hold_up_its_leader(whole: Desk) -> None:
     whole.progress("replica-0", 10_000)
     actions = whole.hear("replica-0", Finished(counters={}))
-    assert sent(actions, Save) == ["shard-0"]
-    actions = whole.hear("shard-0", Saved(label="00001", clock=1))
+    assert sent(actions, SaveCheckpoint) == ["shard-0"]
+    actions = whole.hear("shard-0", CheckpointSaved(label="00001", clock=1))
     assert set(sent(actions, Stop)) == {"shard-0", "shard-0b"}
     actions = whole.hear("shard-0b", Finished(counters={}))
     assert leads(actions) == [("shard-0", 3, "")]

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.protocol import Lead
+from distbelief.protocol import Promote
 from distbelief.roles.role import Address
-from distbelief.supervisor.failover import REST_SECONDS, Decision, Pairing
+from distbelief.supervisor.failover import REST_SECONDS, Decision, PrimaryElection
 
 
 A, B = Address("shard-0"), Address("shard-0b")
@@ -15,7 +15,7 @@ def told(decision: Decision) -> list[tuple[str, int, str]]:
     """Return receiver, number and second of each Lead."""
     found: list[tuple[str, int, str]] = []
     for send in decision.sends:
-        assert isinstance(send.message, Lead)
+        assert isinstance(send.message, Promote)
         found.append((send.receiver, send.message.pairing, send.message.second))
     return found
 
@@ -25,19 +25,19 @@ def lives(decision: Decision) -> list[tuple[int, int]]:
     return [
         (send.message.receiver_incarnation, send.message.second_incarnation)
         for send in decision.sends
-        if isinstance(send.message, Lead)
+        if isinstance(send.message, Promote)
     ]
 
 
-def paired() -> Pairing:
-    pairing = Pairing((A, B), first=1)
+def paired() -> PrimaryElection:
+    pairing = PrimaryElection((A, B), first=1)
     pairing.joined(A, 1, 0.0)
     pairing.joined(B, 1, 0.0)
     return pairing
 
 
 def test_who_joins_first_leads_and_the_other_one_is_its_second() -> None:
-    pairing = Pairing((A, B), first=7)
+    pairing = PrimaryElection((A, B), first=7)
     assert told(pairing.joined(B, 1, 0.0)) == [(B, 7, "")]
     assert told(pairing.joined(A, 1, 0.1)) == [(B, 8, A)]
     assert (pairing.leader, pairing.second, pairing.is_whole) == (B, A, False)
@@ -138,7 +138,7 @@ def test_a_life_that_nobody_saw_end_is_over_when_the_next_one_joins() -> None:
 
 def test_each_lead_names_the_lives_that_it_is_about() -> None:
     """A late one was obeyed by the next life of its receiver (seed 7237)."""
-    pairing = Pairing((A, B), first=1)
+    pairing = PrimaryElection((A, B), first=1)
     assert lives(pairing.joined(A, 3, 0.0)) == [(3, 0)]
     assert lives(pairing.joined(B, 1, 0.0)) == [(3, 1)]
     assert lives(pairing.heard(A, {"pairing": 1.0}, 0.1)) == [(3, 1)]
@@ -149,11 +149,11 @@ def test_each_lead_names_the_lives_that_it_is_about() -> None:
 
 def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="both copies are called 'shard-0'"):
-        Pairing((A, A), first=1)
+        PrimaryElection((A, A), first=1)
     with pytest.raises(ValueError, match="first is 0"):
-        Pairing((A, B), first=0)
+        PrimaryElection((A, B), first=0)
     with pytest.raises(ValueError, match=r"takeover_seconds is 0\.0"):
-        Pairing((A, B), first=1, takeover_seconds=0.0)
+        PrimaryElection((A, B), first=1, takeover_seconds=0.0)
     with pytest.raises(ValueError, match="'shard-1' is no copy of this shard"):
         paired().lost(Address("shard-1"), 0.0)
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 def test_numbers_rise_and_only_a_present_copy_leads_or_follows(
     story: list[tuple[str, Address]],
 ) -> None:
-    pairing, present, numbers = Pairing((A, B), first=1), set[Address](), [0]
+    pairing, present, numbers = PrimaryElection((A, B), first=1), set[Address](), [0]
     for step, (what, copy) in enumerate(story):
         now = 0.7 * step
         match what:

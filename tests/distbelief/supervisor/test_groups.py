@@ -7,17 +7,17 @@ import pytest
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
-    Begin,
+    CheckpointSaved,
+    EvaluationDone,
     Failed,
     Finished,
-    Measured,
     Peers,
     Progress,
-    Save,
-    Saved,
+    SaveCheckpoint,
+    StartTraining,
     Stop,
 )
-from distbelief.roles.role import Action, Address, Halt, Launch, Send, Terminate
+from distbelief.roles.role import Action, Address, Exit, Launch, Send, Terminate
 from distbelief.supervisor.membership import Kind, RoleRecord
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
@@ -69,7 +69,7 @@ def test_machines_need_their_group_and_the_shards(desk: Desk, name: str, peers: 
 
 def test_only_the_leader_is_told_to_begin_and_everybody_to_stop(desk: Desk) -> None:
     """A machine that was being built was waited for, only to end then."""
-    assert sent(desk.join(), Begin) == ["replica-0.0", "replica-1.0"]
+    assert sent(desk.join(), StartTraining) == ["replica-0.0", "replica-1.0"]
     desk.progress("replica-0.0")
     actions = desk.hear("user", Stop(reason="enough"))
     trains = {f"replica-{r}.{m}" for r in range(2) for m in range(2)}
@@ -119,8 +119,8 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
     for replica in range(2):
         for machine in range(2):
             desk.hear(f"replica-{replica}.{machine}", Finished(counters={}))
-    desk.hear("shard-0", Saved(label="00001", clock=1))
-    measured = Measured(request=1, loss=1.0, metric=0.5, n_samples=9, clock=1.0)
+    desk.hear("shard-0", CheckpointSaved(label="00001", clock=1))
+    measured = EvaluationDone(request=1, loss=1.0, metric=0.5, n_samples=9, clock=1.0)
     told = sent(desk.hear("evaluator", measured), Stop)
     assert set(told) == {"shard-0", "evaluator", "evaluator.1"}
     desk.hear("shard-0", Finished(counters={}))
@@ -131,7 +131,7 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
     assert [a.name for a in actions if isinstance(a, Terminate)] == ["evaluator.1"]
     assert gone(actions)["evaluator"] == ("evaluator.1",)
     actions = desk.hear("evaluator", Finished(counters={}))
-    assert Halt(error=None) in actions
+    assert Exit(error=None) in actions
 
 
 def test_a_machine_that_leads_nobody_reports_no_progress(desk: Desk) -> None:
@@ -195,7 +195,7 @@ def test_the_end_waits_for_every_machine(desk: Desk) -> None:
     desk.hear("replica-0.0", Finished(counters={}))
     assert desk.supervisor.status()[0] == "stopping"
     actions = desk.hear("replica-0.1", Finished(counters={}))
-    assert sent(actions, Save) == ["shard-0"]  # the next stage
+    assert sent(actions, SaveCheckpoint) == ["shard-0"]  # the next stage
 
 
 def test_a_machine_that_dies_at_the_end_is_not_restarted(desk: Desk) -> None:
@@ -211,9 +211,9 @@ def test_warm_start_counts_steps_of_the_first_replica() -> None:
     stop = StopRules(StopTable(epochs=1000), n_train=100)
     config = SupervisorConfig(roster=ROSTER, stop=stop, warm_start_steps=5)
     desk = Desk(config)
-    assert sent(desk.join(), Begin) == ["replica-0.0"]
+    assert sent(desk.join(), StartTraining) == ["replica-0.0"]
     desk.progress("replica-0.0", 1)
-    assert sent(desk.progress("replica-0.0", 6), Begin) == ["replica-1.0"]
+    assert sent(desk.progress("replica-0.0", 6), StartTraining) == ["replica-1.0"]
 
 
 def test_pushes_that_any_machine_misses_are_counted(desk: Desk) -> None:

@@ -14,16 +14,16 @@ from typing_extensions import override
 
 from distbelief.config.job import StopTable
 from distbelief.display.progress import ProgressLine
-from distbelief.protocol import Alive
-from distbelief.roles.role import SUPERVISOR, Action, Event, Halt, Received, Report, Seconds, Send
+from distbelief.protocol import HeartbeatAck
+from distbelief.roles.role import SUPERVISOR, Action, Event, Exit, Received, Report, Seconds, Send
 from distbelief.run.directory import RunDirectory
 from distbelief.run.metrics_file import MetricsFile, read_metrics
-from distbelief.run_log import Voice
+from distbelief.run_log import RunLog
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.trainer import Watching
-from distbelief.transport.node import Node
+from distbelief.trainer import Callbacks
+from distbelief.transport.node import RoleRunner
 from tests.links import link
 
 
@@ -41,9 +41,9 @@ class Echo:
         del now
         self.n_answered += isinstance(event, Received)
         if self.n_answered == N_ROUNDS:
-            return [Halt()]
+            return [Exit()]
         said = Report(text=f"round {self.n_answered}")
-        return [said, Send(receiver=SUPERVISOR, message=Alive())]
+        return [said, Send(receiver=SUPERVISOR, message=HeartbeatAck())]
 
     def status(self) -> tuple[str, dict[str, float]]:
         return "echoing", {}
@@ -70,12 +70,12 @@ class Desk:
         self.run = run
         self.terminal = Terminal()
         console = Console(file=self.terminal)
-        self.voice = Voice(console, run)
+        self.voice = RunLog(console, run)
         metrics = stack.enter_context(MetricsFile(run.metrics_file))
         stop = StopRules(StopTable(epochs=1), n_train=1)
         supervisor = Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=stop))
         supervisor._records.append(supervisor.view(0.0))
-        self._watching = Watching(
+        self._watching = Callbacks(
             supervisor,
             look=supervisor.view,
             display=ProgressLine("demo", console=console),
@@ -99,7 +99,7 @@ class Desk:
         late = threading.Timer(PATIENCE_SECONDS, until)
         late.start()
         with self.voice.apart():
-            node = Node(echo, transport=self._transport, log=self.voice.log)
+            node = RoleRunner(echo, transport=self._transport, log=self.voice.log)
             error = node.run(self._watching.tick, tick_seconds=0.0)
             hung = late.is_alive()
             late.cancel()

@@ -7,30 +7,30 @@ import pytest
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
-    Alive,
-    Begin,
+    CheckpointSaved,
     Evaluate,
+    EvaluationDone,
     Failed,
     Finished,
     Heartbeat,
+    HeartbeatAck,
     Join,
-    Measured,
     Message,
     PeerEntry,
     Peers,
     Progress,
-    Save,
-    Saved,
+    SaveCheckpoint,
+    StartTraining,
     Stop,
 )
-from distbelief.protocol.codec import Wire
+from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
     USER,
     Action,
     Address,
     Connect,
     Event,
-    Halt,
+    Exit,
     Launch,
     PeerLost,
     Received,
@@ -42,7 +42,7 @@ from distbelief.roles.role import (
 )
 from distbelief.supervisor import membership
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.metrics import Before
+from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import TICK_SECONDS, Supervisor
@@ -148,7 +148,7 @@ def test_clients_are_introduced_when_all_shards_are_there(desk: Desk) -> None:
     assert sent(desk.join("replica-0", "evaluator", "shard-0"), Peers) == ["shard-0"]
     actions = desk.join("shard-1")
     assert set(sent(actions, Peers)) == {"shard-1", "replica-0", "evaluator"}
-    assert sent(actions, Begin) == ["replica-0"]
+    assert sent(actions, StartTraining) == ["replica-0"]
     first = actions[0]
     assert isinstance(first, Connect)
     assert first.endpoint == "at-shard-1"
@@ -191,7 +191,7 @@ def test_the_process_of_a_role_is_shown_as_long_as_it_may_run(desk: Desk) -> Non
 
 def test_a_heartbeat_is_answered(desk: Desk) -> None:
     desk.join()
-    assert sent(desk.beat("shard-0"), Alive) == ["shard-0"]
+    assert sent(desk.beat("shard-0"), HeartbeatAck) == ["shard-0"]
 
 
 def phase(desk: Desk) -> str:
@@ -221,8 +221,8 @@ def test_a_job_trains_once_a_replica_does() -> None:
         desk.hear(name, Finished(counters={}))
     assert phase(desk) == "saving"
     for name in ("shard-0", "shard-1"):
-        desk.hear(name, Saved(label="00001", clock=1))
-    desk.hear("evaluator", Measured(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0))
+        desk.hear(name, CheckpointSaved(label="00001", clock=1))
+    desk.hear("evaluator", EvaluationDone(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0))
     assert phase(desk) == "stopping"
     for name in ("shard-0", "shard-1", "evaluator"):
         desk.hear(name, Finished(counters={}))
@@ -232,7 +232,7 @@ def test_a_job_trains_once_a_replica_does() -> None:
 def test_a_resumed_job_in_which_nobody_trains_yet_is_resuming() -> None:
     """It was "training 74 %" at once."""
     stop = StopRules(StopTable(samples=1000), n_train=100)
-    before = Before(samples={"replica-0": 400, "replica-1": 340})
+    before = PreviousTotals(samples={"replica-0": 400, "replica-1": 340})
     desk = Desk(SupervisorConfig(roster=ROSTER, stop=stop, before=before))
     assert phase(desk) == "resuming"
     desk.join()
@@ -261,15 +261,15 @@ def test_a_job_that_is_interrupted_is_not_done(desk: Desk) -> None:
 
 def test_begin_is_said_again_until_it_is_done(desk: Desk) -> None:
     desk.join()
-    assert sent(desk.beat("replica-0", "waiting for begin"), Begin) == ["replica-0"]
+    assert sent(desk.beat("replica-0", "waiting for begin"), StartTraining) == ["replica-0"]
     desk.progress("replica-0")
     bound = next(
         action.message.samples
         for action in desk.beat("replica-0")
-        if isinstance(action, Send) and isinstance(action.message, Begin)
+        if isinstance(action, Send) and isinstance(action.message, StartTraining)
     )
     assert bound is not None
-    assert sent(desk.beat("replica-0", samples_allowed=bound), Begin) == []
+    assert sent(desk.beat("replica-0", samples_allowed=bound), StartTraining) == []
 
 
 def test_words_of_strangers_and_former_lives_are_not_heard(desk: Desk) -> None:
@@ -277,17 +277,17 @@ def test_words_of_strangers_and_former_lives_are_not_heard(desk: Desk) -> None:
         desk.join("stranger")
     desk.join()
     desk.die("replica-0")
-    assert desk.hear("replica-0", Begin(), incarnation=1) == []
+    assert desk.hear("replica-0", StartTraining(), incarnation=1) == []
 
 
 def test_what_roles_never_say_is_refused(desk: Desk) -> None:
     desk.join()
-    with pytest.raises(RemoteProtocolError, match="shard-0 sent the supervisor Begin"):
-        desk.hear("shard-0", Begin())
+    with pytest.raises(RemoteProtocolError, match="shard-0 sent the supervisor StartTraining"):
+        desk.hear("shard-0", StartTraining())
     with pytest.raises(RemoteProtocolError, match="does not train"):
         desk.progress("shard-0")
-    with pytest.raises(RemoteProtocolError, match="the user sent Begin"):
-        desk.hear(USER, Begin())
+    with pytest.raises(RemoteProtocolError, match="the user sent StartTraining"):
+        desk.hear(USER, StartTraining())
 
 
 def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
@@ -295,8 +295,8 @@ def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
     desk.join()
     desk.progress()
     desk.pass_time(10.1, beats=EVERYBODY)
-    message = Measured(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
-    with pytest.raises(RemoteProtocolError, match="replica-1 sent Measured, but does"):
+    message = EvaluationDone(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
+    with pytest.raises(RemoteProtocolError, match="replica-1 sent EvaluationDone, but does"):
         desk.hear("replica-1", message)
     desk.hear("evaluator", message)
     assert desk.supervisor.view(desk.now).metric == 1.0
@@ -315,11 +315,11 @@ def test_a_role_that_never_says_a_word_is_started_again(desk: Desk) -> None:
 
 def test_it_asks_for_evaluations_and_snapshots_once_training_has_begun(desk: Desk) -> None:
     desk.join()
-    assert sent(desk.pass_time(40.0, beats=EVERYBODY), Save) == []
+    assert sent(desk.pass_time(40.0, beats=EVERYBODY), SaveCheckpoint) == []
     desk.progress()
     actions = desk.pass_time(31.0, beats=EVERYBODY)
     assert sent(actions, Evaluate)[0] == "evaluator"
-    assert set(sent(actions, Save)) == {"shard-0", "shard-1"}
+    assert set(sent(actions, SaveCheckpoint)) == {"shard-0", "shard-1"}
 
 
 def test_an_unanswered_request_is_repeated_and_an_answered_one_is_not(desk: Desk) -> None:
@@ -333,7 +333,7 @@ def test_an_unanswered_request_is_repeated_and_an_answered_one_is_not(desk: Desk
     ]
     assert {request.request for request in requests} == {1}
     assert len(requests) == 2
-    answer = Measured(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
+    answer = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
     desk.hear("evaluator", answer)
     assert sent(desk.pass_time(5.0, beats=EVERYBODY), Evaluate) == []
     view = desk.supervisor.view(desk.now)
@@ -352,7 +352,7 @@ def measured(config: SupervisorConfig, *metrics: float) -> Desk:
                 desk.hear(replica, Finished(counters={}))
         else:
             desk.pass_time(11.0, beats=EVERYBODY)
-        answer = Measured(request=request, loss=0.5, metric=metric, n_samples=10, clock=3.0)
+        answer = EvaluationDone(request=request, loss=0.5, metric=metric, n_samples=10, clock=3.0)
         desk.hear("evaluator", answer)
     return desk
 
@@ -387,7 +387,7 @@ def test_a_snapshot_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None:
     desk.join()
     desk.progress()
     desk.pass_time(30.0, beats=EVERYBODY)
-    saved = Saved(label="00001", clock=3, error="no space left")
+    saved = CheckpointSaved(label="00001", clock=3, error="no space left")
     desk.hear("shard-1", saved)
     assert desk.told == ["shard 1 could not save its snapshot: no space left"]
     assert desk.supervisor.view(desk.now).phase == "training"
@@ -561,14 +561,14 @@ def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
     assert Terminate(name=Address("replica-1")) in actions
     assert sent(actions, Stop) == ["replica-0"]
     actions = desk.hear("replica-0", Finished(counters={}))
-    assert set(sent(actions, Save)) == {"shard-0", "shard-1"}
+    assert set(sent(actions, SaveCheckpoint)) == {"shard-0", "shard-1"}
     assert sent(actions, Evaluate) == []
     for name in ("shard-0", "shard-1"):
-        actions = desk.hear(name, Saved(label="00001", clock=1))
+        actions = desk.hear(name, CheckpointSaved(label="00001", clock=1))
     assert set(sent(actions, Stop)) == {"shard-0", "shard-1", "evaluator"}
     for name in ("shard-0", "shard-1", "evaluator"):
         actions = desk.hear(name, Finished(counters={}))
-    assert actions[-1] == Halt(error="replica 1: the loss is NaN")
+    assert actions[-1] == Exit(error="replica 1: the loss is NaN")
 
 
 def test_words_of_others_are_no_commands_to_a_terminal(desk: Desk) -> None:
@@ -655,14 +655,14 @@ def end(desk: Desk) -> None:
 
 def test_the_end_waits_for_every_answer(desk: Desk) -> None:
     end(desk)
-    assert sent(desk.hear("replica-0", Finished(counters={})), Save) == []
+    assert sent(desk.hear("replica-0", Finished(counters={})), SaveCheckpoint) == []
     actions = desk.hear("replica-1", Finished(counters={}))
     assert sent(actions, Evaluate) == ["evaluator"]
-    assert sent(actions, Save) == ["shard-0", "shard-1"]
-    measured = Measured(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
+    assert sent(actions, SaveCheckpoint) == ["shard-0", "shard-1"]
+    measured = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
     assert sent(desk.hear("evaluator", measured), Stop) == []
-    assert sent(desk.hear("shard-0", Saved(label="00001", clock=1)), Stop) == []
-    actions = desk.hear("shard-1", Saved(label="00001", clock=1))
+    assert sent(desk.hear("shard-0", CheckpointSaved(label="00001", clock=1)), Stop) == []
+    actions = desk.hear("shard-1", CheckpointSaved(label="00001", clock=1))
     assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
 
 
@@ -676,7 +676,7 @@ def test_a_replica_that_never_ends_is_named_and_ended_by_force(desk: Desk) -> No
     desk.hear("replica-0", Finished(counters={}))
     actions = desk.pass_time(121.0, beats=EVERYBODY)
     assert Terminate(name=Address("replica-1")) in actions
-    assert sent(actions, Save) != []
+    assert sent(actions, SaveCheckpoint) != []
     text = "replica 1 takes too long for its last step and push: ended by force"
     assert text in desk.told
 
@@ -685,14 +685,14 @@ def test_a_shard_that_dies_in_the_end_comes_back_and_saves(desk: Desk) -> None:
     end(desk)
     for name in ("replica-0", "replica-1"):
         desk.hear(name, Finished(counters={}))
-    desk.hear("shard-0", Saved(label="00001", clock=1))
-    measured = Measured(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
+    desk.hear("shard-0", CheckpointSaved(label="00001", clock=1))
+    measured = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
     desk.hear("evaluator", measured)
     assert Launch(name=Address("shard-1"), incarnation=2) in desk.die("shard-1")
     desk.join("shard-1")
     actions = desk.pass_time(3.0, beats=("shard-0", "shard-1", "evaluator"))
-    assert set(sent(actions, Save)) == {"shard-1"}
-    actions = desk.hear("shard-1", Saved(label="00001", clock=1))
+    assert set(sent(actions, SaveCheckpoint)) == {"shard-1"}
+    actions = desk.hear("shard-1", CheckpointSaved(label="00001", clock=1))
     assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
 
 
@@ -701,11 +701,11 @@ def test_a_job_whose_end_is_not_saved_has_failed(desk: Desk, *, answers: bool) -
     end(desk)
     for name in ("replica-0", "replica-1"):
         desk.hear(name, Finished(counters={}))
-    measured = Measured(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
+    measured = EvaluationDone(request=1, loss=0.5, metric=0.75, n_samples=10, clock=3.0)
     desk.hear("evaluator", measured)
-    desk.hear("shard-0", Saved(label="00001", clock=1))
+    desk.hear("shard-0", CheckpointSaved(label="00001", clock=1))
     if answers:
-        refused = Saved(label="00001", clock=1, error="no space left")
+        refused = CheckpointSaved(label="00001", clock=1, error="no space left")
         desk.hear("shard-1", refused)
         assert desk.supervisor.error is None  # asked again: a full disk may heal
         desk.pass_time(11.0, beats=EVERYBODY)
@@ -739,7 +739,7 @@ def test_a_standing_server_admits_guests(server: Desk) -> None:
     assert server.supervisor.status()[0] == "training"
     actions = server.join("worker-1")
     assert sent(actions, Peers) == ["shard-0", "shard-1", "worker-1"]
-    assert sent(server.beat("worker-1"), Alive) == ["worker-1"]
+    assert sent(server.beat("worker-1"), HeartbeatAck) == ["worker-1"]
 
 
 def test_a_silent_guest_is_neither_ended_nor_restarted(server: Desk) -> None:
@@ -791,7 +791,7 @@ def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
     last = (1 << 63) - 1
     entry = PeerEntry(name="n" * 128, incarnation=last, endpoint="e" * 128, host="h" * 128)
     message = Peers(entries=(entry,) * n)
-    Wire(run="t" * 128).encode(message, sender="s" * 128, incarnation=last)
+    Codec(run="t" * 128).encode(message, sender="s" * 128, incarnation=last)
 
 
 def test_whom_nobody_could_be_told_of_is_not_let_in(server: Desk) -> None:
@@ -810,22 +810,22 @@ def test_a_guest_that_fails_does_not_end_the_server(server: Desk) -> None:
 
 def test_told_to_stop_a_server_saves_in_its_own_time(server: Desk) -> None:
     actions = server.hear(USER, Stop(reason="closed"))
-    assert sent(actions, Save) == ["shard-0", "shard-1"]
+    assert sent(actions, SaveCheckpoint) == ["shard-0", "shard-1"]
     said = [action.message for action in actions if isinstance(action, Send)]
-    assert all(isinstance(message, Save) and message.last for message in said)
+    assert all(isinstance(message, SaveCheckpoint) and message.last for message in said)
     assert not server.supervisor.interrupted
     for name in ("shard-0", "shard-1"):
-        actions = server.hear(name, Saved(label="00001", clock=1))
+        actions = server.hear(name, CheckpointSaved(label="00001", clock=1))
     for name in ("shard-0", "shard-1"):
         actions = server.hear(name, Finished(counters={}))
-    assert actions[-1] == Halt(error=None)
+    assert actions[-1] == Exit(error=None)
 
 
 # ----------------------------------------------------------------------- earlier lives
 
 
 def test_a_resumed_job_goes_on_counting() -> None:
-    before = Before(
+    before = PreviousTotals(
         seconds=100.0,
         training_seconds=90.0,
         step=500,
@@ -866,7 +866,7 @@ def test_a_resumed_job_goes_on_counting() -> None:
     labels = {
         action.message.label
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Save)
+        if isinstance(action, Send) and isinstance(action.message, SaveCheckpoint)
     }
     assert labels == {"00008"}
 

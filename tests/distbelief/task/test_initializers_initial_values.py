@@ -7,7 +7,7 @@ from torch import nn
 
 from distbelief.errors import JobError
 from distbelief.parameter_server.initial_values import draw
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import Everything
 
 
@@ -26,7 +26,7 @@ from tests.distbelief.examples import Everything
     ],
 )
 def test_the_distribution_is_that_of_torch(module: nn.Module) -> None:
-    model = LocalModel(module)
+    model = FlatModel(module)
     initials = model.initials()
     for name, tensor in model.named_tensors().items():
         n = tensor.numel()
@@ -40,7 +40,7 @@ def test_the_distribution_is_that_of_torch(module: nn.Module) -> None:
 
 
 def test_norms_and_counters_begin_as_the_module_has_them() -> None:
-    initials = LocalModel(nn.BatchNorm1d(5)).initials()
+    initials = FlatModel(nn.BatchNorm1d(5)).initials()
     values = {name: initial.value for name, initial in initials.items()}
     assert values == {
         "bias": 0.0,
@@ -53,16 +53,16 @@ def test_norms_and_counters_begin_as_the_module_has_them() -> None:
 
 
 def test_a_single_drawn_number_is_not_taken_for_a_constant() -> None:
-    initial = LocalModel(nn.Linear(4, 1)).initials()["bias"]
+    initial = FlatModel(nn.Linear(4, 1)).initials()["bias"]
     assert (initial.distribution, initial.high) == ("uniform", 0.5)
 
 
 def test_an_empty_tensor_needs_no_rule() -> None:
     module = nn.Module()
     module.register_parameter("w", nn.Parameter(torch.zeros(0)))
-    assert LocalModel(module).initials()["w"].value == 0.0
+    assert FlatModel(module).initials()["w"].value == 0.0
 
 
 def test_a_layer_of_ones_own_is_named_with_the_way_out() -> None:
     with pytest.raises(JobError, match=r"Everything draws 'scale': use initial = "):
-        LocalModel(Everything(4, 2)).initials()
+        FlatModel(Everything(4, 2)).initials()

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.errors import JobError, TransportError
 from distbelief.transport import address
-from distbelief.transport.address import Place, number_of, own_number_towards
+from distbelief.transport.address import Endpoint, number_of, own_number_towards
 
 
 HOSTS = st.ip_addresses(v=4).map(str)
@@ -16,22 +16,22 @@ KEYS = st.one_of(st.just(""), st.text("0123456789abcdef", min_size=64, max_size=
 
 @given(host=HOSTS, port=st.integers(1, 65535), key=KEYS)
 def test_a_place_is_read_as_written(host: str, port: int, key: str) -> None:
-    place = Place(host=host, port=port, key=key)
-    assert Place.parse(str(place)) == place
+    place = Endpoint(host=host, port=port, key=key)
+    assert Endpoint.parse(str(place)) == place
     assert place.endpoint == f"tcp://{host}:{port}"
     assert len(str(place)) <= 128  # a name in messages
 
 
 @given(path=st.text("abz/._-+:", min_size=1, max_size=120))
 def test_a_path_is_read_as_written(path: str) -> None:
-    place = Place(path=f"/{path}")
-    assert Place.parse(str(place)) == place == place.seen_from("10.0.0.1")
+    place = Endpoint(path=f"/{path}")
+    assert Endpoint.parse(str(place)) == place == place.seen_from("10.0.0.1")
 
 
 @given(text=st.text(max_size=200))
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(TransportError, match="no place"):
-        Place.parse(text)
+        Endpoint.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_anything_else_is_refused(text: str) -> None:
 )
 def test_nothing_but_a_number_and_a_port_or_a_path_is_a_place(text: str) -> None:
     with pytest.raises(TransportError, match="no place"):
-        Place.parse(text)
+        Endpoint.parse(text)
 
 
 def test_anywhere_is_where_the_supervisor_was_found() -> None:
-    anywhere = Place(host="0.0.0.0", port=7, key="a" * 64)
-    assert anywhere.seen_from("10.0.0.1") == Place(host="10.0.0.1", port=7, key="a" * 64)
-    somewhere = Place(host="10.0.0.2", port=7)
+    anywhere = Endpoint(host="0.0.0.0", port=7, key="a" * 64)
+    assert anywhere.seen_from("10.0.0.1") == Endpoint(host="10.0.0.1", port=7, key="a" * 64)
+    somewhere = Endpoint(host="10.0.0.2", port=7)
     assert somewhere.seen_from("10.0.0.1") == somewhere
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import TransportError
-from distbelief.protocol import Save
-from distbelief.transport.authenticator import DirectoryGuard, open_private
+from distbelief.protocol import SaveCheckpoint
+from distbelief.transport.authenticator import DirectoryAuth, open_private
 from tests.distbelief.transport.test_zmq_transport import labels, take
 from tests.links import link
 
@@ -52,7 +52,7 @@ def test_nobody_is_sent_what_was_for_who_listened_there_before(tmp_path: Path) -
         run.mkdir(mode=0o777)  # as another user's, for whom this path is as good
         with link("a", tmp_path) as thief:
             (run / ".a.1").symlink_to(tmp_path / ".a.1")
-            b.send("a", Save(label="for a only"))
+            b.send("a", SaveCheckpoint(label="for a only"))
             for _ in range(50):  # 0.5 s: ten times as long as until it tries again
                 thief.poll(0.01)
                 assert not list(thief.receive())
@@ -67,7 +67,7 @@ def test_the_path_of_a_directory_may_be_long(tmp_path: Path) -> None:
         assert len(member.endpoint) == 128  # as many as a message's field takes
         assert len(member.endpoint) > 107 + len("ipc://")
         member.connect("member", 1, member.endpoint)
-        member.send("member", Save(label="x"))
+        member.send("member", SaveCheckpoint(label="x"))
         assert labels(take(member, 1)) == ["x"]
     with pytest.raises(TransportError, match="set TMPDIR to a shorter directory"):
         link("members", directory).start()
@@ -92,7 +92,7 @@ def test_who_listens_is_not_pushed_aside(tmp_path: Path) -> None:
         with pytest.raises(TransportError, match="something else does"):
             link("a", tmp_path).start()
         a.connect("a", 1, a.endpoint)
-        a.send("a", Save(label="still here"))
+        a.send("a", SaveCheckpoint(label="still here"))
         assert labels(take(a, 1)) == ["still here"]
     assert list(tmp_path.iterdir()) == []
 
@@ -110,6 +110,6 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 
 def test_a_guard_that_never_listened_has_nothing_to_close(tmp_path: Path) -> None:
-    DirectoryGuard(tmp_path).close()
+    DirectoryAuth(tmp_path).close()
     descriptor = open_private(tmp_path)
     os.close(descriptor)

@@ -15,14 +15,14 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.errors import TransportError
-from distbelief.protocol import Alive, PushBlock, Save
-from distbelief.protocol.codec import Wire
-from distbelief.transport.address import Place
-from distbelief.transport.authenticator import REFUSED, RunGuard, Source
-from distbelief.transport.config import Keyring
-from distbelief.transport.curve_auth import KeyGuard
+from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint
+from distbelief.protocol.codec import Codec
+from distbelief.transport.address import Endpoint
+from distbelief.transport.authenticator import REFUSED, RunAuth, Source
+from distbelief.transport.config import KeyConfig
+from distbelief.transport.curve_auth import CurveAuth
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
-from distbelief.transport.limits import Caps, Connection, at, connections, cut, cut_descriptor
+from distbelief.transport.limits import Connection, PeerLimits, at, connections, cut, cut_descriptor
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.transport.test_zmq_transport import labels, take, wait
 
@@ -49,18 +49,18 @@ class World:
         self.server_files.allow(Allowed(key=key, roles=("worker",), name=name))
 
     def server(
-        self, name: str = "supervisor", *, caps: Caps | None = None, **more: object
+        self, name: str = "supervisor", *, caps: PeerLimits | None = None, **more: object
     ) -> ZmqTransport:
-        ring = Keyring(directory=str(self.server_files.directory), role="server")
+        ring = KeyConfig(directory=str(self.server_files.directory), role="server")
         return self.started(name, ring, caps=caps, **more)
 
     def worker(self, name: str = "worker-1", **more: object) -> ZmqTransport:
         directory = str(self.worker_files.directory)
-        ring = Keyring(directory=directory, role="worker", server_key=self.server_key)
+        ring = KeyConfig(directory=directory, role="worker", server_key=self.server_key)
         return self.started(name, ring, caps=None, **more)
 
     def started(
-        self, name: str, ring: Keyring, *, caps: Caps | None, **more: object
+        self, name: str, ring: KeyConfig, *, caps: PeerLimits | None, **more: object
     ) -> ZmqTransport:
         def log(_level: str, text: str) -> None:
             self.log.append(text)
@@ -90,7 +90,7 @@ class World:
         link.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key))
         self.stack.callback(context.destroy, linger=0)
         self.stack.callback(link.close, 0)
-        link.connect(Place.parse(inbox.endpoint).endpoint)
+        link.connect(Endpoint.parse(inbox.endpoint).endpoint)
         return link
 
     def watch(self, link: "zmq.Socket[bytes]", event: int) -> "zmq.Socket[bytes]":
@@ -134,16 +134,16 @@ def worker(world: World, server: ZmqTransport) -> ZmqTransport:
 
 
 def works(server: ZmqTransport, worker: ZmqTransport) -> bool:
-    worker.send("supervisor", Save(label="honest"))
+    worker.send("supervisor", SaveCheckpoint(label="honest"))
     return labels(take(server, 1)) == ["honest"]
 
 
 def words(sender: str, *, run: str = RUN) -> bytes:
-    return bytes(Wire(run=run).encode(Alive(), sender=sender, incarnation=1)[0])
+    return bytes(Codec(run=run).encode(HeartbeatAck(), sender=sender, incarnation=1)[0])
 
 
 def port_of(transport: ZmqTransport) -> int:
-    return Place.parse(transport.endpoint).port
+    return Endpoint.parse(transport.endpoint).port
 
 
 # -------------------------------------------------------------------------- honest
@@ -151,7 +151,7 @@ def port_of(transport: ZmqTransport) -> int:
 
 def test_peers_with_keys_speak_both_ways(world: World) -> None:
     server, worker = world.server(), world.worker()
-    assert Place.parse(server.endpoint).key == world.server_key
+    assert Endpoint.parse(server.endpoint).key == world.server_key
     worker.connect("supervisor", 1, server.endpoint)
     server.connect("worker-1", 1, worker.endpoint)
     values = np.arange(BLOCK_BYTES // 4, dtype=np.float32)  # the largest frame
@@ -164,7 +164,7 @@ def test_peers_with_keys_speak_both_ways(world: World) -> None:
         assert isinstance(envelope.message, PushBlock)
         assert np.array_equal(envelope.message.values, values[-envelope.message.values.size :])
         assert envelope.sender == "worker-1"
-    server.send("worker-1", Alive())
+    server.send("worker-1", HeartbeatAck())
     take(worker, 1)
     assert world.log == []
 
@@ -173,25 +173,25 @@ def test_a_servers_processes_know_each_other_by_the_key_they_share(world: World)
     server, shard = world.server(), world.server("shard-0")
     shard.connect("supervisor", 1, server.endpoint)
     server.connect("shard-0", 1, shard.endpoint)
-    shard.send("supervisor", Save(label="here"))
+    shard.send("supervisor", SaveCheckpoint(label="here"))
     assert labels(take(server, 1)) == ["here"]
-    server.send("shard-0", Alive())
+    server.send("shard-0", HeartbeatAck())
     take(shard, 1)
 
 
 def test_a_shard_that_starts_after_its_key_was_replaced_is_known(world: World) -> None:
     """A server whose key was rotated ended at the first shard that died."""
     files = world.server_files
-    ring = Keyring(directory=str(files.directory), role="server").pinned()
+    ring = KeyConfig(directory=str(files.directory), role="server").pinned()
     server = world.started("supervisor", ring, caps=None)
     files.begin_exchange()
     files.finish_exchange()
     shard = world.started("shard-0", ring, caps=None)
     shard.connect("supervisor", 1, server.endpoint)
     server.connect("shard-0", 1, shard.endpoint)
-    shard.send("supervisor", Save(label="again"))
+    shard.send("supervisor", SaveCheckpoint(label="again"))
     assert labels(take(server, 1)) == ["again"]
-    server.send("shard-0", Alive())
+    server.send("shard-0", HeartbeatAck())
     take(shard, 1)
 
 
@@ -200,13 +200,13 @@ def test_a_loop_on_the_servers_machine_speaks_by_the_servers_key(world: World, n
     """A user has one key on each machine, and cannot allow his own."""
     server = world.server(name)
     directory = str(world.server_files.directory)
-    ring = Keyring(directory=directory, role="worker", server_key=world.server_key)
+    ring = KeyConfig(directory=directory, role="worker", server_key=world.server_key)
     worker = world.started("worker-1", ring, caps=None)
     worker.connect(name, 1, server.endpoint)
-    worker.send(name, Save(label="mine"))
+    worker.send(name, SaveCheckpoint(label="mine"))
     assert labels(take(server, 1)) == ["mine"]
     server.connect("worker-1", 1, worker.endpoint)
-    server.send("worker-1", Alive())
+    server.send("worker-1", HeartbeatAck())
     take(worker, 1)
     assert world.log == []
 
@@ -218,7 +218,7 @@ def test_what_is_bound_everywhere_is_found_where_the_supervisor_was(world: World
     worker = world.worker()
     worker.connect("supervisor", 1, server.endpoint.replace("0.0.0.0", "127.0.0.1"))
     worker.connect("shard-0", 1, shard.endpoint)
-    worker.send("shard-0", Alive())
+    worker.send("shard-0", HeartbeatAck())
     take(shard, 1)
 
 
@@ -269,16 +269,16 @@ def test_a_worker_hears_that_somebody_else_listens_there(world: World) -> None:
         incarnation=1,
         run=RUN,
         bind="tcp://127.0.0.1:*",
-        guard=RunGuard(KeyPair.new()),
+        guard=RunAuth(KeyPair.new()),
     )
     for inbox in (server, other):
         with inbox if inbox is other else ExitStack():
             wrong = KeyPair.new().public
             directory = str(world.worker_files.directory)
-            ring = Keyring(directory=directory, role="worker", server_key=wrong)
+            ring = KeyConfig(directory=directory, role="worker", server_key=wrong)
             worker = world.started("worker-1", ring, caps=None)
-            port = Place.parse(inbox.endpoint).port
-            place = Place(host="127.0.0.1", port=port, key=wrong)
+            port = Endpoint.parse(inbox.endpoint).port
+            place = Endpoint(host="127.0.0.1", port=port, key=wrong)
             worker.connect("supervisor", 1, str(place), watched=True)
             wait(inbox, until=lambda: worker.is_another("supervisor"))  # noqa: B023
             assert not worker.is_refused("supervisor")
@@ -335,7 +335,7 @@ def test_who_has_no_key_gets_nothing_in(
     link.linger = 0
     if mechanism == "PLAIN":
         link.plain_username, link.plain_password = b"worker-1", RUN.encode()
-    link.connect(Place.parse(server.endpoint).endpoint)
+    link.connect(Endpoint.parse(server.endpoint).endpoint)
     link.send(words("worker-1"))
     for _ in range(20):
         assert works(server, worker)
@@ -415,7 +415,7 @@ def test_what_it_sent_before_the_cut_is_dropped_unread(
 
 def test_offences_of_ones_own_key_cannot_fill_a_disk(world: World) -> None:
     """It is not kept out, so each message of its holder was worth a line."""
-    ring = Keyring(directory=str(world.server_files.directory), role="server")
+    ring = KeyConfig(directory=str(world.server_files.directory), role="server")
     guard = ring.guard(log=lambda _level, text: world.log.append(text))
     for _ in range(9):
         guard.offended(Source(user=world.server_key), "it speaks as 'x'")
@@ -426,7 +426,7 @@ def test_offences_of_ones_own_key_cannot_fill_a_disk(world: World) -> None:
 
 
 def test_it_may_come_back_after_that_while(world: World) -> None:
-    server = world.server(caps=Caps(suspended_seconds=0.2, handshake_seconds_max=0.1))
+    server = world.server(caps=PeerLimits(suspended_seconds=0.2, handshake_seconds_max=0.1))
     link = world.member(server)
     link.send(b"nonsense")
     wait(server, until=lambda: not list(server.receive()) and server.counters.malformed == 1)
@@ -445,7 +445,7 @@ def test_a_message_of_another_run_is_no_offence(world: World, server: ZmqTranspo
 
 def test_a_message_of_too_many_parts_is_ended_before_it_is_whole(world: World) -> None:
     """ZeroMQ would take it all: it bounds messages that wait, and frames, not these."""
-    caps = Caps(unread_bytes_max=8 * MEBIBYTE, watch_seconds=0.01)
+    caps = PeerLimits(unread_bytes_max=8 * MEBIBYTE, watch_seconds=0.01)
     server, worker = world.server(caps=caps), world.worker()
     worker.connect("supervisor", 1, server.endpoint)
     assert works(server, worker)
@@ -468,7 +468,7 @@ def test_a_message_of_too_many_parts_is_ended_before_it_is_whole(world: World) -
 
 def test_what_a_key_sends_by_many_connections_is_counted_together(world: World) -> None:
     """64 connections, each with a little less than one may have: 16 GiB."""
-    caps = Caps(unread_bytes_of_key_max=4 * MEBIBYTE, watch_seconds=0.01)
+    caps = PeerLimits(unread_bytes_of_key_max=4 * MEBIBYTE, watch_seconds=0.01)
     server, worker = world.server(caps=caps), world.worker()
     worker.connect("supervisor", 1, server.endpoint)
     assert works(server, worker)
@@ -487,7 +487,7 @@ def test_what_a_key_sends_by_many_connections_is_counted_together(world: World) 
 
 def test_who_only_begins_messages_does_not_come_back_at_once(world: World) -> None:
     """It has said no whole word, so its key is not known; its address is."""
-    caps = Caps(unfinished_bytes_max=2 * MEBIBYTE, watch_seconds=0.01)
+    caps = PeerLimits(unfinished_bytes_max=2 * MEBIBYTE, watch_seconds=0.01)
     server, worker = world.server(caps=caps), world.worker()
     worker.connect("supervisor", 1, server.endpoint)
     assert works(server, worker)
@@ -507,7 +507,7 @@ def test_who_only_begins_messages_does_not_come_back_at_once(world: World) -> No
 
 def test_who_only_begins_messages_is_found_among_those_who_end_them(world: World) -> None:
     """A server that had something to do never looked: for 3.5 s, or for good."""
-    caps = Caps(unfinished_bytes_max=2 * MEBIBYTE, watch_seconds=0.01)
+    caps = PeerLimits(unfinished_bytes_max=2 * MEBIBYTE, watch_seconds=0.01)
     server, worker = world.server(caps=caps), world.worker()
     worker.connect("supervisor", 1, server.endpoint)
     assert works(server, worker)
@@ -516,7 +516,7 @@ def test_who_only_begins_messages_is_found_among_those_who_end_them(world: World
     link.send_multipart([bytes(MEBIBYTE)] * 512, copy=False)
 
     def is_cut() -> bool:
-        worker.send("supervisor", Save(label="honest"))
+        worker.send("supervisor", SaveCheckpoint(label="honest"))
         assert server._inbox.poll(5000)  # when it looks at connections, too
         server.poll(0.0)
         list(server.receive())
@@ -531,10 +531,10 @@ def test_heartbeats_are_not_held_against_anybody(
 ) -> None:
     """ZeroMQ's own are bytes that no message has: 8 MiB of them after some days."""
     now, n_bytes = 0.0, 0
-    ring = Keyring(directory=str(world.server_files.directory), role="server")
+    ring = KeyConfig(directory=str(world.server_files.directory), role="server")
     speakers = ring.guard(log=lambda _level, _text: None)._speakers
     pair = world.server_files.pair()
-    guard = KeyGuard(pair, speakers, warn=world.log.append, now=lambda: now)
+    guard = CurveAuth(pair, speakers, warn=world.log.append, now=lambda: now)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     world.stack.callback(context.destroy, linger=0)
     inbox = context.socket(zmq.PULL)
@@ -551,9 +551,9 @@ def test_heartbeats_are_not_held_against_anybody(
         n_bytes += 500 * 60
         guard.drained()
         guard.watch(1)
-    assert n_bytes > Caps().unfinished_bytes_max
+    assert n_bytes > PeerLimits().unfinished_bytes_max
     assert world.log == []
-    n_bytes += Caps().unfinished_bytes_max + 128_000
+    n_bytes += PeerLimits().unfinished_bytes_max + 128_000
     for _ in range(2):
         now += 1.0
         guard.drained()
@@ -564,7 +564,7 @@ def test_heartbeats_are_not_held_against_anybody(
 
 
 def test_a_key_that_sends_too_much_is_kept_out(world: World) -> None:
-    caps = Caps(messages_per_second_max=10, burst_messages_max=100, watch_seconds=0.01)
+    caps = PeerLimits(messages_per_second_max=10, burst_messages_max=100, watch_seconds=0.01)
     server = world.server(caps=caps)
     honest = world.worker()
     honest.connect("supervisor", 1, server.endpoint)
@@ -585,7 +585,7 @@ def test_a_key_that_sends_too_much_is_kept_out(world: World) -> None:
 
 
 def test_one_address_has_a_bounded_number_of_connections(world: World) -> None:
-    caps = Caps(connections_max=5, watch_seconds=0.01)
+    caps = PeerLimits(connections_max=5, watch_seconds=0.01)
     server = world.server(caps=caps)
     worker = world.worker()
     worker.connect("supervisor", 1, server.endpoint)
@@ -603,7 +603,7 @@ def test_one_address_has_a_bounded_number_of_connections(world: World) -> None:
 @pytest.mark.parametrize("n_max", [20, 5])
 def test_the_roles_of_one_machine_are_counted_by_its_key(world: World, n_max: int) -> None:
     """400 came from one address: more than 256 were cut, time and again."""
-    caps = Caps(connections_max=5, connections_of_key_max=n_max, watch_seconds=0.01)
+    caps = PeerLimits(connections_max=5, connections_of_key_max=n_max, watch_seconds=0.01)
     server = world.server(caps=caps)
     pair = KeyPair.new()
     world.allow(pair.public, "lab")
@@ -635,7 +635,7 @@ def test_a_frame_that_is_too_large_is_not_taken(
 
 def test_whose_frames_are_never_taken_is_kept_out_after_a_while(world: World) -> None:
     """ZeroMQ ends such a connection by itself; he came 1,500 times a second."""
-    caps = Caps(connections_max=8, newcomers_per_second_max=0.01, watch_seconds=0.01)
+    caps = PeerLimits(connections_max=8, newcomers_per_second_max=0.01, watch_seconds=0.01)
     server = world.server(caps=caps)
     pair = KeyPair.new()
     world.allow(pair.public, "hostile")
@@ -656,7 +656,7 @@ def test_whose_frames_are_never_taken_is_kept_out_after_a_while(world: World) ->
 
 
 def test_who_drips_is_cut_off(world: World) -> None:
-    server = world.server(caps=Caps(handshake_seconds_max=0.2))
+    server = world.server(caps=PeerLimits(handshake_seconds_max=0.2))
     worker = world.worker()
     worker.connect("supervisor", 1, server.endpoint)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)
@@ -702,10 +702,10 @@ def test_a_recorded_conversation_opens_nothing(
     """Somebody in the middle writes down all bytes of a member, and sends them anew."""
     port = port_of(server)
     with socket.create_server(("127.0.0.1", 0)) as middle:
-        place = Place(host="127.0.0.1", port=middle.getsockname()[1], key=world.server_key)
+        place = Endpoint(host="127.0.0.1", port=middle.getsockname()[1], key=world.server_key)
         member = world.worker("worker-3")
         member.connect("supervisor", 1, str(place))
-        member.send("supervisor", Save(label="once"))
+        member.send("supervisor", SaveCheckpoint(label="once"))
         near, _ = middle.accept()
         recorded = b""
         with near, socket.create_connection(("127.0.0.1", port)) as far:
@@ -746,7 +746,7 @@ def test_only_connections_to_the_port_are_cut(server: ZmqTransport, worker: ZmqT
 
     def comes_through() -> bool:
         # What is sent before ZeroMQ has noticed the cut is lost, however much it is.
-        worker.send("supervisor", Save(label="honest"))
+        worker.send("supervisor", SaveCheckpoint(label="honest"))
         return "honest" in labels(list(server.receive()))
 
     wait(server, until=comes_through)

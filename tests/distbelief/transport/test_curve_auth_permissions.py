@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from distbelief.transport import curve_auth as module
-from distbelief.transport.curve_auth import SPEAKS_AS, Speakers
+from distbelief.transport.curve_auth import SPEAKS_AS, Permissions
 from distbelief.transport.keys import Allowed, KeyFiles
 
 
@@ -29,8 +29,8 @@ def warnings() -> list[str]:
 
 
 @pytest.fixture
-def speakers(files: KeyFiles, warnings: list[str]) -> Speakers:
-    made = Speakers(files, trusted={SERVER: ("server",)}, warn=warnings.append)
+def speakers(files: KeyFiles, warnings: list[str]) -> Permissions:
+    made = Permissions(files, trusted={SERVER: ("server",)}, warn=warnings.append)
     assert made.refresh()
     assert not made.refresh()
     return made
@@ -52,7 +52,7 @@ def speakers(files: KeyFiles, warnings: list[str]) -> Speakers:
     ],
 )
 def test_a_key_speaks_for_its_roles_only(
-    speakers: Speakers,
+    speakers: Permissions,
     key: str,
     name: str,
     may: bool,  # noqa: FBT001 -- a parameter of the test
@@ -61,13 +61,13 @@ def test_a_key_speaks_for_its_roles_only(
     assert speakers.introduce(name, key) is may
 
 
-def test_a_name_is_of_the_first_that_speaks_under_it(speakers: Speakers) -> None:
+def test_a_name_is_of_the_first_that_speaks_under_it(speakers: Permissions) -> None:
     assert speakers.may_speak(A, "worker-1")
     assert not speakers.may_speak(B, "worker-1")
     assert speakers.may_speak(A, "worker-1")
 
 
-def test_who_is_introduced_has_the_name(speakers: Speakers) -> None:
+def test_who_is_introduced_has_the_name(speakers: Permissions) -> None:
     assert speakers.may_speak(A, "worker-1")
     assert speakers.introduce("worker-1", B)
     assert speakers.may_speak(B, "worker-1")
@@ -77,7 +77,7 @@ def test_who_is_introduced_has_the_name(speakers: Speakers) -> None:
 
 
 def test_a_key_has_a_bounded_number_of_names(
-    speakers: Speakers, monkeypatch: pytest.MonkeyPatch
+    speakers: Permissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "N_NAMES_MAX", 2)
     for n in range(5):
@@ -86,7 +86,7 @@ def test_a_key_has_a_bounded_number_of_names(
     assert not speakers.may_speak(B, "worker-4")
 
 
-def test_who_is_revoked_is_known_no_more(files: KeyFiles, speakers: Speakers) -> None:
+def test_who_is_revoked_is_known_no_more(files: KeyFiles, speakers: Permissions) -> None:
     assert speakers.may_speak(A, "worker-1")
     files.revoke("a")
     assert speakers.refresh()
@@ -102,7 +102,7 @@ def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyF
     would have heard it until its replica ran elsewhere.
     """
     files.allow(Allowed(key=A, roles=("host",), name="a"))
-    shard = Speakers(files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True)
+    shard = Permissions(files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True)
     shard.refresh()
     elsewhere = "c" * 64  # on no list of this machine
     assert shard.introduce("replica-1", A)
@@ -123,7 +123,7 @@ def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyF
 
 
 def test_a_list_that_cannot_be_read_lets_in_nobody(
-    files: KeyFiles, speakers: Speakers, warnings: list[str]
+    files: KeyFiles, speakers: Permissions, warnings: list[str]
 ) -> None:
     (files.directory / "allowed").write_text("everybody\n")
     assert speakers.refresh()
@@ -138,7 +138,7 @@ class Naming(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.speakers = Speakers(
+        self.speakers = Permissions(
             KeyFiles(Path("/nonexistent")),
             trusted={A: ("worker",), B: ("worker", "server"), SERVER: ("server",)},
             warn=lambda _text: None,

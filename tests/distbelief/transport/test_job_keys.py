@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Alive, Dismiss
-from distbelief.protocol.codec import JOINING, AnotherRunError, Wire
-from distbelief.transport.address import Place
+from distbelief.protocol import HeartbeatAck, Release
+from distbelief.protocol.codec import JOINING, AnotherRunError, Codec
+from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import NOT_NOW, REFUSED, NotIntroducedError, Source
-from distbelief.transport.config import Keyring, Reach
-from distbelief.transport.curve_auth import KeyGuard
+from distbelief.transport.config import KeyConfig, ListenConfig
+from distbelief.transport.curve_auth import CurveAuth
 from distbelief.transport.keys import Allowed, KeyFiles
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.transport.test_zmq_transport import take
@@ -27,19 +27,19 @@ class Keys:
         self.key, self.its_key = self.here.make(), self.there.make()
         self.here.allow(Allowed(key=self.its_key, roles=("host",), name="h"))
 
-    def ring(self, role: str, *, believes: bool = False) -> Keyring:
+    def ring(self, role: str, *, believes: bool = False) -> KeyConfig:
         if role == "job":
             directory = str(self.here.directory)
-            return Keyring(directory=directory, role="job", believes=believes)
-        return Keyring(
+            return KeyConfig(directory=directory, role="job", believes=believes)
+        return KeyConfig(
             directory=str(self.there.directory), role="host", server_key=self.key, believes=True
         )
 
-    def guard(self, role: str, *, believes: bool = False) -> KeyGuard:
+    def guard(self, role: str, *, believes: bool = False) -> CurveAuth:
         return self.ring(role, believes=believes).guard(log=lambda _level, _text: None)
 
     def transport(self, name: str, role: str, *, run: str, believes: bool = False) -> ZmqTransport:
-        reach = Reach(host="127.0.0.1", keys=self.ring(role, believes=believes))
+        reach = ListenConfig(host="127.0.0.1", keys=self.ring(role, believes=believes))
         return reach.transport(name=name, incarnation=1, run=run, log=lambda _level, _text: None)
 
 
@@ -101,22 +101,22 @@ def test_who_joins_need_not_know_the_run_and_everybody_else_does(keys: Keys) -> 
     supervisor = keys.transport("supervisor", "job", run="run")
     with host, supervisor:
         host.connect("supervisor", 0, supervisor.endpoint)
-        assert host.send("supervisor", Alive())
+        assert host.send("supervisor", HeartbeatAck())
         assert take(supervisor, 1)[0].sender == "host-1"
         supervisor.connect("host-1", 1, host.endpoint)
-        dismissed = Dismiss(life=1, again=False, reason="")
+        dismissed = Release(life=1, again=False, reason="")
         assert supervisor.send("host-1", dismissed)
         assert take(host, 1)[0].sender == "supervisor"
 
 
 def test_the_word_of_who_joins_opens_no_other_door() -> None:
-    joining = Wire(run=JOINING)
-    wire = Wire(run="run", strangers="host-")
-    strange = joining.encode(Alive(), sender="replica-1", incarnation=1)
+    joining = Codec(run=JOINING)
+    wire = Codec(run="run", strangers="host-")
+    strange = joining.encode(HeartbeatAck(), sender="replica-1", incarnation=1)
     with pytest.raises(AnotherRunError):
         wire.decode(strange)
     with pytest.raises(AnotherRunError):
-        Wire(run="run").decode(joining.encode(Alive(), sender="host-1", incarnation=1))
+        Codec(run="run").decode(joining.encode(HeartbeatAck(), sender="host-1", incarnation=1))
 
 
 def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: Keys) -> None:
@@ -125,7 +125,7 @@ def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: K
     shard = keys.transport("shard-0", "job", run="run", believes=True)
     with replica, shard:
         replica.connect("shard-0", 1, shard.endpoint)
-        assert replica.send("shard-0", Alive())
+        assert replica.send("shard-0", HeartbeatAck())
         for _ in range(100):
             shard.poll(0.05)
             assert not list(shard.receive())
@@ -133,6 +133,6 @@ def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: K
                 break
         assert shard.counters.malformed == 1
         shard.connect("replica-1", 1, replica.endpoint)
-        assert replica.send("shard-0", Alive())
+        assert replica.send("shard-0", HeartbeatAck())
         assert take(shard, 1)[0].sender == "replica-1"
-        assert Place.parse(replica.endpoint).key == keys.its_key
+        assert Endpoint.parse(replica.endpoint).key == keys.its_key

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.transport.address import Place
+from distbelief.transport.address import Endpoint
 from distbelief.transport.keys import KeyPair
-from distbelief.transport.limits import Caps, Newcomers
+from distbelief.transport.limits import ConnectionRate, PeerLimits
 from tests.distbelief.transport.test_curve_auth import World, words
 from tests.distbelief.transport.test_zmq_transport import take, wait
 
 
-def newcomers() -> Newcomers:
-    return Newcomers(
+def newcomers() -> ConnectionRate:
+    return ConnectionRate(
         per_second_max=10.0, burst_max=100.0, silent_max=200.0, ended_max=30.0, own="me"
     )
 
 
-def admit(it: Newcomers, key: str, n: int) -> None:
+def admit(it: ConnectionRate, key: str, n: int) -> None:
     for _ in range(n):
         it.admitted(key)
 
@@ -85,7 +85,9 @@ def test_the_roles_of_a_large_job_are_no_siege(tmp_path: Path, *, is_allowed: bo
     """More than 300 came at once: the rest waited for half a minute to be let in."""
     world = World(tmp_path)
     with world.stack:
-        caps = Caps(burst_newcomers_max=20.0, newcomers_per_second_max=1.0, watch_seconds=0.01)
+        caps = PeerLimits(
+            burst_newcomers_max=20.0, newcomers_per_second_max=1.0, watch_seconds=0.01
+        )
         server = world.server(caps=caps)
         pairs = [KeyPair.new() for _ in range(5)]
         if is_allowed:
@@ -106,7 +108,7 @@ def test_the_roles_of_a_large_job_are_no_siege(tmp_path: Path, *, is_allowed: bo
             assert not is_besieged()
             return
         wait(server, until=is_besieged)
-        port = Place.parse(server.endpoint).port
+        port = Endpoint.parse(server.endpoint).port
         server.close()
     with socket.create_server(("127.0.0.1", port)):  # nothing of it listens any more
         pass
@@ -116,7 +118,7 @@ def test_a_rush_does_not_wait_for_the_next_look(tmp_path: Path) -> None:
     """Within a quarter of a second thousands came, and each took time of the server."""
     world = World(tmp_path)
     with world.stack:
-        server = world.server(caps=Caps(burst_newcomers_max=20.0, watch_seconds=1e6))
+        server = world.server(caps=PeerLimits(burst_newcomers_max=20.0, watch_seconds=1e6))
         pair = KeyPair.new()
         links = [world.stranger(server, pair) for _ in range(30)]
 

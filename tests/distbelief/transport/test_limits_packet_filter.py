@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from distbelief.transport.limits import N_WELCOME_MAX, Siege, listener, program
+from distbelief.transport.limits import N_WELCOME_MAX, PacketFilter, listener, program
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters")
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux filt
 SECONDS = 0.25
 
 
-def siege() -> Siege:
-    return Siege(per_second_max=40.0, burst_max=100.0)  # 10 in a look
+def siege() -> PacketFilter:
+    return PacketFilter(per_second_max=40.0, burst_max=100.0)  # 10 in a look
 
 
 @pytest.fixture

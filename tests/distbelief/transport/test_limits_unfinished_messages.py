@@ -1,16 +1,16 @@
 """Hoards: who begins messages that do not end, by one connection or by many."""
 
 from distbelief.transport import limits
-from distbelief.transport.limits import Caps, Record
+from distbelief.transport.limits import PeerLimits, PeerRecord
 
 
-CAPS = Caps(unfinished_bytes_max=8000)
+CAPS = PeerLimits(unfinished_bytes_max=8000)
 
 
-def begun(address: str, port: int, held: int, *, key: str = "") -> Record:
+def begun(address: str, port: int, held: int, *, key: str = "") -> PeerRecord:
     """Return a connection's record: ZeroMQ had read so much more than it has told."""
     peer = (address, port)
-    return Record(peer=peer, key=key, since=0.0, n_bytes=500, n_taken=500 + held)
+    return PeerRecord(peer=peer, key=key, since=0.0, n_bytes=500, n_taken=500 + held)
 
 
 def test_more_than_any_message_has_is_a_hoard() -> None:

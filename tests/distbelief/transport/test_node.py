@@ -13,9 +13,9 @@ from typing import Protocol
 
 import pytest
 
-from distbelief.cluster.agent import Host, HostConfig, HostSite
+from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
-from distbelief.protocol import Alive, Save, Stop
+from distbelief.protocol import HeartbeatAck, SaveCheckpoint, Stop
 from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import (
     USER,
@@ -26,8 +26,8 @@ from distbelief.roles.role import (
     Computed,
     Connect,
     Event,
-    Halt,
-    Lane,
+    Executor,
+    Exit,
     Launch,
     PeerLost,
     Persist,
@@ -46,8 +46,8 @@ from distbelief.roles.role import (
 from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
-from distbelief.transport.authenticator import DirectoryGuard
-from distbelief.transport.node import POSTED_MAX, Launcher, Node, SnapshotStore
+from distbelief.transport.authenticator import DirectoryAuth
+from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner
 from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
 from tests.links import link
 
@@ -80,8 +80,12 @@ class Build(Protocol):
     """Makes a node for a role that reacts so."""
 
     def __call__(
-        self, react: React, *, store: SnapshotStore | None = None, launcher: Launcher | None = None
-    ) -> tuple[Node, Scripted]: ...
+        self,
+        react: React,
+        *,
+        store: CheckpointStorage | None = None,
+        launcher: Launcher | None = None,
+    ) -> tuple[RoleRunner, Scripted]: ...
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def transport(tmp_path: Path) -> Iterator[ZmqTransport]:
         incarnation=4,
         run="run",
         bind=f"ipc://{tmp_path}/.me.4",
-        guard=DirectoryGuard(tmp_path),
+        guard=DirectoryAuth(tmp_path),
         options=TransportOptions(linger_seconds=0),
     ) as transport:
         transport.connect(ME, 4, transport.endpoint)
@@ -106,13 +110,13 @@ def transport(tmp_path: Path) -> Iterator[ZmqTransport]:
 
 @pytest.fixture
 def build(transport: ZmqTransport, log: list[tuple[str, str]]) -> Iterator[Build]:
-    nodes: list[Node] = []
+    nodes: list[RoleRunner] = []
 
     def build(
-        react: React, *, store: SnapshotStore | None = None, launcher: Launcher | None = None
-    ) -> tuple[Node, Scripted]:
+        react: React, *, store: CheckpointStorage | None = None, launcher: Launcher | None = None
+    ) -> tuple[RoleRunner, Scripted]:
         role = Scripted(react)
-        node = Node(
+        node = RoleRunner(
             role,
             transport=transport,
             log=lambda level, text: log.append((level, text)),
@@ -133,7 +137,7 @@ def on_start(*actions: Action) -> React:
     """React to `Started` with these actions, and to whatever comes next with an end."""
 
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        return actions if isinstance(event, Started) else [Halt()]
+        return actions if isinstance(event, Started) else [Exit()]
 
     return react
 
@@ -142,50 +146,50 @@ def on_start(*actions: Action) -> React:
 
 
 def test_a_life_begins_with_started_and_ends_with_halt(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Halt()])
+    node, role = build(lambda _event, _now: [Exit()])
     assert node.run() is None
     assert node.halted
     assert role.events == [Started(incarnation=4)]
 
 
 def test_the_role_reads_the_time_of_the_monotonic_clock(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Halt()])
+    node, role = build(lambda _event, _now: [Exit()])
     before = time.monotonic()
     node.run()
     assert before <= role.times[0] <= time.monotonic()
 
 
 def test_halt_with_an_error_is_what_run_returns(build: Build) -> None:
-    node, _ = build(lambda _event, _now: [Halt(error="NaN in replica-1")])
+    node, _ = build(lambda _event, _now: [Exit(error="NaN in replica-1")])
     assert node.run() == "NaN in replica-1"
     assert node.error == "NaN in replica-1"
 
 
 def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
-    node, role = build(on_start(Send(receiver=ME, message=Save(label="x"))))
+    node, role = build(on_start(Send(receiver=ME, message=SaveCheckpoint(label="x"))))
     assert node.run() is None
     (_, arrived) = role.events
     assert isinstance(arrived, Received)
     assert (arrived.sender, arrived.incarnation) == (ME, 4)
-    assert isinstance(arrived.message, Save)
+    assert isinstance(arrived.message, SaveCheckpoint)
 
 
 def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -> None:
     with link("other", tmp_path) as other:
         connect = Connect(peer=Address("other"), incarnation=1, endpoint=other.endpoint, host="")
-        words = Send(receiver=Address("other"), message=Save(label="last words"))
-        node, _ = build(lambda _event, _now: [connect, Halt(), words])
+        words = Send(receiver=Address("other"), message=SaveCheckpoint(label="last words"))
+        node, _ = build(lambda _event, _now: [connect, Exit(), words])
         assert node.run() is None
         arrived: list[Envelope] = []
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not arrived and time.monotonic() < deadline:
             other.poll(0.05)
             arrived = list(other.receive())
-    assert [type(envelope.message) for envelope in arrived] == [Save]
+    assert [type(envelope.message) for envelope in arrived] == [SaveCheckpoint]
 
 
 def test_nothing_is_delivered_after_halt(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Halt()])
+    node, role = build(lambda _event, _now: [Exit()])
     for _ in range(3):
         node.post(NEWS)
     node.run()
@@ -196,7 +200,7 @@ def test_nothing_is_delivered_after_halt(build: Build) -> None:
 
 def test_reports_go_to_the_log(build: Build, log: list[tuple[str, str]]) -> None:
     report = Report(text="warm", level="warning")
-    node, _ = build(lambda _event, _now: [report, Halt()])
+    node, _ = build(lambda _event, _now: [report, Exit()])
     node.run()
     assert log == [("warning", "warm")]
 
@@ -205,7 +209,7 @@ def test_a_peer_that_cannot_be_connected_is_logged(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
     far = Connect(peer=Address("far"), incarnation=1, endpoint="tcp://10.0.0.1:1", host="")
-    node, _ = build(lambda _event, _now: [far, Halt()])
+    node, _ = build(lambda _event, _now: [far, Exit()])
     assert node.run() is None
     ((level, text),) = log
     assert level == "error"
@@ -227,7 +231,7 @@ def test_timers_fire_in_order_once_and_never_early(build: Build) -> None:
                     CancelTimer(name="never"),
                 ]
             case TimerFired(name="late"):
-                return [Halt()]
+                return [Exit()]
             case _:
                 return []
 
@@ -251,7 +255,7 @@ def test_of_two_timers_due_the_first_can_still_cancel_the_second(build: Build) -
             case TimerFired(name="first"):
                 return [CancelTimer(name="second")]
             case _:
-                return [Halt()]
+                return [Exit()]
 
     node, role = build(react)
     node.run()
@@ -262,7 +266,7 @@ def test_of_two_timers_due_the_first_may_end_the_role(build: Build) -> None:
     def react(event: Event, now: Seconds) -> Sequence[Action]:
         if isinstance(event, Started):
             return [SetTimer(name="a", at=now - 2), SetTimer(name="b", at=now - 1)]
-        return [Halt()]
+        return [Exit()]
 
     node, role = build(react)
     node.run()
@@ -274,9 +278,9 @@ def test_a_timer_always_due_does_not_keep_messages_out(build: Build) -> None:
         again = SetTimer(name="greedy", at=now - 1)
         match event:
             case Started():
-                return [again, Send(receiver=ME, message=Alive())]
+                return [again, Send(receiver=ME, message=HeartbeatAck())]
             case Received():
-                return [Halt()]
+                return [Exit()]
             case _:
                 return [again]
 
@@ -303,12 +307,12 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
         match event:
             case Started():
                 work = Compute(name="gradient", work=lambda: handled.wait(PATIENCE_SECONDS))
-                return [work, Send(receiver=ME, message=Alive())]
+                return [work, Send(receiver=ME, message=HeartbeatAck())]
             case Received():
                 handled.set()
                 return []
             case _:
-                return [Halt()]
+                return [Exit()]
 
     node, role = build(react)
     assert node.run() is None
@@ -318,7 +322,7 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
 
 
 def test_work_that_raises_is_answered_with_the_error(build: Build) -> None:
-    node, role = build(on_start(Compute(name="batch", work=lambda: 1 / 0, lane=Lane.DATA)))
+    node, role = build(on_start(Compute(name="batch", work=lambda: 1 / 0, lane=Executor.DATA)))
     assert node.run() is None
     answer = role.events[1]
     assert isinstance(answer, Computed)
@@ -335,7 +339,7 @@ def test_work_without_an_end_is_left_behind_and_named(
         if isinstance(event, Started):
             endless = Compute(name="endless", work=lambda: end.wait(PATIENCE_SECONDS))
             return [endless, SetTimer(name="end", at=now + 0.01)]
-        return [Halt()]
+        return [Exit()]
 
     node, _ = build(react)
     assert node.run() is None
@@ -381,7 +385,7 @@ SNAPSHOT = Snapshot(label="00412", arrays={}, facts={"clock": "7"})
 
 
 def test_a_life_begins_with_the_newest_snapshot(build: Build) -> None:
-    node, role = build(lambda _event, _now: [Halt()], store=Shelf(SNAPSHOT))
+    node, role = build(lambda _event, _now: [Exit()], store=Shelf(SNAPSHOT))
     node.run()
     assert role.events == [Started(incarnation=4, restored=SNAPSHOT)]
 
@@ -415,7 +419,7 @@ def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) ->
 def test_a_role_is_told_that_its_snapshots_cannot_be_used(build: Build) -> None:
     """It decides what follows: of two copies of a shard the other one may help."""
     shelf = Shelf(newest_error=StorageError("no snapshot of me is whole"))
-    node, role = build(lambda _event, _now: [Halt()], store=shelf)
+    node, role = build(lambda _event, _now: [Exit()], store=shelf)
     node.run()
     assert role.events == [Started(incarnation=4, unrestored="no snapshot of me is whole")]
 
@@ -436,17 +440,19 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
         match event:
             case Started():
-                alive = Send(receiver=ME, message=Alive())
+                alive = Send(receiver=ME, message=HeartbeatAck())
                 return [alive] * 20 + [Send(receiver=ME, message=Stop(reason=""))]
-            case Received(message=Alive()):
-                raise RemoteProtocolError("me sent Alive")
+            case Received(message=HeartbeatAck()):
+                raise RemoteProtocolError("me sent HeartbeatAck")
             case _:
-                return [Halt()]
+                return [Exit()]
 
     node, role = build(react)
     assert node.run() is None
     assert len(role.events) == 22
-    assert log == [("warning", f"refused, {n} so far: me sent Alive") for n in (1, 2, 4, 8, 16)]
+    assert log == [
+        ("warning", f"refused, {n} so far: me sent HeartbeatAck") for n in (1, 2, 4, 8, 16)
+    ]
 
 
 @pytest.mark.parametrize("error", [PeerLostError("shard-1 silent for 60 s"), JobError("no data")])
@@ -473,7 +479,7 @@ def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str,
 
 
 def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
-    text = Save(label="\udcff")
+    text = SaveCheckpoint(label="\udcff")
     node, _ = build(lambda _event, _now: [Send(receiver=ME, message=text)])
     error = node.run()
     assert error is not None
@@ -497,7 +503,7 @@ def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
         if isinstance(event, Started):
             waiting.set()
             return []
-        return [Halt()]
+        return [Exit()]
 
     node, role = build(react)
 
@@ -519,7 +525,7 @@ def test_a_post_from_a_signal_handler_wakes_the_node(build: Build) -> None:
         if isinstance(event, Started):
             work = Compute(name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1))
             return [work]
-        return [Halt()] if event == NEWS else []
+        return [Exit()] if event == NEWS else []
 
     node, role = build(react)
     before = signal.signal(signal.SIGUSR1, lambda _number, _frame: node.post(NEWS))
@@ -534,7 +540,7 @@ def test_a_role_far_behind_drops_what_is_posted_and_says_so(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        return [Halt()] if isinstance(event, TimerFired) else []
+        return [Exit()] if isinstance(event, TimerFired) else []
 
     node, role = build(react)
     taken = [node.post(NEWS) for _ in range(POSTED_MAX + 3)]
@@ -573,7 +579,7 @@ def test_pump_gives_up_in_time(build: Build) -> None:
 
 
 def test_pump_returns_when_the_role_has_ended(build: Build) -> None:
-    node, _ = build(lambda _event, _now: [Halt(error="no shard")])
+    node, _ = build(lambda _event, _now: [Exit(error="no shard")])
     assert not node.pump(lambda: False, timeout_seconds=PATIENCE_SECONDS)
     assert node.error == "no shard"
 
@@ -583,7 +589,7 @@ def test_pump_returns_when_the_role_has_ended(build: Build) -> None:
 
 def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) -> None:
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
-        return [] if isinstance(event, Started) else [Halt()]
+        return [] if isinstance(event, Started) else [Exit()]
 
     node, _ = build(react)
     ticks: list[int] = []
@@ -602,7 +608,7 @@ def test_a_broken_display_does_not_end_the_job(build: Build, log: list[tuple[str
     def react(event: Event, now: Seconds) -> Sequence[Action]:
         if isinstance(event, Started):
             return [SetTimer(name="end", at=now + 0.02)]
-        return [Halt()]
+        return [Exit()]
 
     def on_tick() -> None:
         raise OSError("no terminal")
@@ -663,8 +669,8 @@ def a_supervisor() -> Role:
 
 
 def a_host() -> Role:
-    config = HostConfig(label="lab", cores=1, memory_bytes=1)
-    return Host(config, site=HostSite.__new__(HostSite))
+    config = HostAgentConfig(label="lab", cores=1, memory_bytes=1)
+    return HostAgent(config, site=AgentStorage.__new__(AgentStorage))
 
 
 @pytest.mark.parametrize("make_role", [a_supervisor, a_host])
@@ -676,7 +682,7 @@ def test_only_what_is_posted_here_is_the_users_word(
     fleet.answers = False
     stop = Stop(reason="Ctrl+C")
     said: list[str] = []
-    node = Node(
+    node = RoleRunner(
         role, transport=transport, log=lambda _level, text: said.append(text), launcher=fleet
     )
     with node, link(USER, tmp_path) as forger:
@@ -726,9 +732,9 @@ def test_launching_without_a_launcher_is_a_bug_of_ours(build: Build) -> None:
 ECHO = """
 import sys
 from distbelief.protocol import Stop
-from distbelief.transport.node import Node
-from distbelief.roles.role import Connect, Halt, Received, Send, Started
-from distbelief.transport.config import Reach
+from distbelief.transport.node import RoleRunner
+from distbelief.roles.role import Connect, Exit, Received, Send, Started
+from distbelief.transport.config import ListenConfig
 
 class Echo:
     def handle(self, event, now):
@@ -739,18 +745,18 @@ class Echo:
             case Received():
                 reply = Send(receiver="me", message=event.message)
                 is_last = isinstance(event.message, Stop)
-                return [reply, Halt(error="told to")] if is_last else [reply]
+                return [reply, Exit(error="told to")] if is_last else [reply]
         return []
 
     def status(self):
         return "", {}
 
-links = Reach(directory=sys.argv[2]).transport(
+links = ListenConfig(directory=sys.argv[2]).transport(
     name="echo", incarnation=1, run="run", log=print
 )
 with links as transport:
     print(transport.endpoint, flush=True)
-    print(Node(Echo(), transport=transport, log=print).run(), flush=True)
+    print(RoleRunner(Echo(), transport=transport, log=print).run(), flush=True)
 """
 
 
@@ -772,14 +778,14 @@ def test_two_nodes_in_two_processes_talk(
                 case Started():
                     return [
                         Connect(peer=echo, incarnation=1, endpoint=endpoint, host=""),
-                        Send(receiver=echo, message=Save(label="x")),
+                        Send(receiver=echo, message=SaveCheckpoint(label="x")),
                     ]
-                case Received(sender="echo", message=Save()):
+                case Received(sender="echo", message=SaveCheckpoint()):
                     return [Send(receiver=echo, message=Stop(reason="done"))]
                 case Received(sender="echo", message=Stop()):
-                    return [Halt()]
+                    return [Exit()]
                 case _:
-                    return [Halt(error=f"unexpected: {event}")]
+                    return [Exit(error=f"unexpected: {event}")]
 
         node, _ = build(react)
         assert node.run() is None

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from distbelief.roles.role import Compute, Computed, Lane
-from distbelief.transport.node import Lanes
+from distbelief.roles.role import Compute, Computed, Executor
+from distbelief.transport.node import WorkExecutors
 
 
 PATIENCE_SECONDS = 20.0
@@ -19,7 +19,7 @@ class Bench:
 
     def __init__(self) -> None:
         self._woken = threading.Semaphore(0)
-        self.lanes = Lanes("role", now=time.monotonic, wake=self._woken.release)
+        self.lanes = WorkExecutors("role", now=time.monotonic, wake=self._woken.release)
 
     def next_answer(self) -> Computed:
         assert self._woken.acquire(timeout=PATIENCE_SECONDS)
@@ -63,10 +63,10 @@ def test_what_work_raises_is_its_answer(bench: Bench, error: BaseException) -> N
 
 def test_two_lanes_work_side_by_side(bench: Bench) -> None:
     meeting = threading.Barrier(2)
-    for lane in Lane:
+    for lane in Executor:
         work = Compute(name=lane.value, work=lambda: meeting.wait(PATIENCE_SECONDS), lane=lane)
         bench.lanes.compute(work)
-    names = {bench.next_answer().name for _ in Lane}
+    names = {bench.next_answer().name for _ in Executor}
     assert names == {"compute", "data"}
 
 

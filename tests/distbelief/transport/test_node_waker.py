@@ -2,15 +2,15 @@
 
 import select
 
-from distbelief.transport.node import Alarm
+from distbelief.transport.node import Waker
 
 
-def rings(alarm: Alarm) -> bool:
+def rings(alarm: Waker) -> bool:
     return bool(select.select([alarm], [], [], 0.0)[0])
 
 
 def test_it_rings_until_it_is_silenced_however_often_it_was_rung() -> None:
-    alarm = Alarm()
+    alarm = Waker()
     alarm.start()
     assert not rings(alarm)
     for _ in range(3):
@@ -23,7 +23,7 @@ def test_it_rings_until_it_is_silenced_however_often_it_was_rung() -> None:
 
 
 def test_it_may_be_rung_too_early_too_late_and_too_often() -> None:
-    alarm = Alarm()
+    alarm = Waker()
     alarm.ring()
     alarm.start()
     assert not rings(alarm)

@@ -18,11 +18,11 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.errors import LocalProtocolError, TransportError
-from distbelief.protocol import Alive, Message, PushBlock, Save, Stop
-from distbelief.protocol.codec import Envelope, Wire
+from distbelief.protocol import HeartbeatAck, Message, PushBlock, SaveCheckpoint, Stop
+from distbelief.protocol.codec import Codec, Envelope
 from distbelief.transport import zmq_transport
-from distbelief.transport.address import Place
-from distbelief.transport.authenticator import DirectoryGuard, Guard, RunGuard
+from distbelief.transport.address import Endpoint
+from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
 from distbelief.transport.keys import KeyPair
 from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
 from tests.distbelief.protocol.message_strategies import messages, same
@@ -57,8 +57,8 @@ class Make:
         transport.start()
         return transport
 
-    def guard(self) -> Guard:
-        return RunGuard(PAIR) if self.over_tcp else DirectoryGuard(self.directory)
+    def guard(self) -> Authenticator:
+        return RunAuth(PAIR) if self.over_tcp else DirectoryAuth(self.directory)
 
     def somewhere(self) -> str:
         """Return a place where nobody listens."""
@@ -114,7 +114,7 @@ def take(transport: ZmqTransport, n_messages: int) -> list[Envelope]:
 
 
 def labels(envelopes: list[Envelope]) -> list[str]:
-    return [e.message.label for e in envelopes if isinstance(e.message, Save)]
+    return [e.message.label for e in envelopes if isinstance(e.message, SaveCheckpoint)]
 
 
 # -------------------------------------------------------------------- what arrives
@@ -124,7 +124,7 @@ def test_messages_arrive_in_order_and_say_who_sent_them(make: Make) -> None:
     a, b = make("a"), make("b")
     a.connect("b", 1, b.endpoint)
     for index in range(100):
-        assert a.send("b", Save(label=f"{index}"))
+        assert a.send("b", SaveCheckpoint(label=f"{index}"))
     arrived = take(b, 100)
     assert labels(arrived) == [f"{index}" for index in range(100)]
     assert {(each.sender, each.incarnation) for each in arrived} == {("a", 1)}
@@ -136,8 +136,8 @@ def test_both_directions_are_links_of_their_own(make: Make) -> None:
     a, b = make("a"), make("b")
     a.connect("b", 1, b.endpoint)
     b.connect("a", 1, a.endpoint)
-    a.send("b", Save(label="to b"))
-    b.send("a", Save(label="to a"))
+    a.send("b", SaveCheckpoint(label="to b"))
+    b.send("a", SaveCheckpoint(label="to a"))
     assert labels(take(b, 1)) == ["to b"]
     assert labels(take(a, 1)) == ["to a"]
 
@@ -172,7 +172,7 @@ def test_what_is_lent_arrives_as_it_is(make: Make) -> None:
         values.flags.writeable = False
         message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
         a.send("b", message, lent=True)
-        a.send("b", Save(label="no array"), lent=True)
+        a.send("b", SaveCheckpoint(label="no array"), lent=True)
         envelope, after = take(b, 2)
         assert same(envelope.message, message)
         assert labels([after]) == ["no array"]
@@ -182,7 +182,7 @@ def test_one_call_of_receive_yields_a_bounded_number(make: Make) -> None:
     a = make("a", options=TransportOptions(batch_max=3))
     a.connect("a", 1, a.endpoint)
     for _ in range(5):
-        a.send("a", Alive())
+        a.send("a", HeartbeatAck())
     seen: list[int] = []
 
     def all_there() -> bool:
@@ -221,14 +221,14 @@ def test_poll_waits_at_least_as_long_as_it_is_told(make: Make) -> None:
 
 def test_a_message_to_an_unknown_peer_is_dropped_and_counted(make: Make) -> None:
     a = make("a")
-    assert not a.send("nobody", Alive())
+    assert not a.send("nobody", HeartbeatAck())
     assert a.counters.dropped_unknown == 1
 
 
 @contextmanager
 def mute(make: Make) -> Iterator[str]:
     """Listen, and say nothing; yield where."""
-    place = Place.parse(make.place(make.somewhere()))
+    place = Endpoint.parse(make.place(make.somewhere()))
     is_file = bool(place.path)
     with socket.socket(socket.AF_UNIX if is_file else socket.AF_INET) as listener:
         listener.bind(place.path if is_file else (place.host, place.port))
@@ -240,7 +240,7 @@ def test_a_full_link_drops_counts_and_never_blocks(make: Make) -> None:
     a = make("a", options=TransportOptions(messages_max=10, linger_seconds=0))
     with mute(make) as endpoint:
         a.connect("mute", 1, endpoint)
-        accepted = [a.send("mute", Save(label=f"{n}")) for n in range(50)]
+        accepted = [a.send("mute", SaveCheckpoint(label=f"{n}")) for n in range(50)]
     assert accepted == [True] * 10 + [False] * 40
     assert (a.counters.messages_out, a.counters.dropped_full) == (10, 40)
 
@@ -249,7 +249,7 @@ def test_a_peer_that_reads_nothing_holds_a_bounded_number(make: Make) -> None:
     options = TransportOptions(messages_max=4)
     a, b = make("a", options=options), make("b", options=options)
     a.connect("b", 1, b.endpoint)
-    a.send("b", Alive())
+    a.send("b", HeartbeatAck())
     take(b, 1)
     values = np.ones(BLOCK_BYTES // 4, np.float32)
     message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
@@ -264,7 +264,7 @@ def test_a_peer_that_reads_nothing_holds_a_bounded_number(make: Make) -> None:
     # Four at either end; the kernel's socket buffers hold some too.
     assert n_taken <= 40
     assert len(take(b, n_taken)) == n_taken  # none of those taken is lost
-    a.send("b", Save(label="and it goes on"))
+    a.send("b", SaveCheckpoint(label="and it goes on"))
     assert labels(take(b, 1)) == ["and it goes on"]
 
 
@@ -274,13 +274,13 @@ def test_a_peer_that_reads_nothing_holds_a_bounded_number(make: Make) -> None:
 def test_a_peer_that_restarts_elsewhere_is_reached_there(make: Make) -> None:
     a, old = make("a"), make("b")
     a.connect("b", 1, old.endpoint)
-    a.send("b", Save(label="to the old"))
+    a.send("b", SaveCheckpoint(label="to the old"))
     take(old, 1)
     old.close()
     new = make("b")
-    a.send("b", Save(label="lost"))
+    a.send("b", SaveCheckpoint(label="lost"))
     a.connect("b", 2, new.endpoint)
-    a.send("b", Save(label="to the new"))
+    a.send("b", SaveCheckpoint(label="to the new"))
     assert labels(take(new, 1)) == ["to the new"]
 
 
@@ -289,10 +289,10 @@ def test_a_peer_that_restarts_at_the_same_address_gets_no_old_messages(make: Mak
     a, old = make("a"), make("b", bind=address)
     a.connect("b", 1, old.endpoint)
     old.close()
-    a.send("b", Save(label="to the old"))
+    a.send("b", SaveCheckpoint(label="to the old"))
     new = make("b", bind=address)
     a.connect("b", 2, new.endpoint)
-    a.send("b", Save(label="to the new"))
+    a.send("b", SaveCheckpoint(label="to the new"))
     assert labels(take(new, 1)) == ["to the new"]
 
 
@@ -300,14 +300,14 @@ def test_connecting_again_to_the_same_life_changes_nothing(make: Make) -> None:
     a, b = make("a"), make("b")
     for label in ("one", "two"):
         a.connect("b", 1, b.endpoint)
-        a.send("b", Save(label=label))
+        a.send("b", SaveCheckpoint(label=label))
     assert labels(take(b, 2)) == ["one", "two"]
 
 
 def test_a_peer_may_start_later_than_what_is_sent_to_it(make: Make) -> None:
     a, address = make("a"), make.somewhere()
     a.connect("b", 1, make.place(address))
-    a.send("b", Save(label="early"))
+    a.send("b", SaveCheckpoint(label="early"))
     b = make("b", bind=address)
     assert labels(take(b, 1)) == ["early"]
 
@@ -317,7 +317,7 @@ def test_a_disconnected_peer_is_unknown(make: Make) -> None:
     a.connect("b", 1, b.endpoint)
     a.disconnect("b")
     a.disconnect("b")
-    assert not a.send("b", Alive())
+    assert not a.send("b", HeartbeatAck())
 
 
 def test_who_was_not_written_to_for_longest_makes_room(
@@ -328,9 +328,9 @@ def test_who_was_not_written_to_for_longest_makes_room(
     a, b, c, d = map(make, "abcd")
     a.connect("b", 1, b.endpoint)
     a.connect("c", 1, c.endpoint)
-    assert a.send("b", Alive())
+    assert a.send("b", HeartbeatAck())
     a.connect("d", 1, d.endpoint)
-    assert [a.send(peer, Alive()) for peer in "bcd"] == [True, False, True]
+    assert [a.send(peer, HeartbeatAck()) for peer in "bcd"] == [True, False, True]
 
 
 # ------------------------------------------------------------------------- refusals
@@ -369,7 +369,7 @@ def test_who_listens_everywhere_is_on_this_machine_too(make_tcp: Make) -> None:
     a = make_tcp("a", bind="tcp://0.0.0.0:*")
     b = make_tcp("b")
     b.connect("a", 1, a.endpoint)
-    b.send("a", Alive())
+    b.send("a", HeartbeatAck())
     take(a, 1)
 
 
@@ -409,7 +409,7 @@ class Stranger:
     def connect(self, endpoint: str, kind: int = zmq.PUSH) -> "zmq.Socket[bytes]":
         link = self._context.socket(kind)
         link.linger = 0
-        place = Place.parse(endpoint)
+        place = Endpoint.parse(endpoint)
         if self._pair is not None:
             self._pair.dial(link, place.key, handshake_seconds_max=5.0)
         link.connect(place.endpoint)
@@ -440,13 +440,13 @@ def inbox_tcp(make_tcp: Make, log: list[str]) -> ZmqTransport:
 def reached(make: Make, log: list[str]) -> ZmqTransport:
     transport = make("inbox", log=lambda _level, text: log.append(text))
     transport.connect("inbox", 1, transport.endpoint)
-    transport.send("inbox", Alive())
+    transport.send("inbox", HeartbeatAck())
     take(transport, 1)
     return transport
 
 
 def still_works(inbox: ZmqTransport) -> bool:
-    inbox.send("inbox", Save(label="honest"))
+    inbox.send("inbox", SaveCheckpoint(label="honest"))
     return labels(take(inbox, 1)) == ["honest"]
 
 
@@ -469,9 +469,9 @@ def test_who_has_another_key_than_the_address_learns_nothing(make_tcp: Make) -> 
     """
     a, address = make_tcp("a"), make_tcp.somewhere()
     label = "nobody else is to read this"
-    with socket.create_server(("127.0.0.1", Place.parse(address).port)) as thief:
+    with socket.create_server(("127.0.0.1", Endpoint.parse(address).port)) as thief:
         a.connect("b", 1, make_tcp.place(address))
-        a.send("b", Save(label=label))
+        a.send("b", SaveCheckpoint(label=label))
         learnt = b""
         for _ in range(3):  # it is dialled again and again
             line, _ = thief.accept()
@@ -493,16 +493,16 @@ def test_who_watches_a_peer_hears_that_another_listens_there(
     inbox_tcp: ZmqTransport, make_tcp: Make
 ) -> None:
     pair = KeyPair.new()
-    stranger = make_tcp("s", guard=RunGuard(pair))
+    stranger = make_tcp("s", guard=RunAuth(pair))
     member, careless = make_tcp("m"), make_tcp("c")
     with pytest.raises(TransportError, match="not known by the key of this run"):
         stranger.connect("inbox", 1, inbox_tcp.endpoint)
-    place = replace(Place.parse(inbox_tcp.endpoint), key=pair.public)
+    place = replace(Endpoint.parse(inbox_tcp.endpoint), key=pair.public)
     stranger.connect("inbox", 1, str(place), watched=True)
     member.connect("inbox", 1, inbox_tcp.endpoint, watched=True)
     careless.connect("inbox", 1, inbox_tcp.endpoint)
     wait(inbox_tcp, until=lambda: stranger.is_another("inbox"))
-    member.send("inbox", Save(label="honest"))
+    member.send("inbox", SaveCheckpoint(label="honest"))
     assert labels(take(inbox_tcp, 1)) == ["honest"]
     for transport in (member, careless):
         assert not transport.is_another("inbox")
@@ -537,7 +537,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
 def test_random_bytes_from_a_raw_socket_do_no_harm(garbage: bytes) -> None:
     with ExitStack() as stack:
         inbox = reached(Make(Path(), over_tcp=True, stack=stack), [])
-        place = Place.parse(inbox.endpoint)
+        place = Endpoint.parse(inbox.endpoint)
         for prefix in (b"", GREETING, GREETING + b"\x04\xc8\x05HELLO"):
             with socket.create_connection((place.host, place.port)) as raw:
                 raw.sendall(prefix + garbage)
@@ -565,14 +565,14 @@ def test_malformed_messages_of_a_member_are_counted_and_seldom_logged(
 ) -> None:
     stranger = Stranger(make)
     link = stranger.connect(inbox.endpoint)
-    good = Wire(run="run").encode(Alive(), sender="x", incarnation=1)
+    good = Codec(run="run").encode(HeartbeatAck(), sender="x", incarnation=1)
     bad: list[list[bytes]] = [
         [b""],
         [b"x" * 100],
         [bytes(good[0]), b"no such array"],
         [b"part"] * 5000,
-        [bytes(frame) for frame in Wire(run="y").encode(
-            Alive(), sender="x", incarnation=1
+        [bytes(frame) for frame in Codec(run="y").encode(
+            HeartbeatAck(), sender="x", incarnation=1
         )],
     ]  # fmt: skip
     for frames in bad * 4:
@@ -607,10 +607,10 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
 
 PEER = """
 import sys
-from distbelief.protocol import Save, Stop
-from distbelief.transport.config import Reach
+from distbelief.protocol import SaveCheckpoint, Stop
+from distbelief.transport.config import ListenConfig
 
-links = Reach(directory=sys.argv[2]).transport(
+links = ListenConfig(directory=sys.argv[2]).transport(
     name="peer", incarnation=int(sys.argv[3]), run="run", log=print
 )
 with links as transport:
@@ -622,7 +622,7 @@ with links as transport:
         for envelope in transport.receive():
             if isinstance(envelope.message, Stop):
                 going_on = False
-            transport.send("a", Save(label=type(envelope.message).__name__))
+            transport.send("a", SaveCheckpoint(label=type(envelope.message).__name__))
 """
 
 
@@ -644,16 +644,16 @@ def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(make_files: Ma
     first, endpoint = start_peer(a, make_files.directory)
     with first:
         a.connect("peer", 1, endpoint)
-        a.send("peer", Alive())
-        assert labels(take(a, 1)) == ["Alive"]
+        a.send("peer", HeartbeatAck())
+        assert labels(take(a, 1)) == ["HeartbeatAck"]
         first.kill()
     for _ in range(1000):
-        a.send("peer", Alive())  # never blocks, whoever is not there
+        a.send("peer", HeartbeatAck())  # never blocks, whoever is not there
     second, endpoint = start_peer(a, make_files.directory, 2)
     with second:
         a.connect("peer", 2, endpoint)
-        a.send("peer", Save(label="x"))
-        assert labels(take(a, 1)) == ["Save"]
+        a.send("peer", SaveCheckpoint(label="x"))
+        assert labels(take(a, 1)) == ["SaveCheckpoint"]
         second.kill()
 
 

@@ -14,15 +14,15 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (
-    Acknowledge,
     Fetch,
-    Hello,
     Message,
+    OpenSession,
     ParameterBlock,
     Push,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Welcome,
+    PushBlockAck,
+    SessionOpened,
 )
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -31,7 +31,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     Received,
     Report,
     Send,
@@ -40,8 +40,8 @@ from distbelief.roles.role import (
 )
 from distbelief.task import dry_run
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.local_executor import LocalModel, Trainer
-from distbelief.worker.replica import ModelReplica
+from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from distbelief.worker.replica import Replica
 from tests.distbelief.examples import Frames, net
 
 
@@ -67,9 +67,9 @@ class Shard:
 
     def answer(self, message: Message) -> list[Message]:
         match message:
-            case Hello():
+            case OpenSession():
                 return [
-                    Welcome(
+                    SessionOpened(
                         shard_incarnation=1,
                         clock=0,
                         samples=self.samples,
@@ -91,7 +91,7 @@ class Shard:
                 ]
             case PushBlock():
                 self._blocks[message.sequence] = message.values.copy()
-                return [PushCredit(sequence=message.sequence, shard_incarnation=1, received=1)]
+                return [PushBlockAck(sequence=message.sequence, shard_incarnation=1, received=1)]
             case Push():
                 self.pushed.append((message, self._blocks[message.sequence]))
                 return self.acknowledge() if self.acknowledges else []
@@ -101,7 +101,7 @@ class Shard:
     def acknowledge(self) -> list[Message]:
         """Acknowledge all there is."""
         return [
-            Acknowledge(
+            PushApplied(
                 sequence=self.pushed[-1][0].sequence,
                 shard_incarnation=1,
                 clock=len(self.pushed),
@@ -131,7 +131,7 @@ class Bench:
         config: DownpourConfig | None = None,
     ) -> None:
         self.config = config or DownpourConfig(batch_size=4, learning_rate=0.1)
-        self.model = LocalModel(net() if module is None else module)
+        self.model = FlatModel(net() if module is None else module)
         layout = Layout.of(self.model.specs(), n_shards=1)
         values = np.zeros(layout.shard_size(0), np.float32)
         layout.gather(0, self.model.values, values)
@@ -139,7 +139,7 @@ class Bench:
         self.shard = Shard(values)
         self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
         self.data_shard = DataShard(len(self.dataset), replica_index=0, n_replicas=1, seed=0)
-        self.replica = ModelReplica(
+        self.replica = Replica(
             self.config,
             client=ParameterClient(
                 ClientConfig(pushes=True),
@@ -147,7 +147,7 @@ class Bench:
                 shards=[SHARD],
                 memory=PrivateMemory(host=""),
             ),
-            trainer=Trainer(
+            trainer=LocalExecutor(
                 self.model,
                 self.dataset,
                 loss=nn.functional.cross_entropy,
@@ -180,7 +180,7 @@ class Bench:
                     self.timers[action.name] = action.at
                 case Report():
                     self.reports.append(action)
-                case Halt():
+                case Exit():
                     self._halted = True
                 case _:
                     raise AssertionError(action)

@@ -15,8 +15,8 @@ from torch import nn
 
 from distbelief.core.vectors import Vector
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import Execution, Given, Seed, mean_over_samples
-from distbelief.execution.schedule import Agenda, Timetable
+from distbelief.execution.executor import PartitionExecutor, Seed, StepInputs, mean_over_samples
+from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled
 from distbelief.worker.batches import micro_sizes
@@ -168,18 +168,18 @@ class _Machine:
         )
         self.n_samples = sum(sizes)
         self.gradients: dict[int, torch.Tensor] = {}
-        self.execution = Execution(
+        self.execution = PartitionExecutor(
             flow,
             dtype=crew.dtype,
             modules=crew.modules,
             device=crew.device,
             seed_gradient=crew.seed_gradient,
         )
-        table = Timetable.of(flow, len(sizes))
-        self.agenda = Agenda(table, sizes)
+        table = MicroBatchSchedule.of(flow, len(sizes))
+        self.agenda = ReadyQueue(table, sizes)
         self._arrived: dict[int, Vector] = {}
         self._sent = {operation: place for place, operation in flow.sent.items()}
-        given = Given(
+        given = StepInputs(
             parameters=[
                 tensors[name][region.slices].detach().clone() for name, region in flow.items
             ],

@@ -3,14 +3,14 @@
 import pytest
 
 from distbelief.data.sharding import DataShard
-from distbelief.worker.batches import TrainingCourse
+from distbelief.worker.batches import TrainingPlan
 
 
 @pytest.mark.parametrize("n_samples", [7, 8, 9, 12, 13])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_steps_are_counted_as_they_are_taken(n_samples: int, batch_size: int) -> None:
     shard = DataShard(n_samples, replica_index=0, n_replicas=1, seed=0)
-    course = TrainingCourse(shard, batch_size=batch_size)
+    course = TrainingPlan(shard, batch_size=batch_size)
     course.start(0)
     places = [course.batch(step).position for step in range(20)]
     for first in (0, 2, 5):
@@ -26,7 +26,7 @@ def test_steps_to_a_place_within_a_batch_take_the_whole_batch(
 ) -> None:
     shard = DataShard(n_samples, replica_index=0, n_replicas=1, seed=0)
     for start in (0, 2, 5, 11):
-        course = TrainingCourse(shard, batch_size=batch_size)
+        course = TrainingPlan(shard, batch_size=batch_size)
         course.start(start)
         stops = [course.batch(step).stop for step in range(60)]
         for stop in range(start - 1, start + 50):

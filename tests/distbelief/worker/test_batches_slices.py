@@ -9,7 +9,7 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.graph.region import Region
-from distbelief.worker.batches import Chosen, PortionReader
+from distbelief.worker.batches import BatchIndices, SliceReader
 from tests.distbelief.examples import net
 
 
@@ -26,10 +26,10 @@ class Labelled:
         return torch.full((4,), float(index)), self.labels[index]
 
 
-def reader(dataset: Dataset, *, loss: str = "cross_entropy") -> PortionReader:
+def reader(dataset: Dataset, *, loss: str = "cross_entropy") -> SliceReader:
     """Of a machine that has half of the inputs, and the labels of all samples."""
     graph = append_loss(capture(net(), [InputSpec(shape=(4,))]), loss)
-    return PortionReader(
+    return SliceReader(
         dataset,
         graph=graph,
         reads={"input": [Region.of(4).replaced(0, (2, 4))], "targets": [Region(())]},
@@ -37,8 +37,8 @@ def reader(dataset: Dataset, *, loss: str = "cross_entropy") -> PortionReader:
     )
 
 
-def chosen(*indices: int) -> Chosen:
-    return Chosen(position=0, indices=np.array(indices))
+def chosen(*indices: int) -> BatchIndices:
+    return BatchIndices(position=0, indices=np.array(indices))
 
 
 def test_a_portion_is_what_this_machine_needs_and_no_more() -> None:
@@ -68,7 +68,7 @@ def test_a_label_that_no_machine_has_a_class_for_is_refused(loss: str, label: in
 def test_who_only_keeps_targets_refuses_labels_too() -> None:
     """As machines that evaluate do: their metric counted such a sample as wrong."""
     graph = append_loss(capture(net(), [InputSpec(shape=(4,))]), "one_vs_all")
-    reading = PortionReader(
+    reading = SliceReader(
         Labelled([0, 3]),
         graph=graph,
         reads={},

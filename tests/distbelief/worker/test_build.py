@@ -12,28 +12,28 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.data.sharding import DataShard
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
-from distbelief.parameter_server.slices import Selection
+from distbelief.parameter_server.slices import PartialView
 from distbelief.protocol import (
-    Alive,
-    Begin,
     Evaluate,
+    EvaluationDone,
     Finished,
-    Gather,
-    Measured,
+    HeartbeatAck,
     Message,
     Progress,
+    StartEpoch,
+    StartTraining,
     Stop,
-    Taken,
+    TransferAck,
 )
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send
 from distbelief.simulation.faults import Kill, Pause
-from distbelief.simulation.world import Happening
+from distbelief.simulation.world import HandledEvent
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
-from distbelief.worker.batches import TrainingCourse
-from distbelief.worker.build import build_machine
+from distbelief.worker.batches import TrainingPlan
+from distbelief.worker.build import build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import EvaluatorConfig, held_out
-from distbelief.worker.group import machine_name
+from distbelief.worker.group import rank_name
 from tests.simulation.groups import FRAMES, Group
 from tests.simulation.test_downpour import LEARNING, downpour, plain
 
@@ -56,7 +56,7 @@ def sequential(
     for name, tensor in tensors.items():
         tensor.data.copy_(drawn[name].view_as(tensor))
     dataset = build_dataset(LEARNING.train)
-    course = TrainingCourse(
+    course = TrainingPlan(
         DataShard(len(dataset), replica_index=0, n_replicas=1, seed=0),
         batch_size=settings.batch_size,
     )
@@ -176,7 +176,7 @@ def test_a_machine_talks_to_the_shards_that_hold_its_part_and_no_others() -> Non
     group = Group(LEARNING, settings, inputs=FRAMES, n_shards=4, n_machines=3, plan_seed=2)
     asked: dict[str, set[str]] = {name: set() for name in group.machines}
 
-    def note(happening: Happening) -> None:
+    def note(happening: HandledEvent) -> None:
         for action in happening.actions:
             if isinstance(action, Send) and happening.name in asked:
                 asked[happening.name].add(action.receiver)
@@ -186,7 +186,7 @@ def test_a_machine_talks_to_the_shards_that_hold_its_part_and_no_others() -> Non
     few = False
     for machine, name in enumerate(group.machines):
         flow = dataflow(group.split.compiled(), machine)
-        holds = Selection.of(group.layout, flow.items).shards
+        holds = PartialView.of(group.layout, flow.items).shards
         shards = {receiver for receiver in asked[name] if receiver.startswith("shard")}
         assert shards == {f"shard-{k}" for k in holds}
         few |= len(shards) < 4
@@ -224,17 +224,17 @@ def test_machines_wait_for_begin_and_name_who_is_not_there() -> None:
         n_machines=3,
         plan_seed=1,
         await_begin=True,
-        faults=[Kill(at=0.0, role=machine_name(0, 2), restart_after=1.0)],
+        faults=[Kill(at=0.0, role=rank_name(0, 2), restart_after=1.0)],
     )
     group.simulation.run(until=0.5)
     assert state(group, 0) == "waiting for replica-0.2"
     assert state(group, 1) == "waiting for replica-0.0"
     group.simulation.run(until=2.0)
     assert state(group, 0) == "waiting for begin"
-    group.tell(group.machines[1], Begin())  # not who leads
+    group.tell(group.machines[1], StartTraining())  # not who leads
     group.simulation.run(until=3.0)
     assert not group.simulation.halted
-    group.tell(group.machines[0], Begin())
+    group.tell(group.machines[0], StartTraining())
     group.run()
     progress = group.told(Progress)
     assert progress[-1].samples == 16
@@ -247,21 +247,21 @@ def test_machines_take_no_step_beyond_the_samples_that_are_allowed() -> None:
         LEARNING, downpour(max_steps=4), inputs=FRAMES, n_machines=3, plan_seed=1, await_begin=True
     )
     group.simulation.run(until=0.5)
-    group.tell(group.machines[0], Begin(samples=5))
+    group.tell(group.machines[0], StartTraining(samples=5))
     group.simulation.run(until=5.0)
     assert state(group, 0) == "waiting for more samples"
     assert group.told(Progress)[-1].samples == 8
     assert group.status(group.machines[0])["samples_allowed"] == 5
-    group.tell(group.machines[0], Begin(samples=9))
+    group.tell(group.machines[0], StartTraining(samples=9))
     group.simulation.run(until=10.0)
     assert group.told(Progress)[-1].samples == 12
-    group.tell(group.machines[0], Begin(samples=100))
+    group.tell(group.machines[0], StartTraining(samples=100))
     group.run()
     assert group.told(Progress)[-1].samples == 16
 
 
 def test_a_machine_that_is_away_is_waited_for_by_name() -> None:
-    pause = Pause(at=0.004, role=machine_name(0, 1), seconds=2.0)
+    pause = Pause(at=0.004, role=rank_name(0, 1), seconds=2.0)
     settings = downpour(max_steps=60)
     group = Group(LEARNING, settings, inputs=FRAMES, n_machines=2, plan_seed=1, faults=[pause])
     group.simulation.run(until=1.0)
@@ -475,7 +475,7 @@ def test_machines_measure_what_one_process_measures(plan_seed: int) -> None:
     answers = [
         event.message
         for event in group.simulation.sent_to(SUPERVISOR)
-        if isinstance(event.message, Measured)
+        if isinstance(event.message, EvaluationDone)
     ]
     assert [answer.request for answer in answers] == [7, 8, 9, 9]
     assert [answer.n_samples for answer in answers] == [20, 20, 50, 50]
@@ -492,7 +492,7 @@ def test_machines_measure_what_one_process_measures(plan_seed: int) -> None:
 def build(group: Group, name: str, **changes: object) -> Role:
     settings = msgspec.structs.replace(group.settings, **changes)
     context = group._context(memory=PrivateMemory())
-    return build_machine(name, config=settings, context=context, split=group.split)
+    return build_rank(name, config=settings, context=context, split=group.split)
 
 
 def small_group(task: TaskSpec = LEARNING) -> Group:
@@ -527,9 +527,9 @@ def test_a_machine_refuses_what_is_not_for_it() -> None:
     machine = group.machine(group.machines[1])
     machine._ending.is_gone = False
     wrong: list[tuple[str, Message]] = [
-        ("replica-0.0", Alive()),
-        ("replica-0.1", Gather(life=1 << 40, plan="p")),
-        ("stranger", Taken(life=1, taken=0)),
+        ("replica-0.0", HeartbeatAck()),
+        ("replica-0.1", StartEpoch(life=1 << 40, plan="p")),
+        ("stranger", TransferAck(life=1, taken=0)),
     ]
     for sender, message in wrong:
         event = Received(sender=Address(sender), incarnation=1, message=message)

@@ -7,21 +7,21 @@ from torch import nn
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (
-    Begin,
     Evaluate,
+    EvaluationDone,
     Fetch,
     Finished,
-    Hello,
-    Measured,
     Message,
+    OpenSession,
     ParameterBlock,
+    SessionOpened,
+    StartTraining,
     Stop,
-    Welcome,
 )
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -29,7 +29,7 @@ from distbelief.roles.role import (
     Compute,
     Computed,
     Event,
-    Halt,
+    Exit,
     Received,
     Send,
     SetTimer,
@@ -38,7 +38,7 @@ from distbelief.roles.role import (
 )
 from distbelief.task.losses import METRICS, Metric
 from distbelief.worker.evaluator import Evaluator, EvaluatorConfig
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import Frames, failing_function, net
 
 
@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(self, config: EvaluatorConfig, *, metric: Metric = METRICS["accuracy"]) -> None:
         torch.manual_seed(0)
-        model = LocalModel(net())
+        model = FlatModel(net())
         self.layout = Layout.of(model.specs(), n_shards=1)
         self.values = np.zeros(self.layout.shard_size(0), np.float32)
         self.layout.gather(0, model.values, self.values)
@@ -87,15 +87,15 @@ class Bench:
                     self.computes.append(action)
                 case SetTimer():
                     self.timers.append(action.name)
-                case Halt():
+                case Exit():
                     self._halted = True
                 case _:
                     raise AssertionError(action)
 
     def _answer(self, message: Message) -> None:
         match message:
-            case Hello():
-                answer: Message = Welcome(
+            case OpenSession():
+                answer: Message = SessionOpened(
                     shard_incarnation=1,
                     clock=0,
                     samples=0,
@@ -131,10 +131,10 @@ class Bench:
         self.feed(Computed(name=compute.name, result=result, error=error))
         return compute
 
-    def run(self) -> list[Measured]:
+    def run(self) -> list[EvaluationDone]:
         while self.computes:
             self.compute()
-        return [message for message in self.told if isinstance(message, Measured)]
+        return [message for message in self.told if isinstance(message, EvaluationDone)]
 
     def has_halted(self) -> bool:
         return self._halted
@@ -146,7 +146,7 @@ class Bench:
 
 def expected(bench: Bench, indices: list[int]) -> tuple[float, float]:
     module = net()
-    model = LocalModel(module)
+    model = FlatModel(module)
     bench.layout.scatter(0, bench.values, model.values)
     inputs, targets = bench.dataset.inputs[indices], bench.dataset.targets[indices]
     return model.measure(
@@ -240,7 +240,7 @@ def test_a_torn_read_is_tried_again() -> None:
     bench = Bench(EvaluatorConfig())
     bench.ask(Evaluate(request=1, whole=True))
     install = bench.computes.pop()
-    torn = Installed(torn=(0,), clocks=(-1,))
+    torn = FetchResult(torn=(0,), clocks=(-1,))
     bench.feed(Computed(name=install.name, result=torn))
     assert bench.timers[-1] == "evaluator:retry"
     assert not bench.computes
@@ -264,8 +264,8 @@ def test_data_that_fails_keeps_its_own_words() -> None:
 
 
 def test_messages_for_others_are_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent the evaluator Begin"):
-        Bench(EvaluatorConfig()).ask(Begin())
+    with pytest.raises(RemoteProtocolError, match="sent the evaluator StartTraining"):
+        Bench(EvaluatorConfig()).ask(StartTraining())
 
 
 @pytest.mark.parametrize("field", ["subset", "chunk"])

@@ -4,19 +4,27 @@ import msgspec
 import pytest
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Alive, Gather, Gathered, Message, Proceed, SetOrder, Stepped
-from distbelief.worker.group_leader import LIFE_BITS, STOP_SECONDS, Leader, Outgoing
+from distbelief.protocol import (
+    ChunkOrder,
+    GrantSteps,
+    HeartbeatAck,
+    Message,
+    RankReady,
+    StartEpoch,
+    StepsDone,
+)
+from distbelief.worker.group_leader import LIFE_BITS, STOP_SECONDS, GroupLeader, Outgoing
 
 
 LIFE = (1 << LIFE_BITS) + 1
 
 
-def gathered(life: int, samples: int = 0, *, pushes: bool = True) -> Gathered:
-    return Gathered(life=life, pushes=pushes, samples=samples)
+def gathered(life: int, samples: int = 0, *, pushes: bool = True) -> RankReady:
+    return RankReady(life=life, pushes=pushes, samples=samples)
 
 
-def stepped(life: int, steps: int, *, ended: bool = False, square: float = 0.0) -> Stepped:
-    return Stepped(
+def stepped(life: int, steps: int, *, ended: bool = False, square: float = 0.0) -> StepsDone:
+    return StepsDone(
         life=life,
         steps=steps,
         loss=2.0 * steps,
@@ -37,8 +45,8 @@ def proceed(
     ended: bool = False,
     agreed: int = 0,
     square: float = 0.0,
-) -> Proceed:
-    return Proceed(
+) -> GrantSteps:
+    return GrantSteps(
         life=life,
         position=position,
         steps=steps,
@@ -57,18 +65,18 @@ def same(out: Outgoing, *expected: tuple[int, Message]) -> bool:
     return said(out) == said(list(expected))
 
 
-def all_ended(leader: Leader) -> bool:
+def all_ended(leader: GroupLeader) -> bool:
     return leader.all_ended
 
 
-def is_complete(leader: Leader) -> bool:
+def is_complete(leader: GroupLeader) -> bool:
     return leader.is_complete
 
 
-def leader_of_two(*, steps_max: int | None = None) -> Leader:
+def leader_of_two(*, steps_max: int | None = None) -> GroupLeader:
     """A leader that has told two machines to take steps."""
-    leader = Leader(2, plan="p", steps_max=steps_max)
-    gather = Gather(life=LIFE, plan="p")
+    leader = GroupLeader(2, plan="p", steps_max=steps_max)
+    gather = StartEpoch(life=LIFE, plan="p")
     leader.joined(0, 1, 0.0)
     assert same(leader.start(1, 0.0), (0, gather), (1, gather))
     assert same(leader.joined(1, 5, 0.0), (1, gather))
@@ -127,7 +135,7 @@ def test_who_says_the_same_again_is_told_again() -> None:
 def test_a_new_incarnation_begins_a_new_life() -> None:
     leader = leader_of_two()
     leader.hear(0, 1, stepped(LIFE, 1), 1.0)
-    again = Gather(life=LIFE + 1, plan="p")
+    again = StartEpoch(life=LIFE + 1, plan="p")
     out = leader.hear(1, 6, gathered(0), 2.0)
     assert same(out, (0, again), (1, again), (1, again))
     assert not leader.is_running
@@ -143,7 +151,7 @@ def test_a_new_incarnation_begins_a_new_life() -> None:
 
 
 def test_steps_that_are_taken_again_count_once() -> None:
-    leader = Leader(1, plan="p", steps_max=5, n_steps=lambda a, b: (b - a) // 4)
+    leader = GroupLeader(1, plan="p", steps_max=5, n_steps=lambda a, b: (b - a) // 4)
     leader.begin(0.0)
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
@@ -184,7 +192,7 @@ def test_the_end_is_made_without_who_does_not_answer() -> None:
     leader = leader_of_two()
     leader.stop(1.0)
     assert leader.remind(1.0 + STOP_SECONDS) == []
-    again = Gather(life=LIFE + 1, plan="p")
+    again = StartEpoch(life=LIFE + 1, plan="p")
     now = 2.0 + STOP_SECONDS
     assert same(leader.remind(now), (0, again), (1, again))
     assert leader.hear(0, 1, gathered(LIFE + 1, 12), now) == []
@@ -211,7 +219,7 @@ def test_after_a_stop_nobody_waits_for_a_machine_that_is_gone_for_good() -> None
     the supervisor had ended it after 10."""
     leader = leader_of_two()
     leader.stop(1.0)
-    again = Gather(life=LIFE + 1, plan="p")
+    again = StartEpoch(life=LIFE + 1, plan="p")
     assert same(leader.lost(1, 2.0), (0, again))
     assert leader.lost(1, 2.0) == []
     last = proceed(LIFE + 1, 0, position=12, is_last=True)
@@ -235,12 +243,12 @@ def test_who_is_lost_after_the_last_step_costs_no_step() -> None:
 
 def test_a_leader_that_begins_anew_after_the_others_have_ended_ends_too() -> None:
     """It waited for ever: those it gathers have gone, and are not started again."""
-    leader = Leader(2, plan="p", steps_max=1)
+    leader = GroupLeader(2, plan="p", steps_max=1)
     leader.joined(0, 2, 0.0)
     leader.start(2, 0.0)
     leader.begin(0.0)
     life = leader.life + 1
-    assert same(leader.lost(1, 0.0), (0, Gather(life=life, plan="p")))
+    assert same(leader.lost(1, 0.0), (0, StartEpoch(life=life, plan="p")))
     last = proceed(life, 0, position=4, is_last=True)
     assert same(leader.hear(0, 2, gathered(life, 4), 0.0), (0, last))
     leader.hear(0, 2, stepped(life, 0, ended=True), 0.0)
@@ -248,7 +256,7 @@ def test_a_leader_that_begins_anew_after_the_others_have_ended_ends_too() -> Non
 
 
 def test_before_a_begin_nothing_is_granted() -> None:
-    leader = Leader(1, plan="p")
+    leader = GroupLeader(1, plan="p")
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
     assert leader.hear(0, 1, gathered(LIFE, pushes=False), 0.0) == []
@@ -258,7 +266,7 @@ def test_before_a_begin_nothing_is_granted() -> None:
 
 
 def test_a_life_may_have_its_own_place_and_length() -> None:
-    leader = Leader(1, plan="p", limit=0)
+    leader = GroupLeader(1, plan="p", limit=0)
     leader.begin(0.0)
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
@@ -275,25 +283,25 @@ def test_a_life_may_have_its_own_place_and_length() -> None:
 
 
 def test_a_leader_is_not_told_anything_else() -> None:
-    with pytest.raises(RemoteProtocolError, match="machine 1 sent its leader Alive"):
-        leader_of_two().hear(1, 5, Alive(), 0.0)
+    with pytest.raises(RemoteProtocolError, match="machine 1 sent its leader HeartbeatAck"):
+        leader_of_two().hear(1, 5, HeartbeatAck(), 0.0)
 
 
 def test_a_life_about_an_order_is_told_of_it_and_a_lost_machine_ends_it() -> None:
     leader = leader_of_two()
-    order = SetOrder(epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=())
+    order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=())
     told = leader.new_life(1.0, position=0, limit=2, order=order)
-    gather = Gather(life=LIFE + 1, plan="p", order=order)
+    gather = StartEpoch(life=LIFE + 1, plan="p", order=order)
     assert same(told, (0, gather), (1, gather))
     assert same(leader.remind(1.1), (0, gather), (1, gather))
-    gather = Gather(life=LIFE + 2, plan="p")
+    gather = StartEpoch(life=LIFE + 2, plan="p")
     assert same(leader.joined(1, 6, 1.2), (0, gather), (1, gather))
 
 
 def test_losses_are_added_in_the_order_of_machines_whoever_was_first() -> None:
     losses = []
     for order in ((0, 1, 2), (2, 1, 0)):
-        leader = Leader(3, plan="p", limit=1)
+        leader = GroupLeader(3, plan="p", limit=1)
         leader.begin(0.0)
         leader.joined(0, 1, 0.0)
         leader.start(1, 0.0)
@@ -308,7 +316,7 @@ def test_losses_are_added_in_the_order_of_machines_whoever_was_first() -> None:
 
 
 def test_no_more_steps_are_granted_than_samples_are_allowed() -> None:
-    leader = Leader(1, plan="p", n_steps=lambda a, b: -((a - b) // 4))
+    leader = GroupLeader(1, plan="p", n_steps=lambda a, b: -((a - b) // 4))
     leader.start(1, 0.0)
     leader.hear(0, 1, gathered(LIFE, samples=8), 0.0)
     assert same(leader.begin(0.0, samples=14), (0, proceed(LIFE, 2, position=8)))

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from distbelief.errors import JobError
 from distbelief.parameter_server.layout import Layout
-from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import Everything, Frames, net
 
 
@@ -25,7 +25,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_tensors_are_sorted_once_each_and_of_their_kind() -> None:
-    model = LocalModel(everything())
+    model = FlatModel(everything())
     kinds = {spec.name: spec.kind for spec in model.specs()}
     assert kinds == {
         "first.bias": "parameter",
@@ -47,7 +47,7 @@ def test_tensors_are_sorted_once_each_and_of_their_kind() -> None:
 
 
 def test_values_are_flat_in_the_order_of_the_specs() -> None:
-    model = LocalModel(everything())
+    model = FlatModel(everything())
     for spec, value in zip(model.specs(), model.values, strict=True):
         assert value.shape == (spec.n_elements,)
 
@@ -57,7 +57,7 @@ def test_a_transposed_parameter_is_flat_in_row_major_order() -> None:
     assert isinstance(module, Everything)
     assert not module.transposed.is_contiguous()
     expected = module.transposed.detach().clone().reshape(-1)
-    model = LocalModel(module)
+    model = FlatModel(module)
     index = [spec.name for spec in model.specs()].index("transposed")
     assert torch.equal(model.values[index], expected)
     model.values[index].zero_()
@@ -65,7 +65,7 @@ def test_a_transposed_parameter_is_flat_in_row_major_order() -> None:
 
 
 def test_shared_tensors_have_one_name_and_tell_the_others() -> None:
-    model = LocalModel(everything())
+    model = FlatModel(everything())
     assert model.aliases() == {
         "again.weight": "first.weight",
         "again.bias": "first.bias",
@@ -75,7 +75,7 @@ def test_shared_tensors_have_one_name_and_tell_the_others() -> None:
 
 def test_names_and_aliases_are_those_of_the_state_dict() -> None:
     module = everything()
-    model = LocalModel(module)
+    model = FlatModel(module)
     tensors = dict(model.named_tensors())
     tensors |= {alias: tensors[name] for alias, name in model.aliases().items()}
     assert tensors.keys() == module.state_dict().keys()
@@ -83,7 +83,7 @@ def test_names_and_aliases_are_those_of_the_state_dict() -> None:
 
 def test_the_gradient_is_that_of_plain_torch() -> None:
     plain = everything()
-    model = LocalModel(copy.deepcopy(plain))
+    model = FlatModel(copy.deepcopy(plain))
     inputs, targets = batch()
     loss = cross_entropy(plain(inputs), targets)
     loss.backward()
@@ -99,7 +99,7 @@ def test_the_gradient_is_that_of_plain_torch() -> None:
 
 
 def test_what_is_unused_frozen_or_a_buffer_has_no_gradient() -> None:
-    model = LocalModel(everything())
+    model = FlatModel(everything())
     model.gradient(*batch(), cross_entropy)
     missing = {
         spec.name
@@ -111,7 +111,7 @@ def test_what_is_unused_frozen_or_a_buffer_has_no_gradient() -> None:
 
 
 def test_each_gradient_is_fresh_and_the_older_one_stays_as_it_was() -> None:
-    model = LocalModel(net())
+    model = FlatModel(net())
     model.gradient(*batch(), cross_entropy)
     stolen = model.gradients[0]
     assert stolen is not None
@@ -124,7 +124,7 @@ def test_each_gradient_is_fresh_and_the_older_one_stays_as_it_was() -> None:
 
 
 def test_the_first_gradient_accrues_without_a_copy() -> None:
-    model = LocalModel(net())
+    model = FlatModel(net())
     model.gradient(*batch(), cross_entropy)
     gradient = model.gradients[0]
     model.accrue()
@@ -135,7 +135,7 @@ def test_the_first_gradient_accrues_without_a_copy() -> None:
 
 
 def test_accrued_is_the_sum_until_it_is_dropped() -> None:
-    model = LocalModel(net())
+    model = FlatModel(net())
     the_list = model.accrued
     expected = torch.zeros_like(model.values[0])
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_accrued_is_the_sum_until_it_is_dropped() -> None:
 
 def test_a_local_step_is_a_step_of_torchs_sgd() -> None:
     plain = net()
-    model = LocalModel(copy.deepcopy(plain))
+    model = FlatModel(copy.deepcopy(plain))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -168,7 +168,7 @@ def test_a_local_step_is_a_step_of_torchs_sgd() -> None:
 
 def test_views_stay_those_of_the_module_whatever_forward_does() -> None:
     module = everything()
-    model = LocalModel(module)
+    model = FlatModel(module)
     model.gradient(*batch(), cross_entropy)
     model.gradient(*batch(), cross_entropy)
     names = [spec.name for spec in model.specs()]
@@ -180,7 +180,7 @@ def test_views_stay_those_of_the_module_whatever_forward_does() -> None:
 
 def test_what_is_fetched_is_what_the_module_uses() -> None:
     """Through a layout of two shards and back, integers and all."""
-    model, other = LocalModel(everything()), LocalModel(Everything(4, 2))
+    model, other = FlatModel(everything()), FlatModel(Everything(4, 2))
     model.gradient(*batch(), cross_entropy)
     layout = Layout.of(model.specs(), n_shards=2)
     for k in range(2):
@@ -192,7 +192,7 @@ def test_what_is_fetched_is_what_the_module_uses() -> None:
 
 
 def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
-    model = LocalModel(net())
+    model = FlatModel(net())
     model.gradient(*batch(), cross_entropy)
     before = torch.cat([g for g in model.gradients if g is not None])
     model.clip(0.01)
@@ -203,7 +203,7 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_bad_element_makes_a_gradient_not_finite(bad: float) -> None:
-    model = LocalModel(net())
+    model = FlatModel(net())
     assert model.is_finite()  # nothing is
     model.gradient(*batch(), cross_entropy)
     assert model.is_finite()
@@ -214,7 +214,7 @@ def test_one_bad_element_makes_a_gradient_not_finite(bad: float) -> None:
 
 
 def test_measuring_changes_nothing() -> None:
-    model = LocalModel(everything())
+    model = FlatModel(everything())
     before = [value.clone() for value in model.values]
     loss, metric = model.measure(*batch(), loss=cross_entropy, metric=cross_entropy)
     assert loss == metric
@@ -223,7 +223,7 @@ def test_measuring_changes_nothing() -> None:
 
 
 def test_a_sparse_gradient_is_made_dense() -> None:
-    model = LocalModel(nn.Sequential(nn.Embedding(10, 2, sparse=True), nn.Flatten()))
+    model = FlatModel(nn.Sequential(nn.Embedding(10, 2, sparse=True), nn.Flatten()))
     model.gradient(torch.tensor([[1], [3]]), torch.tensor([0, 1]), cross_entropy)
     gradient = model.gradients[0]
     assert gradient is not None
@@ -235,11 +235,11 @@ def test_complex_tensors_are_refused_by_name() -> None:
     module = nn.Module()
     module.register_parameter("w", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
     with pytest.raises(JobError, match=r"tensor 'w' is torch\.complex64"):
-        LocalModel(module)
+        FlatModel(module)
 
 
 def test_batches_may_be_of_any_size() -> None:
-    model = LocalModel(net())
+    model = FlatModel(net())
     inputs, targets = batch()
     for n in (1, 5, 12):
         model.gradient(inputs[:n], targets[:n], cross_entropy)

@@ -8,7 +8,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.protocol import Alive, Join, Message, PeerEntry, Peers
+from distbelief.protocol import HeartbeatAck, Join, Message, PeerEntry, Peers
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -20,7 +20,7 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.worker.loop_worker import BEAT, Worker
+from distbelief.worker.loop_worker import BEAT, LoopWorker
 
 
 SHARD = Address("shard-0")
@@ -31,7 +31,7 @@ def peers(incarnation: int) -> Peers:
     return Peers(entries=(entry,))
 
 
-def tell(worker: Worker, message: Message, now: Seconds) -> Sequence[Action]:
+def tell(worker: LoopWorker, message: Message, now: Seconds) -> Sequence[Action]:
     said = Received(sender=SUPERVISOR, incarnation=1, message=message)
     return worker.handle(said, now)
 
@@ -42,7 +42,7 @@ def joins(actions: Sequence[Action]) -> bool:
 
 
 @pytest.fixture
-def worker() -> Worker:
+def worker() -> LoopWorker:
     tensor = TensorSpec(name="000000", shape=(3,), kind="parameter")
     client = ParameterClient(
         ClientConfig(pushes=True),
@@ -50,13 +50,13 @@ def worker() -> Worker:
         shards=[SHARD],
         memory=PrivateMemory(host=""),
     )
-    made = Worker(client=client, join=Join(endpoint="here", host="", pid=0))
+    made = LoopWorker(client=client, join=Join(endpoint="here", host="", pid=0))
     assert joins(made.handle(Started(incarnation=1), 0.0))
     tell(made, peers(1), 0.5)
     return made
 
 
-def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: Worker) -> None:
+def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: LoopWorker) -> None:
     """It beat on, and the new server knew of nobody whom it could have answered.
 
     So a loop that could have gone on waited for a minute, and ended.
@@ -64,7 +64,7 @@ def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: Worke
     beat = TimerFired(name=BEAT)
     for now in (1.0, 2.0, 3.0):
         assert not joins(worker.handle(beat, now))
-        tell(worker, Alive(), now)
+        tell(worker, HeartbeatAck(), now)
     assert not joins(worker.handle(beat, 4.0))
     assert not joins(worker.handle(beat, 6.0))
     assert joins(worker.handle(beat, 7.0))

@@ -4,15 +4,15 @@ import pytest
 
 from distbelief.errors import DistBeliefError, JobError, PeerLostError, RemoteProtocolError
 from distbelief.protocol import (
-    Alive,
-    Begin,
     Failed,
     Finished,
     Heartbeat,
+    HeartbeatAck,
     Join,
     Message,
     PeerEntry,
     Peers,
+    StartTraining,
     Stop,
 )
 from distbelief.roles.role import (
@@ -23,7 +23,7 @@ from distbelief.roles.role import (
     Computed,
     Connect,
     Event,
-    Halt,
+    Exit,
     PeerJoined,
     PeerLost,
     Received,
@@ -35,7 +35,7 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, Member, MemberConfig
+from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, JobMember, JobMemberConfig
 
 
 class Inner:
@@ -70,10 +70,10 @@ class Driver:
         patience: Seconds = 15.0,
     ) -> None:
         self.inner = Inner()
-        config = MemberConfig(
+        config = JobMemberConfig(
             name=name, endpoint="tcp://here", host="h", pid=7, patience_seconds=patience
         )
-        self.member = Member(config, build=build or (lambda: self.inner))
+        self.member = JobMember(config, build=build or (lambda: self.inner))
         self.now = 100.0
         self.actions: list[Action] = []
 
@@ -173,9 +173,9 @@ def test_an_early_message_that_is_refused_takes_no_other_along(driver: Driver) -
     sent a transfer of its former life while it was built, and with the refusal lost
     its first Hello and every timer, so that its replica stood still for ever."""
     driver.start()
-    stale = Received(sender=Address("replica-0.1"), incarnation=1, message=Begin())
+    stale = Received(sender=Address("replica-0.1"), incarnation=1, message=StartTraining())
     driver.handle(stale)
-    fine = Received(sender=Address("shard-0"), incarnation=1, message=Alive())
+    fine = Received(sender=Address("shard-0"), incarnation=1, message=HeartbeatAck())
     driver.handle(fine)
     driver.inner.refuses = stale
     driver.say(peers("shard-0"))
@@ -186,9 +186,9 @@ def test_an_early_message_that_is_refused_takes_no_other_along(driver: Driver) -
 
 def test_what_comes_early_waits_for_the_role_within(driver: Driver) -> None:
     driver.start()
-    early = Received(sender=Address("shard-0"), incarnation=1, message=Alive())
+    early = Received(sender=Address("shard-0"), incarnation=1, message=HeartbeatAck())
     driver.handle(early)
-    driver.say(Begin())
+    driver.say(StartTraining())
     driver.say(peers("shard-0"))
     driver.build()
     kinds = [type(event) for event in driver.inner.events]
@@ -234,11 +234,11 @@ def test_an_older_word_about_a_peer_is_not_heard(driver: Driver) -> None:
 def test_a_silence_of_minutes_is_waited_out() -> None:
     """After 15 s without a word every role ended: the supervisor had been stopped for
     25 s, or waited for a disk, and 9,773 acknowledged pushes were lost."""
-    driver = Driver(patience=MemberConfig(name="replica-0").patience_seconds)
+    driver = Driver(patience=JobMemberConfig(name="replica-0").patience_seconds)
     driver.start()
-    driver.say(Alive())
+    driver.say(HeartbeatAck())
     for _ in range(2 * 300):
-        assert not [a for a in driver.beat() if isinstance(a, Halt)]
+        assert not [a for a in driver.beat() if isinstance(a, Exit)]
 
 
 def running(name: str) -> Driver:
@@ -264,7 +264,7 @@ def test_a_shard_is_told_of_the_silence_and_ends_by_itself_once_it_has_saved() -
     assert lost.reason == "no word from the supervisor for 15.5 s"
     for _ in range(10):
         actions += driver.beat()
-    assert not [a for a in actions if isinstance(a, Halt)]
+    assert not [a for a in actions if isinstance(a, Exit)]
     assert driver.inner.events == [lost]  # once
 
 
@@ -274,16 +274,16 @@ def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
     driver.handle(gone)
     actions: list[Action] = []
     while not actions:
-        actions = [a for a in driver.beat() if isinstance(a, Halt)]
+        actions = [a for a in driver.beat() if isinstance(a, Exit)]
         assert driver.now < 100.0 + SAVE_SECONDS_MAX + 1.0
-    assert actions == [Halt(error="the last snapshot was not saved in 300 s")]
+    assert actions == [Exit(error="the last snapshot was not saved in 300 s")]
 
 
 @pytest.mark.parametrize("name", ["replica-0", "evaluator", "coordinator"])
 def test_a_role_without_values_ends_when_its_supervisor_is_gone(name: str) -> None:
     driver = running(name)
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
-    assert driver.handle(gone) == [Halt(error="the supervisor was killed")]
+    assert driver.handle(gone) == [Exit(error="the supervisor was killed")]
     assert driver.inner.events == []
 
 
@@ -291,30 +291,30 @@ def test_so_does_a_shard_that_has_not_begun() -> None:
     driver = Driver(name="shard-0")
     driver.start()
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
-    assert driver.handle(gone) == [Halt(error="the supervisor was killed")]
+    assert driver.handle(gone) == [Exit(error="the supervisor was killed")]
 
 
 def test_it_ends_when_the_supervisor_is_gone(driver: Driver) -> None:
     driver.start()
-    driver.say(Alive())
+    driver.say(HeartbeatAck())
     for _ in range(30):
-        assert not [a for a in driver.beat() if isinstance(a, Halt)]
+        assert not [a for a in driver.beat() if isinstance(a, Exit)]
     *_, halt = driver.beat()
-    assert isinstance(halt, Halt)
+    assert isinstance(halt, Exit)
     assert "no word from the supervisor for 15." in (halt.error or "")
 
 
 def test_it_lives_as_long_as_the_supervisor_answers(driver: Driver) -> None:
     driver.start()
     for _ in range(100):
-        driver.say(Alive())
-        assert not [a for a in driver.beat() if isinstance(a, Halt)]
+        driver.say(HeartbeatAck())
+        assert not [a for a in driver.beat() if isinstance(a, Exit)]
 
 
 def test_time_in_which_it_stood_still_itself_does_not_count(driver: Driver) -> None:
     """A laptop that slept, Ctrl+Z: nobody was there to hear anything."""
     driver.start()
-    assert not [a for a in driver.beat(after=3600.0) if isinstance(a, Halt)]
+    assert not [a for a in driver.beat(after=3600.0) if isinstance(a, Exit)]
 
 
 @pytest.mark.parametrize(
@@ -331,11 +331,11 @@ def test_a_role_that_cannot_go_on_says_why(
     driver.build()
     driver.say(peers())
     driver.inner.error = error
-    send, halt = driver.say(Begin())
+    send, halt = driver.say(StartTraining())
     (failed,) = messages([send])
     assert isinstance(failed, Failed)
     assert (failed.error, failed.culprit_is_job) == (text, culprit_is_job)
-    assert halt == Halt(error=text)
+    assert halt == Exit(error=text)
     assert driver.member.told_failure
 
 
@@ -365,14 +365,14 @@ def test_what_a_peer_did_wrong_is_the_drivers_to_log(driver: Driver) -> None:
     driver.say(peers())
     driver.inner.error = RemoteProtocolError("nonsense")
     with pytest.raises(RemoteProtocolError):
-        driver.say(Begin())
+        driver.say(StartTraining())
 
 
 def test_told_to_stop_before_it_runs_it_just_ends(driver: Driver) -> None:
     driver.start()
     actions = driver.say(Stop(reason="enough"))
     assert isinstance(messages(actions)[0], Finished)
-    assert actions[-1] == Halt()
+    assert actions[-1] == Exit()
 
 
 def test_told_to_stop_later_it_leaves_that_to_the_role_within(driver: Driver) -> None:
@@ -385,4 +385,4 @@ def test_told_to_stop_later_it_leaves_that_to_the_role_within(driver: Driver) ->
 
 def test_a_heartbeat_slower_than_the_patience_is_refused() -> None:
     with pytest.raises(ValueError, match="heartbeat_seconds is 20"):
-        MemberConfig(name="x", heartbeat_seconds=20.0, patience_seconds=15.0)
+        JobMemberConfig(name="x", heartbeat_seconds=20.0, patience_seconds=15.0)

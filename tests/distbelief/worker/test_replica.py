@@ -9,12 +9,21 @@ from typing_extensions import override
 
 from distbelief.data.sharding import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import Installed
-from distbelief.protocol import Alive, Begin, Evaluate, Fetch, Finished, Progress, Push, Stop
-from distbelief.roles.role import Lane
+from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.protocol import (
+    Evaluate,
+    Fetch,
+    Finished,
+    HeartbeatAck,
+    Progress,
+    Push,
+    StartTraining,
+    Stop,
+)
+from distbelief.roles.role import Executor
 from distbelief.task import dry_run
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.local_executor import Attempt, LocalModel, Trainer
+from distbelief.worker.local_executor import Attempt, FlatModel, LocalExecutor
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
 
@@ -65,7 +74,7 @@ def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None
     bench.compute("install")
     assert len(bench.sent(Fetch)) == 1
     read = bench.compute("read")
-    assert read.lane is Lane.DATA
+    assert read.lane is Executor.DATA
     assert bench.pending == ["replica:step"]
 
 
@@ -118,7 +127,7 @@ def test_work_is_priced() -> None:
 def test_no_step_begins_beyond_the_samples_that_are_allowed() -> None:
     """It trained on until Stop came, however late that was."""
     bench = Bench(await_begin=True).start()
-    bench.tell(Begin(samples=7))
+    bench.tell(StartTraining(samples=7))
     bench.run_while_it_can()
     assert bench.replica.counters.steps == 2  # a batch of 4 begins at 4, none at 8
     assert bench.state == "waiting for more samples"
@@ -126,7 +135,7 @@ def test_no_step_begins_beyond_the_samples_that_are_allowed() -> None:
     assert isinstance(last, Progress)  # at once: the supervisor waits for it
     assert last.samples == 8
     assert bench.replica.status()[1]["samples_allowed"] == 7
-    bench.tell(Begin(samples=9))
+    bench.tell(StartTraining(samples=9))
     bench.run_while_it_can()
     assert bench.replica.counters.steps == 3
     bench.tell(Stop(reason="that is all"))
@@ -163,12 +172,12 @@ def test_where_local_steps_are_kept_a_fetch_follows_every_push_that_is_sent() ->
 
 
 def test_a_fetch_that_is_torn_and_repeated_puts_back_local_steps_once() -> None:
-    model = LocalModel(net())
+    model = FlatModel(net())
     before = [value.clone() for value in model.values]
     batch = Frames().inputs[:4], Frames().targets[:4]
     model.gradient(*batch, nn.functional.cross_entropy)
     model.accrue()
-    trainer = Trainer(
+    trainer = LocalExecutor(
         model,
         Frames(),
         loss=nn.functional.cross_entropy,
@@ -178,9 +187,9 @@ def test_a_fetch_that_is_torn_and_repeated_puts_back_local_steps_once() -> None:
         seed=(0, 0),
     )
     for torn in [(0,), (0,), ()]:
-        installed = Installed(torn=torn, clocks=(-1 if torn else 3,))
+        installed = FetchResult(torn=torn, clocks=(-1 if torn else 3,))
 
-        def install(installed: Installed = installed) -> Installed:
+        def install(installed: FetchResult = installed) -> FetchResult:
             for value, fetched in zip(model.values, before, strict=True):
                 value.copy_(fetched)
             return installed
@@ -367,8 +376,8 @@ def test_data_that_fails_is_named() -> None:
         Bench(dataset=Torn()).start().run_until_step(1)
 
 
-@pytest.mark.parametrize("message", [Evaluate(request=1, whole=True), Alive()])
-def test_messages_for_others_are_refused(message: Evaluate | Alive) -> None:
+@pytest.mark.parametrize("message", [Evaluate(request=1, whole=True), HeartbeatAck()])
+def test_messages_for_others_are_refused(message: Evaluate | HeartbeatAck) -> None:
     with pytest.raises(RemoteProtocolError, match="sent a replica"):
         Bench().start().tell(message)
 
@@ -380,7 +389,7 @@ def test_it_waits_for_begin() -> None:
     bench = Bench(await_begin=True).start()
     assert bench.state == "waiting for begin"
     assert bench.pending == []
-    bench.tell(Begin())
+    bench.tell(StartTraining())
     assert bench.pending == ["replica:read"]
     assert bench.state == "waiting for shard-0"  # whose values are on their way
 

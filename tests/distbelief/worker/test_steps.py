@@ -7,21 +7,21 @@ import torch
 from distbelief.data.sharding import DataShard
 from distbelief.errors import RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import Execution
+from distbelief.execution.executor import PartitionExecutor
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
-from distbelief.protocol import Taken, Transfer
-from distbelief.roles.reliable import Courier
+from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import Address
-from distbelief.worker.batches import Portion, TrainingCourse
-from distbelief.worker.steps import Stepping
+from distbelief.worker.batches import BatchSlice, TrainingPlan
+from distbelief.worker.steps import StepRunner
 from tests.distbelief.program.plans import chain
 
 
 LIFE = 9
 
 
-def second_of_two() -> tuple[Stepping, int]:
+def second_of_two() -> tuple[StepRunner, int]:
     """Machine 1 of a net of two layers, and the index of what machine 0 sends it."""
     graph = chain([6, 5, 4])
     places = {
@@ -31,11 +31,11 @@ def second_of_two() -> tuple[Stepping, int]:
     compiled = compile_plan(graph, places, batch=3, n_machines=2)
     flow = dataflow(compiled, 1, loss="fc1")
     shard = DataShard(30, replica_index=0, n_replicas=1, seed=0)
-    course = TrainingCourse(shard, batch_size=3)
+    course = TrainingPlan(shard, batch_size=3)
     course.start(0)
-    stepping = Stepping(
-        Execution(flow),
-        couriers={0: Courier(Address("replica-0.0"))},
+    stepping = StepRunner(
+        PartitionExecutor(flow),
+        couriers={0: ReliableSender(Address("replica-0.0"))},
         course=course,
         micro_batches=1,
         training=True,
@@ -49,8 +49,8 @@ def second_of_two() -> tuple[Stepping, int]:
 
 def transfer(
     way: int, *, step: int = 0, life: int = LIFE, micro_batch: int = 0, n: int = 15
-) -> Transfer:
-    return Transfer(
+) -> TransferBlock:
+    return TransferBlock(
         life=life,
         sequence=step,
         taken=0,
@@ -62,9 +62,9 @@ def transfer(
     )
 
 
-def open_step(stepping: Stepping) -> None:
+def open_step(stepping: StepRunner) -> None:
     stepping.open(
-        Portion(life=LIFE, step=0),
+        BatchSlice(life=LIFE, step=0),
         [torch.ones(4, 5), torch.ones(4)],
         put=lambda _item, _gradient: None,
         close=lambda found: found,
@@ -82,7 +82,7 @@ def test_what_comes_early_is_kept_for_its_step() -> None:
     assert stepping.chain()
 
 
-def awaited(stepping: Stepping) -> int | None:
+def awaited(stepping: StepRunner) -> int | None:
     return stepping.awaited
 
 
@@ -119,6 +119,6 @@ def test_what_is_not_of_the_program_is_refused(changes: dict[str, int], text: st
 
 def test_words_of_another_life_are_not_heard() -> None:
     stepping, _ = second_of_two()
-    assert stepping.taken(0, Taken(life=LIFE - 1, taken=5), 0.0) == []
+    assert stepping.taken(0, TransferAck(life=LIFE - 1, taken=5), 0.0) == []
     with pytest.raises(RemoteProtocolError, match="has taken 5"):
-        stepping.taken(0, Taken(life=LIFE, taken=5), 0.0)
+        stepping.taken(0, TransferAck(life=LIFE, taken=5), 0.0)

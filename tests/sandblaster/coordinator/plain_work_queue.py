@@ -4,42 +4,47 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
-from distbelief.protocol import Account
+from distbelief.protocol import WorkReport
 from distbelief.roles.role import Address, Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.speed import n_at_once, seconds_to_rival
-from sandblaster.coordinator.work_queue import Granting, Numbers, Workloads
-from sandblaster.coordinator.workers import Copy, Crew, Member, typical
+from sandblaster.coordinator.work_queue import Commits, ExpectedFinish, GrantNumbers
+from sandblaster.coordinator.workers import ChunkCopy, WorkerPool, WorkerState, typical
 
 
 class PlainDealing:
     """Which member computes which set: looks at all of them, each time."""
 
     def __init__(
-        self, config: CoordinatorConfig, *, crew: Crew, batch: BatchRange, numbers: Numbers
+        self,
+        config: CoordinatorConfig,
+        *,
+        crew: WorkerPool,
+        batch: BatchRange,
+        numbers: GrantNumbers,
     ) -> None:
         self.config, self.crew, self.batch, self.numbers = config, crew, batch, numbers
         stop = batch.first + batch.n_examples
         starts = range(batch.first, stop, config.cutting.set_size)
-        loads = Workloads(config, crew)  # nobody looks at it
-        self.sets = Granting(starts, numbers=numbers, loads=loads)
+        loads = ExpectedFinish(config, crew)  # nobody looks at it
+        self.sets = Commits(starts, numbers=numbers, loads=loads)
         self.undealt = list(range(len(starts)))
         self.began_at: Seconds | None = None
         self.whole: Seconds = 0.0
         self.n_backups = 0
 
-    def account(self, member: Member, account: Account, now: Seconds) -> None:
+    def account(self, member: WorkerState, account: WorkReport, now: Seconds) -> None:
         self.sets.account(member, account, now)
 
-    def heard(self, member: Member) -> None:
+    def heard(self, member: WorkerState) -> None:
         """Nothing is remembered."""
 
-    def lost(self, member: Member, now: Seconds) -> None:
+    def lost(self, member: WorkerState, now: Seconds) -> None:
         for set_index in self.sets.lost(member, now):
             insort(self.undealt, set_index)
 
-    def changed(self) -> list[Member]:
+    def changed(self) -> list[WorkerState]:
         changed, self.sets.changed = list(self.sets.changed.values()), {}
         return [member for member in changed if member is self.crew.get(member.name)]
 
@@ -60,7 +65,7 @@ class PlainDealing:
                 if not member.outstanding:
                     self.back_up(member, now)
 
-    def n_wanted(self, member: Member, now: Seconds) -> int:
+    def n_wanted(self, member: WorkerState, now: Seconds) -> int:
         n_held = len(member.outstanding)
         at_once = n_at_once(member, self.set_seconds(member))
         if n_held > at_once // 2 + 1:
@@ -71,7 +76,7 @@ class PlainDealing:
             return max(0, min(n_most, fair - n_held))
         return min(n_most, math.ceil(self.n_in_time(member, now) / 2))
 
-    def n_in_time(self, member: Member, now: Seconds) -> int:
+    def n_in_time(self, member: WorkerState, now: Seconds) -> int:
         paces = {m.name: self.set_seconds(m) for m in self.crew}
         begins = {
             m.name: max(remaining(m, self.crew, now).values(), default=0.0) for m in self.crew
@@ -99,20 +104,20 @@ class PlainDealing:
                     ends.append(end)
         return sorted(ends)[n_sets - 1] if n_sets and ends else 0.0
 
-    def set_seconds(self, member: Member) -> Seconds:
+    def set_seconds(self, member: WorkerState) -> Seconds:
         return seconds_of(member, self.config.cutting.set_size, self.crew)
 
-    def give(self, member: Member, set_index: int, now: Seconds) -> None:
+    def give(self, member: WorkerState, set_index: int, now: Seconds) -> None:
         self.numbers.attempt += 1
         start, stop = self.batch.set_bounds(set_index, self.config.cutting)
         if not member.outstanding:
             member.progress_at = now
-        copy = Copy(
+        copy = ChunkCopy(
             set_index=set_index, attempt=self.numbers.attempt, n_examples=stop - start, dealt_at=now
         )
         self.sets.give(member, copy)
 
-    def take(self, member: Member, n_wanted: int) -> list[int]:
+    def take(self, member: WorkerState, n_wanted: int) -> list[int]:
         dealable = self.dealable
         if not dealable:
             return []
@@ -145,7 +150,7 @@ class PlainDealing:
 
     # ------------------------------------------------------------------- backup tasks
 
-    def back_up(self, member: Member, now: Seconds) -> None:
+    def back_up(self, member: WorkerState, now: Seconds) -> None:
         assert self.began_at is not None
         least = max(self.config.backup_seconds_min, 0.02 * (now - self.began_at))
         latest, most = None, 0.0
@@ -164,7 +169,7 @@ class PlainDealing:
             self.n_backups += 1
             self.give(member, latest.set_index, now)
 
-    def unfinished(self, now: Seconds) -> Iterator[tuple[Copy, Seconds]]:
+    def unfinished(self, now: Seconds) -> Iterator[tuple[ChunkCopy, Seconds]]:
         for member in self.crew:
             times = remaining(member, self.crew, now)
             for copy in member.copies.values():
@@ -174,7 +179,7 @@ class PlainDealing:
                     yield copy, seconds_to_rival(copy, self.numbers.push_seconds, now)
 
 
-def seconds_of(member: Member, n_examples: int, others: Iterable[Member]) -> Seconds:
+def seconds_of(member: WorkerState, n_examples: int, others: Iterable[WorkerState]) -> Seconds:
     """Return how long a member computes so many examples; 0 if nobody knows."""
     pace = member.seconds_per_example
     if pace is None:
@@ -182,14 +187,16 @@ def seconds_of(member: Member, n_examples: int, others: Iterable[Member]) -> Sec
     return 0.0 if pace is None else pace * n_examples
 
 
-def lag_of(member: Member, others: Iterable[Member]) -> Seconds:
+def lag_of(member: WorkerState, others: Iterable[WorkerState]) -> Seconds:
     """Return how long a member waits for parameters."""
     if member.lag is not None:
         return member.lag
     return max((other.lag for other in others if other.lag is not None), default=0.0)
 
 
-def remaining(member: Member, others: Iterable[Member], now: Seconds) -> dict[int, Seconds]:
+def remaining(
+    member: WorkerState, others: Iterable[WorkerState], now: Seconds
+) -> dict[int, Seconds]:
     """Return in how many seconds each set of a member will be computed, by attempt."""
     others = tuple(others)
     at: Seconds = 0.0

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from hypothesis import given, strategies as st
 
-from distbelief.protocol import Account, SetResult
+from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
-from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.work_queue import Dealing, Numbers
-from sandblaster.coordinator.workers import Crew, Member
+from sandblaster.coordinator.work_queue import GrantNumbers, WorkQueue
+from sandblaster.coordinator.workers import WorkerPool, WorkerState
 from tests.sandblaster.coordinator.plain_work_queue import PlainDealing
 
 
-CUTTING = Cutting(portion_size=4)
+CUTTING = ChunkSizes(portion_size=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ SCENES = st.builds(
 class Play:
     """What happens to one dealing."""
 
-    def __init__(self, kind: type[Dealing] | type[PlainDealing], scene: Scene) -> None:
+    def __init__(self, kind: type[WorkQueue] | type[PlainDealing], scene: Scene) -> None:
         self.kind = kind
         self.config = CoordinatorConfig(
             cutting=CUTTING, window_sets=scene.window_sets, backups=scene.backups
         )
-        self.crew = Crew(self.config)
-        self.numbers = Numbers()
+        self.crew = WorkerPool(self.config)
+        self.numbers = GrantNumbers()
         self.n_examples = scene.n_examples
         self.now: Seconds = 100.0
         self.incarnation = 1
@@ -73,9 +73,9 @@ class Play:
         self.crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
         self.dealing = self.kind(self.config, crew=self.crew, batch=batch, numbers=self.numbers)
 
-    def join(self, index: int) -> Member | None:
+    def join(self, index: int) -> WorkerState | None:
         self.incarnation += 1
-        account = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        account = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         name = Address(f"replica-{index}")
         if self.crew.get(name) is not None:
             return None
@@ -101,7 +101,7 @@ class Play:
                 if member is not None:
                     self.happen_to(member, what, number)
 
-    def happen_to(self, member: Member, what: str, number: float) -> None:
+    def happen_to(self, member: WorkerState, what: str, number: float) -> None:
         granted = [copy for copy in member.copies.values() if copy.grant]
         if what == "lost":
             self.crew.leave(member.name, is_over=True)
@@ -118,9 +118,11 @@ class Play:
         elif what == "staged" and granted:
             self.says(member, granted[0].attempt, seconds=1.0, staged=True)
 
-    def says(self, member: Member, attempt: int, *, seconds: Seconds, staged: bool) -> None:
-        result = SetResult(attempt=attempt, n_examples=4, loss=1.0, seconds=seconds, staged=staged)
-        account = Account(epoch=1, version=1, evaluation=1, n_computed=4, results=(result,))
+    def says(self, member: WorkerState, attempt: int, *, seconds: Seconds, staged: bool) -> None:
+        result = ChunkResult(
+            attempt=attempt, n_examples=4, loss=1.0, seconds=seconds, staged=staged
+        )
+        account = WorkReport(epoch=1, version=1, evaluation=1, n_computed=4, results=(result,))
         self.dealing.account(member, account, self.now)
 
     def deal(self) -> tuple[object, ...]:
@@ -140,7 +142,7 @@ class Play:
 def test_every_set_is_dealt_to_whom_plain_dealing_gives_it(
     scene: Scene, happenings: Sequence[Happening]
 ) -> None:
-    ours, plain = Play(Dealing, scene), Play(PlainDealing, scene)
+    ours, plain = Play(WorkQueue, scene), Play(PlainDealing, scene)
     assert ours.deal() == plain.deal()
     for happening in happenings:
         for play in (ours, plain):

@@ -7,22 +7,22 @@ import pytest
 
 from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.protocol import (
-    Account,
-    Alive,
     Assignment,
-    Attach,
-    CutRecord,
+    BeginEpoch,
+    CheckpointRecord,
+    CommandDone,
     Finished,
-    Order,
-    Performed,
+    HeartbeatAck,
+    ShardCommand,
     Stop,
+    WorkReport,
 )
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
     Address,
     Computed,
-    Halt,
+    Exit,
     PeerJoined,
     PeerLost,
     Persisted,
@@ -31,11 +31,11 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
-from sandblaster.coordinator.shard_commands import ShardOrders
-from sandblaster.coordinator.workers import Copy, Crew
+from sandblaster.coordinator.shard_commands import CommandBroadcast
+from sandblaster.coordinator.workers import ChunkCopy, WorkerPool
 from sandblaster.optimizers.gradient_descent import GradientDescent
 from tests.simulation.sandblasts import Run, Sandblast
 
@@ -43,7 +43,7 @@ from tests.simulation.sandblasts import Run, Sandblast
 SHARDS = (Address("shard-0"), Address("shard-1"))
 REPLICA = Address("replica-0")
 CONFIG = CoordinatorConfig(
-    cutting=Cutting(portion_size=5),
+    cutting=ChunkSizes(portion_size=5),
     retry_seconds=1.0,
     retry_seconds_max=2.0,
     silence_seconds_max=10.0,
@@ -51,16 +51,16 @@ CONFIG = CoordinatorConfig(
 )
 
 
-def orders_in(actions: list[Action]) -> list[tuple[Address, Order]]:
+def orders_in(actions: list[Action]) -> list[tuple[Address, ShardCommand]]:
     return [
         (action.receiver, action.message)
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, Order)
+        if isinstance(action, Send) and isinstance(action.message, ShardCommand)
     ]
 
 
 def says(
-    sender: Address, message: Performed | Account | Alive, *, incarnation: int = 1
+    sender: Address, message: CommandDone | WorkReport | HeartbeatAck, *, incarnation: int = 1
 ) -> Received:
     return Received(sender=sender, incarnation=incarnation, message=message)
 
@@ -76,7 +76,7 @@ def test_a_time_is_above_0() -> None:
 
 def test_a_window_has_a_set() -> None:
     with pytest.raises(ValueError, match="window_sets is 0"):
-        CoordinatorConfig(cutting=Cutting(portion_size=1), window_sets=0)
+        CoordinatorConfig(cutting=ChunkSizes(portion_size=1), window_sets=0)
 
 
 # ----------------------------------------------------------------------------- orders
@@ -86,7 +86,7 @@ class Orders:
     """Orders to two shards."""
 
     def __init__(self) -> None:
-        self.orders = ShardOrders(CONFIG, shards=SHARDS)
+        self.orders = CommandBroadcast(CONFIG, shards=SHARDS)
         self.orders.attach(4097, 0.0)
 
     def missing(self) -> Address | None:
@@ -104,7 +104,7 @@ class Orders:
         incarnation: int = 1,
         error: str | None = None,
     ) -> None:
-        performed = Performed(epoch=epoch, number=number, error=error)
+        performed = CommandDone(epoch=epoch, number=number, error=error)
         event = says(shard, performed, incarnation=incarnation)
         self.orders.receive(event, performed, 0.0)
 
@@ -166,28 +166,28 @@ def test_who_is_overtaken_hears_of_it() -> None:
 
 
 def test_a_shard_that_cannot_is_quoted() -> None:
-    with pytest.raises(DistBeliefError, match=r"cannot perform Attach, .*: too bad"):
+    with pytest.raises(DistBeliefError, match=r"cannot perform BeginEpoch, .*: too bad"):
         Orders().answer(SHARDS[0], error="too bad")
 
 
 # ------------------------------------------------------------------------------- crew
 
 
-def account(version: int, *, epoch: int = 1, evaluation: int = 1) -> Account:
-    return Account(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
+def account(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
+    return WorkReport(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
 
 
 class Replicas:
     """A crew with one member, at its evaluation 1 of epoch 1."""
 
     def __init__(self) -> None:
-        self.crew = Crew(CONFIG)
+        self.crew = WorkerPool(CONFIG)
         self.hear(account(3, epoch=0))
         self.crew.begin(
             epoch=1, evaluation=1, versions=(), batch=BatchRange(first=0, n_examples=10)
         )
 
-    def hear(self, message: Account, *, incarnation: int = 1, now: float = 0.0) -> bool:
+    def hear(self, message: WorkReport, *, incarnation: int = 1, now: float = 0.0) -> bool:
         event = says(REPLICA, message, incarnation=incarnation)
         return self.crew.hear(event, message, now) is not None
 
@@ -246,7 +246,7 @@ def test_silence_counts_from_the_question() -> None:
     assert member is not None
     assert bench.crew.silent(100.0) == []  # it has nothing to do
     bench.crew.tell(member, 100.0)
-    member.copies[1] = Copy(set_index=0, attempt=1, n_examples=5, dealt_at=100.0)
+    member.copies[1] = ChunkCopy(set_index=0, attempt=1, n_examples=5, dealt_at=100.0)
     assert bench.crew.silent(101.0) == []
     bench.crew.tell_again(104.0)
     assert bench.crew.silent(106.0) == [REPLICA]
@@ -264,15 +264,15 @@ def coordinator() -> Coordinator:
     role = Coordinator(CONFIG, method=GradientDescent(), shards=SHARDS, n_examples=20)
     actions = role.handle(Started(incarnation=1), 0.0)
     attach = [order for _, order in orders_in(list(actions))]
-    assert [type(order.task) for order in attach] == [Attach, Attach]
+    assert [type(order.task) for order in attach] == [BeginEpoch, BeginEpoch]
     return role
 
 
 def answer_all(role: Coordinator, number: int) -> list[Action]:
-    cuts = (CutRecord(cut=0, whole=False, clock=0),) if number == 1 else ()
+    cuts = (CheckpointRecord(cut=0, whole=False, clock=0),) if number == 1 else ()
     done: list[Action] = []
     for shard in SHARDS:
-        performed = Performed(epoch=4097, number=number, cuts=cuts)
+        performed = CommandDone(epoch=4097, number=number, cuts=cuts)
         done += role.handle(says(shard, performed), 0.0)
     return done
 
@@ -287,10 +287,10 @@ def test_it_says_whom_it_waits_for() -> None:
 
 
 def test_whoever_else_speaks_to_it_breaks_the_protocol() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent the coordinator Alive"):
-        coordinator().handle(says(Address("stranger"), Alive()), 0.0)
-    performed = Performed(epoch=1, number=1)
-    with pytest.raises(RemoteProtocolError, match="Performed"):
+    with pytest.raises(RemoteProtocolError, match="sent the coordinator HeartbeatAck"):
+        coordinator().handle(says(Address("stranger"), HeartbeatAck()), 0.0)
+    performed = CommandDone(epoch=1, number=1)
+    with pytest.raises(RemoteProtocolError, match="CommandDone"):
         coordinator().handle(says(Address("stranger"), performed), 0.0)
 
 
@@ -331,13 +331,13 @@ def test_in_a_warm_start_it_says_so_and_ends_when_it_is_told_to() -> None:
         n_examples=4,
     )
     coordinator.handle(Started(incarnation=1, restored=None), 0.0)
-    here = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+    here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
     account = Received(sender=REPLICA, incarnation=1, message=here)
     assert coordinator.handle(account, 0.1)
     assert coordinator.status()[0] == "warm start"
     assert coordinator.handle(TimerFired(name="coordinator:warm"), 0.5)
     stop = Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="enough"))
-    assert any(isinstance(a, Halt) for a in coordinator.handle(stop, 1.0))
+    assert any(isinstance(a, Exit) for a in coordinator.handle(stop, 1.0))
 
 
 def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:

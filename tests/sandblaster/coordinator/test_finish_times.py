@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, strategies as st
 
-from sandblaster.coordinator.finish_times import Line, Ranked, Slope
+from sandblaster.coordinator.finish_times import FinishTimes, Line, Slope
 
 
 SLOPES: Sequence[Slope] = (-1, 0, 1)
@@ -17,7 +17,7 @@ PUTS = st.tuples(st.integers(1, 300), EIGHTHS, st.sampled_from(SLOPES), st.boole
 def test_order_and_sums_are_those_of_sorting_everything(
     puts: list[tuple[int, float, Slope, bool]], n_others: int, now: float, bound: float
 ) -> None:
-    ranked, plain = Ranked(), dict[int, tuple[Line, float]]()
+    ranked, plain = FinishTimes(), dict[int, tuple[Line, float]]()
     for number in range(1000, 1000 + n_others):  # so that there are many blocks
         line = Line((number * 37 % 101) / 8, SLOPES[number % 3])
         ranked.put(number, line, weight=0.5)

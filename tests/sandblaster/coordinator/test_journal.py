@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.errors import StorageError
-from distbelief.protocol import CutRecord
+from distbelief.protocol import CheckpointRecord
 from distbelief.roles.role import Snapshot
-from sandblaster.coordinator.journal import CutEntry, Journal
-from sandblaster.optimizers.base import Iterated
+from sandblaster.coordinator.journal import CheckpointEntry, Journal
+from sandblaster.optimizers.base import IterationDone
 
 
 WHOLE = '{"entries":[],"on_disk":0,"base_clocks":null}'
 
 
-def iterated(iteration: int) -> Iterated:
-    return Iterated(
+def iterated(iteration: int) -> IterationDone:
+    return IterationDone(
         iteration=iteration,
         n_evaluations=iteration + 1,
         loss=float("nan"),
@@ -34,10 +34,10 @@ def journal(*cuts: int, base_clocks: tuple[int, ...] | None = (0, 0)) -> Journal
     return written
 
 
-def held(text: str) -> Sequence[CutRecord]:
+def held(text: str) -> Sequence[CheckpointRecord]:
     """Return records of "31 (28) (0)": cut 31 whole, of the others the parameters."""
     return [
-        CutRecord(cut=int(word.strip("()")), whole="(" not in word, clock=0)
+        CheckpointRecord(cut=int(word.strip("()")), whole="(" not in word, clock=0)
         for word in text.split()
     ]
 
@@ -145,12 +145,12 @@ def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None
 
 def test_a_run_that_has_ended_goes_on_from_what_it_published() -> None:
     written = journal(31)
-    last = CutEntry(cut=0, iteration=33, offset=2, samples=330, state="")
+    last = CheckpointEntry(cut=0, iteration=33, offset=2, samples=330, state="")
     written.end((7, 8), entry=last)
     written = Journal(written.snapshot(incarnation=1))
 
-    def at(*clocks: int) -> list[list[CutRecord]]:
-        return [[CutRecord(cut=0, whole=False, clock=clock)] for clock in clocks]
+    def at(*clocks: int) -> list[list[CheckpointRecord]]:
+        return [[CheckpointRecord(cut=0, whole=False, clock=clock)] for clock in clocks]
 
     ended = written.choose(at(7, 8))
     assert ended.entry is not None

@@ -2,37 +2,37 @@
 
 import pytest
 
-from distbelief.protocol import Account, SetResult
+from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
 from distbelief.simulation.faults import DiskFull
-from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.metrics import Shares
-from sandblaster.coordinator.workers import Crew
+from sandblaster.coordinator.metrics import TimeShares
+from sandblaster.coordinator.workers import WorkerPool
 from tests.simulation.sandblasts import Sandblast, play
 
 
-def crew_of(*names: str, now: Seconds = 0.0) -> Crew:
-    crew = Crew(CoordinatorConfig(cutting=Cutting(portion_size=1)))
+def crew_of(*names: str, now: Seconds = 0.0) -> WorkerPool:
+    crew = WorkerPool(CoordinatorConfig(cutting=ChunkSizes(portion_size=1)))
     for name in names:
         join(crew, name, now=now)
     return crew
 
 
-def join(crew: Crew, name: str, *, now: Seconds) -> None:
-    account = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+def join(crew: WorkerPool, name: str, *, now: Seconds) -> None:
+    account = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
     event = Received(sender=Address(name), incarnation=1, message=account)
     crew.hear(event, account, now)
 
 
-def computed(crew: Crew, name: str, *, seconds: float, elapsed: float) -> None:
+def computed(crew: WorkerPool, name: str, *, seconds: float, elapsed: float) -> None:
     member = crew.get(Address(name))
     assert member is not None
-    result = SetResult(attempt=1, n_examples=1, loss=0.0, seconds=seconds, staged=False)
+    result = ChunkResult(attempt=1, n_examples=1, loss=0.0, seconds=seconds, staged=False)
     member.measured(result, elapsed=elapsed)
 
 
-def begin(crew: Crew, shares: Shares, *, now: Seconds) -> None:
+def begin(crew: WorkerPool, shares: TimeShares, *, now: Seconds) -> None:
     shares.evaluation_begins(crew, now)
     batch = BatchRange(first=0, n_examples=4)
     crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
@@ -44,7 +44,7 @@ def test_an_evaluation_is_told_apart_to_the_last_second() -> None:
     replica-0   1 s fetching, 4 s, 0.5 s staging, 4 s, 0.5 s waiting
     replica-1   it comes after 6 s: 1 s fetching, 3 s
     """
-    shares, crew = Shares(), crew_of("replica-0")
+    shares, crew = TimeShares(), crew_of("replica-0")
     assert set(shares.counters().values()) == {0.0}
     begin(crew, shares, now=100.0)
     computed(crew, "replica-0", seconds=4.0, elapsed=5.0)
@@ -68,7 +68,7 @@ def test_an_evaluation_is_told_apart_to_the_last_second() -> None:
 
 
 def test_what_is_given_up_is_no_share_of_anything() -> None:
-    shares, crew = Shares(), crew_of("replica-0")
+    shares, crew = TimeShares(), crew_of("replica-0")
     begin(crew, shares, now=0.0)
     computed(crew, "replica-0", seconds=1.0, elapsed=1.0)
     shares.evaluation_ends(crew, 1.0)

@@ -1,8 +1,8 @@
 """The warm start, as the coordinator sees it."""
 
-from distbelief.protocol import Begin, Save, Saved, Stop
+from distbelief.protocol import CheckpointSaved, SaveCheckpoint, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Address, Send, SetTimer
-from sandblaster.coordinator.warm_start import TIMER, Warming, WarmSaves
+from sandblaster.coordinator.warm_start import TIMER, WarmSaves, WarmStartRun
 
 
 A, B = Address("replica-0"), Address("replica-1")
@@ -14,11 +14,11 @@ def said(actions: list[Action]) -> list[tuple[Address, type]]:
 
 
 def test_it_is_over_when_all_have_done_their_share() -> None:
-    warming = Warming(2, retry_seconds=0.5)
+    warming = WarmStartRun(2, retry_seconds=0.5)
     assert not warming.is_over
-    assert said(warming.heard(A, 1.0)) == [(A, Begin)]
-    assert said(warming.heard(B, 1.0)) == [(B, Begin)]
-    assert said(warming.heard(B, 1.5)) == [(B, Begin)]  # it may not have heard
+    assert said(warming.heard(A, 1.0)) == [(A, StartTraining)]
+    assert said(warming.heard(B, 1.0)) == [(B, StartTraining)]
+    assert said(warming.heard(B, 1.5)) == [(B, StartTraining)]  # it may not have heard
     assert warming.finished(A, 3.0) == [SetTimer(name=TIMER, at=4.0)]
     assert warming.is_done(A)
     assert warming.heard(A, 3.0) == []
@@ -28,7 +28,7 @@ def test_it_is_over_when_all_have_done_their_share() -> None:
 
 
 def test_who_is_late_is_told_to_stop_and_waited_for() -> None:
-    warming = Warming(3, retry_seconds=0.5)
+    warming = WarmStartRun(3, retry_seconds=0.5)
     warming.heard(A, 0.0)
     warming.heard(B, 0.0)
     warming.finished(A, 2.0)
@@ -43,7 +43,7 @@ def test_who_is_late_is_told_to_stop_and_waited_for() -> None:
 
 
 def test_who_is_lost_is_not_waited_for() -> None:
-    warming = Warming(2, retry_seconds=0.5)
+    warming = WarmStartRun(2, retry_seconds=0.5)
     warming.heard(A, 0.0)
     warming.heard(B, 0.0)
     warming.finished(A, 2.0)
@@ -55,13 +55,13 @@ def test_who_is_lost_is_not_waited_for() -> None:
 
 
 def test_who_has_finished_for_a_coordinator_that_is_gone_counts() -> None:
-    warming = Warming(1, retry_seconds=0.5)
+    warming = WarmStartRun(1, retry_seconds=0.5)
     assert warming.finished(A, 7.0) == [SetTimer(name=TIMER, at=7.5)]
     assert warming.is_over
 
 
-def saved(label: str, error: str | None = None) -> Saved:
-    return Saved(label=label, clock=7, error=error)
+def saved(label: str, error: str | None = None) -> CheckpointSaved:
+    return CheckpointSaved(label=label, clock=7, error=error)
 
 
 def answers(actions: list[Action]) -> list[tuple[str, str | None]]:
@@ -71,17 +71,17 @@ def answers(actions: list[Action]) -> list[tuple[str, str | None]]:
         for action in actions
         if isinstance(action, Send)
         and action.receiver == SUPERVISOR
-        and isinstance(action.message, Saved)
+        and isinstance(action.message, CheckpointSaved)
     ]
 
 
 def test_it_is_saved_when_every_shard_is() -> None:
     """Nothing was: a job killed in a warm start of hours had lost all of it."""
     saves = WarmSaves(SHARDS)
-    assert said(saves.ask("00001")) == [(name, Save) for name in SHARDS]
+    assert said(saves.ask("00001")) == [(name, SaveCheckpoint) for name in SHARDS]
     assert saves.answered(SHARDS[0], saved("00001")) == []
     assert saves.answered(SHARDS[0], saved("00001")) == []  # once more
-    assert said(saves.ask("00001")) == [(SHARDS[1], Save)]  # it may not have heard
+    assert said(saves.ask("00001")) == [(SHARDS[1], SaveCheckpoint)]  # it may not have heard
     assert answers(saves.answered(SHARDS[1], saved("00001"))) == [("00001", None)]
     assert answers(saves.ask("00001")) == [("00001", None)]  # nor the supervisor
     assert saves.answered(SHARDS[1], saved("00001")) == []
@@ -95,5 +95,5 @@ def test_a_shard_that_could_not_save_is_named_and_asked_again() -> None:
     saves.answered(SHARDS[0], saved("00001", "the disk is full"))
     actions = saves.answered(SHARDS[1], saved("00001"))
     assert answers(actions) == [("00001", "shard-0: the disk is full")]
-    assert said(saves.ask("00001")) == [(SHARDS[0], Save)]
+    assert said(saves.ask("00001")) == [(SHARDS[0], SaveCheckpoint)]
     assert answers(saves.answered(SHARDS[0], saved("00001"))) == [("00001", None)]

@@ -4,18 +4,18 @@ import math
 
 import pytest
 
-from distbelief.protocol import Account, SetResult
+from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
-from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.finish_times import Line, Ranked, Slope
+from sandblaster.coordinator.finish_times import FinishTimes, Line, Slope
 from sandblaster.coordinator.speed import N_DEALT_MAX, left, n_at_once, seconds_to_end
-from sandblaster.coordinator.work_queue import N_VOID_MAX, Dealing, Numbers, Workloads
-from sandblaster.coordinator.workers import Crew, Member
+from sandblaster.coordinator.work_queue import N_VOID_MAX, ExpectedFinish, GrantNumbers, WorkQueue
+from sandblaster.coordinator.workers import WorkerPool, WorkerState
 
 
 A, B, C = Address("replica-a"), Address("replica-b"), Address("replica-c")
-CUTTING = Cutting(portion_size=10)
+CUTTING = ChunkSizes(portion_size=10)
 
 
 class Table:
@@ -25,8 +25,8 @@ class Table:
         self, *names: Address, n_sets: int = 8, window_sets: int = 64, backups: bool = True
     ) -> None:
         self.config = CoordinatorConfig(cutting=CUTTING, window_sets=window_sets, backups=backups)
-        self.crew = Crew(self.config)
-        self.numbers = Numbers()
+        self.crew = WorkerPool(self.config)
+        self.numbers = GrantNumbers()
         self.batch = BatchRange(first=0, n_examples=10 * n_sets)
         self.begin()
         for name in names:
@@ -34,16 +34,18 @@ class Table:
 
     def begin(self) -> None:
         self.crew.begin(epoch=1, evaluation=1, versions=(), batch=self.batch)
-        self.dealing = Dealing(self.config, crew=self.crew, batch=self.batch, numbers=self.numbers)
+        self.dealing = WorkQueue(
+            self.config, crew=self.crew, batch=self.batch, numbers=self.numbers
+        )
 
     def join(self, name: Address) -> None:
-        account = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        account = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         event = Received(sender=name, incarnation=1, message=account)
         member = self.crew.hear(event, account, 0.0)
         assert member is not None
         self.dealing.heard(member)
 
-    def member(self, name: Address) -> Member:
+    def member(self, name: Address) -> WorkerState:
         member = self.crew.get(name)
         assert member is not None
         return member
@@ -59,10 +61,10 @@ class Table:
         self, name: Address, *attempts: int, now: Seconds, loss: float = 1.0, staged: bool = False
     ) -> None:
         results = tuple(
-            SetResult(attempt=attempt, n_examples=10, loss=loss, seconds=1.0, staged=staged)
+            ChunkResult(attempt=attempt, n_examples=10, loss=loss, seconds=1.0, staged=staged)
             for attempt in attempts
         )
-        account = Account(epoch=1, version=1, evaluation=1, n_computed=10, results=results)
+        account = WorkReport(epoch=1, version=1, evaluation=1, n_computed=10, results=results)
         self.dealing.account(self.member(name), account, now)
 
     def computes(self, name: Address, *, now: Seconds) -> int:
@@ -293,14 +295,14 @@ def test_who_waits_for_parameters_is_not_asked_at_every_word(
     busy = [name for name in names if table.has(name)]
     for name in busy:
         table.member(name).n_sets = 1  # it has the parameters
-    asked: list[Member] = []
-    takes = Workloads.seconds_to_begin_with
+    asked: list[WorkerState] = []
+    takes = ExpectedFinish.seconds_to_begin_with
 
-    def asks(self: Workloads, member: Member, n_examples: int) -> Seconds:
+    def asks(self: ExpectedFinish, member: WorkerState, n_examples: int) -> Seconds:
         asked.append(member)
         return takes(self, member, n_examples)
 
-    monkeypatch.setattr(Workloads, "seconds_to_begin_with", asks)
+    monkeypatch.setattr(ExpectedFinish, "seconds_to_begin_with", asks)
     for step in range(20):
         table.dealing.heard(table.member(busy[0]))
         table.deal(10.0 + step)
@@ -316,14 +318,14 @@ def test_after_a_backup_only_who_is_worth_the_next_is_asked(
     for index, name in enumerate(names):
         table.member(name).seconds_per_example = 1.0 if index == 0 else 0.1
         table.dealing.heard(table.member(name))
-    tried: list[Member] = []
-    backs_up = Dealing._backs_up
+    tried: list[WorkerState] = []
+    backs_up = WorkQueue._backs_up
 
-    def tries(self: Dealing, member: Member, now: Seconds) -> bool:
+    def tries(self: WorkQueue, member: WorkerState, now: Seconds) -> bool:
         tried.append(member)
         return backs_up(self, member, now)
 
-    monkeypatch.setattr(Dealing, "_backs_up", tries)
+    monkeypatch.setattr(WorkQueue, "_backs_up", tries)
     table.deal()
     table.deal(50.0)  # who has it is late
     assert table.dealing.n_backups == 1
@@ -402,7 +404,7 @@ def test_dealing_takes_one_percent_of_computing_at_the_most() -> None:
 def test_the_end_is_where_work_and_summed_speeds_meet(
     members: list[tuple[float, float]], n_sets: int, seconds: float
 ) -> None:
-    ranked = Ranked()
+    ranked = FinishTimes()
     for number, (begin, set_seconds) in enumerate(members):
         ranked.put(number, Line(begin), weight=1.0 / set_seconds)
     assert seconds_to_end(ranked, n_sets, 7.0) == pytest.approx(seconds)
@@ -418,7 +420,7 @@ def test_the_end_is_found_where_one_is_done_just_then(
     death a coordinator now and then said nothing more, until it was started anew.
     """
     for set_seconds in (1e-3 * ms for ms in range(10, 100)):
-        ranked = Ranked()
+        ranked = FinishTimes()
         for number, (n_left, rate) in enumerate([(n_sets, -1), (2 * n_sets, slope)]):
             line = Line(n_left * set_seconds - rate * now, rate)
             ranked.put(number, line, weight=1.0 / set_seconds)
@@ -428,7 +430,7 @@ def test_the_end_is_found_where_one_is_done_just_then(
 
 def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
     table = Table(A, B, C)
-    loads = Workloads(table.config, table.crew)
+    loads = ExpectedFinish(table.config, table.crew)
     loads.look(0.0)
     before = loads.is_known, loads.set_seconds(table.member(A))
     assert before == (False, 0.0)
@@ -442,7 +444,7 @@ def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
 def test_a_pace_that_is_none_is_not_believed() -> None:
     member = Table(A).member(A)
     for seconds in (0.0, -1.0, math.nan, math.inf):
-        result = SetResult(attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False)
+        result = ChunkResult(attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False)
         member.measured(result, elapsed=1.0)
         assert member.seconds_per_example is None
 

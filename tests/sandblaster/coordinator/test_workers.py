@@ -2,28 +2,28 @@
 
 import pytest
 
-from distbelief.protocol import Account, Assignment
+from distbelief.protocol import Assignment, WorkReport
 from distbelief.roles.role import Address, Received, Send
-from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.workers import Copy, Crew, Member
-from sandblaster.worker import Tries
+from sandblaster.coordinator.workers import ChunkCopy, WorkerPool, WorkerState
+from sandblaster.worker import ChunkAttempts
 
 
 A = Address("replica-a")
-CUTTING = Cutting(portion_size=10)
+CUTTING = ChunkSizes(portion_size=10)
 
 
 class Talk:
     """A crew, and a replica that it talks to."""
 
     def __init__(self) -> None:
-        self.crew = Crew(CoordinatorConfig(cutting=CUTTING))
-        self.tries = Tries(CUTTING)
+        self.crew = WorkerPool(CoordinatorConfig(cutting=CUTTING))
+        self.tries = ChunkAttempts(CUTTING)
         batch = BatchRange(first=0, n_examples=40)
         self.crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
 
-    def hears(self, account: Account) -> Member:
+    def hears(self, account: WorkReport) -> WorkerState:
         """Let the crew hear what the replica said some time."""
         event = Received(sender=A, incarnation=1, message=account)
         self.crew.hear(event, account, 0.0)
@@ -31,9 +31,11 @@ class Talk:
         assert member is not None
         return member
 
-    def tells(self, member: Member, *, is_dealt: int) -> Assignment:
+    def tells(self, member: WorkerState, *, is_dealt: int) -> Assignment:
         """Return what the crew says, once the member was dealt a set."""
-        member.copies = {is_dealt: Copy(set_index=0, attempt=is_dealt, n_examples=10, dealt_at=0.0)}
+        member.copies = {
+            is_dealt: ChunkCopy(set_index=0, attempt=is_dealt, n_examples=10, dealt_at=0.0)
+        }
         (send,) = self.crew.tell(member, 0.0)
         assert isinstance(send, Send)
         assert isinstance(send.message, Assignment)

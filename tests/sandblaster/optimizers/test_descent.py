@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sandblaster.local import Local, minimize_flat
-from sandblaster.optimizers.base import Combination, Examples, Iterated, Objective
+from sandblaster.optimizers.base import Combination, Examples, IterationDone, Objective
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
 from sandblaster.optimizers.line_search import Straight, Trial
@@ -57,7 +57,7 @@ class Perverse:
 def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(scale: float) -> None:
     losses: list[float] = []
 
-    def watch(cut: Iterated) -> bool:
+    def watch(cut: IterationDone) -> bool:
         losses.append(cut.loss)
         return False
 
@@ -135,7 +135,7 @@ def test_rounding_ends_a_run_that_asks_for_more_than_there_is() -> None:
 def test_no_more_is_remembered_than_was_asked_for(n_history: int) -> None:
     n_vectors: list[int] = []
 
-    def watch(cut: Iterated) -> bool:
+    def watch(cut: IterationDone) -> bool:
         n_vectors.append(len(cut.vectors))
         return False
 
@@ -154,9 +154,9 @@ def test_a_pair_without_curvature_is_not_remembered() -> None:
     def flat(x: Doubles) -> tuple[float, Doubles]:
         return -float(x.sum()), -np.ones(len(x))
 
-    seen: list[Iterated] = []
+    seen: list[IterationDone] = []
 
-    def watch(cut: Iterated) -> bool:
+    def watch(cut: IterationDone) -> bool:
         seen.append(cut)
         return len(seen) == 4
 

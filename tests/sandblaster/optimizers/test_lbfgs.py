@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from distbelief.protocol.vector_commands import Gram, LinearCombination, Term
 from sandblaster.local import Local
-from sandblaster.optimizers.base import Examples, GramMatrix, Operations, Result, Steps
+from sandblaster.optimizers.base import Examples, GramMatrix, Result, Steps, VectorOps
 from sandblaster.optimizers.lbfgs import Correction, direction
 from sandblaster.optimizers.termination import Reason
 from tests.sandblaster.two_loop import two_loop
@@ -118,7 +118,7 @@ def test_two_loops_take_a_request_per_product_where_the_matrix_takes_two() -> No
     gradient, pairs = made_pairs(20, 10, condition=10.0, seed=2)
     local, history = laid_out(gradient, pairs, n_shards=2)
     by_two_loops(local, history)
-    assert local.n_requests[Operations] == 4 * 10 + 3
+    assert local.n_requests[VectorOps] == 4 * 10 + 3
 
 
 def test_a_matrix_forgets_and_renames_whole_vectors() -> None:

@@ -17,10 +17,10 @@ from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,
     Examples,
-    Iterated,
-    Operations,
+    IterationDone,
     Reply,
     Request,
+    VectorOps,
 )
 from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
 from sandblaster.optimizers.gradient_descent import GradientDescent
@@ -65,12 +65,12 @@ class Recorder:
     """Runs a method, and keeps every cut and every request."""
 
     def __init__(self, problem: Logistic, n: int, *, n_shards: int = 2) -> None:
-        self.cuts: list[tuple[Iterated, list[Mapping[str, Vector]]]] = []
+        self.cuts: list[tuple[IterationDone, list[Mapping[str, Vector]]]] = []
         self.points: list[tuple[float, Doubles]] = []
         self.requests: list[Request] = []
         self.local = Local(np.zeros(n), problem.of, n_shards=n_shards, callback=self._cut)
 
-    def _cut(self, cut: Iterated) -> bool:
+    def _cut(self, cut: IterationDone) -> bool:
         self.cuts.append((cut, self.local.export(cut.vectors)))
         self.points.append((cut.loss, self.local.get("parameters")))
         return False
@@ -141,7 +141,7 @@ def test_parameters_are_only_written_by_an_acceptance(name: str) -> None:
     while n_accepted < 0:
         if isinstance(request, Evaluate):
             assert "parameters" not in targets(request.before + request.after)
-        if isinstance(request, Operations):
+        if isinstance(request, VectorOps):
             n_writes += "parameters" in targets(request.commands)
         try:
             request = steps.send(recorder.local.answer(request))
@@ -327,11 +327,11 @@ def n_bytes(requests: list[Request]) -> list[int]:
     sizes = []
     for request in requests:
         match request:
-            case Operations():
+            case VectorOps():
                 sizes.append(len(msgspec.msgpack.encode(request.commands)))
             case Evaluate():
                 sizes.append(len(msgspec.msgpack.encode(request.before + request.after)))
-            case Iterated():
+            case IterationDone():
                 sizes.append(len(request.state))
     return sizes
 
@@ -357,7 +357,7 @@ def test_what_is_sent_does_not_grow_with_the_number_of_parameters(name: str) -> 
     large, _ = record(name, 5000)
     assert max(n_bytes(large)) <= 1.1 * max(n_bytes(small)) + 200
     for request in large:
-        if isinstance(request, Operations):
+        if isinstance(request, VectorOps):
             encoded = msgspec.msgpack.encode(request.commands)
             assert msgspec.msgpack.decode(encoded, type=Batch) == request.commands
 
@@ -365,13 +365,13 @@ def test_what_is_sent_does_not_grow_with_the_number_of_parameters(name: str) -> 
 @each_full_batch_method
 def test_an_iteration_takes_two_requests_and_one_per_further_trial(name: str) -> None:
     requests, _ = record(name, 50)
-    n_iterations = sum(isinstance(r, Iterated) for r in requests) - 1
+    n_iterations = sum(isinstance(r, IterationDone) for r in requests) - 1
     n_evaluations = sum(isinstance(r, Evaluate) for r in requests)
-    n_operations = sum(isinstance(r, Operations) for r in requests)
+    n_operations = sum(isinstance(r, VectorOps) for r in requests)
     assert n_iterations > 3
     assert n_operations <= n_iterations + 1  # one more at the start, for a direction
     assert n_evaluations >= n_iterations + 1
-    assert all(isinstance(r, Evaluate | Operations | Iterated) for r in requests)
+    assert all(isinstance(r, Evaluate | VectorOps | IterationDone) for r in requests)
 
 
 # ------------------------------------------------------------------------ settings

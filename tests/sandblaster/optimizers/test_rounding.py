@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sandblaster.local import minimize_flat
 from sandblaster.optimizers import AnyMethod
-from sandblaster.optimizers.base import Iterated
+from sandblaster.optimizers.base import IterationDone
 from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
 from sandblaster.optimizers.gradient_descent import GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
@@ -55,9 +55,9 @@ def basin(x: Doubles) -> tuple[float, Doubles]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_search_within_the_rounding_error_is_short_and_ends_in_words(name: str) -> None:
-    seen: list[Iterated] = []
+    seen: list[IterationDone] = []
 
-    def watch(cut: Iterated) -> bool:
+    def watch(cut: IterationDone) -> bool:
         seen.append(cut)
         return False
 

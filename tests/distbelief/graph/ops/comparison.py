@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distbelief.graph import ops
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import Cut, Step, kind_of
+from distbelief.graph.operator import Cut, Step, operator_of
 from distbelief.graph.region import Region
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 
@@ -48,7 +48,7 @@ def partitions(draw: st.DrawFn, whole: Region, cuts: Sequence[Cut]) -> list[Regi
 @st.composite
 def parts_of(draw: st.DrawFn, layer: Layer) -> Parts:
     """Any way to split this layer that its kind allows."""
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     if kind.partial is not None and draw(st.booleans()):
         whole = Region.of(*layer.input_shapes[0])
         cuts = kind.partial.cuts(layer)
@@ -155,7 +155,7 @@ def assert_reads_are_tight(
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Check that the part depends on both ends of all that it reads."""
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     tiles = [
         leaf(inputs[name].detach()[(slice(None), *read.slices)])
         for name, read in zip(layer.inputs, kind.reads(layer, part), strict=True)

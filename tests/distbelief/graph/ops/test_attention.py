@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.graph import GraphError
-from distbelief.graph.operator import Step, kind_of
+from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
@@ -69,12 +69,12 @@ def test_attention_in_parts_is_the_whole(
 def test_a_causal_part_reads_no_keys_after_its_last_query() -> None:
     layer = attention_layer("a", [source(name, 4, 8, 3) for name in "qkv"], causal=True)
     part = Region(((1, 3), (2, 5), (0, 3)))
-    _, keys, values = kind_of(layer).reads(layer, part)
+    _, keys, values = operator_of(layer).reads(layer, part)
     assert keys == values == Region(((1, 3), (0, 5), (0, 3)))
     inputs = {name: random(1, 4, 8, 3, seed=ord(name)) for name in "qkv"}
     assert_reads_are_tight(layer, part, inputs)
-    whole = kind_of(layer).work(layer, layer.region)
-    assert kind_of(layer).work(layer, part).forward < whole.forward / 8
+    whole = operator_of(layer).work(layer, layer.region)
+    assert operator_of(layer).work(layer, part).forward < whole.forward / 8
 
 
 @given(st.data())
@@ -148,10 +148,10 @@ def test_heads_are_whole_rows_of_the_projections() -> None:
     named = {layer.name: layer for layer in layers}
     first, apart, projected = (named[n] for n in ("a.k.first", "a.k.heads", "a.k"))
     part = Region(((1, 3), (0, 5), (0, 2)))
-    (part,) = kind_of(first).reads(first, part)
-    (part,) = kind_of(apart).reads(apart, part)
+    (part,) = operator_of(first).reads(first, part)
+    (part,) = operator_of(apart).reads(apart, part)
     assert part == Region(((0, 5), (2, 6)))
-    uses = kind_of(projected).uses(projected, part)
+    uses = operator_of(projected).uses(projected, part)
     assert uses["weight"] == Region(((8 + 2, 8 + 6), (0, 8)))
     assert uses["bias"] == Region(((8 + 2, 8 + 6),))
 

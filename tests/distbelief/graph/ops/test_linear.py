@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import assert_parts_equal, leaf, partitions, source
@@ -28,18 +28,18 @@ def test_a_product_in_parts_is_the_whole(
     x = leaf(random(2, *lead, rows, inner))
     y = leaf(random(2, *lead, inner, columns))
     layer = product_layer("p", source("x", *lead, rows, inner), source("y", *lead, inner, columns))
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     assert_parts_equal(layer, parts, x @ y, {"x": x, "y": y}, {})
 
 
 def test_a_part_reads_its_rows_and_its_columns() -> None:
     layer = product_layer("p", source("x", 4, 6, 5), source("y", 4, 5, 7))
     part = Region(((1, 3), (2, 4), (0, 6)))
-    assert kind_of(layer).reads(layer, part) == (
+    assert operator_of(layer).reads(layer, part) == (
         Region(((1, 3), (2, 4), (0, 5))),
         Region(((1, 3), (0, 5), (0, 6))),
     )
-    work = kind_of(layer).work(layer, part)
+    work = operator_of(layer).work(layer, part)
     assert (work.forward, work.backward) == (2 * 5 * 24, 4 * 5 * 24)
     assert work.n_elements == 2 * 2 * 5 + 2 * 5 * 6 + 24
 

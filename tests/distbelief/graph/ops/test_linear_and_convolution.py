@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch.nn import functional
 
 from distbelief.graph.graph import Layer, TensorUse
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.pointwise import PARAMETRIC, SEVERAL, UNARY
 from tests.distbelief.graph.ops.comparison import (
     assert_parts_equal,
@@ -119,7 +119,7 @@ def test_a_part_of_a_convolution_depends_on_what_it_reads_and_no_more(
     parts = data.draw(parts_of(layer))
     assert isinstance(parts, list)
     part = data.draw(st.sampled_from([p for p in parts if p.n_elements]))
-    (read,) = kind_of(layer).reads(layer, part)
+    (read,) = operator_of(layer).reads(layer, part)
     inputs = leaf(torch.ones(1, *layer.input_shapes[0], dtype=torch.float64))
     weight = torch.ones(layer.tensors["weight"].shape, dtype=torch.float64)
     pads: list[int] = []

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.windows import gaussian
 from tests.distbelief.graph.ops.comparison import (
@@ -59,7 +59,7 @@ def contrasts(draw: st.DrawFn) -> Layer:
 def test_local_contrast_in_parts_is_the_module(layer: Layer, data: st.DataObject) -> None:
     x = leaf(random(2, *layer.shape))
     expected = LocalContrastNorm2d(layer.integer("size"), epsilon=0.3)(x)
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     assert_parts_equal(layer, parts, expected, {"x": x}, {})
     if layer.integer("size") > 1:
         part = next(part for part in parts if part.n_elements)
@@ -99,7 +99,7 @@ def test_local_response_in_parts_is_that_of_torch(
     )
     x = leaf(random(2, *shape))
     expected = functional.local_response_norm(x, size, alpha=0.9, beta=0.7, k=1.5)
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     assert_parts_equal(layer, parts, expected, {"x": x}, {})
     part = next(part for part in parts if part.n_elements)
     assert_reads_are_tight(layer, part, {"x": x})

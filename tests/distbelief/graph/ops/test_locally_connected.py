@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch.nn import functional
 
 from distbelief.graph.graph import Layer, TensorUse
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.ops import locally_connected
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
 from tests.distbelief.graph.ops.comparison import (
@@ -81,7 +81,7 @@ def test_a_locally_connected_layer_in_parts_is_the_loop_over_places(
     layer = layer_of(module)
     x = leaf(random(2, *layer.input_shapes[0]))
     tensors = dict(module.named_parameters())
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     expected = naive(module, x)
     assert_parts_equal(layer, parts, expected, {"x": x}, tensors)
     assert_parts_equal(layer, [layer.region], module(x), {"x": x}, tensors)

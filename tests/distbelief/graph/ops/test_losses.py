@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
-from distbelief.graph.ops.losses import FUNCTIONS, cross_entropy_layers, place_loss_layer
+from distbelief.graph.ops.losses import FUNCTIONS, cross_entropy_layers, elementwise_loss_layer
 from tests.distbelief.graph.ops.comparison import (
     assert_layers_equal,
     close,
@@ -133,7 +133,7 @@ def test_a_loss_of_places_in_parts_is_that_of_torch(function: str, data: st.Data
             x = 5 * x
     x = leaf(x)
     argument = {"smooth_l1": {"beta": 0.7}, "huber": {"delta": 0.7}}.get(function, {})
-    layer = place_loss_layer(
+    layer = elementwise_loss_layer(
         "loss",
         (source("x", *shape), source("t", *shape)),
         function=function,
@@ -150,7 +150,7 @@ def test_a_loss_of_places_in_parts_is_that_of_torch(function: str, data: st.Data
 @settings(max_examples=40)
 def test_one_vs_all_is_a_logistic_loss_for_every_class(n_classes: int, data: st.DataObject) -> None:
     x, labels = leaf(random(3, 2, n_classes)), labels_of(n_classes, 3, 2)
-    layer = place_loss_layer(
+    layer = elementwise_loss_layer(
         "loss",
         (source("x", 2, n_classes), source("t", 2, is_integer=True)),
         function="logistic",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
-from distbelief.graph.operator import Step, joined, kind_of
+from distbelief.graph.operator import Step, joined, operator_of
 from distbelief.graph.ops import norms as norms_module
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
@@ -121,7 +121,7 @@ def test_a_maximum_with_a_gradient_is_not_cut_where_it_is_taken() -> None:
     )
     for parts in [[layer.region], layer.region.cut(0, [1.0, 1.0])]:
         assert_layers_equal([layer], {"m": parts}, x.amax(2), {"x": x})
-    partial = kind_of(layer).partial
+    partial = operator_of(layer).partial
     assert partial is not None
     assert [cut.dim for cut in partial.cuts(layer)] == [0]
 

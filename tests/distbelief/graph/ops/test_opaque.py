@@ -6,7 +6,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
-from distbelief.graph.operator import Step, kind_of
+from distbelief.graph.operator import Step, operator_of
 from tests.distbelief.graph.ops.comparison import assert_parts_equal, close, graph_of, leaf
 from tests.distbelief.graph.ops.test_norms import random
 from tests.distbelief.graph.reference import evaluate
@@ -35,7 +35,7 @@ def test_a_recurrent_module_without_memory_is_computed_with_the_tensors_given() 
     shell = nn.LSTM(3, 4, 2, batch_first=True, device="meta")
     tensors = dict(module.named_parameters())
     layer = layer_of(module, (5, 4), output=(0,))
-    assert kind_of(layer).cuts(layer) == ()
+    assert operator_of(layer).cuts(layer) == ()
     step = Step(modules={"path": shell})
     expected = module(x)[0]
     assert_parts_equal(layer, [layer.region], expected, {"x": x}, tensors, step=step)
@@ -96,5 +96,5 @@ def test_a_module_that_is_missing_or_returns_something_else_is_named() -> None:
 def test_its_price_is_that_of_the_operations_counted_or_of_its_tensors() -> None:
     module = nn.Linear(3, 4)
     plain, counted = layer_of(module, (5, 4)), layer_of(module, (5, 4), operations=99)
-    assert kind_of(plain).work(plain, plain.region).forward == 2 * (12 + 4)
-    assert kind_of(counted).work(counted, counted.region).forward == 99
+    assert operator_of(plain).work(plain, plain.region).forward == 2 * (12 + 4)
+    assert operator_of(counted).work(counted, counted.region).forward == 99

@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from distbelief.graph import ops
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse
-from distbelief.graph.operator import LayerKind, Step, Work, kind_of, register
+from distbelief.graph.operator import Operator, Step, Work, operator_of, register
 from distbelief.graph.ops import norms
 from distbelief.graph.ops.attention import multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
-from distbelief.graph.ops.losses import cross_entropy_layers, place_loss_layer
+from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
 from distbelief.graph.ops.views import stack_layers
 from distbelief.graph.ops.windows import adaptive_pool_layers
@@ -132,7 +132,7 @@ def examples() -> list[Layer]:
             shape=IMAGE,
             options={"no": 0.0},
         ),
-        place_loss_layer("logistic", (x, labels), function="logistic"),
+        elementwise_loss_layer("logistic", (x, labels), function="logistic"),
         *cross_entropy_layers("cross_entropy", (x, labels)),
         reading("whole", (7,), words={"w": (3, 3)}, module="m"),
     ]
@@ -151,7 +151,7 @@ def test_every_kind_has_an_example() -> None:
 def test_what_a_part_reads_and_uses_lies_inside_and_prices_add_up(
     layer: Layer, data: st.DataObject
 ) -> None:
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     parts = data.draw(partitions(layer.region, kind.cuts(layer)))
     wholes = [Region.of(*shape) for shape in layer.input_shapes]
     for part in parts:
@@ -170,7 +170,7 @@ def test_what_a_part_reads_and_uses_lies_inside_and_prices_add_up(
 
 @pytest.mark.parametrize("layer", EXAMPLES, ids=lambda layer: layer.name)
 def test_even_an_empty_region_reads_what_lies_inside(layer: Layer) -> None:
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     wholes = [Region.of(*shape) for shape in layer.input_shapes]
     for cut in kind.cuts(layer):
         nothing = layer.region.replaced(cut.dim, (0, 0))
@@ -180,7 +180,7 @@ def test_even_an_empty_region_reads_what_lies_inside(layer: Layer) -> None:
 
 @pytest.mark.parametrize("layer", EXAMPLES, ids=lambda layer: layer.name)
 def test_a_partial_sum_reads_and_writes_what_lies_inside(layer: Layer) -> None:
-    partial = kind_of(layer).partial
+    partial = operator_of(layer).partial
     if partial is None:
         return
     whole = Region.of(*layer.input_shapes[0])
@@ -195,7 +195,7 @@ def test_a_partial_sum_reads_and_writes_what_lies_inside(layer: Layer) -> None:
 
 
 @final
-class Pairs(LayerKind):
+class Pairs(Operator):
     """A kind of a user's own: the sum of each two neighbours."""
 
     name: ClassVar[str] = "test.pairs"
@@ -235,7 +235,7 @@ def test_a_users_own_kind_is_split_like_ours(data: st.DataObject) -> None:
 
 def test_a_name_that_another_kind_has_is_refused() -> None:
     @final
-    class Other(LayerKind):
+    class Other(Operator):
         name: ClassVar[str] = "linear"
         reads = Pairs.reads
         work = Pairs.work
@@ -244,7 +244,7 @@ def test_a_name_that_another_kind_has_is_refused() -> None:
     with pytest.raises(GraphError, match=r"give .*Other another name"):
         register(Other())
     with pytest.raises(GraphError, match="'nowhere', which is not known here"):
-        kind_of(msgspec.structs.replace(PAIRS, kind="nowhere"))
+        operator_of(msgspec.structs.replace(PAIRS, kind="nowhere"))
 
 
 def test_a_graph_computed_with_what_does_not_fit_says_so() -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import Work, kind_of
+from distbelief.graph.operator import Work, operator_of
 from distbelief.graph.ops.pointwise import COMPARISONS
 from distbelief.graph.region import Region
 from distbelief.program.compiler import with_gradient
@@ -38,7 +38,7 @@ def layer_of(kind: str, *shapes: tuple[int, ...], **options: str | float) -> Lay
 def test_a_comparison_in_parts_is_ones_and_zeros(function: str, data: st.DataObject) -> None:
     x, y = random(2, *SHAPE).round(), random(2, 1, 6).round()
     layer = layer_of("comparison", SHAPE, (1, 6), function=function)
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     expected = COMPARISONS[function](x, y).to(x.dtype)
     assert set(expected.flatten().tolist()) <= {0.0, 1.0}
     found = compute(layer, parts, x, y)
@@ -51,7 +51,7 @@ def test_a_choice_in_parts_is_the_whole(data: st.DataObject) -> None:
     mask = random(2, 6).round()
     x, y = leaf(random(2, *SHAPE)), leaf(random(2, 4, 1))
     layer = layer_of("where", (6,), SHAPE, (4, 1))
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     expected = torch.where(mask[:, None, :] != 0, x, y)
     leaves = {"x0": mask, "x1": x, "x2": y}
     assert_parts_equal(layer, parts, expected, leaves, {})
@@ -74,11 +74,13 @@ def test_numbers_stand_in_the_place_of_inputs() -> None:
 def test_work_is_the_numbers_that_are_chosen() -> None:
     part = Region(((0, 2), (1, 4)))
     compared = layer_of("comparison", SHAPE, SHAPE, function="less")
-    assert kind_of(compared).work(compared, part) == Work(
+    assert operator_of(compared).work(compared, part) == Work(
         forward=6.0, backward=0.0, n_elements=18.0
     )
     chosen = layer_of("where", SHAPE, SHAPE, SHAPE)
-    assert kind_of(chosen).work(chosen, part) == Work(forward=6.0, backward=18.0, n_elements=24.0)
+    assert operator_of(chosen).work(chosen, part) == Work(
+        forward=6.0, backward=18.0, n_elements=24.0
+    )
 
 
 def compute(layer: Layer, parts: list[Region], *inputs: torch.Tensor) -> torch.Tensor:

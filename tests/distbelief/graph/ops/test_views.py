@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch.nn import functional
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
-from distbelief.graph.operator import Step, joined, kind_of
+from distbelief.graph.operator import Step, joined, operator_of
 from distbelief.graph.ops.views import Block, blocks, cat_layer, reshape_layer, stack_layers
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
@@ -48,10 +48,10 @@ def reshapes(draw: st.DrawFn) -> Layer:
 @settings(max_examples=60)
 def test_a_reshape_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     x = leaf(random(2, *layer.input_shapes[0]))
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     assert_parts_equal(layer, parts, x.reshape(2, *layer.shape), {"x": x}, {})
     for part in parts:
-        (read,) = kind_of(layer).reads(layer, part)
+        (read,) = operator_of(layer).reads(layer, part)
         assert read.n_elements == part.n_elements, "a cut at its unit reads its own"
 
 
@@ -64,9 +64,9 @@ def test_any_other_region_of_a_reshape_is_right_too(layer: Layer, data: st.DataO
     ]
     part = Region(tuple((low, high + 1) for low, high in bounds))
     x = random(1, *layer.input_shapes[0])
-    (read,) = kind_of(layer).reads(layer, part)
+    (read,) = operator_of(layer).reads(layer, part)
     tile = x[(slice(None), *read.slices)]
-    value = kind_of(layer).compute(layer, part, [tile], {}, Step())
+    value = operator_of(layer).compute(layer, part, [tile], {}, Step())
     whole = x.reshape(1, *layer.shape)
     assert torch.equal(value, whole[(slice(None), *part.slices)])
 
@@ -82,9 +82,9 @@ def test_blocks_are_the_finest() -> None:
     ]
     assert blocks((), (1, 1)) == []
     layer = reshape_layer("r", source("x", 16, 5, 5, 3), shape=(400, 3))
-    assert kind_of(layer).cuts(layer) == ((0, 25), (1, 1))
+    assert operator_of(layer).cuts(layer) == ((0, 25), (1, 1))
     layer = reshape_layer("r", source("x", 4, 6), shape=(8, 3))
-    assert kind_of(layer).cuts(layer) == ((0, 2),)
+    assert operator_of(layer).cuts(layer) == ((0, 2),)
     with pytest.raises(GraphError, match="the elements are 6 and 8"):
         blocks((6,), (2, 4))
 
@@ -102,7 +102,7 @@ def test_a_permutation_in_parts_is_the_whole(shape: tuple[int, ...], data: st.Da
         options={"dims": dims},
     )
     x = leaf(random(2, *shape))
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     expected = x.permute(0, *(dim + 1 for dim in dims))
     assert_parts_equal(layer, parts, expected, {"x": x}, {})
     part = next(part for part in parts if part.n_elements)
@@ -128,7 +128,7 @@ def test_a_slice_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObje
     )
     x = leaf(random(2, *shape))
     index = (slice(None), *(slice(r.start, r.stop, r.step) for r in ranges))
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     assert_parts_equal(layer, parts, x[index], {"x": x}, {})
     part = next(part for part in parts if part.n_elements)
     assert_reads_are_tight(layer, part, {"x": x})

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch.nn import functional
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.operator import kind_of
+from distbelief.graph.operator import operator_of
 from distbelief.graph.ops.windows import L2Pool2d, Window, adaptive_pool_layers, gaussian
 from tests.distbelief.graph.ops.comparison import (
     assert_layers_equal,
@@ -105,7 +105,7 @@ def test_average_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject
         count_include_pad=bool(layer.options["count_include_pad"]),
         **more,
     )
-    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    parts = data.draw(partitions(layer.region, operator_of(layer).cuts(layer)))
     assert_parts_equal(layer, parts, expected, {"x": x}, {})
     part = next(part for part in parts if part.n_elements)
     assert_reads_are_tight(layer, part, {"x": x})

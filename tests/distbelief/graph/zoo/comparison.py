@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import Step, kind_of
+from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import close, zeros
@@ -35,7 +35,7 @@ def flat(result: object) -> list[torch.Tensor]:
 
 def random_parts(layer: Layer, generator: np.random.Generator) -> Parts:
     """Halves along some of the dimensions it may be cut in, of output or input."""
-    kind = kind_of(layer)
+    kind = operator_of(layer)
     partial = kind.partial
     if partial is not None and generator.random() < 0.5:
         region, cuts = Region.of(*layer.input_shapes[0]), partial.cuts(layer)

@@ -16,18 +16,18 @@ from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shared_vector import HEADER_BYTES
 from distbelief.protocol import (
-    Acknowledge,
-    Alive,
-    Credit,
     Fetch,
-    Hello,
+    FetchAck,
+    HeartbeatAck,
     Message,
+    OpenSession,
     ParameterBlock,
     Push,
+    PushApplied,
     PushBlock,
-    PushCredit,
-    Refused,
-    Welcome,
+    PushBlockAck,
+    SessionOpened,
+    SessionRefused,
 )
 from distbelief.roles.role import (
     Action,
@@ -103,7 +103,7 @@ class Alone:
         slots_region: str = "",
         sender: Address = SHARD,
     ) -> list[Action]:
-        message = Welcome(
+        message = SessionOpened(
             shard_incarnation=life,
             clock=clock,
             samples=samples,
@@ -177,7 +177,7 @@ class Alone:
         return self.receive(message, life=life)
 
     def acknowledge(self, sequence: int, *, staleness: int = 0, life: int = 1) -> list[Action]:
-        message = Acknowledge(
+        message = PushApplied(
             sequence=sequence, shard_incarnation=life, clock=1, staleness=staleness
         )
         return self.receive(message, life=life)
@@ -230,7 +230,7 @@ def test_the_layout_says_how_many_shards_there_are() -> None:
 
 def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
     client = Alone().client
-    refused = Refused(reason="", for_good=False)
+    refused = SessionRefused(reason="", for_good=False)
     owned: list[Event] = [
         Received(sender=SHARD, incarnation=1, message=refused),
         TimerFired(name="client:0"),
@@ -239,7 +239,7 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
     ]
     others: list[Event] = [
         Received(sender=TEST, incarnation=1, message=refused),
-        Received(sender=SHARD, incarnation=1, message=Alive()),
+        Received(sender=SHARD, incarnation=1, message=HeartbeatAck()),
         TimerFired(name="progress"),
         PeerJoined(peer=TEST, incarnation=1),
         Started(incarnation=1),
@@ -250,7 +250,7 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
     assert not any(client.owns(event) for event in others)
     for event in (*others[:1], *others[2:], TimerFired(name="client:x")):
         assert client.handle(event, 0.0) == []
-    with pytest.raises(RemoteProtocolError, match="sent a client Alive"):
+    with pytest.raises(RemoteProtocolError, match="sent a client HeartbeatAck"):
         client.handle(others[1], 0.0)
 
 
@@ -259,7 +259,7 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
 
 def test_it_says_hello_until_it_is_welcome() -> None:
     alone = Alone(welcome=False)
-    (hello,) = sent(alone.greeting, Hello)
+    (hello,) = sent(alone.greeting, OpenSession)
     assert hello.layout == LAYOUT.fingerprint
     assert hello.next_sequence == FIRST
     assert timers(alone.greeting) == [0.5]
@@ -267,7 +267,7 @@ def test_it_says_hello_until_it_is_welcome() -> None:
     at = 0.5
     for delay in (1.0, 2.0, 4.0, 4.0):  # seconds, doubling up to 4
         actions = alone.timer(at)
-        assert messages(actions) == ["Hello"]
+        assert messages(actions) == ["OpenSession"]
         at += delay
         assert timers(actions) == [at]
     alone.welcome(samples=7)
@@ -279,7 +279,7 @@ def test_it_says_hello_until_it_is_welcome() -> None:
 def test_a_peer_that_joins_is_greeted_at_once() -> None:
     alone = Alone(welcome=False)
     joined = PeerJoined(peer=SHARD, incarnation=1)
-    assert messages(alone.client.handle(joined, 0.1)) == ["Hello"]
+    assert messages(alone.client.handle(joined, 0.1)) == ["OpenSession"]
     alone.welcome()
     assert alone.client.handle(joined, 0.2) == []
 
@@ -295,13 +295,13 @@ def test_it_resumes_where_the_values_of_every_shard_have_it() -> None:
 
 def test_a_shard_that_refuses_for_good_is_named_with_its_reason() -> None:
     with pytest.raises(JobError, match="shard-0 refuses this client: other layout"):
-        Alone().receive(Refused(reason="other layout", for_good=True))
+        Alone().receive(SessionRefused(reason="other layout", for_good=True))
 
 
 def test_a_shard_that_does_not_know_the_client_is_greeted_again() -> None:
     alone = Alone()
-    refused = Refused(reason="say Hello first", for_good=False)
-    assert messages(alone.receive(refused)) == ["Hello"]
+    refused = SessionRefused(reason="say OpenSession first", for_good=False)
+    assert messages(alone.receive(refused)) == ["OpenSession"]
     assert not alone.ready()
     assert alone.receive(refused) == []  # said once is enough
 
@@ -309,7 +309,7 @@ def test_a_shard_that_does_not_know_the_client_is_greeted_again() -> None:
 def test_the_dead_are_not_heard() -> None:
     alone = Alone()
     alone.welcome(life=3)
-    refused = Refused(reason="", for_good=True)
+    refused = SessionRefused(reason="", for_good=True)
     assert alone.receive(refused, life=2) == []
     lost = PeerLost(peer=SHARD, incarnation=2, reason="killed")
     assert alone.client.handle(lost, 0.0) == []
@@ -319,14 +319,14 @@ def test_the_dead_are_not_heard() -> None:
 def test_a_shard_that_is_gone_is_greeted_until_it_is_back() -> None:
     alone = Alone()
     lost = PeerLost(peer=SHARD, incarnation=1, reason="killed")
-    assert messages(alone.client.handle(lost, 0.0)) == ["Hello"]
-    assert messages(alone.timer(0.5)) == ["Hello"]
+    assert messages(alone.client.handle(lost, 0.0)) == ["OpenSession"]
+    assert messages(alone.timer(0.5)) == ["OpenSession"]
     assert not alone.can_push()
     alone.welcome(life=2)
     assert alone.can_push()
 
 
-@pytest.mark.parametrize("told_by", ["PeerJoined", "Refused", "Welcome"])
+@pytest.mark.parametrize("told_by", ["PeerJoined", "SessionRefused", "SessionOpened"])
 def test_what_is_in_flight_when_a_shard_restarts_is_pushed_to_its_next_life(told_by: str) -> None:
     alone = Alone()
     alone.push()
@@ -336,12 +336,12 @@ def test_what_is_in_flight_when_a_shard_restarts_is_pushed_to_its_next_life(told
         case "PeerJoined":
             joined = PeerJoined(peer=SHARD, incarnation=2)
             actions = alone.client.handle(joined, 0.0)
-        case "Refused":
-            refused = Refused(reason="say Hello first", for_good=False)
+        case "SessionRefused":
+            refused = SessionRefused(reason="say OpenSession first", for_good=False)
             actions = alone.receive(refused, life=2)
         case _:  # it answers a Hello of before
             actions = alone.welcome(life=2, watermark=FIRST - 1)
-    (hello,) = sent(actions, Hello)
+    (hello,) = sent(actions, OpenSession)
     assert hello.next_sequence == FIRST + 1
     assert not alone.ready()
     assert not alone.can_push()
@@ -516,13 +516,13 @@ def test_a_fetch_by_blocks_grants_credit_as_blocks_come() -> None:
     assert fetch.credit == 2
     assert not alone.complete()
     request = fetch.request
-    (credit,) = sent(alone.block(0, request=request, clock=4), Credit)
+    (credit,) = sent(alone.block(0, request=request, clock=4), FetchAck)
     assert (credit.received, credit.limit, credit.again) == (1, 3, False)
     assert alone.block(2, request=request, clock=4) == []  # one before it is missing
     assert alone.block(0, request=request, clock=4) == []  # a copy
     assert alone.block(1, request=request - 1, clock=4) == []  # of a former fetch
     alone.block(1, request=request, clock=4, value=1.0)
-    (credit,) = sent(alone.block(2, request=request, clock=4), Credit)
+    (credit,) = sent(alone.block(2, request=request, clock=4), FetchAck)
     assert credit.received == 3  # the lease may end
     assert alone.complete()
     tensors = full_of(alone.layout, 9.0)
@@ -542,7 +542,7 @@ def test_what_does_not_come_is_asked_for_again() -> None:
     alone.now = 0.6
     alone.block(0, request=fetch.request)
     (at,) = timers(alone.timer(1.5))
-    (credit,) = sent(alone.timer(at), Credit)
+    (credit,) = sent(alone.timer(at), FetchAck)
     assert (credit.received, credit.again) == (1, True)
 
 
@@ -556,11 +556,11 @@ def test_each_block_is_progress_though_few_are_answered() -> None:
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     for index in range(3):
         alone.now = 0.4 * (index + 1)
-        assert sent(alone.block(index, request=fetch.request), Credit) == []
+        assert sent(alone.block(index, request=fetch.request), FetchAck) == []
     waiting = alone.timer(1.5)  # 0.3 s after a block
     assert messages(waiting) == []
     (at,) = timers(waiting)
-    (credit,) = sent(alone.timer(at), Credit)
+    (credit,) = sent(alone.timer(at), FetchAck)
     assert (credit.received, credit.again) == (3, True)
 
 
@@ -571,7 +571,8 @@ def test_credit_is_granted_by_the_quarter() -> None:
     )
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     credits_of = [
-        [c.received for c in sent(alone.block(i, request=fetch.request), Credit)] for i in range(9)
+        [c.received for c in sent(alone.block(i, request=fetch.request), FetchAck)]
+        for i in range(9)
     ]
     assert credits_of == [[], [], [], [4], [], [], [], [8], [9]]
 
@@ -598,7 +599,7 @@ def test_a_fetch_that_the_shard_has_forgotten_begins_anew() -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     alone.block(0, request=fetch.request, value=1.0)
-    alone.receive(Refused(reason="without progress", for_good=False))
+    alone.receive(SessionRefused(reason="without progress", for_good=False))
     (again,) = sent(alone.welcome(), Fetch)
     assert again.request == fetch.request + 1
     assert alone.block(1, request=fetch.request) == []
@@ -721,7 +722,7 @@ def test_a_shard_that_dies_under_an_install_is_waited_for() -> None:
     header[:2] = 2, 7
     alone.client.begin_fetch(0.0)
     work = alone.client.install(zeros_of(LAYOUT))
-    refused = Refused(reason="say Hello first", for_good=False)
+    refused = SessionRefused(reason="say OpenSession first", for_good=False)
     alone.receive(refused, life=2)
     header[0] = -1  # as the poison that the end of the old life leaves
     outcome = work()
@@ -771,27 +772,27 @@ def test_a_gradient_goes_straight_into_the_shards_slot() -> None:
     assert alone.client.counters()["bytes_out"] == 2 * 8 * N
     assert not alone.can_push()
     assert messages(alone.timer(0.5)) == ["Push", "Push"]
-    credit = PushCredit(sequence=FIRST, shard_incarnation=1, received=1)
+    credit = PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1)
     assert alone.receive(credit) == []
 
 
 def test_memory_that_cannot_be_attached_is_done_without() -> None:
     alone = Alone(memory=PrivateMemory(host="here"), welcome=False)
-    (hello,) = sent(alone.greeting, Hello)
+    (hello,) = sent(alone.greeting, OpenSession)
     assert hello.host == "here"
     at = 0.5
     hosts = []
     for _ in range(3):
         assert alone.welcome(parameters_region="gone", slots_region="gone") == []
         actions = alone.timer(at)
-        (hello,) = sent(actions, Hello)
+        (hello,) = sent(actions, OpenSession)
         hosts.append(hello.host)
         (at,) = timers(actions)
     assert hosts == ["here", "here", ""]
     alone.welcome()
     assert alone.can_push()
     actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), alone.now)
-    (hello,) = sent(actions, Hello)
+    (hello,) = sent(actions, OpenSession)
     assert hello.host == "here"  # the next life's may well be there
 
 
@@ -848,8 +849,8 @@ def test_late_answers_to_a_former_life_fit_nothing() -> None:
     alone.push()
     alone.acknowledge(FIRST)
     assert client.unacknowledged == 1
-    assert messages(alone.receive(Refused(reason="", for_good=False))) == ["Hello"]
-    assert messages(alone.welcome(watermark=FIRST)) == ["Hello"]  # a late Welcome
+    assert messages(alone.receive(SessionRefused(reason="", for_good=False))) == ["OpenSession"]
+    assert messages(alone.welcome(watermark=FIRST)) == ["OpenSession"]  # a late Welcome
     assert not client.ready
 
 
@@ -859,7 +860,7 @@ def test_blocks_flow_under_credits_and_the_push_follows_the_last() -> None:
     assert messages(actions) == ["PushBlock", "PushBlock"]
 
     def credited(received: int, sequence: int = FIRST) -> list[str]:
-        message = PushCredit(sequence=sequence, shard_incarnation=1, received=received)
+        message = PushBlockAck(sequence=sequence, shard_incarnation=1, received=received)
         return messages(alone.receive(message))
 
     assert credited(1) == ["PushBlock", "Push"]
@@ -875,7 +876,7 @@ def test_blocks_flow_under_credits_and_the_push_follows_the_last() -> None:
 def test_blocks_that_were_lost_are_sent_again_from_where_the_shard_is() -> None:
     alone = Alone(layout_of(LARGE))
     alone.push()
-    alone.receive(PushCredit(sequence=FIRST, shard_incarnation=1, received=1))
+    alone.receive(PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1))
     (at,) = timers(alone.timer(0.4))
     actions = alone.timer(at)
     assert [b.block_index for b in sent(actions, PushBlock)] == [1, 2]

@@ -1,20 +1,20 @@
 """Which copy leads: numbers order leaders, incarnations the lives of each copy."""
 
-from distbelief.parameter_server.client.link import Ranking
+from distbelief.parameter_server.client.link import PrimaryTracker
 from distbelief.roles.role import Address
 
 
 FIRST, SECOND = Address("shard-0"), Address("shard-0b")
 
 
-def ranking() -> Ranking:
-    return Ranking((FIRST, SECOND))
+def ranking() -> PrimaryTracker:
+    return PrimaryTracker((FIRST, SECOND))
 
 
 def test_before_anybody_leads_the_first_copy_stands_for_the_shard() -> None:
     new = ranking()
     assert (new.leader, new.number, new.others) == (FIRST, 0, (SECOND,))
-    assert Ranking((FIRST,)).others == ()
+    assert PrimaryTracker((FIRST,)).others == ()
 
 
 def test_a_higher_number_replaces_a_lower_one_and_never_the_reverse() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.compiler import compile_plan
 from distbelief.roles.role import Action, Compute, Computed, Event, Received, Send, Started
@@ -26,10 +26,10 @@ CLUSTER = Cluster(name="two", machines=(MACHINE,) * 2, latency=1e-4)
 BATCH = 6
 
 
-def order_of(workload: Workload) -> Order:
+def order_of(workload: Workload) -> PlanningRequest:
     graph, batch = workload.graph(), workload.batch_size
     single = single_sample(graph)
-    return Order(
+    return PlanningRequest(
         graph=graph,
         cluster=CLUSTER,
         batch=batch,

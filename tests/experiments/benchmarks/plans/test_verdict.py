@@ -5,7 +5,7 @@ import pytest
 from distbelief.partition.baselines import whole_layers
 from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, signature, single_sample
 from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
-from distbelief.partition.search import Order
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine
 from experiments.benchmarks.measuring.workload import Workload
 from experiments.benchmarks.plans.machines import plan_of
@@ -49,10 +49,10 @@ def test_what_takes_twice_as_long_at_half_the_pace_is_as_predicted() -> None:
         layers={key: {"whole": whole} for key in keys},
     )
 
-    def order_by(profile: Profile) -> Order:
+    def order_by(profile: Profile) -> PlanningRequest:
         machines = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
         costs = ProfiledCosts(profile, machines=machines)
-        return Order(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
+        return PlanningRequest(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
 
     order = order_by(profile)
     layers = whole_layers(graph, cluster, costs=order.costs)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.chaos.schedule import Blow
-from distbelief.forecast.measured_costs import Exchange, Rate, Rates, keep
-from distbelief.supervisor.view import Point, RoleView, SupervisorView
+from distbelief.chaos.schedule import FaultEvent
+from distbelief.forecast.measured_costs import MessageCosts, Rate, Rates, save_rates
+from distbelief.supervisor.view import JobView, Point, RoleView
 from experiments.benchmarks.simulated.agreement import (
     Agreement,
     as_dealt,
@@ -20,7 +20,7 @@ from tests.distbelief.forecast.jobs import small
 RATES = Rates(
     work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)},
     handling={"replica": 1e-4, "shard": 1e-4},
-    exchange=Exchange(
+    exchange=MessageCosts(
         message=1e-4, work=1e-4, timer=1e-4, latency=1e-4, wake=1e-4, begins=1e-4, answers=1e-4
     ),
 )
@@ -43,9 +43,9 @@ def test_batches_that_come_all_at_once_are_timed_from_one_to_another() -> None:
     assert steady_rate(history) == pytest.approx(100 / 3)
 
 
-def a_view(*, rate: int, coordinator: bool = False) -> SupervisorView:
+def a_view(*, rate: int, coordinator: bool = False) -> JobView:
     name = "coordinator" if coordinator else "replica-1"
-    return SupervisorView(
+    return JobView(
         samples=10 * rate,
         step=10,
         training_seconds=12.0,
@@ -78,9 +78,9 @@ def test_a_pause_costs_its_time_and_no_bytes(
     """Blows begin when the supervisor hears of the first samples."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     job = small("cluster.replicas=1", "algorithm.max_steps=60", "stop.samples=1000000")
-    keep(job, RATES)
+    save_rates(job, RATES)
     plain, constants = simulated_side(job, seed=0)
-    pause = Blow(kind="pause", role="replica-0", at=0.01, lasts=0.2)
+    pause = FaultEvent(kind="pause", role="replica-0", at=0.01, lasts=0.2)
     paused, _ = simulated_side(job, seed=0, blows=[pause], horizon=10.0)
     assert plain.error is paused.error is None
     assert paused.seconds == pytest.approx(plain.seconds + 2.0, abs=0.3)
@@ -90,7 +90,7 @@ def test_a_pause_costs_its_time_and_no_bytes(
 
 
 def test_who_is_slowed_down_stands_still_most_of_the_time() -> None:
-    blow = Blow(kind="slow", role="replica-0", at=0.1, lasts=0.03, factor=4.0)
+    blow = FaultEvent(kind="slow", role="replica-0", at=0.1, lasts=0.03, factor=4.0)
     pauses = as_dealt(blow, horizon=10.0, roles=["replica-0"])
     assert [p.at for p in pauses] == pytest.approx([1.025, 1.125, 1.225])
     assert [getattr(p, "seconds", None) for p in pauses] == pytest.approx([0.075] * 3)
