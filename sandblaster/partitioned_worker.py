@@ -46,12 +46,13 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.gradients import bad_sample, is_finite
 from distbelief.worker.group import Install, Vote
 from distbelief.worker.group_leader import GroupLeader, Outgoing
-from distbelief.worker.partition import PartitionWorker
+from distbelief.worker.partition import PartitionWorker, RankMessage
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as FOREMAN_TIMER, ChunkBatchPlan, GroupTasks
 from sandblaster.worker import ChunkSum
@@ -481,6 +482,9 @@ def _nothing(square: float, sample: int | None) -> None:
 SAY: Final = "split:say"
 
 
+BatchRankMessage = Assignment | ChunkStaged | PushChunk | RankMessage
+
+
 @final
 class PartitionedBatchWorker:
     """The role "replica-R.M".
@@ -493,6 +497,8 @@ class PartitionedBatchWorker:
         foreman: If it leads.
         retry_seconds: After which it says again how it stands.
     """
+
+    accepts: Final = message_types(BatchRankMessage)
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ Rules:
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import final
+from typing import Final, final
 
 from distbelief.protocol import Assignment, Finished, StartTraining, Stop, WorkReport
 from distbelief.roles.role import (
@@ -34,10 +34,11 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
-from distbelief.worker.replica import Replica
+from distbelief.worker.replica import Replica, ReplicaMessage
 from sandblaster.chunks import COORDINATOR
-from sandblaster.worker import BatchWorker
+from sandblaster.worker import BatchWorker, BatchWorkerMessage
 
 
 _SAY = "warm:say"
@@ -50,6 +51,9 @@ class _Part(Enum):
     PORTIONS = "computing portions"
 
 
+WarmStartMessage = BatchWorkerMessage | ReplicaMessage
+
+
 @final
 class WarmStartWorker:
     """The role `replica-INDEX` of a Sandblaster job with a warm start.
@@ -60,6 +64,8 @@ class WarmStartWorker:
         await_begin: Wait for `StartTraining` of the supervisor.
         retry_seconds: After which it says again that it is here.
     """
+
+    accepts: Final = message_types(WarmStartMessage)
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from distbelief.data.sharding import Indices, Samples
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ShardReply
 from distbelief.protocol import (
     Assignment,
     ChunkResult,
@@ -55,6 +56,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 from distbelief.task.losses import Loss
 from distbelief.worker.gradients import is_finite
@@ -529,6 +531,9 @@ class BatchWorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
 
 
+BatchWorkerMessage = StartTraining | Stop | Assignment | ShardReply
+
+
 @final
 class BatchWorker:
     """The role `replica-INDEX` of a Sandblaster job.
@@ -540,6 +545,8 @@ class BatchWorker:
         samples: The order of the data.
         await_begin: Wait for `StartTraining` before it asks for work.
     """
+
+    accepts: Final = message_types(BatchWorkerMessage)
 
     def __init__(
         self,

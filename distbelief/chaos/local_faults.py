@@ -57,6 +57,10 @@ class KillAwareSupervisor:
         self._role = role
         self._owns = owns
 
+    @property
+    def accepts(self) -> frozenset[type]:
+        return self._role.accepts
+
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
         # What ended by itself at the same moment keeps its own reason.

@@ -64,6 +64,10 @@ class CountingSupervisor:
         self._role = role
         self._iterations = iterations
 
+    @property
+    def accepts(self) -> frozenset[type]:
+        return self._role.accepts
+
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
         self._iterations.heard(event)

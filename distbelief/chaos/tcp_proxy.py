@@ -411,6 +411,10 @@ class ProxiedLauncher:
         self._role = role
         self._detour = detour
 
+    @property
+    def accepts(self) -> frozenset[type]:
+        return self._role.accepts
+
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
         if isinstance(event, Received) and isinstance(event.message, Join):

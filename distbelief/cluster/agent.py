@@ -55,6 +55,7 @@ from distbelief.roles.role import (
     Started,
     Terminate,
     TimerFired,
+    message_types,
 )
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
@@ -270,6 +271,9 @@ class HostStorage(Protocol):
         ...
 
 
+HostMessage = Assignments | Release | FileChunk | Stop
+
+
 @final
 class HostAgent:
     """The role `host-...`.
@@ -278,6 +282,8 @@ class HostAgent:
         config: What it offers.
         site: Where it keeps what it is told.
     """
+
+    accepts: Final = message_types(HostMessage)
 
     def __init__(self, config: HostAgentConfig, *, site: HostStorage) -> None:
         self._config = config

@@ -45,10 +45,11 @@ from distbelief.roles.role import (
     Started,
     Terminate,
     TimerFired,
+    message_types,
 )
 from distbelief.supervisor.membership import Presence, RoleRecord
 from distbelief.supervisor.state import JobState, ShutdownStage
-from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor import Supervisor, SupervisorMessage
 from distbelief.supervisor.view import JobView
 
 
@@ -310,6 +311,9 @@ LIFE_SECONDS_MIN: Final = 1.0
 _TICK: Final = "hosts:tick"
 
 
+ClusterMessage = SupervisorMessage | Offer | FileRequest | HostReport
+
+
 @final
 class ClusterSupervisor:
     """Wraps a supervisor.
@@ -318,6 +322,8 @@ class ClusterSupervisor:
         supervisor: Of the job.
         config: How the job spans machines.
     """
+
+    accepts: Final = message_types(ClusterMessage)
 
     def __init__(self, supervisor: Supervisor, config: ClusterConfig) -> None:
         self._supervisor = supervisor

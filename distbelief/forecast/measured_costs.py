@@ -26,6 +26,7 @@ from distbelief.launch.role_process import import_from
 from distbelief.partition.profiling.profile import Host, this_host
 from distbelief.protocol import HeartbeatAck
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     Action,
     Address,
     Compute,
@@ -119,6 +120,8 @@ class CountingRole:
         chill: Done before each.
     """
 
+    accepts: Final = ALL_MESSAGES
+
     def __init__(
         self, again: Callable[[Seconds], Action], chill: Callable[[], None] | None = None
     ) -> None:
@@ -150,6 +153,8 @@ class WorkingRole:
         begun: How long each piece waited for its lane.
         answered: How long each waited to be handled.
     """
+
+    accepts: Final = ALL_MESSAGES
 
     def __init__(self) -> None:
         self.begun: list[Seconds] = []

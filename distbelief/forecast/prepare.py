@@ -56,6 +56,10 @@ class CostedRole:
     adapt: Adapt
     handled: Handled = _plainly
 
+    @property
+    def accepts(self) -> frozenset[type]:
+        return self.role.accepts
+
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
         handle = partial(self.role.handle, event, now)

@@ -18,7 +18,7 @@ No word passes between shards (DB-5). Rules:
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import assert_never, final
+from typing import Final, assert_never, cast, final
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
@@ -32,55 +32,23 @@ from distbelief.parameter_server.replication import TIMER as SECOND_TIMER, Backu
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import (
-    Assignment,
-    Assignments,
-    BackupInSync,
-    BackupUnresponsive,
-    CheckpointSaved,
-    ChunkStaged,
-    CommandDone,
-    Evaluate,
-    EvaluationDone,
-    Failed,
     Fetch,
     FetchAck,
-    FileChunk,
-    FileRequest,
     Finished,
-    GrantSteps,
-    Heartbeat,
-    HeartbeatAck,
-    HostReport,
-    Join,
-    Offer,
     OpenSession,
-    ParameterBlock,
-    Peers,
-    PrimaryChanged,
-    Progress,
     Promote,
     Push,
     PushApplied,
     PushBlock,
     PushBlockAck,
-    PushChunk,
-    RankReady,
-    Release,
     ReplicatePush,
     SaveCheckpoint,
-    SessionOpened,
     SessionRefused,
     ShardCommand,
-    StartEpoch,
     StartSync,
-    StartTraining,
     StateAck,
     StateBlock,
-    StepsDone,
     Stop,
-    TransferAck,
-    TransferBlock,
-    WorkReport,
 )
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -101,6 +69,7 @@ from distbelief.roles.role import (
     Snapshot,
     Started,
     TimerFired,
+    message_types,
 )
 
 
@@ -565,9 +534,30 @@ class WorkQueue:
                 assert_never(work)
 
 
+ShardMessage = (
+    OpenSession
+    | Fetch
+    | FetchAck
+    | PushBlock
+    | Push
+    | ShardCommand
+    | Promote
+    | StartSync
+    | StateBlock
+    | ReplicatePush
+    | StateAck
+    | PushApplied
+    | PushBlockAck
+    | SaveCheckpoint
+    | Stop
+)
+
+
 @final
 class Shard:
     """The role `shard-INDEX`, or one of two copies of it."""
+
+    accepts: Final = message_types(ShardMessage)
 
     def __init__(
         self, config: ShardConfig, *, memory: Memory, initialise: Callable[[], Vector]
@@ -687,7 +677,8 @@ class Shard:
     # ------------------------------------------------------------------- messages
 
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
-        sender, message, standing = event.sender, event.message, self._standing
+        sender, standing = event.sender, self._standing
+        message = cast("ShardMessage", event.message)  # the driver refuses all others
         match message:
             case OpenSession():
                 actions = self._service.greet(event, message)
@@ -709,47 +700,6 @@ class Shard:
                 actions = standing.receive(event, message, now)
             case SaveCheckpoint() | Stop():
                 actions = self._obey(sender, message)
-            case (
-                Join()
-                | Peers()
-                | Heartbeat()
-                | HeartbeatAck()
-                | StartTraining()
-                | Finished()
-                | Failed()
-                | Progress()
-                | Evaluate()
-                | EvaluationDone()
-                | CheckpointSaved()
-                | BackupUnresponsive()
-                | BackupInSync()
-                | PrimaryChanged()
-                | SessionOpened()
-                | SessionRefused()
-                | ParameterBlock()
-                | CommandDone()
-                | Assignment()
-                | WorkReport()
-                | StartEpoch()
-                | RankReady()
-                | GrantSteps()
-                | StepsDone()
-                | PushChunk()
-                | ChunkStaged()
-                | TransferBlock()
-                | TransferAck()
-                | Offer()
-                | Assignments()
-                | HostReport()
-                | Release()
-                | FileRequest()
-                | FileChunk()
-            ):
-                raise RemoteProtocolError(
-                    f"{sender} sent {type(message).__name__} to a shard, which has no use for it"
-                )
-            case _:
-                assert_never(message)
         return actions
 
     def _serve_client(self, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:

@@ -21,11 +21,13 @@ tenth of the time of a frozen dataclass, and every message takes some of each.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType, Protocol
+from types import UnionType
+from typing import Final, NewType, Protocol, get_args
 
 import msgspec
 
 from distbelief.core.vectors import Vector
+from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Message
 
 
@@ -241,8 +243,22 @@ Action = (
 )
 
 
+def message_types(union: UnionType) -> frozenset[type]:
+    """Return the message types of a union such as `Push | Fetch`."""
+    return frozenset(get_args(union))
+
+
+ALL_MESSAGES: Final = message_types(Message)
+"""What a role accepts that passes messages on to another one."""
+
+
 class Role(Protocol):
     """A process of the system, as a deterministic state machine."""
+
+    @property
+    def accepts(self) -> frozenset[type]:
+        """The message types that its peers may send it; the driver refuses all others."""
+        ...
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -257,3 +273,15 @@ class Role(Protocol):
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what the role is doing, in a word, and its counters."""
         ...
+
+
+def check_accepted(role: Role, event: Event, *, name: str) -> None:
+    """Refuse a message that is not for this role. Drivers call it before `handle`.
+
+    Raises:
+        RemoteProtocolError: naming the sender and the message.
+    """
+    if isinstance(event, Received) and type(event.message) not in role.accepts:
+        raise RemoteProtocolError(
+            f"{event.sender} sent {name} {type(event.message).__name__}, which it does not accept"
+        )

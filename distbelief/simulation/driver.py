@@ -32,6 +32,7 @@ from distbelief.roles.role import (
     SetTimer,
     Snapshot,
     Terminate,
+    check_accepted,
 )
 from distbelief.simulation.cpu import Demand, Work
 from distbelief.simulation.machines import ONE
@@ -76,6 +77,7 @@ class Driver:
         self._note(now, life.name, life.incarnation, event)
         try:
             try:
+                check_accepted(life.role, event, name=life.name)
                 actions = life.role.handle(event, now)
             except Exception as error:  # noqa: BLE001 - told apart there
                 actions = self._answer_to(life, error)

@@ -54,6 +54,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 from distbelief.supervisor import liveness
 from distbelief.supervisor.allowances import Allowances
@@ -421,9 +422,25 @@ _TICK = "supervisor:tick"
 _DEADLINE = "supervisor:deadline"
 
 
+SupervisorMessage = (
+    Join
+    | Heartbeat
+    | Finished
+    | Failed
+    | Progress
+    | EvaluationDone
+    | CheckpointSaved
+    | BackupUnresponsive
+    | BackupInSync
+    | Stop
+)
+
+
 @final
 class Supervisor:
     """The role `supervisor`."""
+
+    accepts: Final = message_types(SupervisorMessage)
 
     def __init__(self, config: SupervisorConfig) -> None:
         self._config = config

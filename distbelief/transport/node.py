@@ -61,6 +61,7 @@ from distbelief.roles.role import (
     Started,
     Terminate,
     TimerFired,
+    check_accepted,
 )
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 
@@ -473,6 +474,7 @@ class RoleRunner:
         if self._halted:
             return
         try:
+            check_accepted(self._role, event, name=self._name)
             for action in self._role.handle(event, self._now()):
                 self._perform(action)
         except RemoteProtocolError as error:

@@ -23,6 +23,7 @@ from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, Rem
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ShardReply
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, StartTraining, Stop
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -39,6 +40,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
@@ -105,6 +107,9 @@ class _Measurement:
     installed: bool = False
 
 
+EvaluatorMessage = Evaluate | Stop | ShardReply
+
+
 @final
 class Evaluator:
     """The role `evaluator`.
@@ -118,6 +123,8 @@ class Evaluator:
         metric: f(outputs, targets) -> mean.
         names: What messages call them.
     """
+
+    accepts: Final = message_types(EvaluatorMessage)
 
     def __init__(
         self,

@@ -7,12 +7,13 @@ heartbeats of it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import Finished, Heartbeat, Join, Peers, Stop
+from distbelief.parameter_server.client.link import ShardReply
+from distbelief.protocol import Finished, Heartbeat, HeartbeatAck, Join, Peers, StartTraining, Stop
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
@@ -28,6 +29,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 
 
@@ -54,6 +56,9 @@ class StagedPush:
     samples: int
 
 
+LoopMessage = Peers | HeartbeatAck | StartTraining | Stop | ShardReply
+
+
 @final
 class LoopWorker:
     """The role "worker-…".
@@ -66,6 +71,8 @@ class LoopWorker:
         client: The same.
         stopped: Why the server has ended, once it has said so.
     """
+
+    accepts: Final = message_types(LoopMessage)
 
     def __init__(self, *, client: ParameterClient, join: Join) -> None:
         self.client = client

@@ -34,6 +34,7 @@ from distbelief.protocol import (
     Stop,
 )
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     SUPERVISOR,
     Action,
     Address,
@@ -52,6 +53,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    check_accepted,
 )
 
 
@@ -122,6 +124,8 @@ class JobMember:
         config: Who it is, and how it keeps in touch.
         build: Returns the role within; called once, as work.
     """
+
+    accepts: Final = ALL_MESSAGES
 
     def __init__(self, config: JobMemberConfig, *, build: Callable[[], Role]) -> None:
         self._config = config
@@ -310,6 +314,7 @@ class JobMember:
             self._early.append(event)
             return []
         try:
+            check_accepted(self._role, event, name=self._config.name)
             return self._role.handle(event, now)
         except (RemoteProtocolError, LocalProtocolError):
             raise  # the first is the driver's to log, the second a bug

@@ -27,6 +27,7 @@ import torch
 
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ShardReply
 from distbelief.protocol import (
     Evaluate,
     GrantSteps,
@@ -53,6 +54,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 from distbelief.worker.batches import READ, BatchIndices, BatchPlan, SlicePrefetch
 from distbelief.worker.group import (
@@ -466,6 +468,20 @@ class RankConfig:
     await_begin: bool = True
 
 
+RankMessage = (
+    StartTraining
+    | Evaluate
+    | Stop
+    | RankReady
+    | StepsDone
+    | StartEpoch
+    | GrantSteps
+    | TransferBlock
+    | TransferAck
+    | ShardReply
+)
+
+
 @final
 class PartitionWorker:
     """The role "replica-R.M", or "evaluator.M".
@@ -480,6 +496,8 @@ class PartitionWorker:
         duty: What it computes for.
         leader: What it does besides, if it is machine 0.
     """
+
+    accepts: Final = message_types(RankMessage)
 
     def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
         self,

@@ -25,6 +25,7 @@ from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, Rem
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ShardReply
 from distbelief.protocol import Evaluate, Finished, Message, StartTraining, Stop
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -41,6 +42,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice, Prefetcher
 from distbelief.worker.config import DownpourConfig
@@ -84,6 +86,9 @@ TORN_RETRY_SECONDS = 1e-3
 """After a fetch that met an update half done."""
 
 
+ReplicaMessage = StartTraining | Stop | ShardReply
+
+
 @final
 class Replica:
     """The role `replica-INDEX`.
@@ -95,6 +100,8 @@ class Replica:
         data_shard: Its part of the data.
         await_begin: Wait for `StartTraining` before the first step.
     """
+
+    accepts: Final = message_types(ReplicaMessage)
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ import msgspec
 from distbelief.core.memory import Memory
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import Tell
-from distbelief.roles.role import Action, Address, Event, Role, Seconds
+from distbelief.roles.role import ALL_MESSAGES, Action, Address, Event, Role, Seconds
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.world import Builder
@@ -173,6 +173,8 @@ class _Timed:
 @dataclass(frozen=True, slots=True)
 class _Watched:
     """A coordinator; notes when it begins an evaluation."""
+
+    accepts = ALL_MESSAGES
 
     role: Role
     begun: list[Seconds]

@@ -49,6 +49,7 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
+    message_types,
 )
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import Journal
@@ -275,6 +276,11 @@ _EPOCH_BITS: Final = 12
 """Epochs of life i begin at i << 12: so often may shards be lost in one life."""
 
 
+CoordinatorMessage = (
+    CommandDone | WorkReport | Finished | StartTraining | Stop | SaveCheckpoint | CheckpointSaved
+)
+
+
 @final
 class Coordinator:
     """The role `coordinator`.
@@ -288,6 +294,8 @@ class Coordinator:
     Attributes:
         result: How the run ended, once it has.
     """
+
+    accepts: Final = message_types(CoordinatorMessage)
 
     def __init__(
         self,

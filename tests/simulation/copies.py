@@ -34,6 +34,7 @@ from distbelief.protocol import (
     SaveCheckpoint,
 )
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     SUPERVISOR,
     Action,
     Address,
@@ -76,6 +77,8 @@ BEAT: Final = "beat"
 class Beating:
     """A copy of a shard, and its heartbeats."""
 
+    accepts = ALL_MESSAGES
+
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
 
@@ -98,6 +101,8 @@ class Beating:
 
 class Overseer:
     """Launches copies of shards, and lets `PrimaryElection` decide which of them lead."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self, n_shards: int) -> None:
         self.pairings: dict[Address, PrimaryElection] = {}

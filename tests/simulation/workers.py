@@ -31,6 +31,7 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import PartialView, ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     Action,
     Address,
     Compute,
@@ -172,6 +173,8 @@ class Worker:
         marks: Of this life, in order: (sequence, mark) of each push.
         values: What was fetched last: the tensor.
     """
+
+    accepts = ALL_MESSAGES
 
     def __init__(
         self,

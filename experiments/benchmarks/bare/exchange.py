@@ -17,6 +17,7 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol import TransferBlock
 from distbelief.roles.reliable import Reassembly, StreamKey, blocks_of
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     Action,
     Address,
     Compute,
@@ -45,6 +46,8 @@ class Echo:
     Attributes:
         n_done: Round trips.
     """
+
+    accepts = ALL_MESSAGES
 
     def __init__(self, machine: int, n_numbers: int) -> None:
         self.n_done = 0

@@ -24,6 +24,7 @@ from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     Action,
     Address,
     Computed,
@@ -94,6 +95,8 @@ class BareMachine:
         loss: Sum over the samples in the last one, if it is computed here.
         gradients: Per tensor and region, those of the last step.
     """
+
+    accepts = ALL_MESSAGES
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from distbelief.partition.profiling.layer_timer import present
 from distbelief.program import plan as plans
 from distbelief.program.compiler import compile_plan
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.roles.role import Action, Address, Event, Received, Seconds, Started
+from distbelief.roles.role import ALL_MESSAGES, Action, Address, Event, Received, Seconds, Started
 from distbelief.transport.node import RoleRunner
 from distbelief.worker.batches import micro_sizes
 from experiments.benchmarks.bare.machine import BareMachine
@@ -81,6 +81,8 @@ class Repertoire:
         machines: By the name of the plan; the life of each is its place, from 1.
         names: Of the processes.
     """
+
+    accepts = ALL_MESSAGES
 
     def __init__(self, machines: Mapping[str, BareMachine], names: Sequence[Address]) -> None:
         self.names = names

@@ -28,6 +28,11 @@ class Stepper(Protocol):
     """A role that counts its steps."""
 
     @property
+    def accepts(self) -> frozenset[type]:
+        """The message types that it takes."""
+        ...
+
+    @property
     def n_done(self) -> int:
         """Steps that are done."""
         ...

@@ -20,7 +20,17 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.program.cluster_file import load_cluster
 from distbelief.protocol import Push, PushApplied
-from distbelief.roles.role import Action, Address, Event, Received, Role, Seconds, Send, Started
+from distbelief.roles.role import (
+    ALL_MESSAGES,
+    Action,
+    Address,
+    Event,
+    Received,
+    Role,
+    Seconds,
+    Send,
+    Started,
+)
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
 from distbelief.simulation.placement import options_for, spread
@@ -180,6 +190,8 @@ def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:
 @final
 class Answering:
     """Answers every word of its peer with one; the first of the two begins."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self, peer: Address, *, n_words: int, begins: bool) -> None:
         self._peer = peer

@@ -21,7 +21,7 @@ from distbelief.chaos.simulated import N_RUNS, NEAR, run_simulated_chaos
 from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.protocol import Progress
-from distbelief.roles.role import Action, Address, Event, PeerLost, Received, Seconds
+from distbelief.roles.role import ALL_MESSAGES, Action, Address, Event, PeerLost, Received, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
 from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
@@ -333,6 +333,8 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
 
 class Listener:
     """A role that takes note of what it is told."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self) -> None:
         self.heard: list[Event] = []

@@ -11,7 +11,7 @@ from distbelief.chaos.schedule import FaultEvent, Kind
 from distbelief.chaos.tcp_proxy import FrameSplitter, NotZmtpError, TcpProxy, ThreadLoop
 from distbelief.protocol import Heartbeat, HeartbeatAck, Join, Message
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import Action, Address, Event, Received, Seconds, Started
+from distbelief.roles.role import ALL_MESSAGES, Action, Address, Event, Received, Seconds, Started
 from tests.links import link
 
 
@@ -160,6 +160,8 @@ def test_nobody_behind_a_detour_is_nobody_at_all(tmp_path: Path) -> None:
 
 class Listening:
     """A supervisor that keeps what it is told."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self) -> None:
         self.heard: list[Event] = []

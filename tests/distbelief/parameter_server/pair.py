@@ -26,6 +26,7 @@ from distbelief.parameter_server.slices import PartialView
 from distbelief.protocol import Message
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     Action,
     Address,
     CancelTimer,
@@ -104,6 +105,8 @@ def shard_of(
 @dataclass(eq=False)
 class Loop:
     """The least role around a client."""
+
+    accepts = ALL_MESSAGES
 
     client: ParameterClient
 

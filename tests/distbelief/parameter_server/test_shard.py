@@ -21,7 +21,6 @@ from distbelief.protocol import (
     Fetch,
     FetchAck,
     Finished,
-    HeartbeatAck,
     Message,
     OpenSession,
     ParameterBlock,
@@ -472,11 +471,6 @@ def test_messages_for_another_life_of_the_shard_are_put_off() -> None:
     assert not only(alone.receive(said(1)), SessionRefused).for_good
     only(alone.receive(said(1, shard_incarnation=2), life=2), SessionRefused)
     assert alone.counters()["pushes_refused"] == 0  # they are pushed again
-
-
-def test_messages_that_are_not_for_shards_are_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck to a shard"):
-        Alone().receive(HeartbeatAck())
 
 
 # ------------------------------------------------------------------------ pushes

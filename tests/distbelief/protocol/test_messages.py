@@ -51,7 +51,8 @@ def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None
         "PushApplied", "SessionOpened", "PrimaryChanged",
     }  # fmt: skip
     about_one_pairing = {
-        "Promote", "BackupUnresponsive", "BackupInSync", "StartSync", "StateBlock", "StateAck", "ReplicatePush",
+        "Promote", "BackupUnresponsive", "BackupInSync", "StartSync", "StateBlock", "StateAck",
+        "ReplicatePush",
     }  # fmt: skip
     for fence, expected in (
         ("shard_incarnation", about_one_life),

@@ -8,6 +8,7 @@ import pytest
 from distbelief.core.memory import Memory
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     SUPERVISOR,
     Action,
     Address,
@@ -29,6 +30,8 @@ from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, on_start
 
 class Holder:
     """Owns a region of eight doubles per life; finds them all finite when asked."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory

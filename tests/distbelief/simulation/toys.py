@@ -9,6 +9,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.protocol import Heartbeat, ParameterBlock, Push, PushApplied, Stop
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     Action,
     Address,
     Compute,
@@ -40,6 +41,8 @@ Handler = Callable[[Event, Seconds], Sequence[Action]]
 class Scripted:
     """Answers every event as a function says; remembers (time, event)."""
 
+    accepts = ALL_MESSAGES
+
     answer: Handler = lambda *_: ()
     seen: list[tuple[Seconds, Event]] = field(default_factory=list)
 
@@ -67,6 +70,8 @@ class Scripted:
 @dataclass
 class Echo:
     """Sends every push back as an acknowledgement."""
+
+    accepts = ALL_MESSAGES
 
     n_received: int = 0
 
@@ -98,6 +103,8 @@ class Pinger:
     Retries every half second, so that it gets through whatever is lost.
     """
 
+    accepts = ALL_MESSAGES
+
     peer: Address
     n_wanted: int
     sequence: int = 1
@@ -126,6 +133,8 @@ class Pinger:
 
 class Counter:
     """Counts the pushes it gets; saves the count at every third; restores it."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self) -> None:
         self.count = np.zeros(1, np.int64)
@@ -158,6 +167,8 @@ def counted(count: int) -> Snapshot:
 @dataclass
 class Summer:
     """Sums random numbers in its compute lane, again and again."""
+
+    accepts = ALL_MESSAGES
 
     seed: int
     n_wanted: int

@@ -15,7 +15,17 @@ from typing_extensions import override
 from distbelief.config.job import StopTable
 from distbelief.display.progress import ProgressLine
 from distbelief.protocol import HeartbeatAck
-from distbelief.roles.role import SUPERVISOR, Action, Event, Exit, Received, Report, Seconds, Send
+from distbelief.roles.role import (
+    ALL_MESSAGES,
+    SUPERVISOR,
+    Action,
+    Event,
+    Exit,
+    Received,
+    Report,
+    Seconds,
+    Send,
+)
 from distbelief.run.directory import RunDirectory
 from distbelief.run.metrics_file import MetricsFile, read_metrics
 from distbelief.run_log import RunLog
@@ -33,6 +43,8 @@ N_ROUNDS = 50
 
 class Echo:
     """Sends itself messages, and says so in its log, then ends."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self) -> None:
         self.n_answered = 0

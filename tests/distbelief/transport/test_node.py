@@ -18,6 +18,7 @@ from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, Stor
 from distbelief.protocol import HeartbeatAck, SaveCheckpoint, Stop
 from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     USER,
     Action,
     Address,
@@ -61,6 +62,8 @@ NEWS = PeerLost(peer=Address("x"), incarnation=1, reason="it ended")
 
 class Scripted:
     """A role that does what a test's function says, and remembers what happened."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self, react: React) -> None:
         self._react = react
@@ -455,6 +458,23 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     ]
 
 
+def test_a_message_that_the_role_does_not_accept_never_reaches_it(
+    build: Build, log: list[tuple[str, str]]
+) -> None:
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            return [Send(receiver=ME, message=m) for m in (HeartbeatAck(), Stop(reason=""))]
+        return [Exit()]
+
+    node, role = build(react)
+    role.accepts = frozenset({Stop})
+    assert node.run() is None
+    assert [type(event).__name__ for event in role.events] == ["Started", "Received"]
+    assert log == [
+        ("warning", "refused, 1 so far: me sent me HeartbeatAck, which it does not accept")
+    ]
+
+
 @pytest.mark.parametrize("error", [PeerLostError("shard-1 silent for 60 s"), JobError("no data")])
 def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
     build: Build, log: list[tuple[str, str]], error: Exception
@@ -733,10 +753,12 @@ ECHO = """
 import sys
 from distbelief.protocol import Stop
 from distbelief.transport.node import RoleRunner
-from distbelief.roles.role import Connect, Exit, Received, Send, Started
+from distbelief.roles.role import ALL_MESSAGES, Connect, Exit, Received, Send, Started
 from distbelief.transport.config import ListenConfig
 
 class Echo:
+    accepts = ALL_MESSAGES
+
     def handle(self, event, now):
         match event:
             case Started():

@@ -16,6 +16,7 @@ from distbelief.protocol import (
     Stop,
 )
 from distbelief.roles.role import (
+    ALL_MESSAGES,
     SUPERVISOR,
     Action,
     Address,
@@ -40,6 +41,8 @@ from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, JobMember, 
 
 class Inner:
     """Remembers what it is told; says "heard" to each; fails when asked to."""
+
+    accepts = ALL_MESSAGES
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -182,6 +185,18 @@ def test_an_early_message_that_is_refused_takes_no_other_along(driver: Driver) -
     reports = [a.text for a in driver.build() if isinstance(a, Report)]
     assert reports == ["heard", "refused: of another life", "heard", "heard"]
     assert driver.inner.events[:2] == [Started(incarnation=2), fine]
+
+
+def test_a_message_that_the_role_within_does_not_accept_never_reaches_it(driver: Driver) -> None:
+    driver.inner.accepts = frozenset({StartTraining})
+    driver.start()
+    driver.say(peers("shard-0"))
+    driver.build()
+    seen = list(driver.inner.events)
+    stray = Received(sender=Address("shard-0"), incarnation=1, message=HeartbeatAck())
+    with pytest.raises(RemoteProtocolError, match="shard-0 sent replica-0 HeartbeatAck"):
+        driver.handle(stray)
+    assert driver.inner.events == seen
 
 
 def test_what_comes_early_waits_for_the_role_within(driver: Driver) -> None:

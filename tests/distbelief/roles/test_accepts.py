@@ -1,0 +1,103 @@
+"""Each role declares the messages that it accepts; the drivers refuse all others."""
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+import pytest
+
+from distbelief.cluster.agent import HostAgent
+from distbelief.cluster.scheduler import ClusterSupervisor
+from distbelief.errors import RemoteProtocolError
+from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import HeartbeatAck, Message, Stop
+from distbelief.roles.role import (
+    ALL_MESSAGES,
+    Action,
+    Address,
+    Event,
+    Received,
+    Role,
+    Seconds,
+    TimerFired,
+    check_accepted,
+    message_types,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.machines import ClusterOptions
+from distbelief.supervisor.supervisor import Supervisor
+from distbelief.worker.evaluator import Evaluator
+from distbelief.worker.loop_worker import LoopWorker
+from distbelief.worker.partition import PartitionWorker
+from distbelief.worker.replica import Replica
+from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.partitioned_worker import PartitionedBatchWorker
+from sandblaster.warm_start_worker import WarmStartWorker
+from sandblaster.worker import BatchWorker
+from tests.distbelief.simulation.toys import STEADY, TESTER, A
+
+
+ROLES = (
+    BatchWorker,
+    ClusterSupervisor,
+    Coordinator,
+    Evaluator,
+    HostAgent,
+    LoopWorker,
+    PartitionWorker,
+    PartitionedBatchWorker,
+    Replica,
+    Shard,
+    Supervisor,
+    WarmStartWorker,
+)
+
+
+class OnlyStop:
+    """Accepts nothing but `Stop`."""
+
+    accepts = frozenset({Stop})
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        self.seen.append(event)
+        return []
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "", {}
+
+
+def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None:
+    assert frozenset().union(*(role.accepts for role in ROLES)) == ALL_MESSAGES
+    assert message_types(Message) == ALL_MESSAGES == frozenset(get_args(Message))
+    assert all(role.accepts < ALL_MESSAGES for role in ROLES)
+    assert all(Stop in role.accepts for role in ROLES)  # any role can be asked to end
+
+
+def test_a_wrapped_role_accepts_what_the_role_within_accepts() -> None:
+    assert Supervisor.accepts < ClusterSupervisor.accepts
+    assert PartitionWorker.accepts < PartitionedBatchWorker.accepts
+    assert WarmStartWorker.accepts == Replica.accepts | BatchWorker.accepts
+
+
+def test_a_message_that_a_role_does_not_accept_is_refused_by_name() -> None:
+    role: Role = OnlyStop()
+    heartbeat = Received(sender=Address("shard-1"), incarnation=1, message=HeartbeatAck())
+    with pytest.raises(RemoteProtocolError, match="shard-1 sent replica-0 HeartbeatAck, which it"):
+        check_accepted(role, heartbeat, name="replica-0")
+    stop = Received(sender=Address("shard-1"), incarnation=1, message=Stop(reason="over"))
+    check_accepted(role, stop, name="replica-0")
+    check_accepted(role, TimerFired(name="any"), name="replica-0")
+
+
+def test_the_simulation_refuses_it_before_the_role_sees_it() -> None:
+    toy = OnlyStop()
+    options = ClusterOptions(introduce=True, machine=STEADY)
+    cluster = SimulatedCluster({A: lambda _: toy}, seed=0, options=options)
+    cluster.run()
+    cluster.post(A, Received(sender=TESTER, incarnation=1, message=HeartbeatAck()))
+    cluster.run()
+    assert cluster.counts.refused == 1
+    assert not any(isinstance(event, Received) for event in toy.seen)
+    assert "tester sent a HeartbeatAck, which it does not accept" in cluster.trace.table()
