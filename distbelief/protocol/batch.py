@@ -1,4 +1,19 @@
-"""What a coordinator orders of shards, and has replicas compute."""
+"""Messages of Sandblaster: the coordinator commands shards and assigns chunks to workers.
+
+    worker           coordinator                   shards
+      |                | ShardCommand: BeginEvaluation  publish this point
+      |                | <-------------- CommandDone |   at this clock
+      | <- Assignment  |                             |   compute these chunks
+      | WorkReport --> |                             |   computed
+      | <- Assignment  |                             |   push this one, under this token
+      | Push ------------------------------------->  |
+      | <------------------------------- PushApplied |   staged
+      | WorkReport --> |                             |   every shard holds it
+      |                | ShardCommand: Commit -----> |   count it
+      |                | ShardCommand: FinishEvaluation  leave the mean in a vector
+
+The coordinator never holds a parameter: it names vectors (Dean et al. 2012, section 4.2).
+"""
 
 from typing import Annotated
 
@@ -16,68 +31,68 @@ class ShardVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrantedChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of portions, and the grant under which its gradient was pushed."""
+    """A chunk of the batch, and the commit token under which its gradient was pushed."""
 
     set_index: Count
     grant: Count
 
 
 class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A consistent cut: these vectors, as they are before the order that carries it."""
+    """A point to return to: these vectors, as they are before the command that carries it."""
 
     cut: Count  # rises over all epochs
     vectors: Annotated[tuple[VectorName, ...], msgspec.Meta(max_length=4096)]
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A cut to which a shard can return. Cut 0: its values before the first order."""
+    """A savepoint to which a shard can return. Number 0: its values before the first command."""
 
     cut: Count
-    whole: bool  # False: with the parameters only
-    clock: Count  # of cut 0: of the values then
+    whole: bool  # False: it has the parameters only
+    clock: Count  # of savepoint 0: of the values then
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of what a coordinator orders."""
+    """Base of what a coordinator commands."""
 
 
 class BeginEpoch(_Task, frozen=True):
-    """First order of an epoch: give up what another began; say which cuts you hold."""
+    """First command of an epoch: drop what an earlier coordinator began; list your savepoints."""
 
 
 class Restore(_Task, frozen=True):
-    """Be as you were at this cut; if not `whole`, hold its parameters only."""
+    """Return to this savepoint; if not `whole`, to its parameters only."""
 
     cut: Count
     whole: bool
 
 
 class Execute(_Task, frozen=True):
-    """Perform these commands; say what they measure."""
+    """Run these vector commands; answer what they measure."""
 
     commands: Batch
 
 
 class BeginEvaluation(_Task, frozen=True):
-    """Begin an evaluation: perform `before`, publish vector `point`, gather sets."""
+    """Begin an evaluation: run `before`, publish vector `point`, then stage chunks."""
 
     point: VectorName
     before: Batch
-    first_grant: Count  # pushes of lower grants are of other evaluations
-    n_staged_max: Count  # sets that may wait to be folded
+    first_grant: Count  # pushes under lower tokens belong to other evaluations
+    n_staged_max: Count  # chunks that may wait to be committed
 
 
 class Commit(_Task, frozen=True):
-    """Count these sets, which you hold; forget what was pushed under other grants."""
+    """Add these staged chunks to the sum; drop what was pushed under the `void` tokens."""
 
     sets: Annotated[tuple[GrantedChunk, ...], msgspec.Meta(max_length=4096)]
     void: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]
 
 
 class FinishEvaluation(_Task, frozen=True):
-    """End the evaluation: leave the mean in vector `gradient`, perform `after`.
+    """End the evaluation: leave the mean in vector `gradient`, run `after`.
 
-    No examples say that the loss is not a number: then neither is the gradient.
+    `n_examples` 0 means that the loss is not a number: the gradient becomes NaN too.
     """
 
     gradient: VectorName
@@ -86,13 +101,13 @@ class FinishEvaluation(_Task, frozen=True):
 
 
 class Publish(_Task, frozen=True):
-    """The last order: let everybody read this vector; you are free again."""
+    """Last command: publish this vector; the shard takes ordinary pushes again."""
 
     point: VectorName
 
 
 class Checkpoint(_Task, frozen=True):
-    """Publish the parameters, and save this cut, which is the present, on disk."""
+    """Publish the parameters, and save this savepoint, which is the present, to disk."""
 
     label: Name
     cut: Count
@@ -111,36 +126,36 @@ Task = (
 
 
 class ShardCommand(AnyMessage, frozen=True):
-    """Coordinator -> shard: do this, once.
+    """Coordinator -> shard: execute this, once.
 
-    Every shard is given the same orders; each is repeated until `CommandDone` comes, and
-    the next follows when every shard has answered.
+    Every shard gets the same commands. Each is repeated until `CommandDone` comes; the next
+    follows when every shard has answered.
     """
 
     epoch: Count  # of the coordinator; shards refuse an older one
     number: Count  # 1, 2, ... in each epoch
     task: Task
     mark: Savepoint | None = None
-    settled: Count = 0  # cuts before this one are not needed any more
-    on_disk: Count = 0  # a cut that every shard has on disk
+    settled: Count = 0  # savepoints before this one are not needed any more
+    on_disk: Count = 0  # a savepoint that every shard has on disk
 
 
 class CommandDone(AnyMessage, frozen=True):
-    """Shard -> coordinator: the last order that I performed, and what came of it."""
+    """Shard -> coordinator: the last command that I executed, and its result."""
 
     epoch: Count
     number: Count
     clock: Count = 0
     scalars: Scalars = ()
-    n_sets: Count = 0  # folded in this evaluation
+    n_sets: Count = 0  # committed in this evaluation
     n_examples: Count = 0  # in those
-    digest: Count = 0  # of their grants: all bits of all, by exclusive or
+    digest: Count = 0  # exclusive or of their tokens
     cuts: Annotated[tuple[CheckpointRecord, ...], msgspec.Meta(max_length=8)] = ()
     error: Text | None = None
 
 
 class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's try at one set."""
+    """One worker's attempt at one chunk."""
 
     set_index: Count
     attempt: Count
@@ -148,7 +163,7 @@ class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a try."""
+    """The outcome of an attempt."""
 
     attempt: Count
     n_examples: Count
@@ -158,14 +173,14 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(AnyMessage, frozen=True):
-    """Coordinator -> replica: all that you are to do now, in this order.
+    """Coordinator -> worker: all your work now, in this order.
 
-    What it does not name is to be dropped. Repeated until an `WorkReport` knows of it.
+    Drop what it does not name. Repeated until a `WorkReport` carries its version.
     """
 
     epoch: Count
     replica_incarnation: Count
-    version: Count  # rises; an older one says nothing
+    version: Count  # rises; an older one is ignored
     evaluation: Count
     versions: Annotated[tuple[ShardVersion, ...], msgspec.Meta(max_length=65536)]
     first: Count  # position of the batch in the order of the data
@@ -175,11 +190,11 @@ class Assignment(AnyMessage, frozen=True):
 
 
 class WorkReport(AnyMessage, frozen=True):
-    """Replica -> coordinator: what I was told last, and how it stands with that."""
+    """Worker -> coordinator: the last assignment that I got, and its results so far."""
 
     epoch: Count
     version: Count
     evaluation: Count
     n_computed: Count  # examples, for this evaluation
     results: Annotated[tuple[ChunkResult, ...], msgspec.Meta(max_length=4096)]
-    life: Count = 0  # of a replica of several machines: rises when one begins anew
+    life: Count = 0  # of a model-parallel group: rises when one of its ranks restarts

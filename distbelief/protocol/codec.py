@@ -1,10 +1,9 @@
-"""Messages to and from frames: one small header, then each array's raw bytes.
+"""Encodes messages to frames and back: one small header, then each array's raw bytes.
 
-The header is an `Envelope` in msgpack: the run's name, the sender and its incarnation,
-the message. In place of an array stands [frame, element type], of a blob [frame, "u1"];
-the frames follow in that order. Nothing is trusted: a header that is too long,
-ill-typed, of another run, or at odds with its frames raises `RemoteProtocolError`
-before any memory is taken.
+The header is an `Envelope` in msgpack: the run's name, the sender, its incarnation and the
+message. An array is replaced by [frame, element type], a blob by [frame, "u1"]; the frames
+follow in that order. A header that is too long, ill-typed, of another run, or that does not
+fit its frames raises `RemoteProtocolError` before any memory is allocated.
 """
 
 from collections.abc import Sequence
@@ -20,22 +19,22 @@ from distbelief.protocol import Blob, Count, Message, Name
 Frame = bytes | memoryview
 
 HEADER_BYTES_MAX = 1 << 20
-FRAME_BYTES_MAX = BLOCK_BYTES  # an array frame is one block at the most
-FRAMES_MAX = 2  # no message has more than one array, or blob
+FRAME_BYTES_MAX = BLOCK_BYTES  # an array frame is one block at most
+FRAMES_MAX = 2  # no message has more than one array or blob
 
 JOINING = "join"
-"""Stands for the run's name between a supervisor and hosts, which do not know that."""
+"""Replaces the run's name between the supervisor and hosts, which do not know it yet."""
 
 _BLOB = "u1"
 _CODES = {dtype: code for code, dtype in ELEMENT_TYPES.items()}
 
 
 class AnotherRunError(RemoteProtocolError):
-    """A message of another run came here: an old one, perhaps, or a wrong address."""
+    """A message of another run: an old process, or a wrong address."""
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False):
-    """A message, and who sent it."""
+    """A message and its sender."""
 
     run: Name  # no secret: it keeps two runs apart
     sender: Name
@@ -44,11 +43,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=Fa
 
 
 class Codec:
-    """Encodes and decodes the envelopes of one run. Not for several threads.
+    """Encodes and decodes the envelopes of one run. Not thread-safe.
 
     Args:
-        run: Its name.
-        strangers: How the names of those begin who may say `JOINING` instead.
+        run: Name of the run.
+        strangers: Prefix of the senders that may use `JOINING` in its place.
     """
 
     def __init__(self, *, run: str, strangers: str | None = None) -> None:
@@ -67,14 +66,10 @@ class Codec:
     ) -> list[Frame]:
         """Return the frames of `message`; array frames share the array's memory.
 
-        Args:
-            message: What is to be sent.
-            sender: By whom.
-            incarnation: Of the sender.
-            receiver: To whom, where that may be a stranger.
+        `receiver` matters only where it may be a host that does not know the run yet.
 
         Raises:
-            LocalProtocolError: no receiver would accept it.
+            LocalProtocolError: it is too large, or has values that no message can carry.
         """
         self._frames_out = []
         envelope = Envelope(
@@ -99,10 +94,10 @@ class Codec:
     def decode(self, frames: Sequence[Frame]) -> Envelope:
         """Return the envelope of these frames.
 
-        Its array is read-only and aligned; where it can, it shares the frame's memory.
+        Its array is read-only and aligned; it shares the frame's memory if that is aligned.
 
         Raises:
-            RemoteProtocolError: naming what is wrong with them.
+            RemoteProtocolError: saying what is wrong with them.
         """
         if not 1 <= len(frames) <= FRAMES_MAX:
             raise RemoteProtocolError(f"{len(frames)} frames, not 1 to {FRAMES_MAX}")
@@ -132,7 +127,7 @@ class Codec:
         return self._strangers is not None and name.startswith(self._strangers)
 
     def _reference(self, value: object) -> tuple[int, str]:
-        """Return what stands in the header for what travels beside it."""
+        # Replaces in the header what travels beside it.
         code: str | None
         content: memoryview | None
         if isinstance(value, Blob):
@@ -151,7 +146,6 @@ class Codec:
         return len(self._frames_out) - 1, code
 
     def _found(self, expected: type, reference: object) -> Vector | Blob:
-        """Return what a reference in a header stands for."""
         if type(reference) is not list or len(reference) != 2:
             raise msgspec.ValidationError("no array reference")
         index, code = reference
@@ -170,17 +164,17 @@ class Codec:
         if len(frame) % dtype.itemsize:
             raise msgspec.ValidationError(f"{len(frame)} bytes cannot be {dtype}")
         array = np.frombuffer(frame, dtype=dtype)
-        if not array.flags.aligned:  # ZeroMQ packs small frames as they come
+        if not array.flags.aligned:  # ZeroMQ does not align small frames
             array = array.copy()
         array.flags.writeable = False
         return array
 
 
 def sender_of(header: Frame) -> str:
-    """Return whom a header names as the sender; the rest of it is not looked at.
+    """Return the sender that a header names, without decoding the message.
 
     Raises:
-        RemoteProtocolError: it is no header.
+        RemoteProtocolError: it is not a header.
     """
     try:
         fields = msgspec.msgpack.decode(header, type=list[msgspec.Raw])
@@ -190,10 +184,10 @@ def sender_of(header: Frame) -> str:
 
 
 def _raw(array: Vector) -> memoryview | None:
-    """Return its bytes, None if it is not flat."""
     if array.ndim != 1:
         return None
-    # An empty memoryview cannot be cast, and `.view` keeps read-only arrays so.
+    # `.view` and not a memoryview cast: an empty memoryview cannot be cast. Read-only
+    # arrays stay read-only.
     return np.ascontiguousarray(array).view(np.uint8).data
 
 

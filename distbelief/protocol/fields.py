@@ -1,24 +1,15 @@
-"""What every message is: typed, immutable, bounded."""
+"""Field types of messages: each is bounded, so that decoding takes bounded memory."""
 
 from typing import Annotated, final
 
 import msgspec
 
 
-# Bytes beside the header of a message, as arrays are: sent from where they lie.
-#
-# What is sent to many, or waits to be sent, is then held once, not once for each.
-
-
 @final
 class Blob:
-    """Some bytes.
+    """Bytes that travel beside the header of a message, as arrays do.
 
-    Args:
-        content: Nobody changes it.
-
-    Attributes:
-        content: That, read-only.
+    They are sent from where they lie: many messages can share them. Do not change them.
     """
 
     __slots__ = ("content",)
@@ -27,7 +18,6 @@ class Blob:
         self.content = memoryview(content).toreadonly()
 
     def __len__(self) -> int:
-        """Return how many."""
         return len(self.content)
 
 

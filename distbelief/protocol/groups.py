@@ -1,4 +1,17 @@
-"""What the machines of one replica say to each other; machine 0 is the leader."""
+"""Messages between the ranks of one model-parallel replica; rank 0 is the group leader.
+
+    rank             leader                        shards
+      | <--- StartEpoch|                             |   a new generation begins here
+      | RankReady ---> |                             |   nothing of the old one is under way
+      | <-- GrantSteps |                             |   compute up to this step
+      | TransferBlock, TransferAck between ranks     |   activations and gradients
+      | StepsDone ---> |                             |   computed so many
+      | <--- PushChunk |                             |   Sandblaster: push your part of a chunk
+      | Push ------------------------------------->  |
+      | ChunkStaged -> |                             |   all shards that I push to hold it
+
+A generation ends when a rank restarts; all ranks of the group then start the next together.
+"""
 
 from typing import Annotated
 
@@ -10,7 +23,7 @@ from distbelief.protocol.fields import AnyMessage, Count, Name
 
 
 class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The set of portions that a life of a replica computes, for a coordinator."""
+    """The chunk of the batch that one generation of a group computes, for a coordinator."""
 
     epoch: Count
     evaluation: Count
@@ -18,66 +31,66 @@ class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Count
     start: Count  # positions [start, stop) in the order of the data
     stop: Count
-    keeps: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # other tries'
+    keeps: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # chunks of other attempts
 
 
 class StartEpoch(AnyMessage, frozen=True):
-    """Leader -> machine: a new life of our replica begins; drop the one before.
+    """Leader -> rank: a new generation of the group begins; drop the old one.
 
     Idempotent: repeated until `RankReady` comes.
     """
 
     life: Count  # rises: the leader's incarnation, then a counter
-    plan: Name  # hash of the plan; all machines must have the same
-    order: ChunkOrder | None = None  # what the life is about, if there is a coordinator
+    plan: Name  # hash of the plan; all ranks must have the same
+    order: ChunkOrder | None = None  # with a coordinator: the work of this generation
 
 
 class RankReady(AnyMessage, frozen=True):
-    """Machine -> leader: what I pushed is applied, and nothing is under way.
+    """Rank -> leader: what I pushed is applied, and nothing is under way.
 
-    With life 0, repeated until `StartEpoch` comes: I am in no life; gather us.
+    With generation 0, repeated until `StartEpoch` comes: I am in no generation.
     """
 
     life: Count
-    pushes: bool  # False: I keep no parameters, and `samples` says nothing
+    pushes: bool  # False: I hold no parameters, and `samples` means nothing
     samples: Count  # of the pushes that the shards have from me
 
 
 class GrantSteps(AnyMessage, frozen=True):
-    """Leader -> machine: take the steps [0, steps) of this life; no others yet.
+    """Leader -> rank: compute the steps [0, steps) of this generation; no others yet.
 
-    Answers `RankReady` of all machines, and every `StepsDone`. Idempotent.
+    Answers `RankReady` of all ranks, and every `StepsDone`. Idempotent.
     """
 
     life: Count
-    position: Count  # in the data, of the life's first step
+    position: Count  # in the data, of the generation's first step
     steps: Count
-    is_last: bool  # there will be no more: push what has accrued, and end
-    ended: bool  # I know that you have
-    agreed: Count = 0  # steps that all have computed
-    square: float = 0.0  # of the last of them: sum of what all have said of it
-    sample: Count | None = None  # what the first has said of it who has seen one
+    is_last: bool  # no more will follow: push what is accumulated, and end
+    ended: bool  # the leader knows that this rank has ended
+    agreed: Count = 0  # steps that all ranks have computed
+    square: float = 0.0  # of the last of them: squared norm of the gradient over all ranks
+    sample: Count | None = None  # of the first rank that found a bad sample
 
 
 class StepsDone(AnyMessage, frozen=True):
-    """Machine -> leader: so far, in this life. Idempotent."""
+    """Rank -> leader: progress in this generation. Idempotent."""
 
     life: Count
     steps: Count  # taken
-    loss: float  # sum over the samples of them whose loss is finite, if I compute it
+    loss: float  # sum over their samples with a finite loss, on the rank that computes it
     samples: Count  # of these
     no_loss: Count  # samples whose loss is not finite
-    clock: float  # mean over my shards of those of the values in use; -1: none
-    ended: bool  # after the last step: all that I pushed is applied
-    square: float = 0.0  # of the last step's gradient, my part; NaN: it is not finite
-    sample: Count | None = None  # of the data set: it is to blame for that
+    clock: float  # mean over its shards of the clocks of the values in use; -1: none
+    ended: bool  # after the last step: all that it pushed is applied
+    square: float = 0.0  # squared norm of its part of the last step's gradient; may be NaN
+    sample: Count | None = None  # the sample of the data set that made it NaN
 
 
 class PushChunk(AnyMessage, frozen=True):
-    """Leader -> machine: push your part of this try's sum, under this grant.
+    """Leader -> rank: push your part of this attempt's sum, under this commit token.
 
-    Idempotent: repeated until `ChunkStaged` tells of it. Who has no such sum has begun
-    anew since it was computed, and pushes nothing.
+    Idempotent: repeated until `ChunkStaged` names the token. A rank without the sum has
+    restarted since, and pushes nothing.
     """
 
     epoch: Count
@@ -86,32 +99,32 @@ class PushChunk(AnyMessage, frozen=True):
 
 
 class ChunkStaged(AnyMessage, frozen=True):
-    """Machine -> leader: of these grants all shards that I push to hold my part.
+    """Rank -> leader: under these tokens all shards that I push to hold my part.
 
-    Repeated now and then, whether or not anything changed: I live.
+    Repeated at an interval as a sign of life.
     """
 
     grants: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # the newest
 
 
 class TransferBlock(AnyMessage, frozen=True):
-    """Machine -> machine: one block of one message of the plan's program.
+    """Rank -> rank: one block of one message of the plan's program.
 
-    Sent again until `taken` says that it came.
+    Sent again until `taken` covers it.
     """
 
     life: Count
-    sequence: Count  # of this link in this life
-    taken: Count  # of the transfers the other way: all before this one have come
+    sequence: Count  # of this link in this generation
+    taken: Count  # all transfers before this number arrived from the other side
     step: Count
     micro_batch: Count
-    way: Count  # which of the plan's messages between these two
+    way: Count  # which of the plan's messages between these two ranks
     block_index: Count
     values: Vector
 
 
 class TransferAck(AnyMessage, frozen=True):
-    """Machine -> machine: of your transfers, all before this one have come."""
+    """Rank -> rank: all your transfers before this number arrived."""
 
     life: Count
     taken: Count

@@ -1,4 +1,14 @@
-"""What a machine that has joined, a host, and the supervisor say to each other."""
+"""Messages between the supervisor and a host: a machine that joined and runs roles.
+
+host                          supervisor
+  | Offer ------------------->  |   so many cores; use them
+  | <-------------- Assignments |   of this run
+  | FileRequest, <--- FileChunk |   the job's files
+  | HostReport -------------->  |   ready; from now on twice a second
+  | <-------------- Assignments |   run these roles, and no others
+  | HostReport -------------->  |   that role has ended
+  | <------------------ Release |   the job is over
+"""
 
 from typing import Annotated
 
@@ -8,7 +18,7 @@ from distbelief.protocol.fields import AnyMessage, Blob, Count, Name, Rate, Text
 
 
 PIECE_BYTES_MAX = 1 << 19
-"""Of a document in one message."""
+"""Bytes of a file in one message."""
 
 N_DUTIES_MAX = 4096
 
@@ -16,13 +26,13 @@ _Reason = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class Offer(AnyMessage, frozen=True):
-    """Host -> supervisor: use this machine; repeated until `Assignments` of this life come.
+    """Host -> supervisor: use this machine; repeated until `Assignments` come.
 
-    Figures are the machine's own word.
+    The figures are what the host measured itself.
     """
 
-    life: Count  # rises whenever the host begins anew
-    label: Name  # what people call it
+    life: Count  # rises whenever the host starts anew
+    label: Name  # its name for people
     endpoint: Name  # where the host itself listens
     cores: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     memory_bytes: Count
@@ -31,7 +41,7 @@ class Offer(AnyMessage, frozen=True):
 
 
 class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """One life of one role."""
+    """One incarnation of one role."""
 
     name: Name
     incarnation: Count
@@ -40,7 +50,7 @@ class RoleAssignment(msgspec.Struct, frozen=True, kw_only=True):
 class Assignments(AnyMessage, frozen=True):
     """Supervisor -> host: run these roles of this run, and no others. Idempotent.
 
-    Answers every `Offer` and `HostReport` of a life that counts.
+    Answers every `Offer` and `HostReport` of the present session of the host.
     """
 
     life: Count
@@ -49,7 +59,7 @@ class Assignments(AnyMessage, frozen=True):
 
 
 class RoleEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """The process of a role has ended, or could not be begun."""
+    """The process of a role has ended, or could not be started."""
 
     name: Name
     incarnation: Count
@@ -57,38 +67,38 @@ class RoleEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostReport(AnyMessage, frozen=True):
-    """Host -> supervisor: how it stands; sent whether or not anything changed."""
+    """Host -> supervisor: what runs here; sent at a fixed interval."""
 
     life: Count
-    ready: bool  # the run's brief is here, and roles can be started
-    leaving: bool  # the machine's user wants it back
-    refusal: Text | None  # why this machine can be of no use to this run
-    # Of the duties, those that have ended: until they are duties no more.
+    ready: bool  # the job's files are here, and roles can be started
+    leaving: bool  # the user of the host wants it back
+    refusal: Text | None  # why this host cannot run roles of this job
+    # Assigned roles that have ended; repeated until they are not assigned any more.
     ended: Annotated[tuple[RoleEnded, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
-    bandwidth: Rate = 0.0  # bytes that come in from the supervisor
+    bandwidth: Rate = 0.0  # bytes per second from the supervisor
 
 
 class Release(AnyMessage, frozen=True):
-    """Supervisor -> host: that life is over; end all that runs. Idempotent."""
+    """Supervisor -> host: end all roles that run there. Idempotent."""
 
     life: Count
-    again: bool  # offer yourself anew; else there is nothing more to do
+    again: bool  # send a new Offer; else the host exits
     reason: Text
-    refused: bool = False  # this machine can be of no use to the job, for that reason
+    refused: bool = False  # this host cannot serve the job, for that reason
 
 
 class FileRequest(AnyMessage, frozen=True):
-    """Host -> supervisor: send this piece of a document; or the other way round."""
+    """Host -> supervisor, or the other way round: send this part of a file."""
 
     document: Name
     offset: Count
 
 
 class FileChunk(AnyMessage, frozen=True):
-    """Supervisor -> host: a piece of a document; or the other way round."""
+    """Supervisor -> host, or the other way round: a part of a file."""
 
     document: Name
     offset: Count
-    n_bytes: Count  # of the whole document
+    n_bytes: Count  # of the whole file
     content: Blob
-    error: Text | None = None  # why there is none
+    error: Text | None = None  # why it cannot be sent

@@ -1,4 +1,4 @@
-"""Who is a member of a job, what it is doing, and how it ends."""
+"""Messages between the supervisor and every role: join, heartbeat, start, stop, report."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ Warnings = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
 
 
 class Join(AnyMessage, frozen=True):
-    """Role -> supervisor: I live, and can be reached here."""
+    """Role -> supervisor: this incarnation runs, and listens here."""
 
     endpoint: Name
     host: Name  # roles of equal host share memory
@@ -20,7 +20,7 @@ class Join(AnyMessage, frozen=True):
 
 
 class PeerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one role is to be found."""
+    """Where one role listens."""
 
     name: Name
     incarnation: Count
@@ -29,44 +29,44 @@ class PeerEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peers(AnyMessage, frozen=True):
-    """Supervisor -> role: you are a member; these are the others you may need."""
+    """Supervisor -> role: you are a member; these are the peers that you may need."""
 
     entries: tuple[PeerEntry, ...]
-    gone: tuple[Name, ...] = ()  # of your own group: have ended, will not come back
+    gone: tuple[Name, ...] = ()  # ranks of your own group that will not come back
 
 
 class Heartbeat(AnyMessage, frozen=True):
-    """Role -> supervisor: what I am doing; sent whether or not anything changed."""
+    """Role -> supervisor: what I am doing; sent at a fixed interval."""
 
     state: Name
     counters: dict[Name, float]
 
 
 class HeartbeatAck(AnyMessage, frozen=True):
-    """Supervisor -> role: I live too."""
+    """Supervisor -> role: the supervisor is alive."""
 
 
 class StartTraining(AnyMessage, frozen=True):
     """Supervisor -> replica: train (a warm start releases replicas one by one).
 
-    Said again with another bound before the replica gets there; the newest counts.
+    Sent again with a higher bound before the replica gets there; the newest counts.
     """
 
-    samples: Count | None = None  # in all your lives: begin no step then; None: no end
+    samples: Count | None = None  # over all incarnations: begin no step beyond; None: no bound
 
 
 class Stop(AnyMessage, frozen=True):
     """Supervisor -> role: end your work.
 
-    A replica finishes its step and its final push, then says `Finished`; any other
-    role says `Finished` when nothing of its own is under way. Then it halts.
+    A replica completes its step and its final push, then sends `Finished`. Any other role
+    sends `Finished` when its own work is done. Then it exits.
     """
 
     reason: Text
 
 
 class Finished(AnyMessage, frozen=True):
-    """Role -> supervisor: what I was asked to end has ended."""
+    """Role -> supervisor: my work has ended as asked."""
 
     counters: dict[Name, float]
 
@@ -75,28 +75,28 @@ class Failed(AnyMessage, frozen=True):
     """Role -> supervisor: I cannot go on."""
 
     error: Text
-    culprit_is_job: bool  # the user's model, data or numbers; a restart cannot mend it
+    culprit_is_job: bool  # the user's model, data or settings; a restart does not help
 
 
 class Progress(AnyMessage, frozen=True):
-    """Replica -> supervisor: one or more steps done since the last report."""
+    """Replica -> supervisor: the steps since the last report."""
 
     step: Count
-    samples: Count  # since this replica's first life began
+    samples: Count  # over all incarnations of this replica
     loss: float  # mean over the samples since the last report
-    seconds_computing: float  # total of this life
+    seconds_computing: float  # total of this incarnation
     seconds_waiting: float
 
 
 class Evaluate(AnyMessage, frozen=True):
-    """Supervisor -> evaluator: fetch, and measure the held-out data now."""
+    """Supervisor -> evaluator: fetch, and evaluate on the held-out data now."""
 
     request: Count
     whole: bool  # all held-out samples, not the usual subset
 
 
 class EvaluationDone(AnyMessage, frozen=True):
-    """Evaluator -> supervisor: held-out figures of the parameters just fetched."""
+    """Evaluator -> supervisor: held-out loss and metric of the parameters just fetched."""
 
     request: Count
     loss: float
@@ -106,14 +106,14 @@ class EvaluationDone(AnyMessage, frozen=True):
 
 
 class SaveCheckpoint(AnyMessage, frozen=True):
-    """Supervisor -> shard: persist a snapshot. A coordinator passes it on."""
+    """Supervisor -> shard: save a checkpoint. A coordinator passes it on."""
 
     label: Name
-    last: bool = False  # of this life: apply no push that it would not have
+    last: bool = False  # of this incarnation: apply no push after it
 
 
 class CheckpointSaved(AnyMessage, frozen=True):
-    """Shard -> supervisor: it is safe, or why not. A coordinator answers for all."""
+    """Shard -> supervisor: saved, or why not. A coordinator answers for all shards."""
 
     label: Name
     clock: Count

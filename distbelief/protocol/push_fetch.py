@@ -1,21 +1,35 @@
-"""What a client and a shard of the parameter server say to each other."""
+"""Messages between a client and a shard of the parameter server.
+
+A client fetches and pushes: a replica, the evaluator, or `DownpourSGD`.
+
+    client                        shard
+      | OpenSession ------------->  |   who I am, which push comes next
+      | <------------ SessionOpened |   incarnation, clock, where shared memory lies
+      | Fetch ------------------->  |   by blocks only; in shared memory a client copies
+      | <----------- ParameterBlock |   the published values itself
+      | FetchAck ---------------->  |   more blocks, or (all) the version may go
+      | PushBlock --------------->  |   by blocks only; in shared memory the client
+      | <------------- PushBlockAck |   fills the push buffer that it was lent
+      | Push -------------------->  |   the buffer of this sequence is complete: apply it
+      | <-------------- PushApplied |   applied; staleness measured; the buffer is free
+"""
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name, Text
 
 
 class OpenSession(AnyMessage, frozen=True):
-    """Client -> shard: I begin (or begin again) to talk to you.
+    """Client -> shard: open a session, or open it again.
 
     Idempotent: repeated until `SessionOpened` comes. A client that holds a part of the model
-    fetches and pushes the elements of the shard's vector that it holds, by rising
-    index; that part is the same as long as it lives.
+    fetches and pushes those elements of the shard's vector, by rising index. The part stays
+    the same for one incarnation of the client.
     """
 
     layout: Name  # hash of the layout; both sides must cut tensors alike
-    pushes: bool  # False: only fetches (the evaluator)
-    host: Name  # where the client's memory lies; "" if it can share none
-    next_sequence: Count  # of the first push this incarnation has yet to see applied
+    pushes: bool  # False: it only fetches (the evaluator)
+    host: Name  # whose shared memory the client can map; "" if none
+    next_sequence: Count  # of the first push of this incarnation that is not known to be applied
     holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
 
 
@@ -25,21 +39,21 @@ class SessionOpened(AnyMessage, frozen=True):
     shard_incarnation: Count
     clock: Count
     samples: Count  # of this client, in the last of its pushes applied here
-    watermark: Count  # no push of this incarnation up to it is applied from now on
+    watermark: Count  # pushes of this incarnation up to it are never applied from now on
     applied: Count  # how many pushes of this incarnation the values contain
     parameters_region: Name  # shared memory to copy from, "" if none
     slots_region: Name  # shared memory to push into, "" if none
 
 
 class SessionRefused(AnyMessage, frozen=True):
-    """Shard -> client: your message cannot be served, now or ever."""
+    """Shard -> client: I cannot serve your message, now or ever."""
 
     reason: Text
     for_good: bool  # asking again will not help
 
 
 class Fetch(AnyMessage, frozen=True):
-    """Client -> shard: lend me a consistent version of your values, block by block."""
+    """Client -> shard: send me one consistent version of your values, block by block."""
 
     request: Count  # rises with each fetch of this client, over its incarnations too
     shard_incarnation: Count
@@ -47,7 +61,7 @@ class Fetch(AnyMessage, frozen=True):
 
 
 class ParameterBlock(AnyMessage, frozen=True):
-    """Shard -> client: one block of the version leased to `request`."""
+    """Shard -> client: one block of the version pinned for `request`."""
 
     request: Count
     shard_incarnation: Count
@@ -59,7 +73,7 @@ class ParameterBlock(AnyMessage, frozen=True):
 class FetchAck(AnyMessage, frozen=True):
     """Client -> shard: I hold blocks [0, received); send up to `limit` of them.
 
-    received = number of blocks ends the lease. Also sent when blocks seem lost: the
+    `received` = number of blocks unpins the version. Also sent when blocks seem lost: the
     shard sends again from `received`.
     """
 
@@ -77,7 +91,7 @@ class PushBlock(AnyMessage, frozen=True):
     shard_incarnation: Count
     block_index: Count
     values: Vector  # (block_size,)
-    answer: bool = True  # by PushBlockAck; a few words for many blocks are enough
+    answer: bool = True  # by PushBlockAck; one for many blocks is enough
 
 
 class PushBlockAck(AnyMessage, frozen=True):
@@ -89,11 +103,11 @@ class PushBlockAck(AnyMessage, frozen=True):
 
 
 class Push(AnyMessage, frozen=True):
-    """Client -> shard: the slot of this sequence is filled: apply it.
+    """Client -> shard: the push buffer of this sequence is complete: apply it.
 
-    Idempotent: repeated until `PushApplied` comes. Sequences rise by one; those of an
-    incarnation of the client begin beyond all of the one before, so that no late answer
-    fits the wrong push. Sequence s lies in slot s mod 2.
+    Idempotent: repeated until `PushApplied` comes. Sequences rise by one. Those of a new
+    incarnation of the client begin beyond all earlier ones, so that no late answer fits the
+    wrong push. Sequence s lies in push buffer s mod 2.
     """
 
     sequence: Count
@@ -101,8 +115,8 @@ class Push(AnyMessage, frozen=True):
     fetched_clock: Count  # this shard's clock when the gradient's parameters were read
     n_gradients: Count  # how many were summed
     samples: Count  # the client's total, these gradients included
-    grant: Count = 0  # of a set of portions (then `samples` are its own); 0: apply it
-    # (4 n,) stripes of the shard's vector that it changes, if some tensors have no
+    grant: Count = 0  # of a chunk of a batch (then `samples` are its own); 0: apply it
+    # (4 n,) stripes of the shard's vector that it changes, where some tensors have no
     # gradient; None: all that the client holds.
     touches: Vector | None = None
 

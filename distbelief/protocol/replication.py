@@ -1,4 +1,19 @@
-"""Two copies of one shard: who leads, and what makes the second equal to it."""
+"""Messages between the primary and the backup of a shard, and the supervisor.
+
+The primary serves the clients. It acknowledges a push once the backup holds it as well
+(Chilimbi et al. 2014, section 3.3, do so in two phases). A term is led by one incarnation
+of one copy; it rises with every `Promote` of the shard.
+
+    supervisor       primary                       backup
+      | Promote -----> |  StartSync, StateBlock ---> |   become my copy, at this clock
+      |                | <----------------- StateAck |   I hold so much of it
+      | <------------------------------ BackupInSync |   I hold all of it
+      |                |  ReplicatePush -----------> |   the next push, in order
+      |                | <-------------- PushApplied |   applied here too
+      | <- BackupUnresponsive                        |   may I go on without it?
+      | Promote -----------------------------------> |   you are the primary now
+                       client <------ PrimaryChanged |   open your session here
+"""
 
 import msgspec
 
@@ -7,32 +22,31 @@ from distbelief.protocol.fields import AnyMessage, Count, Name
 
 
 class Promote(AnyMessage, frozen=True):
-    """Supervisor -> shard: serve the clients; acknowledge what `second` holds too.
+    """Supervisor -> shard: be the primary; acknowledge pushes once `second` holds them.
 
-    Idempotent: repeated until the shard's counter "pairing" says that it came. It names
-    both lives: a pairing is led by one life, and followed by one.
+    Idempotent: repeated until the shard's counter "pairing" shows that it arrived.
     """
 
-    pairing: Count  # rises with every Lead of this shard, whichever copy it is sent to
-    receiver_incarnation: Count  # another life of it does not obey
-    second: Name  # "": nobody; acknowledge alone
-    second_incarnation: Count  # 0: nobody
+    pairing: Count  # the term: rises with every Promote of this shard, to either copy
+    receiver_incarnation: Count  # another incarnation ignores it
+    second: Name  # the backup; "": there is none
+    second_incarnation: Count  # 0: there is none
 
 
 class BackupUnresponsive(AnyMessage, frozen=True):
-    """Leader -> supervisor: my second does not answer; may I go on without it?"""
+    """Primary -> supervisor: my backup does not answer; may I go on without it?"""
 
     pairing: Count
 
 
 class BackupInSync(AnyMessage, frozen=True):
-    """Second -> supervisor: I hold all that my leader has acknowledged."""
+    """Backup -> supervisor: I hold all that my primary has acknowledged."""
 
     pairing: Count
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shard knows of one client, and its other copy has to know as well."""
+    """What both copies of a shard must know of one client's session."""
 
     name: Name
     incarnation: Count
@@ -43,29 +57,31 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartSync(AnyMessage, frozen=True):
-    """Leader -> second: become my copy; I send you my state, and every push from here.
+    """Primary -> backup: become my copy; my state and every push from here follow.
 
     Idempotent: repeated until `StateAck` comes.
     """
 
     pairing: Count
-    receiver_incarnation: Count  # another life of it does not obey
+    receiver_incarnation: Count  # another incarnation ignores it
     clock: Count
     clients: tuple[SessionRecord, ...]
-    steps: Vector | None = None  # what was pushed in parts; None: nothing ever was
+    steps: Vector | None = (
+        None  # per element, where clients push parts of the vector; None: none ever did
+    )
 
 
 class StateBlock(AnyMessage, frozen=True):
-    """Leader -> second: a piece of my values and of the rule's state, at that clock."""
+    """Primary -> backup: one range of my values and of the optimizer's state, at that clock."""
 
     pairing: Count
     clock: Count
     index: Count
-    values: Vector  # that range of the values, then of each vector of the rule's state
+    values: Vector  # that range of the values, then of each vector of the optimizer's state
 
 
 class StateAck(AnyMessage, frozen=True):
-    """Second -> leader: I hold pieces [0, received), brought up to that clock."""
+    """Backup -> primary: I hold ranges [0, received), as of that clock."""
 
     pairing: Count
     clock: Count
@@ -73,26 +89,26 @@ class StateAck(AnyMessage, frozen=True):
 
 
 class ReplicatePush(AnyMessage, frozen=True):
-    """Leader -> second: the push that I apply at `clock`; apply it too.
+    """Primary -> backup: the push that I apply at `clock`; apply it too.
 
-    Answered by `PushApplied` with `sequence` clock + 1 and the pairing as
-    `shard_incarnation`. What was pushed lies in slot `slot` of `slots_region`, or comes
+    Answered by `PushApplied` with `sequence` clock + 1 and the term as
+    `shard_incarnation`. The pushed values lie in buffer `slot` of `slots_region`, or come
     before this as `PushBlock`s of sequence clock + 1.
     """
 
     pairing: Count
     clock: Count  # before it is applied
     client: SessionRecord  # after it is applied
-    n_pushing: Count  # over how many clients buffers are averaged
-    slots_region: Name  # "": blocks
+    n_pushing: Count  # clients over which buffers (of BatchNorm) are averaged
+    slots_region: Name  # "": it comes in blocks
     slot: Count
-    holds: Vector | None = None  # of the client, as in its Hello
-    # It holds everything, and `holds` is instead what its push `touches`: a message has
-    # one array at the most.
+    holds: Vector | None = None  # of the client, as in its OpenSession
+    # The client holds everything, and `holds` is what its push `touches`: a message has one
+    # array at most.
     touches: bool = False
 
 
 class PrimaryChanged(AnyMessage, frozen=True):
-    """Shard -> client: I serve you from now on; say Hello."""
+    """Shard -> client: I am the primary now; open your session here."""
 
     shard_incarnation: Count

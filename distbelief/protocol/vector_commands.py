@@ -1,12 +1,10 @@
-"""Commands: what a shard can be told to do with its ranges of named vectors.
+"""BLAS-1 commands on named vectors (Dean et al. 2012, section 4.2).
 
-A coordinator names vectors, it never holds one; every shard performs the same batch of
-commands on its own elements (Dean et al. 2012, section 4.2: "dot product, scaling,
-coefficient-wise addition, multiplication"). Most commands change a vector and say
-nothing. `Dot`, `Gram` and `Norm` measure: each shard answers with its partial results,
-one flat tuple for the whole batch, and `combine` adds those of all shards in the order
-of the shards, so that the same answers give the same bits in whatever order they come.
-No command can use what another of its batch measured: that lies on all shards at once.
+The coordinator names vectors and never holds one. Every shard runs the same batch of
+commands on its own elements. `Dot`, `Gram` and `Norm` measure: each shard answers partial
+results, one flat tuple for the batch, and `combine` adds those of all shards in shard
+order, so that the bits do not depend on the order of arrival. A command cannot use what
+another command of its batch measures, because no single shard has the complete result.
 
     command              target becomes                          measures
     Copy                 x
@@ -16,13 +14,13 @@ No command can use what another of its batch measured: that lies on all shards a
     Multiply             target x, element by element
     LinearCombination    sum of a x over its terms
     Pointwise            function(x, y, a), element by element
-    Drop                 nothing: the names are forgotten
+    Drop                 nothing: the vectors are deleted
     Dot                                                          x.y
     Gram                                                         r.c, row by row
     Norm                                                         |x|_1, |x|_2, |x|_inf
 
-`Copy`, `Fill`, `LinearCombination` and `Pointwise` make their target where there is
-none; all other commands need every vector that they name.
+`Copy`, `Fill`, `LinearCombination` and `Pointwise` create a missing target. All other
+commands need every vector that they name.
 """
 
 import math
@@ -49,7 +47,7 @@ Function = Literal[
     "orthant",  # sign of x; where that is 0, sign of -y
     "pseudo_gradient",  # of f + a |w|_1 at w = x, where y is the gradient of f
 ]
-"""All that `Pointwise` can do; each keeps a 0 where x and y are 0."""
+"""The functions of `Pointwise`; each maps x = y = 0 to 0, so that padding stays 0."""
 
 _OF_TWO = frozenset({"align", "oppose", "orthant", "pseudo_gradient"})
 
@@ -119,7 +117,6 @@ class LinearCombination(_Command, frozen=True):
 
     @property
     def xs(self) -> tuple[VectorName, ...]:
-        """All vectors that are summed."""
         return tuple(term.x for term in self.terms)
 
 
@@ -139,13 +136,12 @@ class Pointwise(_Command, frozen=True):
 
     @property
     def xs(self) -> tuple[VectorName, ...]:
-        """The vectors that are read."""
         return (self.x,) if self.y is None else (self.x, self.y)
 
 
 @final
 class Drop(_Command, frozen=True):
-    """Forget these vectors; it is no error if there are none."""
+    """Delete these vectors; missing ones are no error."""
 
     names: Names
 
@@ -180,11 +176,11 @@ Command = (
 Batch = Annotated[tuple[Command, ...], msgspec.Meta(max_length=1024)]
 
 SCALARS_MAX = 16384
-"""Of one answer; a batch that would measure more is refused before it is performed."""
+"""Numbers in one answer; a batch that would measure more is refused before it runs."""
 
 
 def reads(command: Command) -> tuple[VectorName, ...]:
-    """Return the vectors that must exist before `command` is performed."""
+    """Return the vectors that must exist before `command` runs."""
     names: tuple[VectorName, ...]
     match command:
         case Copy() | Norm():
@@ -207,7 +203,7 @@ def reads(command: Command) -> tuple[VectorName, ...]:
 
 
 def writes(command: Command) -> tuple[VectorName, ...]:
-    """Return the vectors that `command` makes, changes or forgets."""
+    """Return the vectors that `command` creates, changes or deletes."""
     match command:
         case Drop():
             return command.names
@@ -220,7 +216,7 @@ def writes(command: Command) -> tuple[VectorName, ...]:
 
 
 def targets(batch: Sequence[Command]) -> frozenset[VectorName]:
-    """Return every vector that the batch makes, changes or forgets."""
+    """Return every vector that the batch creates, changes or deletes."""
     return frozenset(name for command in batch for name in writes(command))
 
 
@@ -232,9 +228,7 @@ def n_scalars(batch: Sequence[Command]) -> int:
 def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
     """Return what the batch measured over all shards.
 
-    Args:
-        batch: As it was sent.
-        answers: Of each shard, in the order of the shards.
+    `answers` are in shard order.
 
     Raises:
         RemoteProtocolError: an answer does not fit the batch.
@@ -256,7 +250,7 @@ _Combined = Literal["sum", "root", "max"]
 
 
 def _orders(command: Command) -> tuple[_Combined, ...]:
-    """Return how each number that the command measures is made of the partial ones."""
+    # How each number that the command measures follows from the partial results.
     match command:
         case Dot():
             return ("sum",)
@@ -270,7 +264,7 @@ def _orders(command: Command) -> tuple[_Combined, ...]:
 
 
 def _largest(partials: Sequence[float]) -> float:
-    """Return the largest; NaN if any of them is, which `max` alone may lose."""
+    # `max` alone may lose a NaN.
     return math.nan if any(map(math.isnan, partials)) else max(partials)
 
 

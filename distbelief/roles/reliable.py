@@ -1,7 +1,11 @@
-"""Messages of other machines, put together from their blocks, until they are wanted.
+"""Reliable streams between ranks: numbered transfers, acknowledged, sent again.
 
-A message may come before its step has begun here; it is kept. How many numbers of which
-kind it must have is known beforehand, and checked before any memory is taken.
+`ReliableSender` numbers the transfers to one peer. Each is sent again, with back-off, until
+the peer acknowledges it, in a transfer of its own or by `TransferAck`. At most `WINDOW` are
+under way; the rest wait. Duplicates are dropped; order does not matter to the receiver.
+
+`Reassembly` puts the blocks of a message together and keeps it until its step begins. The
+size of each message is known from the program and checked before memory is allocated.
 """
 
 from collections import deque
@@ -17,21 +21,15 @@ from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.roles.role import Action, Address, Seconds, Send
 
 
-# What one machine sends another and hears from it, in one life: nothing is lost.
-#
-# Transfers are numbered; each is sent again until the other says, in a transfer of its
-# own or by `TransferAck`, that it has come. Only so many are under way; the others wait here.
-# Order does not matter to who receives them, and what comes twice is dropped.
-
 WINDOW: Final = 32
-"""Transfers under way; of one mebibyte each at the most."""
+"""Transfers under way, of at most one mebibyte each."""
 
 TAKEN_EVERY: Final = 8
-"""Transfers after which the other is told, if nothing else is sent to it meanwhile."""
+"""Transfers after which to send a `TransferAck`, if no transfer carries it earlier."""
 
 AGAIN_SECONDS: Final = 2.0
 AGAIN_SECONDS_MAX: Final = 30.0
-"""Until what has not been taken is sent again; twice as long after each time."""
+"""Until an unacknowledged transfer is sent again; doubles each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +45,10 @@ class Outgoing:
 
 @final
 class ReliableSender:
-    """The link to one other machine.
-
-    Args:
-        peer: Who that is.
+    """The stream to one peer, and the acknowledgements of what it sends.
 
     Attributes:
-        n_bytes: Sent in all lives, each transfer once.
+        n_bytes: Sent in all generations, each transfer counted once.
         n_again: Transfers that were sent again.
     """
 
@@ -65,13 +60,13 @@ class ReliableSender:
         self.begin(0)
 
     def begin(self, life: int) -> None:
-        """Begin a life; what was under way in the one before is forgotten."""
+        """Begin a generation; drop what was under way in the one before."""
         self._life = life
         self._waiting: deque[Outgoing] = deque()
         self._under_way: deque[tuple[int, Outgoing]] = deque()
-        self._next = 0  # sequence of the next to be sent
-        self._came = 0  # all before it have
-        self._ahead: set[int] = set()  # have come too
+        self._next = 0  # sequence of the next transfer
+        self._came = 0  # all before this number arrived
+        self._ahead: set[int] = set()  # arrived out of order
         self._untold = 0
         self._patience = AGAIN_SECONDS
         self._again_at: Seconds = 0.0
@@ -79,19 +74,19 @@ class ReliableSender:
     # --------------------------------------------------------------------------- sends
 
     def post(self, parcels: Iterable[Outgoing], now: Seconds) -> list[Action]:
-        """Send these, as far as there is room; the rest as soon as there is."""
+        """Send these as far as the window allows; the rest later."""
         self._waiting.extend(parcels)
         return self._send(now)
 
     def taken(self, count: int, now: Seconds) -> list[Action]:
-        """All transfers before this one have come.
+        """The peer has all transfers before `count`.
 
         Raises:
             RemoteProtocolError: some of them were never sent.
         """
         if count > self._next:
             raise RemoteProtocolError(
-                f"{self._peer} has taken {count} transfers; {self._next} were sent"
+                f"{self._peer} acknowledged {count} transfers; {self._next} were sent"
             )
         while self._under_way and self._under_way[0][0] < count:
             self._under_way.popleft()
@@ -100,7 +95,7 @@ class ReliableSender:
         return self._send(now)
 
     def remind(self, now: Seconds) -> list[Action]:
-        """Send again what has been under way for too long; tell what has come."""
+        """Send again what has been under way for too long; acknowledge what arrived."""
         actions: list[Action] = []
         if self._under_way and now >= self._again_at:
             self._patience = min(2 * self._patience, AGAIN_SECONDS_MAX)
@@ -141,20 +136,20 @@ class ReliableSender:
     # ------------------------------------------------------------------------ receives
 
     def is_new(self, sequence: int) -> bool:
-        """Return whether a transfer has not come before.
+        """Return whether a transfer did not arrive before.
 
         Raises:
-            RemoteProtocolError: it is far beyond what may be under way.
+            RemoteProtocolError: its number is beyond the window.
         """
         if sequence >= self._came + WINDOW:
             raise RemoteProtocolError(
-                f"{self._peer} sent transfer {sequence} before {self._came} had come; "
-                f"{WINDOW} may be under way"
+                f"{self._peer} sent transfer {sequence} before {self._came} arrived; "
+                f"at most {WINDOW} may be under way"
             )
         return sequence >= self._came and sequence not in self._ahead
 
     def have(self, sequence: int) -> list[Action]:
-        """Note that a transfer has come, perhaps again; tell now and then."""
+        """Note that a transfer arrived, perhaps again; acknowledge every few."""
         self._untold += 1
         if self.is_new(sequence):
             self._ahead.add(sequence)
@@ -169,7 +164,7 @@ class ReliableSender:
 
 
 class StreamKey(NamedTuple):
-    """Which message it is: the same in every life and process."""
+    """Identifies a message, the same in every generation and process."""
 
     step: int
     micro_batch: int
@@ -185,14 +180,13 @@ class _Parts:
 
 @final
 class Reassembly:
-    """Messages that have come, whole or in part."""
+    """Messages that arrived, complete or in part."""
 
     def __init__(self) -> None:
         self._parts: dict[StreamKey, _Parts] = {}
         self._whole: dict[StreamKey, Vector] = {}
 
     def clear(self) -> None:
-        """Forget all: another life begins."""
         self._parts.clear()
         self._whole.clear()
 
@@ -204,7 +198,7 @@ class Reassembly:
         n_elements: int,
         dtype: "np.dtype[Element]",
     ) -> bool:
-        """Keep a block; return whether its message is whole now.
+        """Keep a block; return whether it completes its message.
 
         Raises:
             RemoteProtocolError: it does not fit the message.
@@ -235,7 +229,7 @@ class Reassembly:
         return True
 
     def pop_step(self, step: int) -> Iterator[tuple[StreamKey, Vector]]:
-        """Yield the whole messages of a step; they are no longer kept."""
+        """Yield the complete messages of a step, and drop them here."""
         for label in [label for label in self._whole if label.step == step]:
             yield label, self._whole.pop(label)
 
@@ -248,6 +242,6 @@ def blocks_of(values: Vector) -> Iterator[tuple[int, Vector]]:
 
 
 def _bounds(index: int, n_elements: int, *, itemsize: int) -> tuple[int, int]:
-    """Return start and stop of a block; nonsense for one that there is not."""
+    # Meaningless for a block that does not exist: the caller checks the index too.
     _, size = next(block_bounds(1 << 62, itemsize=itemsize))
     return index * size, min((index + 1) * size, n_elements)

@@ -1,21 +1,15 @@
-"""What a role is: events in, actions out, no input or output of its own.
+"""The contract of a role: events in, actions out, no input or output of its own.
 
-A role (shard, replica, coordinator, evaluator, supervisor) is a deterministic state
-machine. It holds no socket, thread, clock, file or global random source; a *driver*
-delivers events and performs the actions, over ZeroMQ (`node`) or in virtual time
-(`simulation`). Rules that both drivers keep:
+A role (shard, replica, coordinator, evaluator, supervisor) is a deterministic state machine.
+It holds no socket, thread, clock, file or global random source. A driver delivers events and
+performs the actions: `transport.node` over ZeroMQ, `simulation` in virtual time.
 
-* `handle` is called with one event at a time and never re-entered.
-* `Started` is the first event of every life.
-* Messages of one link arrive in the order sent, if they arrive; none is promised to.
-* Work of one lane runs in the order given, one at a time, outside `handle`; each
-  `Compute` or `Persist` is answered by exactly one `Computed` or `Persisted` unless
-  the role halts first.
-* What a piece of work touches, the role leaves alone until the answer.
-* A timer is known by its name: setting it again replaces it. It fires once.
-
-Events and actions are structs of msgspec, though nobody encodes them: one is made in a
-tenth of the time of a frozen dataclass, and every message takes some of each.
+* `handle` gets one event at a time and is never re-entered. `Started` comes first.
+* Messages of one link arrive in the order sent, if they arrive; none is guaranteed.
+* Work of one executor runs in the order given, one piece at a time, outside `handle`. Each
+  `Compute` or `Persist` is answered by one `Computed` or `Persisted`, unless the role exits.
+* A role does not touch what its work uses until the answer comes.
+* Setting a timer again replaces it. It fires once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,37 +31,37 @@ Seconds = float
 SUPERVISOR = Address("supervisor")
 
 USER = Address("user")
-"""Who sends `Stop` at Ctrl+C: posted by this process, never sent over the network."""
+"""Sender of `Stop` at Ctrl+C: posted by this process, never sent over the network."""
 
 HOST = "host-"
-"""How the names of hosts begin: machines that have joined, and run roles."""
+"""Prefix of the names of hosts: machines that joined and run roles."""
 
 
 class Executor(Enum):
-    """Where work runs: one piece at a time in each lane, the lanes side by side."""
+    """Where work runs: one piece at a time in each executor, the executors in parallel."""
 
     COMPUTE = "compute"  # gradients, updates, copies: owns the role's arrays
     DATA = "data"  # reading the next batch
 
-    __hash__ = object.__hash__  # there is one of each; Enum's own is written in Python
+    __hash__ = object.__hash__  # Enum's own is written in Python, and slow
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece of work would take, for a driver in virtual time."""
+    """What a piece of work costs, for a driver in virtual time."""
 
     flops: float = 0.0
     n_bytes: float = 0.0  # moved to or from memory, or the disk
-    waiting: Seconds = 0.0  # in which nothing computes: for a disk, or for others
+    waiting: Seconds = 0.0  # without computing: for a disk, or for other processes
 
 
 NEWEST = ""
-"""Label of a snapshot that nobody asked for: it takes the newest one's place.
+"""Label of a snapshot that nobody asked for: it replaces the newest one.
 
 So it never gets ahead of the labels that the supervisor gives.
 """
 
 FIRST_LABEL = "00000"
-"""Of such a snapshot where there is none yet."""
+"""Label of such a snapshot if it is the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +73,17 @@ class Snapshot:
     facts: Mapping[str, str]
 
 
-# ---------------------------------------------------------------------- events
+# --- events ---
+# msgspec structs, though nobody encodes them: a frozen dataclass takes ten times as long to
+# make, and every message needs several.
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """The role's present life begins."""
+    """This incarnation of the role begins."""
 
-    incarnation: int  # 1, 2, … : a new one at each start
-    restored: Snapshot | None = None  # its newest whole snapshot, if it has any
-    unrestored: str | None = None  # why none of the snapshots that it has can be used
+    incarnation: int  # 1, 2, … : rises with each start
+    restored: Snapshot | None = None  # its newest intact snapshot, if it has any
+    unrestored: str | None = None  # why none of its snapshots can be used
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,13 +95,13 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimerFired(msgspec.Struct, frozen=True, kw_only=True):
-    """A timer set earlier has come due."""
+    """A timer is due."""
 
     name: str
 
 
 class Computed(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `Compute`: its result, or what went wrong."""
+    """Answer to `Compute`: its result, or its error."""
 
     name: str
     result: object = None
@@ -114,14 +110,14 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Persisted(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to `Persist`: saved for good, or why not."""
+    """Answer to `Persist`: saved durably, or why not."""
 
     label: str
     error: str | None = None
 
 
 class PeerJoined(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer (or a new incarnation of it) can be reached from now on."""
+    """A peer, or a new incarnation of it, can be reached from now on."""
 
     peer: Address
     incarnation: int
@@ -133,21 +129,21 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True):
     peer: Address
     incarnation: int
     reason: str
-    for_good: bool = False  # it will not come back: there is no waiting for it
+    for_good: bool = False  # it will not come back: do not wait for it
 
 
 Event = Started | Received | TimerFired | Computed | Persisted | PeerJoined | PeerLost
 
 
-# --------------------------------------------------------------------- actions
+# --- actions ---
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
-    """Deliver `message` to `receiver`, perhaps.
+    """Deliver `message` to `receiver`, without a guarantee.
 
-    The driver has read every array by the time the role handles its next event; unless
-    they are `lent`: then it may read them at any time, and the role leaves them as they
-    are until whoever could still heed the message has answered it.
+    The driver has read every array by the time the role handles its next event, unless they
+    are `lent`: then it may read them at any time, and the role must not change them until
+    every possible receiver of the message has answered.
     """
 
     receiver: Address
@@ -163,38 +159,38 @@ class SetTimer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CancelTimer(msgspec.Struct, frozen=True, kw_only=True):
-    """Forget the timer of this name, if there is one."""
+    """Cancel the timer of this name, if there is one."""
 
     name: str
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True):
-    """Run `work` in `lane`, then deliver `Computed` under the same name."""
+    """Run `work` on the executor `lane`, then deliver `Computed` under the same name."""
 
     name: str
     work: Callable[[], object]
     cost: Cost = Cost()
     lane: Executor = Executor.COMPUTE
-    # Asked when its turn comes: what part of the cost is there still to pay; 0 for work
-    # that will find that it is in vain. None: all of it.
+    # Called when its turn comes: the share of the cost still to pay; 0 for work that will
+    # find that its result is not needed. None: all of it.
     remaining: Callable[[], float] | None = None
 
 
 class Persist(msgspec.Struct, frozen=True, kw_only=True):
-    """Save `snapshot` for good (in the compute lane), then deliver `Persisted`."""
+    """Save `snapshot` durably (on the compute executor), then deliver `Persisted`."""
 
     snapshot: Snapshot
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Write one line to the role's log; at level "warning" or "error" show it too."""
+    """Log one line; at level "warning" or "error" also show it."""
 
     text: str
     level: str = "info"  # "debug", "info", "warning", "error"
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True):
-    """From now on `peer` is to be found at `endpoint` ("" in a simulation)."""
+    """From now on `peer` listens at `endpoint` ("" in a simulation)."""
 
     peer: Address
     incarnation: int
@@ -203,27 +199,27 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """Start the role `name` with this incarnation (the supervisor alone asks)."""
+    """Start the role `name` with this incarnation (supervisor only)."""
 
     name: Address
     incarnation: int
 
 
 class AssignName(msgspec.Struct, frozen=True, kw_only=True):
-    """From now on `name` belongs to the machine of `to`: nobody else speaks for it."""
+    """From now on only the host of `to` may use the name `name`."""
 
     name: Address
     to: Address
 
 
 class Terminate(msgspec.Struct, frozen=True, kw_only=True):
-    """End the role `name` at once, by force (the supervisor alone asks)."""
+    """Kill the process of the role `name` (supervisor only)."""
 
     name: Address
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """The role has ended; `error` says why if not as planned."""
+    """The role has ended; `error` says why, unless as planned."""
 
     error: str | None = None
 
@@ -249,7 +245,7 @@ def message_types(union: UnionType) -> frozenset[type]:
 
 
 ALL_MESSAGES: Final = message_types(Message)
-"""What a role accepts that passes messages on to another one."""
+"""For roles that wrap another one and pass messages on."""
 
 
 class Role(Protocol):

@@ -61,6 +61,7 @@ class OnlyStop:
         self.seen: list[Event] = []
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
         self.seen.append(event)
         return []
 
