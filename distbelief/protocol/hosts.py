@@ -88,14 +88,14 @@ class Release(AnyMessage, frozen=True):
 
 
 class FileRequest(AnyMessage, frozen=True):
-    """Host -> supervisor, or the other way round: send this part of a file."""
+    """Host -> supervisor: send this part of a file. Also the other way round."""
 
     document: Name
     offset: Count
 
 
 class FileChunk(AnyMessage, frozen=True):
-    """Supervisor -> host, or the other way round: a part of a file."""
+    """Supervisor -> host: a part of a file. Also the other way round."""
 
     document: Name
     offset: Count

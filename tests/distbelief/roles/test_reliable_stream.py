@@ -76,7 +76,7 @@ def test_patience_doubles() -> None:
 def test_what_was_never_sent_cannot_have_come() -> None:
     courier = ReliableSender(Address("b"))
     courier.begin(1)
-    with pytest.raises(RemoteProtocolError, match="b has taken 1 transfers; 0 were"):
+    with pytest.raises(RemoteProtocolError, match="b acknowledged 1 transfers; 0 were"):
         courier.taken(1, 0.0)
     with pytest.raises(RemoteProtocolError, match=f"transfer {WINDOW} before 0"):
         courier.is_new(WINDOW)

@@ -120,5 +120,5 @@ def test_what_is_not_of_the_program_is_refused(changes: dict[str, int], text: st
 def test_words_of_another_life_are_not_heard() -> None:
     stepping, _ = second_of_two()
     assert stepping.taken(0, TransferAck(life=LIFE - 1, taken=5), 0.0) == []
-    with pytest.raises(RemoteProtocolError, match="has taken 5"):
+    with pytest.raises(RemoteProtocolError, match="acknowledged 5"):
         stepping.taken(0, TransferAck(life=LIFE, taken=5), 0.0)
