@@ -5,6 +5,7 @@ effect from reference/job_keys.toml. A key without an entry there, or an entry w
 a key, fails the build and the test `tests/docs/test_reference.py`.
 """
 
+import itertools
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,9 +98,7 @@ def keys() -> Iterator[Key]:
         fields = {field.encode_name: field for field in info.fields}  # type: ignore[attr-defined]
         if entries.keys() != fields.keys():
             wrong = sorted(entries.keys() ^ fields.keys())
-            raise ValueError(
-                f"job_keys.toml: [{table}] lacks, or has too much: {wrong}"
-            )
+            raise ValueError(f"job_keys.toml: [{table}] lacks, or has too much: {wrong}")
         for name, entry in entries.items():
             yield _key(table, fields[name], entry)
     if effects:
@@ -176,15 +175,16 @@ def _default(field: inspect.Field) -> str:  # noqa: PLR0911 -- one for each type
 
 def _lines() -> Iterator[str]:
     about = tomllib.loads(EFFECTS.read_text())
-    table = ""
-    for key in keys():
-        if key.table != table:
-            table = key.table
-            yield from ("", f"## {_heading(table)}", "", about[table]["about"], "")
-            yield "| key | type | unit | default | effect |"
-            yield "|---|---|---|---|---|"
-        default = f"`{key.default}`" if key.default else "**required**"
-        yield f"| `{key.name}` | {key.type} | {key.unit} | {default} | {key.effect} |"
+    for table, group in itertools.groupby(keys(), key=lambda key: key.table):
+        found = list(group)
+        has_units = any(key.unit for key in found)
+        yield from ("", f"## {_heading(table)}", "", about[table]["about"], "")
+        yield f"| key | type |{' unit |' if has_units else ''} default | effect |"
+        yield f"|---|---|{'---|' if has_units else ''}---|---|"
+        for key in found:
+            default = f"`{key.default}`" if key.default else "**required**"
+            unit = f" {key.unit} |" if has_units else ""
+            yield f"| `{key.name}` | {key.type} |{unit} {default} | {key.effect} |"
     yield ""
 
 

@@ -3,9 +3,7 @@
 import re
 
 
-LOADED = re.compile(
-    r'<(?:script|img|iframe)[^>]* src="https?:|<link[^>]* href="https?:'
-)
+LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:|<link[^>]* href="https?:')
 
 
 def on_post_page(output: str, page: object, **_: object) -> str:

@@ -25,9 +25,7 @@ README_BYTES_MAX = 10_000
     "page",
     [
         pytest.param(
-            page,
-            id=str(page.relative_to(ROOT)),
-            marks=pytest.mark.soak if is_soak(page) else (),
+            page, id=str(page.relative_to(ROOT)), marks=pytest.mark.soak if is_soak(page) else ()
         )
         for page in PAGES
     ],
@@ -51,9 +49,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in LINKED if page.exists()],
-    ids=lambda page: str(page.relative_to(ROOT)),
+    "page", [page for page in LINKED if page.exists()], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_relative_links_outside_of_the_site_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):

@@ -9,7 +9,12 @@ import pytest
 
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "experiments/LOG.md", "experiments/figures/README.md"]
+DOCUMENTS = [
+    "docs/benchmarks.md",
+    "docs/security.md",
+    "experiments/LOG.md",
+    "experiments/figures/README.md",
+]
 COMMAND = re.compile(r"python (?:-m (experiments[.\w]+)|(experiments/[/\w]+)\.py)")
 
 
@@ -17,9 +22,7 @@ def commands() -> list[str]:
     """Return what is run, as modules."""
     texts = [(ROOT / name).read_text() for name in DOCUMENTS]
     found = {
-        module or path.replace("/", ".")
-        for text in texts
-        for module, path in COMMAND.findall(text)
+        module or path.replace("/", ".") for text in texts for module, path in COMMAND.findall(text)
     }
     return sorted(found - {"experiments.benchmarks.NAME"})
 
