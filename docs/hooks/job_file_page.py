@@ -95,7 +95,8 @@ def keys() -> Iterator[Key]:
         entries = dict(effects.pop(table, {}))
         entries.pop("about", None)
         info = inspect.type_info(struct)
-        fields = {field.encode_name: field for field in info.fields}  # type: ignore[attr-defined]
+        assert isinstance(info, inspect.StructType)
+        fields = {field.encode_name: field for field in info.fields}
         if entries.keys() != fields.keys():
             wrong = sorted(entries.keys() ^ fields.keys())
             raise ValueError(f"job_keys.toml: [{table}] lacks, or has too much: {wrong}")
@@ -105,10 +106,10 @@ def keys() -> Iterator[Key]:
         raise ValueError(f"job_keys.toml: no table {sorted(effects)}")
 
 
-def _key(table: str, field: inspect.Field, entry: object) -> Key:
+def _key(table: str, field: inspect.Field, entry: str | dict[str, str]) -> Key:
     """Return a key; its entry is the effect alone, or {effect, default, unit}."""
     default = "" if field.required else _default(field)
-    fields = {"effect": entry} if isinstance(entry, str) else dict(entry)  # type: ignore[call-overload]
+    fields = {"effect": entry} if isinstance(entry, str) else entry
     dimension = QUANTITIES.get(table, {}).get(field.encode_name)
     if dimension is not None and default not in {"", "none"}:
         default = f'"{default} s"'
@@ -128,7 +129,8 @@ def type_in_words(kind: inspect.Type) -> str:
     match kind:
         case inspect.UnionType(types=types):
             options = [each for each in types if not isinstance(each, inspect.NoneType)]
-            tags = [str(each.tag) for each in options if getattr(each, "tag", None)]
+            structs = [each for each in options if isinstance(each, inspect.StructType)]
+            tags = [str(each.tag) for each in structs if each.tag is not None]
             if tags and len(tags) == len(options):
                 return f"table; name is one of {', '.join(sorted(tags))}"
             return " or ".join(type_in_words(each) for each in options)
@@ -154,7 +156,7 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
 
 def _default(field: inspect.Field) -> str:  # noqa: PLR0911 -- one for each type
     value = field.default
-    if value is inspect.UNSET or value is msgspec.NODEFAULT:
+    if value is msgspec.NODEFAULT:
         value = field.default_factory() if callable(field.default_factory) else None
     match value:
         case None:

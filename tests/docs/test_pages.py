@@ -1,8 +1,11 @@
+import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from distbelief.job.configuration.jobfile import parse_job
 from tests.docs.pages import ROOT, blocks, commands, is_soak, run
 
 
@@ -42,6 +45,18 @@ def test_every_block_of_the_page_is_found(page: Path) -> None:
     text = page.read_text()
     assert 2 * len(blocks(page)) == len(re.findall(r"^ *```", text, re.MULTILINE))
     assert text.count("<!-- not run:") == sum(bool(b.reason) for b in blocks(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_the_page_can_be_read(page: Path) -> None:
+    """Those of pages that only `make soak` runs, too."""
+    for block in blocks(page):
+        if block.kind == "python":
+            ast.parse(block.text)
+        elif block.kind == "toml":
+            tables = tomllib.loads(block.text)
+            if "model" in tables:
+                parse_job(block.text, path="job.toml")
 
 
 def test_the_readme_is_short() -> None:
