@@ -13,13 +13,14 @@ from distbelief.cli.app import app
 
 
 MARKER = "<!-- every command -->"
+BETWEEN_COMMANDS = "\n```\n\n```text\n"
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Replace the marker by the commands (called by MkDocs for each page)."""
     if MARKER not in markdown:
         return markdown
-    return markdown.replace(MARKER, "\n".join(_lines()))
+    return markdown.replace(MARKER, "\n".join(_lines()).replace(BETWEEN_COMMANDS, "\n"))
 
 
 def commands() -> Iterator[tuple[str, Any]]:

@@ -132,7 +132,7 @@ def type_in_words(kind: inspect.Type) -> str:
             structs = [each for each in options if isinstance(each, inspect.StructType)]
             tags = [str(each.tag) for each in structs if each.tag is not None]
             if tags and len(tags) == len(options):
-                return f"table; name is one of {', '.join(sorted(tags))}"
+                return "table with a name"
             return " or ".join(type_in_words(each) for each in options)
         case inspect.LiteralType(values=values):
             return f"one of {', '.join(map(str, values))}"
@@ -147,7 +147,7 @@ def type_in_words(kind: inspect.Type) -> str:
 def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
     names = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     found = [
-        f"{sign} {value:,}" if value < 1e6 else ""
+        f"{sign}\N{NO-BREAK SPACE}{value:,}" if value < 1e6 else ""
         for name, sign in names.items()
         if (value := getattr(kind, name)) is not None
     ]
