@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test bench soak format clean
+.PHONY: demo test docs bench soak format clean
 
 demo: .venv/demo
 	$(BIN)/distbelief train experiments/speech/demo.toml
@@ -25,6 +25,11 @@ test: .venv/dev
 	$(BIN)/coverage run $(PYTEST)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
+
+# The web site, in build/site. A warning or a dead link is an error.
+docs: .venv/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
+	@echo "build/site/index.html"
 
 BENCHMARKS := downpour parameter_server async_peers chaos planner \
     model_parallel planner_against_runtime sandblaster
@@ -64,6 +69,11 @@ clean:
 	@echo "installing into .venv with the test tools (torch is the largest part, 200 MB or more: some minutes the first time)"
 	@$(PIP) -e ".[speech,dev]"
 	@touch .venv/demo $@
+
+.venv/docs: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "installing into .venv what builds the documentation"
+	@$(PIP) -e ".[docs]"
+	@touch $@
 
 .venv/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

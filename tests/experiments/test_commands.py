@@ -9,7 +9,12 @@ import pytest
 
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "experiments/LOG.md", "experiments/figures/README.md"]
+DOCUMENTS = [
+    "docs/benchmarks.md",
+    "docs/security.md",
+    "experiments/LOG.md",
+    "experiments/figures/README.md",
+]
 COMMAND = re.compile(r"python (?:-m (experiments[.\w]+)|(experiments/[/\w]+)\.py)")
 
 

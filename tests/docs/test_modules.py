@@ -1,0 +1,65 @@
+"""Pages that name modules name modules that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+
+SECTIONS = {  # headings of CONTRIBUTING.md, and where the modules below them are
+    "`distbelief/parameter_server/`": "distbelief/parameter_server",
+    "`distbelief/worker/` and `distbelief/supervisor/`": "distbelief",
+    "`sandblaster/`": "sandblaster",
+}
+
+
+def exists(path: str) -> bool:
+    return (ROOT / path).exists() or (ROOT / f"{path}.py").exists()
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+
+
+def section(text: str, heading: str) -> str:
+    return text.partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+
+
+def test_the_rooms_are_where_the_first_table_says() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The rooms")[2]
+    for first, second in rows(text.partition("\n###")[0]):
+        places = re.findall(r"`([\w/.]+)`", first)
+        folders = [str(Path("distbelief") / p.removeprefix("distbelief/")) for p in places]
+        folders = [p if exists(p) else p.removeprefix("distbelief/") for p in folders]
+        assert all(map(exists, folders)), first
+        for name in re.findall(r"`([a-z_]+/?)`", second):
+            assert any(exists(f"{folder}/{name}") for folder in folders), f"{first}: {name}"
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_modules_are_where_the_other_tables_say(heading: str) -> None:
+    for first, _ in rows(section((ROOT / "CONTRIBUTING.md").read_text(), heading)):
+        folder = SECTIONS[heading]
+        for name in re.findall(r"`([\w/]+)`", first):
+            if "/" in name.strip("/"):
+                folder = f"{SECTIONS[heading]}/{Path(name).parent}"
+                name = Path(name).name  # noqa: PLW2901 -- later names are beside it
+            assert exists(f"{folder}/{name}"), f"{folder}/{name}"
+
+
+def test_the_modules_of_the_papers_page_exist() -> None:
+    text = (ROOT / "docs" / "explanation" / "papers.md").read_text()
+    for name in re.findall(r"`((?:distbelief|sandblaster)\.[\w.]+)`", text):
+        assert exists(name.replace(".", "/")), name
+
+
+def test_files_named_under_where_to_add_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to add")[2]
+    text = text.partition("\n## ")[0]
+    for name in re.findall(r"`([\w/]+\.(?:py|toml))`", text):
+        tried = [name, f"distbelief/{name}"]
+        beside = [f"distbelief/{d}/{name}" for d in ("cluster", "parameter_server")]
+        beside += [f"distbelief/parameter_server/client/{name}", f"sandblaster/optimizers/{name}"]
+        assert any(map(exists, tried + beside)), name
