@@ -143,24 +143,24 @@ class TrainingPlan:
         self._cursor = BatchCursor(data_shard)
         self._n_samples = len(data_shard)
         self._batch_size = batch_size
-        self._known: dict[int, BatchIndices] = {}
+        self._batches: dict[int, BatchIndices] = {}
         self._next = 0
         self._position = 0
 
     def start(self, position: int) -> None:
         """Begin after so many samples."""
-        self._known.clear()
+        self._batches.clear()
         self._next, self._position = 0, position
 
     def batch(self, step: int) -> BatchIndices:
         """Return the samples of this step."""
         while self._next <= step:
             indices = self._cursor.batch(self._position, self._batch_size)
-            self._known[self._next] = BatchIndices(position=self._position, indices=indices)
-            self._known.pop(self._next - N_KEPT, None)
+            self._batches[self._next] = BatchIndices(position=self._position, indices=indices)
+            self._batches.pop(self._next - N_KEPT, None)
             self._position += len(indices)
             self._next += 1
-        return self._known[step]
+        return self._batches[step]
 
     def n_steps(self, start: int, stop: int) -> int:
         """Return how many steps there are from one position to another."""
@@ -287,13 +287,13 @@ class SliceReader:
         """Whether this machine needs nothing of any batch."""
         return not (self._reads or self._keeps_targets)
 
-    def read(self, life: int, step: int, chosen: BatchIndices) -> BatchSlice:
+    def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
         """Return the portion of these samples.
 
         Raises:
             JobError: the data set fails, or gives something else than the model takes.
         """
-        indices = [int(index) for index in chosen.indices]
+        indices = [int(index) for index in samples.indices]
         batch = read_batch(self._dataset, indices, table=self._table)
         found: dict[str, list[torch.Tensor]] = {}
         for layer, value, what in zip(self._inputs, batch, ("inputs", "targets"), strict=False):
@@ -313,7 +313,7 @@ class SliceReader:
                 value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
             ]
         targets = batch[1] if self._keeps_targets else None
-        return BatchSlice(life=life, step=step, inputs=found, targets=targets)
+        return BatchSlice(life=generation, step=step, inputs=found, targets=targets)
 
 
 @final
@@ -325,23 +325,23 @@ class SlicePrefetch:
         course: What.
     """
 
-    def __init__(self, reader: SliceReader, course: BatchPlan) -> None:
+    def __init__(self, reader: SliceReader, plan: BatchPlan) -> None:
         self._reader = reader
-        self._course = course
+        self._plan = plan
         self._held: dict[int, BatchSlice] = {}
-        self._life = 0
+        self._generation = 0
         self._next = 0
         self._reading = False
 
-    def begin(self, life: int) -> None:
+    def begin(self, generation: int) -> None:
         """Begin a life; portions of another one are forgotten."""
-        self._life, self._next = life, 0
+        self._generation, self._next = generation, 0
         self._held.clear()
 
     def take(self, step: int) -> BatchSlice | None:
         """Return the portion of this step, if it has been read."""
         if self._reader.reads_nothing:
-            return BatchSlice(life=self._life, step=step)
+            return BatchSlice(life=self._generation, step=step)
         return self._held.pop(step, None)
 
     def read_ahead(self, step: int, *, stop: int) -> list[Action]:
@@ -354,17 +354,17 @@ class SlicePrefetch:
         wanted = min(step + N_AHEAD, stop)
         if self._reading or self._reader.reads_nothing or self._next >= wanted:
             return []
-        life, number, reader = self._life, self._next, self._reader
-        chosen = self._course.batch(number)
-        if not len(chosen.indices):
+        generation, number, reader = self._generation, self._next, self._reader
+        samples = self._plan.batch(number)
+        if not len(samples.indices):
             return []  # there are no samples beyond: the last step comes before
         self._next += 1
         self._reading = True
         return [
             Compute(
                 name=READ,
-                work=lambda: reader.read(life, number, chosen),
-                cost=Cost(n_bytes=1e3 * len(chosen.indices)),
+                work=lambda: reader.read(generation, number, samples),
+                cost=Cost(n_bytes=1e3 * len(samples.indices)),
                 lane=Executor.DATA,
             )
         ]
@@ -373,5 +373,5 @@ class SlicePrefetch:
         """Keep what was asked for, if it is still wanted."""
         assert isinstance(result, BatchSlice), result
         self._reading = False
-        if result.life == self._life:
+        if result.life == self._generation:
             self._held[result.step] = result

@@ -63,7 +63,7 @@ from distbelief.worker.evaluator import (
     EvaluationObjective,
     Evaluator,
     EvaluatorConfig,
-    Judge,
+    Score,
     held_out,
 )
 from distbelief.worker.gradients import RankTrainer
@@ -103,8 +103,8 @@ def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
 def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -> list[RosterEntry]:
     """Return the machines that compute one model; the first leads them."""
     leader, *others = member_names(group, n_machines)
-    machines = [RosterEntry(name=name, kind="machine") for name in others]
-    return [RosterEntry(name=leader, kind=kind), *machines]
+    ranks = [RosterEntry(name=name, kind="machine") for name in others]
+    return [RosterEntry(name=leader, kind=kind), *ranks]
 
 
 def shard_names(context: BuildContext) -> set[Address]:
@@ -259,14 +259,14 @@ def place_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
     Raises:
         LocalProtocolError: none is.
     """
-    place = group_rank_of(name)
+    rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
-    if place is None or place.machine >= n_machines:
+    if rank is None or rank.machine >= n_machines:
         raise LocalProtocolError(f"no machine {name!r} in a plan for {n_machines}")
-    is_replica = place.replica is not None and place.replica < context.n_replicas
-    if place.group != EVALUATORS and not is_replica:
+    is_replica = rank.replica is not None and rank.replica < context.n_replicas
+    if rank.group != EVALUATORS and not is_replica:
         raise LocalProtocolError(f"no machine {name!r} in a job of {context.n_replicas} replicas")
-    return place
+    return rank
 
 
 @final
@@ -287,40 +287,40 @@ class RankBuild:
     seed_gradient: Seed = mean_over_samples
 
 
-def assemble(place: GroupRank, split: Split, makings: RankBuild) -> PartitionWorker:
+def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker:
     """Return a machine of this group, made of these."""
-    flow, course = makings.flow, makings.course
+    flow, batch_plan = parts.flow, parts.course
     n_machines = split.plan.cluster.n_machines
-    couriers = _couriers(place, flow, n_machines)
+    streams = _streams(rank, flow, n_machines)
     return PartitionWorker(
         RankConfig(
-            group=place.group, machine=place.machine, n_machines=n_machines, plan=split.fingerprint
+            group=rank.group, machine=rank.machine, n_machines=n_machines, plan=split.fingerprint
         ),
-        client=makings.client,
+        client=parts.client,
         stepping=StepRunner(
             PartitionExecutor(
                 flow,
-                dtype=makings.dtype,
+                dtype=parts.dtype,
                 modules=split.modules,
                 device=split.device,
-                seed_gradient=makings.seed_gradient,
+                seed_gradient=parts.seed_gradient,
             ),
-            couriers=couriers,
-            course=course,
-            micro_batches=makings.micro_batches,
-            training=makings.training,
-            seed=makings.seed,
+            couriers=streams,
+            course=batch_plan,
+            micro_batches=parts.micro_batches,
+            training=parts.training,
+            seed=parts.seed,
         ),
-        couriers=couriers,
-        course=course,
-        portions=SlicePrefetch(makings.reader, course),
-        duty=makings.duty,
+        couriers=streams,
+        course=batch_plan,
+        portions=SlicePrefetch(parts.reader, batch_plan),
+        duty=parts.duty,
         shapes=[region.shape for _, region in flow.items],
-        leader=makings.leader if place.machine == 0 else None,
+        leader=parts.leader if rank.machine == 0 else None,
     )
 
 
-def evaluating_rank(place: GroupRank, *, context: BuildContext, split: Split) -> PartitionWorker:
+def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> PartitionWorker:
     """Return a machine of those that evaluate."""
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
@@ -333,38 +333,38 @@ def evaluating_rank(place: GroupRank, *, context: BuildContext, split: Split) ->
         n_machines=n_machines,
     )
     outputs = frozenset(compiled.graph.outputs)
-    flow = dataflow(compiled, place.machine, training=False, outputs=outputs)
+    flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
     dtype = dtype_of(context)
     client = client_of(flow, context, pushes=False)
     config = EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed)
-    course = EvaluationPlan(held_out(len(dataset), config), chunk=plan.batch)
+    batch_plan = EvaluationPlan(held_out(len(dataset), config), chunk=plan.batch)
     reader = SliceReader(
         dataset,
         graph=graph,
         reads=flow.reads,
         dtype=dtype,
-        keeps_targets=place.machine == 0,
+        keeps_targets=rank.machine == 0,
         table="data.test",
     )
-    duty = EvaluationObjective(
+    objective = EvaluationObjective(
         client=client,
         sizes=[region.n_elements for _, region in flow.items],
         dtype=dtype,
-        course=course,
-        judge=_judge(task, context.sample),
+        batch_plan=batch_plan,
+        score=_score(task, context.sample),
     )
     leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
     return assemble(
-        place,
+        rank,
         split,
         RankBuild(
             flow=flow,
             dtype=dtype,
             client=client,
-            course=course,
+            course=batch_plan,
             reader=reader,
-            duty=duty,
+            duty=objective,
             leader=leader,
             training=False,
             micro_batches=1,
@@ -393,13 +393,13 @@ def dtype_of(context: BuildContext) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def _couriers(place: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, ReliableSender]:
-    names = member_names(place.group, n_machines)
+def _streams(rank: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, ReliableSender]:
+    names = member_names(rank.group, n_machines)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
     return {peer: ReliableSender(names[peer]) for peer in sorted(peers)}
 
 
-def _judge(task: TaskSpec, sample: Sample | None) -> Judge:
+def _score(task: TaskSpec, sample: Sample | None) -> Score:
     loss, metric = build_loss(task), build_metric(task, sample)
 
     def judge(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
@@ -432,7 +432,7 @@ class ReplicaParts:
 
 
 def replica_parts(
-    place: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
+    rank: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
 ) -> ReplicaParts:
     """Return the parts of a machine.
 
@@ -453,7 +453,7 @@ def replica_parts(
             f"{split.plan.batch}: plan again, or use that"
         )
     flow = with_counts(
-        dataflow(split.compiled(), place.machine, loss=split.graph.outputs[-1]),
+        dataflow(split.compiled(), rank.machine, loss=split.graph.outputs[-1]),
         {spec.name for spec in layout_of(context).tensors},
     )
     dtype, dataset = dtype_of(context), context.train_data()
@@ -473,65 +473,68 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         JobError: the data cannot be built, or the plan is not for this job.
         LocalProtocolError: no such machine.
     """
-    place = place_in(name, context=context, split=split)
-    if place.group == EVALUATORS:
-        return evaluating_rank(place, context=context, split=split)
-    return _training_machine(place, config=config, context=context, split=split)
+    rank = place_in(name, context=context, split=split)
+    if rank.group == EVALUATORS:
+        return evaluating_rank(rank, context=context, split=split)
+    return _training_rank(rank, config=config, context=context, split=split)
 
 
-def _training_machine(
-    place: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
+def _training_rank(
+    rank: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
 ) -> Role:
-    assert place.replica is not None
+    assert rank.replica is not None
     batch = "batch_size", config.batch_size
-    parts = replica_parts(place, context=context, split=split, batch=batch)
+    parts = replica_parts(rank, context=context, split=split, batch=batch)
     flow = parts.flow
     data_shard = DataShard(
         len(parts.dataset),
-        replica_index=place.replica,
+        replica_index=rank.replica,
         n_replicas=context.n_replicas,
         seed=config.seed,
     )
-    course = TrainingPlan(data_shard, batch_size=config.batch_size)
-    of_replica = _of_replica(config, context)
+    batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
+    replica_config = _replica_config(config, context)
     n_machines = split.plan.cluster.n_machines
-    duty = TrainingObjective(
-        of_replica,
+    objective = TrainingObjective(
+        replica_config,
         client=parts.client,
         trainer=RankTrainer(
-            of_replica,
+            replica_config,
             sizes=[region.n_elements for _, region in flow.items],
             trained=flow.trained,
             counts=flow.counts,
             dtype=parts.dtype,
-            n_machines=n_machines,
+            n_ranks=n_machines,
         ),
         await_begin=context.await_begin,
     )
     leader = GroupLeader(
-        n_machines, plan=split.fingerprint, steps_max=of_replica.max_steps, n_steps=course.n_steps
+        n_machines,
+        plan=split.fingerprint,
+        steps_max=replica_config.max_steps,
+        n_steps=batch_plan.n_steps,
     )
     if not context.await_begin:
         leader.begin(0.0)
     return assemble(
-        place,
+        rank,
         split,
         RankBuild(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,
-            course=course,
+            course=batch_plan,
             reader=parts.reader,
-            duty=duty,
+            duty=objective,
             leader=leader,
             training=True,
             micro_batches=split.plan.micro_batches,
-            seed=(config.seed, place.replica),
+            seed=(config.seed, rank.replica),
         ),
     )
 
 
-def _of_replica(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
+def _replica_config(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
     # The supervisor hears at most 200 reports a second of all replicas together.
     seconds = max(0.05, 0.005 * context.n_replicas)
     return replace(config.of_replica(), progress_seconds=seconds)

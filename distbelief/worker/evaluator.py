@@ -344,7 +344,7 @@ def _failure(error: BaseException) -> DistBeliefError:
     return JobError(f"the evaluation failed: {type(error).__name__}: {error}")
 
 
-Judge = Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
+Score = Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
 """judge(outputs, targets) -> loss and metric, means over the samples."""
 
 SUBSET: Final = 0
@@ -401,13 +401,13 @@ class EvaluationObjective:
         client: ParameterClient,
         sizes: Sequence[int],
         dtype: torch.dtype,
-        course: EvaluationPlan,
-        judge: Judge,
+        batch_plan: EvaluationPlan,
+        score: Score,
     ) -> None:
         self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
         self._client = client
-        self._course = course
-        self._judge = judge
+        self._batch_plan = batch_plan
+        self._score = score
         self._targets: torch.Tensor | None = None  # of the chunk under way
         self._sums = _Sums()
         self._asked = _Requests()
@@ -459,19 +459,19 @@ class EvaluationObjective:
 
     # ----------------------------------------------------------------------- the chunk
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         """Begin a chunk."""
-        del step, chosen
-        self._targets = portion.targets
+        del step, batch
+        self._targets = batch_slice.targets
         return _nothing
 
-    def close(self, found: StepResult) -> object:
+    def close(self, step_result: StepResult) -> object:
         """Judge the outputs. Work."""
         if self._targets is None:
             return None
-        ((_, _, outputs),) = found.outputs
+        ((_, _, outputs),) = step_result.outputs
         try:
-            return self._judge(outputs, self._targets)
+            return self._score(outputs, self._targets)
         except Exception as error:  # loss and metric are the user's
             raise JobError(
                 f"loss or metric failed on outputs of shape {list(outputs.shape)} and "
@@ -480,13 +480,13 @@ class EvaluationObjective:
             ) from error
 
     def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
+        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """Add what was judged."""
-        del found, now
+        del step_result, now
         self._targets = None
         if isinstance(result, tuple):
-            n_samples, sums = len(chosen.indices), self._sums
+            n_samples, sums = len(batch.indices), self._sums
             loss, metric = result
             sums.n_samples += n_samples
             sums.loss += n_samples * loss
@@ -551,7 +551,7 @@ class EvaluationObjective:
         asked.measured = sorted(message.request for message in asked.waiting)
         asked.waiting = []
         position = WHOLE if newest.whole else SUBSET
-        steps = self._course.n_steps(position)
+        steps = self._batch_plan.n_steps(position)
         return actions, leader.new_life(now, position=position, limit=steps)
 
     def _measured(self, leader: GroupLeader) -> EvaluationDone:

@@ -118,9 +118,9 @@ def is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
     return not sums or bool(torch.stack(sums).sum().isfinite())
 
 
-def bad_sample(portion: BatchSlice) -> int | None:
+def bad_sample(batch_slice: BatchSlice) -> int | None:
     """Return the place in the batch of the first sample with NaN or infinity."""
-    for regions in portion.inputs.values():
+    for regions in batch_slice.inputs.values():
         for part in regions:
             bad = ~part.isfinite()
             if bool(bad.any()):
@@ -166,8 +166,8 @@ class Step:
     counts: bool
     draft: PushDraft | None
     local_rate: float | None
-    chosen: BatchIndices
-    portion: BatchSlice
+    batch: BatchIndices
+    batch_slice: BatchSlice
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     staged: PushResult | None = None
     after: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -203,14 +203,14 @@ class RankTrainer:
         trained: frozenset[int],
         counts: Mapping[int, int],
         dtype: torch.dtype,
-        n_machines: int,
+        n_ranks: int,
     ) -> None:
         self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
         self.accrued = GradientAccumulator(len(sizes))
         self._config = config
         self._trained = trained
         self._counts = counts
-        self._votes = n_machines > 1
+        self._reduces_norm = n_ranks > 1
         self._sent: dict[int, torch.Tensor] = {}  # averages that shards have otherwise
         self._gains: dict[int, torch.Tensor] | None = None  # of these, in a fetch
 
@@ -253,9 +253,9 @@ class RankTrainer:
             if accrued is not None and rate:
                 value.add_(accrued, alpha=-rate)
 
-    def close(self, step: Step, found: StepResult) -> Vote | Closed:
+    def close(self, step: Step, step_result: StepResult) -> Vote | Closed:
         """Say what this machine has of a step; alone, go on at once."""
-        step.after = self._after(found)
+        step.after = self._after(step_result)
         if step.draft is not None:
             for item, value in enumerate(self.values):
                 if item not in self._trained:
@@ -267,7 +267,7 @@ class RankTrainer:
         # Where it keeps nothing, nothing of its own tells that its samples are bad.
         looks = not (math.isfinite(square) and self.values)
         sample = _bad(step) if looks else None
-        if not self._votes:
+        if not self._reduces_norm:
             return self._settle(step, square, sample)
         n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
         settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
@@ -278,7 +278,7 @@ class RankTrainer:
         clips, gradients = self._config.clip_norm is not None, step.gradients
         if clips:
             return sum_of_squares(gradients)
-        looks = self._votes or self._config.checks_every_gradient
+        looks = self._reduces_norm or self._config.checks_every_gradient
         return 0.0 if not looks or is_finite(gradients) else math.nan
 
     def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
@@ -301,11 +301,11 @@ class RankTrainer:
             self._accrue(step)
         return Closed(is_finite=True, staged=step.staged)
 
-    def _after(self, found: StepResult) -> dict[int, torch.Tensor]:
+    def _after(self, step_result: StepResult) -> dict[int, torch.Tensor]:
         """Return what running averages, and counts of their steps, are after a step."""
-        after = {item: value.reshape(-1) for item, value in found.averages.items()}
+        after = {item: value.reshape(-1) for item, value in step_result.averages.items()}
         for item, count in self._counts.items():
-            if item in found.averages:
+            if item in step_result.averages:
                 after[count] = self.values[count] + 1
         return after
 
@@ -319,8 +319,8 @@ class RankTrainer:
 
 def _bad(step: Step) -> int | None:
     """Return the first sample that is NaN or infinite, as far as it is seen here."""
-    row = bad_sample(step.portion)
-    return None if row is None else int(step.chosen.indices[row])
+    row = bad_sample(step.batch_slice)
+    return None if row is None else int(step.batch.indices[row])
 
 
 def _blame(sample: int | None) -> str | None:

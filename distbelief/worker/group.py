@@ -107,11 +107,11 @@ class Objective(Protocol):
         """A fetch was installed; return whether it is what was wanted."""
         ...
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         """A step begins; return what takes its gradients, in the compute lane."""
         ...
 
-    def close(self, found: StepResult) -> object:
+    def close(self, step_result: StepResult) -> object:
         """Do with the result of a step what is to be done in the compute lane.
 
         Returns:
@@ -121,7 +121,7 @@ class Objective(Protocol):
         ...
 
     def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
+        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """A step is over."""
         ...
@@ -204,13 +204,13 @@ class GroupState:
     """
 
     def __init__(self, name: str, *, plan: str) -> None:
-        self.life = 0
+        self.generation = 0
         self.phase = Phase.ALONE
         self.n_lives = 0
         self.granted = 0
         self.is_last = False
         self.has_ended = False
-        self.agreed = 0
+        self.n_reduced = 0
         self.square = 0.0
         self.sample: int | None = None
         self._name = name
@@ -221,7 +221,7 @@ class GroupState:
         """Return whether the step before this one was the last."""
         return self.is_last and step >= self.granted
 
-    def gather(self, message: StartEpoch) -> bool:
+    def start_epoch(self, message: StartEpoch) -> bool:
         """Obey the leader; return whether a new life begins.
 
         Raises:
@@ -234,59 +234,59 @@ class GroupState:
                 f"the leader of {self._name} has plan {message.plan}, {self._name} has "
                 f"{self._plan}: start all machines of a replica with one plan"
             )
-        if message.life == self.life:
+        if message.life == self.generation:
             return False
-        self.life, self.phase = message.life, Phase.GATHERING
+        self.generation, self.phase = message.life, Phase.GATHERING
         self.n_lives += 1
         self.granted, self.is_last, self.has_ended = 0, False, False
-        self.agreed, self.square, self.sample = 0, 0.0, None
+        self.n_reduced, self.square, self.sample = 0, 0.0, None
         self._sums = _Sums()
         return True
 
-    def proceed(self, message: GrantSteps) -> bool:
+    def grant(self, message: GrantSteps) -> bool:
         """Obey the leader; return whether the first step may be taken now.
 
         Raises:
             RemoteProtocolError: it is of another life, or too early.
         """
         self._check(message)
-        gathered = self.phase not in {Phase.ALONE, Phase.GATHERING}
-        if message.life > self.life or not gathered:
+        ready = self.phase not in {Phase.ALONE, Phase.GATHERING}
+        if message.life > self.generation or not ready:
             raise RemoteProtocolError(
-                f"{self._name} is told to proceed in life {message.life} before it has gathered"
+                f"{self._name} was granted steps of generation {message.life} before it was ready"
             )
         self.granted = max(self.granted, message.steps)
         self.is_last |= message.is_last
         self.has_ended |= message.ended
-        if message.agreed > self.agreed:
-            self.agreed, self.square = message.agreed, message.square
+        if message.agreed > self.n_reduced:
+            self.n_reduced, self.square = message.agreed, message.square
             self.sample = message.sample
         begins = self.phase is Phase.GATHERED
         if begins:
             self.phase = Phase.RUNNING
         return begins
 
-    def add(self, found: StepResult, n_samples: int) -> None:
+    def add(self, step_result: StepResult, n_samples: int) -> None:
         """Add what a step has found of the loss, if this machine computes it."""
-        if found.loss is None:
+        if step_result.loss is None:
             return
         sums = self._sums
-        if math.isfinite(found.loss):
-            sums.loss += found.loss
+        if math.isfinite(step_result.loss):
+            sums.loss += step_result.loss
             sums.samples += n_samples
         else:
             sums.no_loss += n_samples
 
-    def gathered(self, pushed: int | None) -> RankReady:
+    def ready_message(self, pushed: int | None) -> RankReady:
         """Return what the leader is told: so many samples are pushed."""
-        return RankReady(life=self.life, pushes=pushed is not None, samples=pushed or 0)
+        return RankReady(life=self.generation, pushes=pushed is not None, samples=pushed or 0)
 
-    def stepped(
+    def steps_message(
         self, steps: int, *, clock: float | None, square: float, sample: int | None = None
     ) -> StepsDone:
         """Return what the leader is told: so many steps are taken."""
         return StepsDone(
-            life=self.life,
+            life=self.generation,
             steps=steps,
             loss=self._sums.loss,
             samples=self._sums.samples,
@@ -298,10 +298,10 @@ class GroupState:
         )
 
     def _check(self, message: StartEpoch | GrantSteps) -> None:
-        if message.life < self.life:
+        if message.life < self.generation:
             raise RemoteProtocolError(
-                f"{self._name} was sent {type(message).__name__} of life "
-                f"{message.life}, after life {self.life} had begun"
+                f"{self._name} was sent {type(message).__name__} of generation "
+                f"{message.life}, after generation {self.generation} had begun"
             )
 
 
@@ -330,17 +330,17 @@ class RankShutdown:
         self,
         names: Sequence[Address],
         *,
-        living: GroupState,
-        duty: Objective,
+        state: GroupState,
+        objective: Objective,
         leader: GroupLeader | None,
-        figures: Callable[[], Mapping[str, float]],
+        metrics: Callable[[], Mapping[str, float]],
     ) -> None:
         self.is_gone = False
         self._names = names
-        self._living = living
-        self._duty = duty
+        self._state = state
+        self._objective = objective
         self._leader = leader
-        self._figures = figures
+        self._metrics = metrics
         self._ended_at: Seconds = 0.0
         self._stopped_at: Seconds | None = None
         self._is_orphan = False
@@ -369,9 +369,9 @@ class RankShutdown:
             is_idle: Whether it computes nothing.
         """
         if self._is_orphan:
-            return is_idle and self._duty.is_settled
+            return is_idle and self._objective.is_settled
         is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
-        return is_late and self._living.phase is Phase.ALONE
+        return is_late and self._state.phase is Phase.ALONE
 
     def leave(self, now: Seconds) -> list[Action]:
         """Go once all have taken the last step: nobody needs this machine any more."""
@@ -379,23 +379,23 @@ class RankShutdown:
             return []
         actions: list[Action] = []
         if self._leader is not None:
-            last, _ = self._duty.report(self._leader, now, final=True)
+            last, _ = self._objective.report(self._leader, now, final=True)
             actions += last
-        return [*actions, *self._farewell(), *self.go()]
+        return [*actions, *self._missing_report(), *self.go()]
 
     def go(self) -> list[Action]:
         """Go now."""
         self.is_gone = True
-        finished = Finished(counters=dict(self._figures()))
+        finished = Finished(counters=dict(self._metrics()))
         return [Send(receiver=SUPERVISOR, message=finished), Exit()]
 
     def _may_go(self, now: Seconds) -> bool:
         """Whether all have taken the last step; or the leader has gone without it."""
         others = self._leader is None or self._leader.all_ended
-        done = others and self._living.has_ended
+        done = others and self._state.has_ended
         return done or (self._leader is None and now - self._ended_at > END_SECONDS)
 
-    def _farewell(self) -> list[Action]:
+    def _missing_report(self) -> list[Action]:
         """Return what the leader says of those without whom the end was made."""
         if self._leader is None or not self._leader.missing:
             return []
@@ -434,26 +434,26 @@ class GroupRank:
         return int(index) if dash else None
 
 
-def rank_name(replica: int, machine: int) -> Address:
+def rank_name(replica: int, rank: int) -> Address:
     """Return the name of a machine of a model replica."""
-    return member_name(f"replica-{replica}", machine)
+    return member_name(f"replica-{replica}", rank)
 
 
-def evaluator_name(machine: int) -> Address:
+def evaluator_name(rank: int) -> Address:
     """Return the name of a machine that evaluates."""
-    return member_name(EVALUATORS, machine)
+    return member_name(EVALUATORS, rank)
 
 
-def member_name(group: str, machine: int) -> Address:
+def member_name(group: str, rank: int) -> Address:
     """Return the name of a machine of this group."""
-    if group == EVALUATORS and machine == 0:
+    if group == EVALUATORS and rank == 0:
         return Address(EVALUATORS)
-    return Address(f"{group}.{machine}")
+    return Address(f"{group}.{rank}")
 
 
-def member_names(group: str, n_machines: int) -> list[Address]:
+def member_names(group: str, n_ranks: int) -> list[Address]:
     """Return the names of all machines of a group, its leader first."""
-    return [member_name(group, machine) for machine in range(n_machines)]
+    return [member_name(group, rank) for rank in range(n_ranks)]
 
 
 def group_rank_of(name: str) -> GroupRank | None:
@@ -469,7 +469,7 @@ SETTLE: Final = "machine:settle"
 
 @final
 @dataclass(frozen=True, slots=True)
-class NormSum:
+class PendingStep:
     """A step that is computed.
 
     Attributes:
@@ -478,9 +478,9 @@ class NormSum:
         chosen: Its samples.
     """
 
-    vote: Vote
-    found: StepResult
-    chosen: BatchIndices
+    local: Vote
+    step_result: StepResult
+    batch: BatchIndices
 
 
 @final
@@ -495,41 +495,41 @@ class NormReduction:
         sample: Likewise, of who is to blame.
     """
 
-    def __init__(self, living: GroupState) -> None:
+    def __init__(self, state: GroupState) -> None:
         self.square = 0.0
         self.sample: int | None = None
-        self._living = living
-        self._ballot: NormSum | None = None
+        self._state = state
+        self._pending: PendingStep | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a step waits for what all have of it."""
-        return self._ballot is not None
+        return self._pending is not None
 
-    def cast(self, ballot: NormSum) -> None:
+    def start(self, pending: PendingStep) -> None:
         """Vote on a step."""
-        self.square, self.sample = ballot.vote.square, ballot.vote.sample
-        self._ballot = ballot
+        self.square, self.sample = pending.local.square, pending.local.sample
+        self._pending = pending
 
     def drop(self) -> None:
         """Forget the step: its life is over."""
-        self._ballot = None
+        self._pending = None
 
-    def count(self, step: int) -> Sequence[Compute]:
+    def when_reduced(self, step: int) -> Sequence[Compute]:
         """Return what is done with the result, once all have agreed on it.
 
         Args:
             step: The next one.
         """
-        ballot = self._ballot
-        if ballot is None or self._living.agreed < step:
+        pending = self._pending
+        if pending is None or self._state.n_reduced < step:
             return []
-        living = self._living
-        work = partial(ballot.vote.settle, living.square, living.sample)
-        return [Compute(name=SETTLE, work=work, cost=ballot.vote.cost)]
+        state = self._state
+        work = partial(pending.local.settle, state.square, state.sample)
+        return [Compute(name=SETTLE, work=work, cost=pending.local.cost)]
 
-    def settled(self) -> NormSum:
+    def take(self) -> PendingStep:
         """Return the step that was counted; none is open any more."""
-        ballot, self._ballot = self._ballot, None
-        assert ballot is not None
-        return ballot
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        return pending

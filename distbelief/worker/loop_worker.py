@@ -91,9 +91,9 @@ class LoopWorker:
         match event:
             case Started():
                 self._incarnation = event.incarnation
-                return self._ask(now)
+                return self._send_join(now)
             case TimerFired():
-                return self._ask(now) if event.name == JOIN else self._beat(now)
+                return self._send_join(now) if event.name == JOIN else self._heartbeat(now)
             case Received():
                 return self._receive(event, now)
             case Computed():
@@ -107,13 +107,13 @@ class LoopWorker:
         state = "ready" if waited is None else f"waiting for {waited}"
         return state, self.client.counters()
 
-    def _ask(self, now: Seconds) -> Sequence[Action]:
+    def _send_join(self, now: Seconds) -> Sequence[Action]:
         return [
             Send(receiver=SUPERVISOR, message=self._join),
             SetTimer(name=JOIN, at=now + JOIN_RETRY_SECONDS),
         ]
 
-    def _beat(self, now: Seconds) -> Sequence[Action]:
+    def _heartbeat(self, now: Seconds) -> Sequence[Action]:
         state, counters = self.status()
         heartbeat = Heartbeat(state=state, counters=dict(counters))
         is_silent = now - self._heard_at > SILENCE_SECONDS_MAX
@@ -128,14 +128,14 @@ class LoopWorker:
             self._heard_at = now
         match event.message:
             case Peers():
-                return self._introduced(event.message, now)
+                return self._update_peers(event.message, now)
             case Stop():
                 self.stopped = event.message.reason
                 raise PeerLostError(f"the server has ended: {self.stopped}")
             case _:
                 return []
 
-    def _introduced(self, peers: Peers, now: Seconds) -> Sequence[Action]:
+    def _update_peers(self, peers: Peers, now: Seconds) -> Sequence[Action]:
         first = not self._incarnations
         actions: list[Action] = [CancelTimer(name=JOIN)]
         for entry in peers.entries:
@@ -155,7 +155,7 @@ class LoopWorker:
             if not first and self.client.owns(joined):
                 actions += self.client.handle(joined, now)
         if first:
-            actions += [*self.client.start(self._incarnation, now), *self._beat(now)]
+            actions += [*self.client.start(self._incarnation, now), *self._heartbeat(now)]
         return actions
 
     def _command(self, event: Computed, now: Seconds) -> Sequence[Action]:

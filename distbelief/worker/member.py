@@ -133,8 +133,8 @@ class JobMember:
         self._gone: set[str] = set()  # peers that will not come back
         self._early: deque[Event] = deque(maxlen=N_EARLY_MAX)
         self._heard_at: Seconds = 0.0
-        self._beat_at: Seconds = 0.0  # when the timer is due
-        self._told_failure = False
+        self._heartbeat_at: Seconds = 0.0  # when the timer is due
+        self._reported_failure = False
         self._save_by: Seconds | None = None  # once the supervisor is gone
         self._warnings: list[str] = []
 
@@ -150,7 +150,7 @@ class JobMember:
     @property
     def told_failure(self) -> bool:
         """Whether the supervisor has been told that this member cannot go on."""
-        return self._told_failure
+        return self._reported_failure
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
@@ -158,15 +158,15 @@ class JobMember:
             case Started():
                 return self._start(event, now)
             case TimerFired(name=name) if name == TIMER:
-                return self._beat(now)
+                return self._heartbeat(now)
             case Computed(name=name) if name == BUILD:
                 return self._built(event, now)
             case Received(sender=sender) if sender == SUPERVISOR:
                 return self._supervised(event, now)
             case PeerLost(peer=peer) if peer == SUPERVISOR:
-                return self._abandoned(event.reason, now)
+                return self._supervisor_lost(event.reason, now)
             case _:
-                return self._pass_on(event, now)
+                return self._forward(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return that of the role within, if it runs."""
@@ -180,19 +180,19 @@ class JobMember:
 
     def _start(self, event: Started, now: Seconds) -> list[Action]:
         self._started = event
-        self._heard_at = self._beat_at = now
-        return [Compute(name=BUILD, work=self._build), *self._beat(now)]
+        self._heard_at = self._heartbeat_at = now
+        return [Compute(name=BUILD, work=self._build), *self._heartbeat(now)]
 
-    def _beat(self, now: Seconds) -> list[Action]:
+    def _heartbeat(self, now: Seconds) -> list[Action]:
         """Say that this role lives; end if nobody has answered for too long."""
         # Time in which the whole process stood still is nobody's silence.
-        self._heard_at += max(0.0, now - self._beat_at)
-        self._beat_at = now + self._config.heartbeat_seconds
+        self._heard_at += max(0.0, now - self._heartbeat_at)
+        self._heartbeat_at = now + self._config.heartbeat_seconds
         state, counters = self.status()
-        beat = Heartbeat(state=state[:128], counters=dict(counters))
+        heartbeat = Heartbeat(state=state[:128], counters=dict(counters))
         joins = [] if self._peers is not None else [self._join()]
-        timer = SetTimer(name=TIMER, at=self._beat_at)
-        return [*joins, _tell(beat), timer, *self._end_if_silent(now)]
+        timer = SetTimer(name=TIMER, at=self._heartbeat_at)
+        return [*joins, _to_supervisor(heartbeat), timer, *self._end_if_silent(now)]
 
     def _end_if_silent(self, now: Seconds) -> Sequence[Action]:
         if self._save_by is not None:
@@ -204,9 +204,9 @@ class JobMember:
         if silent <= self._config.patience_seconds:
             return []
         text = f"no word from the supervisor for {silent:.1f} s"
-        return self._abandoned(text, now)
+        return self._supervisor_lost(text, now)
 
-    def _abandoned(self, reason: str, now: Seconds) -> Sequence[Action]:
+    def _supervisor_lost(self, reason: str, now: Seconds) -> Sequence[Action]:
         """The supervisor is gone: end, a shard once it has saved."""
         if not (self._runs and self._config.is_shard):
             return [Exit(error=reason)]
@@ -214,8 +214,8 @@ class JobMember:
             return []
         self._save_by = now + SAVE_SECONDS_MAX
         lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason=reason, for_good=True)
-        said = Report(text=f"{reason}: saving, then ending", level="warning")
-        return [said, *self._pass_on(lost, now)]
+        report = Report(text=f"{reason}: saving, then ending", level="warning")
+        return [report, *self._forward(lost, now)]
 
     def _join(self) -> Send:
         config = self._config
@@ -225,7 +225,7 @@ class JobMember:
             pid=config.pid,
             warnings=tuple(self._warnings[:N_WARNINGS_MAX]),
         )
-        return _tell(join)
+        return _to_supervisor(join)
 
     def _supervised(self, event: Received, now: Seconds) -> Sequence[Action]:
         self._heard_at = max(self._heard_at, now)
@@ -233,13 +233,13 @@ class JobMember:
             case HeartbeatAck():
                 return []
             case Peers():
-                return self._introduced(event.message, now)
+                return self._update_peers(event.message, now)
             case Stop() if not self._runs:  # there is nothing to finish
-                return [_tell(Finished(counters={})), Exit()]
+                return [_to_supervisor(Finished(counters={})), Exit()]
             case _:
-                return self._pass_on(event, now)
+                return self._forward(event, now)
 
-    def _introduced(self, message: Peers, now: Seconds) -> Sequence[Action]:
+    def _update_peers(self, message: Peers, now: Seconds) -> Sequence[Action]:
         """Connect to whoever is new, and tell the role within of changes."""
         before = self._peers or {}
         after = {entry.name: entry for entry in message.entries}
@@ -276,7 +276,7 @@ class JobMember:
             events.append(PeerJoined(peer=peer, incarnation=entry.incarnation))
         actions = [*connects, *self._run_role(now)]
         for event in events:
-            actions += self._pass_on(event, now)
+            actions += self._forward(event, now)
         return actions
 
     # ----------------------------------------------------------- the role within
@@ -295,17 +295,17 @@ class JobMember:
         self._runs = True
         started, self._started = self._started, None  # it may hold a large snapshot
         early, self._early = self._early, deque()
-        actions = [*self._pass_on(started, now)]
+        actions = [*self._forward(started, now)]
         for event in early:
             # One that is refused must not take along what the others have called for:
             # this role would neither say Hello nor have a timer, and wait for ever.
             try:
-                actions += self._pass_on(event, now)
+                actions += self._forward(event, now)
             except RemoteProtocolError as error:
                 actions.append(Report(text=f"refused: {error}", level="warning"))
         return actions
 
-    def _pass_on(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def _forward(self, event: Event, now: Seconds) -> Sequence[Action]:
         if not self._runs or self._role is None:
             self._early.append(event)
             return []
@@ -317,12 +317,12 @@ class JobMember:
             return self._failed(error)
 
     def _failed(self, error: BaseException) -> Sequence[Action]:
-        self._told_failure = True
+        self._reported_failure = True
         text = str(error)
         if not isinstance(error, JobError):
             text = f"{type(error).__name__}: {text}"
         failed = Failed(error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError))
-        return [_tell(failed), Exit(error=text)]
+        return [_to_supervisor(failed), Exit(error=text)]
 
 
 def _lost_for_good(name: str, entry: PeerEntry | None) -> PeerLost:
@@ -334,5 +334,5 @@ def _lost_for_good(name: str, entry: PeerEntry | None) -> PeerLost:
     )
 
 
-def _tell(message: Join | Heartbeat | Finished | Failed) -> Send:
+def _to_supervisor(message: Join | Heartbeat | Finished | Failed) -> Send:
     return Send(receiver=SUPERVISOR, message=message)

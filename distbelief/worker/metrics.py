@@ -175,7 +175,7 @@ class _Reported:
         done: Of this life.
     """
 
-    life: int = 0
+    generation: int = 0
     at: Seconds = -math.inf
     steps: int = 0
     done: StepsBelow = field(default_factory=StepsBelow)
@@ -191,7 +191,7 @@ class ProgressReporter:
 
     def __init__(self, *, every: Seconds) -> None:
         self._every = every
-        self._told = _Reported()
+        self._reported = _Reported()
 
     def report(
         self,
@@ -212,17 +212,19 @@ class ProgressReporter:
             elapsed: Seconds since the first life began.
         """
         done = leader.life_done()
-        told = self._told
-        if told.life != leader.life:
-            told = self._told = _Reported(life=leader.life, at=told.at, steps=told.steps)
-        n_new = done.samples + done.no_loss - told.done.samples - told.done.no_loss
-        due = final or now - told.at >= self._every
+        reported = self._reported
+        if reported.generation != leader.life:
+            reported = self._reported = _Reported(
+                generation=leader.life, at=reported.at, steps=reported.steps
+            )
+        n_new = done.samples + done.no_loss - reported.done.samples - reported.done.no_loss
+        due = final or now - reported.at >= self._every
         if not due or n_new <= 0:
             return None
-        n_of_loss = done.samples - told.done.samples
-        loss = (done.loss - told.done.loss) / n_of_loss if n_of_loss else math.nan
-        steps = told.steps + max(done.steps - told.done.steps, 0)
-        self._told = _Reported(life=leader.life, at=now, steps=steps, done=done)
+        n_of_loss = done.samples - reported.done.samples
+        loss = (done.loss - reported.done.loss) / n_of_loss if n_of_loss else math.nan
+        steps = reported.steps + max(done.steps - reported.done.steps, 0)
+        self._reported = _Reported(generation=leader.life, at=now, steps=steps, done=done)
         return Progress(
             step=steps,
             samples=done.position + done.samples + done.no_loss,

@@ -111,10 +111,10 @@ class Replica:
         self._reader = Prefetcher(
             data_shard, trainer, batch_size=config.batch_size, n_batches_max=config.max_steps
         )
-        self._tally = TrainingMetrics(config)
+        self._metrics = TrainingMetrics(config)
         self._begun = not await_begin
         self._samples_allowed: int | None = None  # no step begins then
-        self._placed = False  # does it know where in the data to begin?
+        self._has_position = False  # does it know where in the data to begin?
         self._stopped_by: Address | None = None
         self._ended = False
         self._step = 0  # the next, or the one under way
@@ -130,7 +130,7 @@ class Replica:
     @property
     def counters(self) -> Counters:
         """What it has done in this life."""
-        return self._tally.counters
+        return self._metrics.counters
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -158,7 +158,7 @@ class Replica:
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what it is doing, and: the client's counters, and its own."""
-        counters = {**self._client.counters(), **self._tally.figures()}
+        counters = {**self._client.counters(), **self._metrics.figures()}
         if self._samples_allowed is not None:
             counters["samples_allowed"] = float(self._samples_allowed)
         return self._state(), counters
@@ -198,10 +198,10 @@ class Replica:
                 self._reader.have_read(event.result)
                 return []
             case "replica:install":
-                self._tally.seconds_computing += event.seconds
+                self._metrics.seconds_computing += event.seconds
                 return self._installed(event.result, now)
             case "replica:step":
-                self._tally.seconds_computing += event.seconds
+                self._metrics.seconds_computing += event.seconds
                 return self._stepped(event.result, now)
             case "replica:push":
                 return self._pushed(event.result, now)
@@ -215,13 +215,13 @@ class Replica:
         """Whether no further step is to begin."""
         if self._stopped_by is not None:
             return True
-        return self._config.is_over_at(self._step, position=self._tally.position)
+        return self._config.is_over_at(self._step, position=self._metrics.position)
 
     @property
     def _is_held(self) -> bool:
         """Whether it has trained all that it may so far."""
         allowed = self._samples_allowed
-        return allowed is not None and self._placed and self._tally.position >= allowed
+        return allowed is not None and self._has_position and self._metrics.position >= allowed
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
         """Begin what can begin; the compute lane has one step or push at a time."""
@@ -238,21 +238,21 @@ class Replica:
             return self._push()
         if not self._begun:
             return []
-        self._place(now)
+        self._start_position(now)
         # Lives before may have done it all.
         return self._end(now) if self._is_over else self._take_step(now)
 
-    def _place(self, now: Seconds) -> None:
+    def _start_position(self, now: Seconds) -> None:
         """Begin where in the data the lives before have ended, once."""
-        if not self._placed:
-            self._placed = True
+        if not self._has_position:
+            self._has_position = True
             self._reader.start(self._client.samples)
-            self._tally.begin(self._client.samples, now)
+            self._metrics.begin(self._client.samples, now)
 
     def _take_step(self, now: Seconds) -> Sequence[Action]:
         """Take the next step, or do whatever it still lacks."""
         if self._is_held:
-            return self._tally.progress(now)  # the supervisor may wait for it
+            return self._metrics.progress(now)  # the supervisor may wait for it
         actions = [*self._reader.read_ahead(), *self._fetch(now)]
         fetches = self._config.fetches_at(self._step)
         fetched = self._fetching and self._client.fetch_complete
@@ -275,7 +275,7 @@ class Replica:
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
         return [
-            *self._tally.progress(now),
+            *self._metrics.progress(now),
             Send(receiver=self._stopped_by or SUPERVISOR, message=finished),
             Exit(),
         ]
@@ -301,7 +301,7 @@ class Replica:
         if config.awaits_pushes and self._client.unacknowledged:
             return []
         present = self._reader.next
-        position = self._tally.position + (present.n_samples if present else 0)
+        position = self._metrics.position + (present.n_samples if present else 0)
         is_last = config.is_over_at(after, position=position)
         if is_last or not config.fetches_at(after):
             return []
@@ -355,16 +355,16 @@ class Replica:
             self._torn_wait = True
             return [SetTimer(name="replica:retry", at=now + TORN_RETRY_SECONDS)]
         batch = self._reader.take()
-        self._tally.stepped(n_samples=batch.n_samples, loss=result.loss)
+        self._metrics.stepped(n_samples=batch.n_samples, loss=result.loss)
         actions: list[Action] = []
         if result.is_finite:
             self._accrued()
         else:
-            actions += self._tally.skip(result.blame)
+            actions += self._metrics.skip(result.blame)
         # There is nothing to push if all was skipped.
         self._push_due = self._config.pushes_at(self._step) and self._n_accrued > 0
         self._step += 1
-        return [*actions, *self._tally.progress_if_due(now)]
+        return [*actions, *self._metrics.progress_if_due(now)]
 
     def _accrued(self) -> None:
         """Count the gradient of the present step; remember how old the oldest is."""
@@ -374,7 +374,7 @@ class Replica:
         self.counters.gradients += 1
         self.counters.local_steps += self._local_rate() is not None
         if self._config.checks_every_gradient:
-            self._tally.good()
+            self._metrics.good()
 
     # ------------------------------------------------------------------------ push
 
@@ -401,13 +401,13 @@ class Replica:
         self._staging = self._push_due = False
         n_gradients, self._n_accrued = self._n_accrued, 0
         actions = self._client.staged(
-            result, n_gradients=n_gradients, samples=self._tally.position, now=now
+            result, n_gradients=n_gradients, samples=self._metrics.position, now=now
         )
         if not result.finite:  # the client's report names the tensors
-            return self._tally.bad(n_gradients, actions)
+            return self._metrics.bad(n_gradients, actions)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients
-        self._tally.good()
+        self._metrics.good()
         return actions
 
 
@@ -447,7 +447,7 @@ class TrainingObjective:
         self._client = client
         self._trainer = trainer
         self._accrued = trainer.accrued
-        self._tally = TrainingMetrics(config)
+        self._metrics = TrainingMetrics(config)
         self._begun = not await_begin
         self._samples_allowed: int | None = None
         self._pushed = 0  # samples of what was pushed last
@@ -456,7 +456,7 @@ class TrainingObjective:
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
-        self._telling = ProgressReporter(every=config.progress_seconds)
+        self._reporter = ProgressReporter(every=config.progress_seconds)
 
     # ------------------------------------------------------------------------ the life
 
@@ -487,9 +487,9 @@ class TrainingObjective:
     def begin(self, position: int, now: Seconds) -> None:
         """Begin a life there in the data."""
         self._pushed = self.pushed or 0
-        if not self._tally.position:
+        if not self._metrics.position:
             self._begun_at = now
-        self._tally.begin(position, now)
+        self._metrics.begin(position, now)
 
     def drop(self) -> None:
         """Give up the step under way, and what has accrued.
@@ -514,17 +514,17 @@ class TrainingObjective:
 
     def fetched(self, seconds: Seconds) -> bool:
         """A fetch was installed."""
-        self._tally.seconds_computing += seconds
-        self._tally.counters.fetches += 1
+        self._metrics.seconds_computing += seconds
+        self._metrics.counters.fetches += 1
         self._clock = max(self._client.clocks, default=0)
         return True
 
     # ------------------------------------------------------------------------ the step
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         """Begin a step; return what takes its gradients."""
         config = self._config
-        counts = bool(self.values) and chosen.stop > self._pushed
+        counts = bool(self.values) and batch.stop > self._pushed
         waits = config.checks_every_gradient or config.clip_norm is not None
         at_once = counts and not waits and not self._accrued.n_gradients
         draft = self._client.draft() if at_once and self._client.can_push else None
@@ -533,53 +533,53 @@ class TrainingObjective:
             counts=counts,
             draft=draft,
             local_rate=config.local_rate(step, clock=self._clock),
-            chosen=chosen,
-            portion=portion,
+            batch=batch,
+            batch_slice=batch_slice,
         )
         return self._step.put
 
-    def close(self, found: StepResult) -> Vote | Closed:
+    def close(self, step_result: StepResult) -> Vote | Closed:
         """Say what this machine has of the step; alone, go on at once. Work."""
         assert self._step is not None
-        return self._trainer.close(self._step, found)
+        return self._trainer.close(self._step, step_result)
 
     def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
+        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
         """Account for a step; push what was laid into the slots."""
         assert isinstance(result, Closed), result
         step, self._step = self._step, None
         assert step is not None
-        n = len(chosen.indices)
-        loss = math.nan if found.loss is None else found.loss / n
-        self._tally.stepped(n_samples=n, loss=loss)
+        n = len(batch.indices)
+        loss = math.nan if step_result.loss is None else step_result.loss / n
+        self._metrics.stepped(n_samples=n, loss=loss)
         holds_nothing = not self.values  # it may know the loss, and has to tell
         if not step.counts and not holds_nothing:
             return []
         if not result.is_finite:
-            return self._skip(result, step, tells=found.loss is not None)
+            return self._skip(result, step, reports_loss=step_result.loss is not None)
         if holds_nothing:
-            self._tally.good()
+            self._metrics.good()
             return []
-        counters = self._tally.counters
+        counters = self._metrics.counters
         counters.gradients += 1
         if step.draft is not None:
             assert result.staged is not None
-            return self._staged(result.staged, n_gradients=1, stop=chosen.stop, now=now)
-        self._accrued.count(chosen.stop, clocks=self._client.clocks)
+            return self._staged(result.staged, n_gradients=1, stop=batch.stop, now=now)
+        self._accrued.count(batch.stop, clocks=self._client.clocks)
         counters.local_steps += step.local_rate is not None
         if self._config.checks_every_gradient:
-            self._tally.good()
+            self._metrics.good()
         self._push_due = self._config.pushes_at(step.number)
         return []
 
-    def _skip(self, result: Closed, step: Step, *, tells: bool) -> Sequence[Action]:
+    def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
         """Skip a step, as all machines do; who knows the loss tells of it."""
         if result.staged is not None:
             self._client.abandon()
-        samples = step.chosen.indices.tolist()
-        said = self._tally.skip(result.blame, samples=samples)
-        return said if tells else []
+        samples = step.batch.indices.tolist()
+        report = self._metrics.skip(result.blame, samples=samples)
+        return report if reports_loss else []
 
     # ------------------------------------------------------------------------ the push
 
@@ -610,11 +610,11 @@ class TrainingObjective:
     ) -> Sequence[Action]:
         actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
         if not staged.finite:  # the client's report names the tensors
-            return self._tally.bad(n_gradients, actions)
+            return self._metrics.bad(n_gradients, actions)
         self._pushed = max(self._pushed, stop)
-        self._tally.counters.pushes += 1
-        self._tally.counters.gradients_pushed += n_gradients
-        self._tally.good()
+        self._metrics.counters.pushes += 1
+        self._metrics.counters.gradients_pushed += n_gradients
+        self._metrics.good()
         return actions
 
     # ---------------------------------------------------------------------- the leader
@@ -638,11 +638,11 @@ class TrainingObjective:
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report to the supervisor, unless that was done a moment ago."""
-        progress = self._telling.report(
+        progress = self._reporter.report(
             leader,
             now,
             final=final or leader.is_held,
-            computing=self._tally.seconds_computing,
+            computing=self._metrics.seconds_computing,
             elapsed=now - self._begun_at,
         )
         if progress is None:
@@ -657,7 +657,7 @@ class TrainingObjective:
 
     def figures(self) -> Mapping[str, float]:
         """Return counters."""
-        figures = self._tally.figures()
+        figures = self._metrics.figures()
         if self._samples_allowed is not None:
             figures["samples_allowed"] = float(self._samples_allowed)
         return figures

@@ -58,15 +58,15 @@ class ParameterPrefetch:
     def __init__(self, client: ParameterClient, duty: Objective) -> None:
         self.waits = False
         self._client = client
-        self._duty = duty
+        self._objective = duty
         self._life = 0
         self._fetching = False  # begun, and not yet installed
         self._installing = (0, 0)  # for which life and step
         self._installed_for = -1  # which step of this life
 
-    def begin(self, life: int) -> None:
+    def begin(self, generation: int) -> None:
         """Begin a life."""
-        self._life = life
+        self._life = generation
         self._installed_for = -1
         self._fetching = False
 
@@ -74,24 +74,24 @@ class ParameterPrefetch:
         """Begin the fetch of a step, unless it is under way or must wait (DB-10)."""
         if self._fetching or not self.lacks(step):
             return []
-        if not self._duty.may_fetch(ahead=ahead):
+        if not self._objective.may_fetch(ahead=ahead):
             return []
         self._fetching = True
         return self._client.begin_fetch(now)
 
     def lacks(self, step: int) -> bool:
         """Return whether this step still has to be fetched for."""
-        return self._installed_for != step and self._duty.fetches_at(step)
+        return self._installed_for != step and self._objective.fetches_at(step)
 
     def install(self, step: int) -> list[Compute]:
         """Install what was fetched, if it is there."""
         if not (self._fetching and self._client.fetch_complete):
             return []
-        values = self._duty.values
+        values = self._objective.values
         self._installing = (self._life, step)
         work = Compute(
             name=INSTALL,
-            work=self._duty.installing(self._client.install(values)),
+            work=self._objective.installing(self._client.install(values)),
             cost=Cost(n_bytes=2.0 * sum(value.nbytes for value in values)),
             remaining=lambda: self._client.readable_share,
         )
@@ -102,14 +102,14 @@ class ParameterPrefetch:
         result = event.result
         assert isinstance(result, FetchResult), result
         actions = self._client.installed(result, now)
-        life, step = self._installing
-        if life != self._life:
+        generation, step = self._installing
+        if generation != self._life:
             return actions
         if result.torn:
             self.waits = True
             return [*actions, SetTimer(name=RETRY, at=now + TORN_RETRY_SECONDS)]
         self._fetching = False
-        if not self._duty.fetched(event.seconds):
+        if not self._objective.fetched(event.seconds):
             self.waits = True
             return [*actions, SetTimer(name=RETRY, at=now + OTHER_RETRY_SECONDS)]
         self._installed_for = step
@@ -134,9 +134,9 @@ class StepOutcome:
         closed: What was then done with it.
     """
 
-    life: int
+    generation: int
     sends: Sequence[tuple[int, Vector]]
-    found: StepResult | None = None
+    step_result: StepResult | None = None
     closed: object = None
 
 
@@ -146,7 +146,7 @@ class _Open:
     """The step under way."""
 
     number: int
-    agenda: ReadyQueue
+    ready: ReadyQueue
     put: Put
     close: Close
     arrived: dict[int, Vector]
@@ -180,19 +180,19 @@ class StepRunner:
         training: bool,
         seed: Sequence[int],
     ) -> None:
-        self.life = 0
+        self.generation = 0
         self.step = 0
         self._execution = execution
-        self._couriers = couriers
-        self._course = course
+        self._streams = couriers
+        self._batch_plan = course
         self._micro_batches = micro_batches
         self._training = training
         self._seed = tuple(seed)
         self._inbox = Reassembly()
         self._early: list[tuple[int, TransferBlock]] = []
-        self._is_placed = False  # does it know where in the data the life begins?
+        self._has_position = False  # does it know where in the data the life begins?
         self._open: _Open | None = None
-        self._tables: dict[int, MicroBatchSchedule] = {}
+        self._schedules: dict[int, MicroBatchSchedule] = {}
         self._sent = {place: link for link, place in execution.flow.sent.items()}
 
     @property
@@ -203,9 +203,9 @@ class StepRunner:
     @property
     def awaited(self) -> int | None:
         """The machine whose message is waited for first, if any is."""
-        if self._open is None or not self._open.agenda.awaited:
+        if self._open is None or not self._open.ready.awaited:
             return None
-        instance = min(self._open.agenda.awaited)
+        instance = min(self._open.ready.awaited)
         operation = self._flow.operations[instance % len(self._flow.operations)]
         assert isinstance(operation, InputOp)
         assert isinstance(operation.instruction, Receive)
@@ -217,19 +217,19 @@ class StepRunner:
 
     # --------------------------------------------------------------------------- lives
 
-    def begin(self, life: int) -> None:
+    def begin(self, generation: int) -> None:
         """Begin a life: what there is of another one is forgotten."""
-        self.life, self.step = life, 0
+        self.generation, self.step = generation, 0
         self._open = None
-        self._is_placed = False
+        self._has_position = False
         self._inbox.clear()
         self._early.clear()
-        for courier in self._couriers.values():
-            courier.begin(life)
+        for stream in self._streams.values():
+            stream.begin(generation)
 
     def place(self, now: Seconds) -> list[Action]:
         """Take what came before it was known where in the data the life begins."""
-        self._is_placed = True
+        self._has_position = True
         early, self._early = self._early, []
         actions: list[Action] = []
         for sender, message in early:
@@ -245,58 +245,57 @@ class StepRunner:
             RemoteProtocolError: it is of another life, not of the program, or of
                 another size.
         """
-        if message.life != self.life:
+        if message.life != self.generation:
             raise RemoteProtocolError(
-                f"machine {sender} sent a transfer of life {message.life}; the present "
-                f"one is {self.life}"
+                f"rank {sender} sent a transfer of generation {message.life}; the current "
+                f"one is {self.generation}"
             )
-        courier = self._couriers[sender]
-        is_new = courier.is_new(message.sequence)
-        actions = courier.taken(message.taken, now)
-        if not self._is_placed:
+        stream = self._streams[sender]
+        is_new = stream.is_new(message.sequence)
+        actions = stream.taken(message.taken, now)
+        if not self._has_position:
             if is_new:  # not taken yet: if it is dropped here it will come again
                 self._early.append((sender, message))
-                del self._early[: -AHEAD * 32 * max(len(self._couriers), 1)]
+                del self._early[: -AHEAD * 32 * max(len(self._streams), 1)]
             return actions
         if is_new and message.step >= self.step:
-            label = StreamKey(message.step, message.micro_batch, message.way, sender)
-            n_elements, dtype = self._expected(label)
-            if self._inbox.take(label, message, n_elements=n_elements, dtype=dtype):
+            key = StreamKey(message.step, message.micro_batch, message.way, sender)
+            n_elements, dtype = self._expected(key)
+            if self._inbox.take(key, message, n_elements=n_elements, dtype=dtype):
                 self._arrive(message.step)
-        return [*actions, *courier.have(message.sequence)]
+        return [*actions, *stream.have(message.sequence)]
 
     def taken(self, sender: int, message: TransferAck, now: Seconds) -> list[Action]:
         """Another machine has transfers of this one."""
-        if message.life != self.life:
+        if message.life != self.generation:
             return []  # what was under way in another life is forgotten
-        return self._couriers[sender].taken(message.taken, now)
+        return self._streams[sender].taken(message.taken, now)
 
-    def _expected(self, label: StreamKey) -> tuple[int, "np.dtype[Element]"]:
+    def _expected(self, key: StreamKey) -> tuple[int, "np.dtype[Element]"]:
         """Return how many numbers of which type a message has.
 
         Raises:
             RemoteProtocolError: there is no such message.
         """
         flow = self._flow
-        place = flow.received.get((label.way, label.sender))
-        if place is None or label.step >= self.step + AHEAD:
+        place = flow.received.get((key.way, key.sender))
+        if place is None or key.step >= self.step + AHEAD:
             raise RemoteProtocolError(
-                f"machine {label.sender} sent message {label.way} of step {label.step}:"
+                f"rank {key.sender} sent message {key.way} of step {key.step}:"
                 f" {'no step so far ahead' if place is not None else 'no such message'}"
             )
-        sizes = self._sizes(label.step)
+        sizes = self._sizes(key.step)
         operation = flow.operations[place]
-        if label.micro_batch >= (1 if operation.once else len(sizes)):
+        if key.micro_batch >= (1 if operation.once else len(sizes)):
             raise RemoteProtocolError(
-                f"machine {label.sender} sent micro-batch {label.micro_batch} of a "
-                f"step of {len(sizes)}"
+                f"rank {key.sender} sent micro-batch {key.micro_batch} of a step of {len(sizes)}"
             )
         assert isinstance(operation, InputOp)
         assert isinstance(operation.instruction, Receive)
         message = operation.instruction.message
         n = sum(region.n_elements for region in message.regions)
         if not operation.once and message.name not in flow.joined:
-            n *= sizes[label.micro_batch]
+            n *= sizes[key.micro_batch]
         integer = message.name in flow.integers and message.kind == "state"
         double = self._execution.dtype == torch.float64
         code = "i8" if integer else "f8" if double else "f4"
@@ -308,16 +307,16 @@ class StepRunner:
         if opened is None or opened.number != step:
             return
         n = len(self._flow.operations)
-        for label, values in self._inbox.pop_step(step):
-            place = self._flow.received[label.way, label.sender]
-            instance = label.micro_batch * n + place
+        for key, values in self._inbox.pop_step(step):
+            place = self._flow.received[key.way, key.sender]
+            instance = key.micro_batch * n + place
             opened.arrived[instance] = values
-            opened.agenda.arrive(instance)
+            opened.ready.arrive(instance)
 
     # --------------------------------------------------------------------------- steps
 
     def open(
-        self, portion: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
+        self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
     ) -> None:
         """Begin the step `self.step`; the compute lane is idle.
 
@@ -328,20 +327,20 @@ class StepRunner:
             close: Called at the end, in the compute lane.
         """
         sizes = self._sizes(self.step)
-        if len(sizes) not in self._tables:
-            self._tables[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))
-        table = self._tables[len(sizes)]
-        chosen = self._course.batch(self.step)
-        given = StepInputs(
+        if len(sizes) not in self._schedules:
+            self._schedules[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))
+        schedule = self._schedules[len(sizes)]
+        batch = self._batch_plan.batch(self.step)
+        step_inputs = StepInputs(
             parameters=parameters,
-            inputs=portion.inputs,
+            inputs=batch_slice.inputs,
             sizes=sizes,
             training=self._training,
-            seed=step_seed(self._seed, chosen.position),
+            seed=step_seed(self._seed, batch.position),
         )
-        self._execution.begin(table, given)
+        self._execution.begin(schedule, step_inputs)
         self._open = _Open(
-            number=self.step, agenda=ReadyQueue(table, sizes), put=put, close=close, arrived={}
+            number=self.step, ready=ReadyQueue(schedule, sizes), put=put, close=close, arrived={}
         )
         self._arrive(self.step)
 
@@ -350,53 +349,62 @@ class StepRunner:
         opened = self._open
         if opened is None or opened.is_closing:
             return []
-        chain, flops = opened.agenda.chain()
+        chain, flops = opened.ready.chain()
         arrived = {i: opened.arrived.pop(i) for i in chain if i in opened.arrived}
         n = len(self._flow.operations)
         sends = any(instance % n in self._sent for instance in chain)
-        if not opened.agenda.n_left and not (chain and sends):
+        if not opened.ready.n_left and not (chain and sends):
             opened.is_closing = True
         elif not chain:
             return []
-        work = partial(self._run, opened, self.life, chain, arrived, opened.is_closing)
+        work = partial(self._run, opened, self.generation, chain, arrived, opened.is_closing)
         return [Compute(name=CHAIN, work=work, cost=Cost(flops=flops))]
 
     def _run(
         self,
         opened: _Open,
-        life: int,
+        generation: int,
         chain: Sequence[int],
         arrived: Mapping[int, Vector],
         closes: bool,  # noqa: FBT001 -- work of a lane
     ) -> StepOutcome:
         sends = self._execution.run(chain, arrived, opened.put)
         if not closes:
-            return StepOutcome(life=life, sends=sends)
-        found = self._execution.finish()
-        return StepOutcome(life=life, sends=sends, found=found, closed=opened.close(found))
+            return StepOutcome(generation=generation, sends=sends)
+        step_result = self._execution.finish()
+        return StepOutcome(
+            generation=generation,
+            sends=sends,
+            step_result=step_result,
+            closed=opened.close(step_result),
+        )
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
         """Send what a chain has for others; after the last, the step is over."""
         opened = self._open
-        if opened is None or result.life != self.life:
+        if opened is None or result.generation != self.generation:
             return []
         n = len(self._flow.operations)
         actions: list[Action] = []
         for instance, values in result.sends:
-            copy, operation = divmod(instance, n)
+            micro_batch, operation = divmod(instance, n)
             way, receiver = self._sent[operation]
-            parcels = [
+            blocks = [
                 Outgoing(
-                    step=opened.number, micro_batch=copy, way=way, block_index=index, values=block
+                    step=opened.number,
+                    micro_batch=micro_batch,
+                    way=way,
+                    block_index=index,
+                    values=block,
                 )
                 for index, block in blocks_of(values)
             ]
-            actions += self._couriers[receiver].post(parcels, now)
-        if result.found is not None:
+            actions += self._streams[receiver].post(blocks, now)
+        if result.step_result is not None:
             self._open = None
             self.step += 1
         return actions
 
     def _sizes(self, step: int) -> list[int]:
-        n_samples = len(self._course.batch(step).indices)
+        n_samples = len(self._batch_plan.batch(step).indices)
         return micro_sizes(n_samples, self._micro_batches)

@@ -107,7 +107,7 @@ def test_every_sample_counts_once_whatever_dies_or_is_late(seed: int) -> None:
         faults=faults,
     )
     group.run()
-    duties = [group.machine(name)._duty for name in group.machines]
+    duties = [group.machine(name)._objective for name in group.machines]
     pushed = {duty.pushed for duty in duties if duty.pushed is not None}
     assert len(pushed) == 1, pushed
     (position,) = pushed

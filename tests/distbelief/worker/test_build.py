@@ -525,7 +525,7 @@ def test_a_machine_refuses_what_is_not_for_it() -> None:
     group = small_group()
     group.simulation.run(until=0.1)
     machine = group.machine(group.machines[1])
-    machine._ending.is_gone = False
+    machine._shutdown.is_gone = False
     wrong: list[tuple[str, Message]] = [
         ("replica-0.0", HeartbeatAck()),
         ("replica-0.1", StartEpoch(life=1 << 40, plan="p")),

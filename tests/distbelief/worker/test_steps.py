@@ -18,7 +18,7 @@ from distbelief.worker.steps import StepRunner
 from tests.distbelief.program.plans import chain
 
 
-LIFE = 9
+GENERATION = 9
 
 
 def second_of_two() -> tuple[StepRunner, int]:
@@ -41,14 +41,14 @@ def second_of_two() -> tuple[StepRunner, int]:
         training=True,
         seed=(0,),
     )
-    stepping.begin(LIFE)
+    stepping.begin(GENERATION)
     ((way, sender),) = flow.received
     assert sender == 0
     return stepping, way
 
 
 def transfer(
-    way: int, *, step: int = 0, life: int = LIFE, micro_batch: int = 0, n: int = 15
+    way: int, *, step: int = 0, life: int = GENERATION, micro_batch: int = 0, n: int = 15
 ) -> TransferBlock:
     return TransferBlock(
         life=life,
@@ -64,7 +64,7 @@ def transfer(
 
 def open_step(stepping: StepRunner) -> None:
     stepping.open(
-        BatchSlice(life=LIFE, step=0),
+        BatchSlice(life=GENERATION, step=0),
         [torch.ones(4, 5), torch.ones(4)],
         put=lambda _item, _gradient: None,
         close=lambda found: found,
@@ -102,7 +102,7 @@ def test_who_is_waited_for_is_known() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"life": LIFE - 1}, "transfer of life 8; the present one is 9"),
+        ({"life": GENERATION - 1}, "transfer of generation 8; the current one is 9"),
         ({"step": 2}, "no step so far ahead"),
         ({"micro_batch": 1}, "micro-batch 1 of a step of 1"),
         ({"n": 14}, "has 14 numbers"),
@@ -119,6 +119,6 @@ def test_what_is_not_of_the_program_is_refused(changes: dict[str, int], text: st
 
 def test_words_of_another_life_are_not_heard() -> None:
     stepping, _ = second_of_two()
-    assert stepping.taken(0, TransferAck(life=LIFE - 1, taken=5), 0.0) == []
+    assert stepping.taken(0, TransferAck(life=GENERATION - 1, taken=5), 0.0) == []
     with pytest.raises(RemoteProtocolError, match="has taken 5"):
-        stepping.taken(0, TransferAck(life=LIFE, taken=5), 0.0)
+        stepping.taken(0, TransferAck(life=GENERATION, taken=5), 0.0)
