@@ -1,4 +1,8 @@
-"""The machines of model-parallel replicas of Downpour, for the process of each."""
+"""Builds the roles of a job: shards, evaluator, and the ranks of a partitioned model.
+
+Each role is built in its own process. A rank never builds the whole model: it compiles its
+program and allocates the regions that it keeps; their values come from the shards.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -75,11 +79,10 @@ from distbelief.worker.replica import TrainingObjective
 from distbelief.worker.steps import StepRunner
 
 
-# The roles that every algorithm with a parameter server has, and their names.
+# --- roster and roles without a plan ---
 
 
 def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
-    """Return the shards' part of a roster."""
     return [
         RosterEntry(name=name, kind="shard")
         for k in range(n_shards)
@@ -88,7 +91,7 @@ def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
 
 
 def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry]:
-    """Return the replicas' part; `n_machines`: of each, by whose plan it is split."""
+    """Return the replicas of a roster; `n_machines` is the number of ranks of each, if any."""
     groups = [f"replica-{r}" for r in range(n_replicas)]
     if n_machines is None:
         return [RosterEntry(name=group, kind="replica") for group in groups]
@@ -96,25 +99,22 @@ def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry
 
 
 def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
-    """Return the evaluator's part, likewise."""
+    """Return the evaluators of a roster; `n_machines` is the number of ranks, if any."""
     return _group(EVALUATORS, "evaluator", 1 if n_machines is None else n_machines)
 
 
 def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -> list[RosterEntry]:
-    """Return the machines that compute one model; the first leads them."""
     leader, *others = member_names(group, n_machines)
     ranks = [RosterEntry(name=name, kind="machine") for name in others]
     return [RosterEntry(name=leader, kind=kind), *ranks]
 
 
 def shard_names(context: BuildContext) -> set[Address]:
-    """Return the names of all copies of all shards."""
     shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
     return {*shards, *second_copies}
 
 
 def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
-    """Return the shard of this name."""
     layout = layout_of(context)
     index = int(shard_of(name).removeprefix("shard-"))
     return Shard(
@@ -142,7 +142,7 @@ def _initialise(index: int, layout: Layout, context: BuildContext) -> Callable[[
 
 
 def build_evaluator(context: BuildContext) -> Role:
-    """Return the evaluator.
+    """Return the evaluator of unpartitioned models.
 
     Raises:
         JobError: there is nothing to evaluate on.
@@ -167,7 +167,6 @@ def build_evaluator(context: BuildContext) -> Role:
 
 
 def build_client(context: BuildContext, *, pushes: bool) -> ParameterClient:
-    """Return a client of all shards."""
     shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes),
@@ -182,7 +181,7 @@ def layout_of(context: BuildContext) -> Layout:
     """Return the layout of the parameters on the shards.
 
     Raises:
-        LocalProtocolError: there is none, or it is of another number of shards.
+        LocalProtocolError: there is none, or it has another number of shards.
     """
     if context.layout is None:
         raise LocalProtocolError("these roles need the layout of the parameters")
@@ -193,23 +192,18 @@ def layout_of(context: BuildContext) -> Layout:
     return context.layout
 
 
-# Machines of a plan, put together in the process that is to run one.
-#
-# No process builds the whole net: a machine has its program, and memory for the regions
-# that it keeps. Their values come from the shards. What the machines compute for is the
-# algorithm's affair; those that evaluate are the same for all algorithms.
+# --- ranks of a partitioned model ---
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a model is split.
+    """How a model is partitioned.
 
     Attributes:
-        plan: Who computes what.
         graph: Of the model, its loss last.
-        modules: For layers that are computed whole; they may lie on the meta device.
-        device: On which machines compute: "cpu", "cuda".
+        modules: Layers that are computed whole; they may lie on the meta device.
+        device: On which ranks compute: "cpu", "cuda".
     """
 
     plan: Plan
@@ -219,14 +213,14 @@ class Split:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what all machines must have in common."""
+        # Everything that all ranks must have in common.
         text = msgspec.json.encode(
             (self.plan.graph, self.plan.batch, self.plan.micro_batches)
         ) + msgspec.json.encode(self.plan.placements, order="sorted")
         return hashlib.sha256(text).hexdigest()[:16]
 
     def compiled(self) -> Compiled:
-        """Return the plan compiled, for the samples of one micro-batch."""
+        """Return the plan compiled for the samples of one micro-batch."""
         return compile_plan(
             self.graph,
             self.plan.placements,
@@ -236,14 +230,14 @@ class Split:
 
     @classmethod
     def of(cls, name: str, context: BuildContext) -> "Split":
-        """Return how a job's plan splits its model, for the role of this name.
+        """Return how the job's plan partitions its model, for the role of this name.
 
         Raises:
-            LocalProtocolError: nobody told that role what the data are like.
+            LocalProtocolError: the job spec lacks a description of the data.
         """
         assert context.plan is not None
         if context.sample is None:
-            raise LocalProtocolError(f"{name} is not told what the data are like")
+            raise LocalProtocolError(f"{name} has no description of the data")
         captured = capture_for(context.task, context.sample)
         return cls(
             plan=load(context.plan),
@@ -254,25 +248,25 @@ class Split:
 
 
 def place_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
-    """Return which machine of a job is called so.
+    """Return the rank of this name.
 
     Raises:
-        LocalProtocolError: none is.
+        LocalProtocolError: the plan or the job has no such rank.
     """
     rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
     if rank is None or rank.machine >= n_machines:
-        raise LocalProtocolError(f"no machine {name!r} in a plan for {n_machines}")
+        raise LocalProtocolError(f"no rank {name!r} in a plan for {n_machines}")
     is_replica = rank.replica is not None and rank.replica < context.n_replicas
     if rank.group != EVALUATORS and not is_replica:
-        raise LocalProtocolError(f"no machine {name!r} in a job of {context.n_replicas} replicas")
+        raise LocalProtocolError(f"no rank {name!r} in a job of {context.n_replicas} replicas")
     return rank
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuild:
-    """What machines for different duties have each of its own."""
+    """What differs between ranks that train and ranks that evaluate."""
 
     flow: Dataflow
     dtype: torch.dtype
@@ -288,7 +282,6 @@ class RankBuild:
 
 
 def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker:
-    """Return a machine of this group, made of these."""
     flow, batch_plan = parts.flow, parts.course
     n_machines = split.plan.cluster.n_machines
     streams = _streams(rank, flow, n_machines)
@@ -321,7 +314,6 @@ def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker
 
 
 def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> PartitionWorker:
-    """Return a machine of those that evaluate."""
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
     n_machines = plan.cluster.n_machines
@@ -353,6 +345,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         batch_plan=batch_plan,
         score=_score(task, context.sample),
     )
+    # No step before the first request: each evaluation is a generation of its own.
     leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
     return assemble(
@@ -374,7 +367,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
 
 
 def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> ParameterClient:
-    """Return a client of the shards that hold what a machine keeps."""
+    """Return a client of the shards that hold what the rank keeps."""
     layout = layout_of(context)
     shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
     return ParameterClient(
@@ -388,7 +381,6 @@ def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> Paramet
 
 
 def dtype_of(context: BuildContext) -> torch.dtype:
-    """Return the type of the parameters."""
     is_double = layout_of(context).dtype.itemsize == 8
     return torch.float64 if is_double else torch.float32
 
@@ -408,20 +400,14 @@ def _score(task: TaskSpec, sample: Sample | None) -> Score:
     return judge
 
 
-# What a machine of a replica is made of, whatever the algorithm it computes for.
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaParts:
-    """Parts of one machine.
+    """The parts of one rank of a replica, for any algorithm.
 
     Attributes:
-        flow: What it computes, and keeps.
-        dtype: Of what it keeps.
-        client: Of the shards that hold that; it pushes.
-        dataset: The training data.
-        reader: Of what the machine needs of them.
+        flow: Its operations and the items that it keeps.
+        dtype: Of these items.
     """
 
     flow: Dataflow
@@ -434,14 +420,14 @@ class ReplicaParts:
 def replica_parts(
     rank: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
 ) -> ReplicaParts:
-    """Return the parts of a machine.
+    """Return the parts of a rank.
 
     Args:
-        place: Which machine.
+        rank: Which one.
         context: Of the job.
-        split: How its model is split.
-        batch: Which key of [algorithm] says how many samples are computed at once, and
-            what it says.
+        split: How the model is partitioned.
+        batch: The key of [algorithm] for the number of samples computed at once, and its
+            value.
 
     Raises:
         JobError: the plan is for other batches, or the data cannot be built.
@@ -470,8 +456,8 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
 
     Raises:
-        JobError: the data cannot be built, or the plan is not for this job.
-        LocalProtocolError: no such machine.
+        JobError: the data cannot be built, or the plan does not fit the job.
+        LocalProtocolError: the job has no such rank.
     """
     rank = place_in(name, context=context, split=split)
     if rank.group == EVALUATORS:
@@ -514,6 +500,7 @@ def _training_rank(
         steps_max=replica_config.max_steps,
         n_steps=batch_plan.n_steps,
     )
+    # Without a supervisor nobody else would send `StartTraining`.
     if not context.await_begin:
         leader.begin(0.0)
     return assemble(
@@ -535,6 +522,6 @@ def _training_rank(
 
 
 def _replica_config(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
-    # The supervisor hears at most 200 reports a second of all replicas together.
+    # The supervisor gets at most 200 reports a second from all replicas together.
     seconds = max(0.05, 0.005 * context.n_replicas)
     return replace(config.of_replica(), progress_seconds=seconds)

@@ -1,8 +1,7 @@
-"""A client in somebody else's loop: the role behind `DownpourSGD`.
+"""The role behind `DownpourSGD`: a parameter client inside the user's own training loop.
 
-The loop tells it what to do by `Computed` events of its own ("worker:…"), handled at
-once. It joins a standing server as a guest: nobody starts it, restarts it, or expects
-heartbeats of it.
+The loop controls it through `Computed` events of its own ("worker:..."), handled at once. It
+joins a running server as a guest: no supervisor starts, restarts or monitors it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +39,14 @@ BEAT = "worker:beat"
 
 JOIN_RETRY_SECONDS = 0.5
 BEAT_SECONDS = 1.0
+# The server answers every heartbeat. After this time without an answer it may be a new
+# incarnation that does not know this worker, so the worker joins again.
 SILENCE_SECONDS_MAX = 3.0
-"""Of a server that answers every beat, after which it may be another life of it: that
-knows nothing of who had joined the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPush:
-    """What the loop says of a push that lies in the slots."""
+    """A push that the loop has staged."""
 
     outcome: PushResult
     n_gradients: int
@@ -56,15 +55,15 @@ class StagedPush:
 
 @final
 class LoopWorker:
-    """The role "worker-…".
+    """The role "worker-...".
 
     Args:
-        client: Of the shards; the loop calls its `install` and `stage`.
-        join: What to tell the server.
+        client: Connects to the shards; the loop calls its `install` and `stage`.
+        join: The Join message for the server.
 
     Attributes:
         client: The same.
-        stopped: Why the server has ended, once it has said so.
+        stopped: Why the server has ended, once it has sent Stop.
     """
 
     def __init__(self, *, client: ParameterClient, join: Join) -> None:
@@ -73,11 +72,10 @@ class LoopWorker:
         self._join = join
         self._incarnation = 0
         self._incarnations: dict[Address, int] = {}  # of the peers
-        self._heard_at: Seconds = 0.0  # the server
+        self._heard_at: Seconds = 0.0  # from the server
 
     @property
     def has_joined(self) -> bool:
-        """Whether the server has answered."""
         return bool(self._incarnations)
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -102,7 +100,7 @@ class LoopWorker:
                 return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and the client's counters."""
+        """Return the state as a phrase, and the client's counters."""
         waited = self.client.waiting_for
         state = "ready" if waited is None else f"waiting for {waited}"
         return state, self.client.counters()
@@ -171,4 +169,4 @@ class LoopWorker:
             case "worker:leave", None:
                 return [Send(receiver=SUPERVISOR, message=Finished(counters={}))]
             case _:
-                raise LocalProtocolError(f"no command of a worker: {event.name!r}")
+                raise LocalProtocolError(f"unknown command of a loop: {event.name!r}")

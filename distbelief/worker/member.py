@@ -1,19 +1,15 @@
-"""A role as a member of a job: it joins, is introduced to its peers, and says it lives.
+"""Wraps a role as a member of a job: joins, sends heartbeats, learns of its peers.
 
     member                        supervisor
-      | Heartbeat --------------->  |   twice a second, from the first moment on
-      | Join -------------------->  |   again with every heartbeat, until Peers comes
-      | <-------------------- Alive |   the answer to every heartbeat
-      | <-------------------- Peers |   connect to these; those no longer named are gone
-      |      (the role within now starts)
-      | Failed ------------------>  |   the role within cannot go on
+      | Heartbeat --------------->  |   twice a second, from the start
+      | Join -------------------->  |   with every heartbeat, until Peers comes
+      | <------------ HeartbeatAck  |   the answer to every heartbeat
+      | <------------------- Peers  |   connect to these; those no longer listed are gone
+      |      (the wrapped role starts)
+      | Failed ------------------>  |   the wrapped role cannot go on
 
-The role within is built as work, since that may take long: model, data. Until it is
-built and introduced, what is sent to it waits here.
-
-A silent supervisor is not a dead one: it may be paused, or wait for a disk. A member
-waits for it for minutes, and its role works on. Then it ends, for a job that has lost
-its supervisor leaves no process behind; a shard is told (`PeerLost`), and saves first.
+The wrapped role is built as work, since model and data may take long; until it is built and
+knows its peers, events for it are kept here.
 """
 
 from collections import deque
@@ -58,33 +54,31 @@ from distbelief.roles.role import (
 TIMER = "member:heartbeat"
 BUILD = "member:build"
 HEARTBEAT_SECONDS: Final = 0.5
+# Of a shard with a backup, which takes over after a second of silence.
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
-"""Of a shard with another copy, which takes over after a second of silence."""
 
+# For the last checkpoint of a shard whose supervisor is lost.
 SAVE_SECONDS_MAX: Final = 300.0
-"""For the last snapshot of a shard whose supervisor is gone."""
 
+# Events kept for a role that is not built yet; senders repeat what is dropped.
 N_EARLY_MAX = 4096
-"""Messages kept for a role that is not there yet; whoever loses one sends it again."""
 
-N_WARNINGS_MAX: Final = 8
-"""Told when it joins."""
+N_WARNINGS_MAX: Final = 8  # in a Join message
 
-_TEXT_MAX = 8192
-"""Characters of an error told to the supervisor."""
+_TEXT_MAX = 8192  # characters of an error or a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobMemberConfig:
-    """How a member keeps in touch.
+    """Identity of a member, and how it keeps in touch.
 
     Attributes:
         name: Of the role.
-        endpoint: Where the driver can be reached ("" in a simulation).
-        host: Roles of equal host share memory; "" shares with nobody.
+        endpoint: Address of its driver ("" in a simulation).
+        host: Roles with equal host share memory; "" shares with no one.
         pid: Of the process.
-        heartbeat_seconds: Between two signs of life.
-        patience_seconds: Without a word of the supervisor, after which it ends.
+        heartbeat_seconds: Between two heartbeats.
+        patience_seconds: The member exits after so long without any message of the supervisor.
     """
 
     name: str
@@ -98,18 +92,16 @@ class JobMemberConfig:
         if not 0 < self.heartbeat_seconds < self.patience_seconds:
             raise ValueError(
                 f"heartbeat_seconds is {self.heartbeat_seconds} and patience_seconds "
-                f"{self.patience_seconds}; use more than 0, and several heartbeats to "
-                "the patience"
+                f"{self.patience_seconds}; use more than 0, and a patience "
+                "of several heartbeats"
             )
 
     @property
     def is_shard(self) -> bool:
-        """Whether the role within has values that nobody else may have."""
         return self.name.startswith("shard-")
 
 
 def heartbeat_seconds(name: str, shard_copies: int) -> Seconds:
-    """Return how often a role of this name says that it lives."""
     paired = shard_copies > 1 and name.startswith("shard-")
     return PAIRED_HEARTBEAT_SECONDS if paired else HEARTBEAT_SECONDS
 
@@ -119,41 +111,38 @@ class JobMember:
     """Wraps any role.
 
     Args:
-        config: Who it is, and how it keeps in touch.
-        build: Returns the role within; called once, as work.
+        config: Identity, and how it keeps in touch.
+        build: Returns the wrapped role; called once, as work.
     """
 
     def __init__(self, config: JobMemberConfig, *, build: Callable[[], Role]) -> None:
         self._config = config
         self._build = build
         self._role: Role | None = None
-        self._started: Started | None = None  # kept until the role within gets it
-        self._runs = False  # the role within: it has been started
+        self._started: Started | None = None  # kept until the wrapped role gets it
+        self._runs = False  # the wrapped role has been started
         self._peers: dict[str, PeerEntry] | None = None
-        self._gone: set[str] = set()  # peers that will not come back
+        self._gone: set[str] = set()  # peers that are lost for good
         self._early: deque[Event] = deque(maxlen=N_EARLY_MAX)
         self._heard_at: Seconds = 0.0
         self._heartbeat_at: Seconds = 0.0  # when the timer is due
         self._reported_failure = False
-        self._save_by: Seconds | None = None  # once the supervisor is gone
+        self._save_by: Seconds | None = None  # once the supervisor is lost
         self._warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """Let the supervisor be told of this, as soon as this member joins."""
+        """Send this warning to the supervisor with the Join message."""
         self._warnings.append(text[:_TEXT_MAX])
 
     @property
     def role(self) -> Role | None:
-        """The role within, once it is built."""
         return self._role
 
     @property
     def told_failure(self) -> bool:
-        """Whether the supervisor has been told that this member cannot go on."""
         return self._reported_failure
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
         match event:
             case Started():
                 return self._start(event, now)
@@ -169,7 +158,6 @@ class JobMember:
                 return self._forward(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return that of the role within, if it runs."""
         if self._role is None:
             return "building", {}
         if not self._runs:
@@ -184,8 +172,7 @@ class JobMember:
         return [Compute(name=BUILD, work=self._build), *self._heartbeat(now)]
 
     def _heartbeat(self, now: Seconds) -> list[Action]:
-        """Say that this role lives; end if nobody has answered for too long."""
-        # Time in which the whole process stood still is nobody's silence.
+        # Time in which this process itself was paused does not count as silence.
         self._heard_at += max(0.0, now - self._heartbeat_at)
         self._heartbeat_at = now + self._config.heartbeat_seconds
         state, counters = self.status()
@@ -198,16 +185,17 @@ class JobMember:
         if self._save_by is not None:
             if now < self._save_by:
                 return []
-            text = f"the last snapshot was not saved in {SAVE_SECONDS_MAX:.0f} s"
+            text = f"the last checkpoint was not saved in {SAVE_SECONDS_MAX:.0f} s"
             return [Exit(error=text)]
+        # The supervisor may be paused or wait for a disk, so the role works on for minutes.
         silent = now - self._heard_at
         if silent <= self._config.patience_seconds:
             return []
-        text = f"no word from the supervisor for {silent:.1f} s"
+        text = f"no message from the supervisor for {silent:.1f} s"
         return self._supervisor_lost(text, now)
 
     def _supervisor_lost(self, reason: str, now: Seconds) -> Sequence[Action]:
-        """The supervisor is gone: end, a shard once it has saved."""
+        # No process outlives its job; a shard saves its values first.
         if not (self._runs and self._config.is_shard):
             return [Exit(error=reason)]
         if self._save_by is not None:
@@ -234,13 +222,12 @@ class JobMember:
                 return []
             case Peers():
                 return self._update_peers(event.message, now)
-            case Stop() if not self._runs:  # there is nothing to finish
+            case Stop() if not self._runs:  # nothing to finish
                 return [_to_supervisor(Finished(counters={})), Exit()]
             case _:
                 return self._forward(event, now)
 
     def _update_peers(self, message: Peers, now: Seconds) -> Sequence[Action]:
-        """Connect to whoever is new, and tell the role within of changes."""
         before = self._peers or {}
         after = {entry.name: entry for entry in message.entries}
         self._peers = after
@@ -279,7 +266,7 @@ class JobMember:
             actions += self._forward(event, now)
         return actions
 
-    # ----------------------------------------------------------- the role within
+    # ----------------------------------------------------------- wrapped role
 
     def _built(self, event: Computed, now: Seconds) -> Sequence[Action]:
         if event.error is not None:
@@ -288,17 +275,16 @@ class JobMember:
         return self._run_role(now)
 
     def _run_role(self, now: Seconds) -> Sequence[Action]:
-        """Start the role within once it is built and introduced."""
         if self._runs or self._role is None or self._peers is None:
             return []
         assert self._started is not None
         self._runs = True
-        started, self._started = self._started, None  # it may hold a large snapshot
+        started, self._started = self._started, None  # it may hold a large checkpoint
         early, self._early = self._early, deque()
         actions = [*self._forward(started, now)]
         for event in early:
-            # One that is refused must not take along what the others have called for:
-            # this role would neither say Hello nor have a timer, and wait for ever.
+            # One rejected event must not discard the actions of the others: without its
+            # first messages and timers this role would wait for ever.
             try:
                 actions += self._forward(event, now)
             except RemoteProtocolError as error:
@@ -312,7 +298,7 @@ class JobMember:
         try:
             return self._role.handle(event, now)
         except (RemoteProtocolError, LocalProtocolError):
-            raise  # the first is the driver's to log, the second a bug
+            raise  # the driver logs the first; the second is a bug
         except DistBeliefError as error:
             return self._failed(error)
 

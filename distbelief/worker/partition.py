@@ -1,22 +1,15 @@
-"""One machine of a group that computes one model together: the role.
+"""The role of one rank of a model-parallel group, training or evaluating.
 
-    gathering     a new life: give up the step under way, let pushes settle
-    gathered      told the leader so
-    running       take the steps that are granted, one after the other
-    ended         the last is taken, and all that was pushed is applied
+    gathering     a new generation: drop the current step, wait for pushes
+    gathered      the leader knows
+    running       take the granted steps, one after the other
+    ended         the last step is done and every push is applied
 
-A step: what it begins with (samples read, parameters fetched), then the operations of
-the program as their inputs arrive (`stepping`), then what is done with the result
-(`Duty`: train, or measure). That may depend on all machines (`voting`): whether the
-gradient is finite, and how long it is; then the step is over once all have said so.
-Messages leave as soon as what they hold is computed. They carry the number of the life,
-so those of a life that is over are refused, and those for a step that has not begun
-here are kept.
-
-The role takes events to its parts (`equipment`): `following` talks with the leader,
-`advancing` has the compute lane, `ending` knows when to go.
-
-Whoever waits names whom: `status()` says "waiting for replica-0.3".
+A step starts once its samples and parameters are here. Its operations then run as their
+inputs arrive (`steps.StepRunner`), and the `Objective` uses the result, if needed after a
+reduction of the gradient norm over all ranks. Messages carry the generation: those of an
+earlier one are rejected, those of a later step are kept. Each waiting rank knows for whom:
+`status()` returns "waiting for replica-0.3".
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,29 +63,15 @@ from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.steps import CHAIN, INSTALL, ParameterPrefetch, StepOutcome, StepRunner
 
 
-# What a machine of a group has: given whole to each part that acts for it.
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """All that one machine has.
+    """The parts that act for one rank.
 
     Attributes:
-        names: Of all machines of the group, its leader first.
-        machine: Which of them.
-        client: Of the shards that hold what it keeps.
-        stepping: Its steps.
-        couriers: Its links to the other machines.
-        course: The samples of each step.
-        portions: Its part of them.
-        duty: What it computes for.
-        parameters: Per item that it keeps, (*region.shape).
-        living: Where in the life of the group it is.
-        renewing: Its fetches.
-        voting: What it says of a step, and all have.
-        ending: When it may go.
-        leader: If it leads.
+        names: Of all ranks of the group; the leader is first.
+        parameters: Per item that the rank keeps, (*region.shape).
+        leader: Only on rank 0.
     """
 
     names: Sequence[Address]
@@ -111,41 +90,28 @@ class RankParts:
 
     @property
     def may_step(self) -> bool:
-        """Whether the leader has granted the step under way, or the next."""
         return self.runner.step < self.state.granted
 
 
-# What a machine hears from its leader, and says to it; the leader is a machine too.
-#
-#     Gather      a new life: give up the step under way     -> Gathered, once nothing is
-#     Proceed     begin, or go on; so many steps in all      -> Stepped, after each
-#
-# What machine 0 says to itself it obeys at once; to the others it is sent. Whatever may
-# have been lost is said again from time to time.
+# StartEpoch   new generation: drop the current step    -> RankReady, once idle
+# GrantSteps   take this many steps in total            -> StepsDone, after each
 
 
 @final
 class GroupMember:
-    """One machine's talk with its leader.
-
-    Args:
-        own: All that the machine has.
-
-    Attributes:
-        incarnation: Of the machine.
-    """
+    """Exchanges messages with the leader of the group, which may be this rank itself."""
 
     def __init__(self, parts: RankParts) -> None:
         self.incarnation = 0
         self._parts = parts
 
-    # -------------------------------------------------------------------------- spoken
+    # ------------------------------------------------------------------------------------- sent
 
     def deliver(self, out: Outgoing, now: Seconds) -> list[Action]:
-        """Send what the leader says; what it says to itself is obeyed at once."""
         parts = self._parts
         actions: list[Action] = []
         for rank, message in out:
+            # Messages of rank 0 to itself take effect at once.
             if rank != parts.rank:
                 actions.append(Send(receiver=parts.names[rank], message=message))
             else:
@@ -154,12 +120,10 @@ class GroupMember:
         return actions
 
     def report_ready(self, now: Seconds) -> list[Action]:
-        """Say that nothing is under way, and what is pushed."""
         parts = self._parts
         return self._to_leader(parts.state.ready_message(parts.objective.pushed), now)
 
     def report_steps(self, now: Seconds) -> list[Action]:
-        """Say how many steps are taken, and what this machine has of the last."""
         parts = self._parts
         message = parts.state.steps_message(
             parts.runner.step,
@@ -170,9 +134,9 @@ class GroupMember:
         return self._to_leader(message, now)
 
     def resend(self, now: Seconds) -> Sequence[Action]:
-        """Say again what may have been lost."""
         parts = self._parts
         match parts.state.phase:
+            # A rank that starts late introduces itself to the leader.
             case Phase.ALONE if parts.leader is None:
                 return self._to_leader(RankReady(life=0, pushes=False, samples=0), now)
             case Phase.GATHERED:
@@ -184,19 +148,18 @@ class GroupMember:
                 return []
 
     def _to_leader(self, message: RankReady | StepsDone, now: Seconds) -> list[Action]:
-        """Say something to the leader, who may be this machine."""
         leader = self._parts.leader
         if leader is None:
             return [Send(receiver=self._parts.names[0], message=message)]
         return self.deliver(leader.hear(0, self.incarnation, message, now), now)
 
-    # --------------------------------------------------------------------------- heard
+    # --------------------------------------------------------------------------------- received
 
     def follow(self, message: StartEpoch | GrantSteps, now: Seconds) -> list[Action]:
-        """Do what the leader says.
+        """Apply a message of the leader.
 
         Raises:
-            RemoteProtocolError: it is of a life that is over, or too early.
+            RemoteProtocolError: it belongs to an earlier generation, or came too early.
             JobError: the leader has another plan.
         """
         parts, state = self._parts, self._parts.state
@@ -215,49 +178,44 @@ class GroupMember:
         return parts.runner.place(now)
 
 
-# What a machine's compute lane does next, one thing at a time, and what came of it.
-#
-# gathering   settle: nothing of the former life is under way any more
-# running     chain after chain of the step; count the votes; what the duty wants
-#             between two steps; install what was fetched; open the next
-# ended       leave, once all have taken the last step
+# gathering   wait until nothing of the previous generation is in flight
+# running     run the chains of the step; finish it once the norm is reduced; then the
+#             objective's own work, an install, the next step
+# ended       exit once all ranks have taken the last step
 
 
 @final
 class StepLoop:
-    """One machine's compute lane.
-
-    Args:
-        own: All that the machine has.
-        following: Its talk with its leader.
+    """Decides what the compute executor of one rank runs next.
 
     Attributes:
-        lane: The work under way, or "".
+        lane: Name of the work in progress, or "".
     """
 
     def __init__(self, parts: RankParts, member: GroupMember) -> None:
         self.lane = ""
         self._parts = parts
         self._member = member
-        self._batch: BatchIndices | None = None  # of the step under way
+        self._batch: BatchIndices | None = None  # of the current step
 
-    # ---------------------------------------------------------------------------- done
+    # ------------------------------------------------------------------------------------- done
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Account for work that is done.
+        """Handle the result of finished work.
 
         Raises:
-            JobError: model or data make it impossible to go on.
-            LocalProtocolError: nobody asked for it.
+            JobError: model or data make training impossible.
+            LocalProtocolError: the work was not requested.
         """
         parts = self._parts
         if event.error is not None:
             raise _failure(event.error, step=parts.runner.step)
+        # Reading runs in the data executor and never occupies this one.
         if event.name == READ:
             parts.slices.have_read(event.result)
             return []
         if event.name != self.lane:
-            raise LocalProtocolError(f"nobody asked for {event.name!r}")
+            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
         self.lane = ""
         if event.name == INSTALL:
             return parts.prefetch.installed(event, now)
@@ -269,7 +227,6 @@ class StepLoop:
         return parts.objective.computed(event, now)
 
     def _ran(self, result: object, now: Seconds) -> Sequence[Action]:
-        """Send what a chain has for others; account for a step that is over."""
         parts = self._parts
         assert isinstance(result, StepOutcome), result
         actions = parts.runner.ran(result, now)
@@ -280,20 +237,19 @@ class StepLoop:
         is_over = result.generation != parts.runner.generation
         if isinstance(result.closed, Vote):
             if is_over:
-                return actions  # nobody counts the votes; the duty drops it
+                return actions  # no norm will be reduced; the objective drops the step
             parts.norm_reduction.start(PendingStep(result.closed, result.step_result, batch))
         else:
-            # Of a life that is over too: it is as good as any, if it is whole.
+            # Complete, so it is valid even if its generation has ended meanwhile.
             actions += parts.objective.closed(result.closed, result.step_result, batch, now)
             if is_over:
                 return actions
         parts.state.add(result.step_result, len(batch.indices))
         return [*actions, *self._member.report_steps(now)]
 
-    # ---------------------------------------------------------------------------- next
+    # ------------------------------------------------------------------------------------- next
 
     def advance(self, now: Seconds) -> Sequence[Action]:
-        """Begin what can begin."""
         parts = self._parts
         if self.lane or parts.prefetch.waits:
             return []
@@ -308,11 +264,11 @@ class StepLoop:
                 return []
 
     def _finish_settling(self, now: Seconds) -> list[Action]:
-        """Answer the leader once nothing is under way; the lane is idle."""
         parts = self._parts
         self._batch = None
         parts.norm_reduction.drop()
         parts.objective.drop()
+        # Pushes in flight count for the position where the next generation begins.
         if not (parts.client.ready and parts.objective.is_settled):
             return []
         parts.state.phase = Phase.GATHERED
@@ -333,7 +289,6 @@ class StepLoop:
         return list(actions)
 
     def _between_steps(self, now: Seconds) -> list[Action]:
-        """Do what comes between two steps; begin the next one."""
         parts, step = self._parts, self._parts.runner.step
         state, prefetch = parts.state, parts.prefetch
         over = state.is_over(step)
@@ -342,19 +297,21 @@ class StepLoop:
             return work
         if over:
             return self._end(now)
+        # The leader grants two steps ahead, so two batches may be read.
         stop = state.granted if state.is_last else step + 2
         actions = parts.slices.read_ahead(step, stop=stop)
         actions += prefetch.fetch(step, now, ahead=False)
         if not parts.may_step or not parts.client.ready:
             return actions
         if prefetch.lacks(step):
+            # Values are copied just before their step, so that they are as new as possible.
             return [*actions, *self._hold_lane(prefetch.install(step))]
         return [*actions, *self._start_step(step, now)]
 
     def _start_step(self, step: int, now: Seconds) -> list[Action]:
-        """Begin a step, if its samples are there."""
         parts = self._parts
         batch_slice = parts.slices.take(step)
+        # Its samples are still being read.
         if batch_slice is None:
             return []
         self._batch = parts.batch_plan.batch(step)
@@ -371,8 +328,8 @@ class StepLoop:
         return actions
 
     def _end(self, now: Seconds) -> list[Action]:
-        """End once all that was pushed is known to be applied."""
         parts = self._parts
+        # The leader may let everyone exit after this report, so all pushes must be applied.
         if not parts.objective.is_settled:
             return []
         parts.state.phase = Phase.ENDED
@@ -386,28 +343,17 @@ def _failure(error: BaseException, *, step: int) -> DistBeliefError:
     return JobError(f"step {step} failed: {type(error).__name__}: {error}")
 
 
-# What a machine is doing, in a word, and whom it waits for, by name.
-
 _IDLE: Final = {Phase.GATHERED: "waiting for begin", Phase.RUNNING: "reading"}
 
 
 @final
 class RankStatus:
-    """Tells of one machine.
-
-    Args:
-        own: All that the machine has.
-    """
+    """Describes what one rank is doing."""
 
     def __init__(self, parts: RankParts) -> None:
         self._parts = parts
 
     def state(self, lane: str) -> str:
-        """Return what it is doing.
-
-        Args:
-            lane: The work under way in the compute lane, or "".
-        """
         parts = self._parts
         if lane and lane != CHAIN:
             return lane.removeprefix("machine:")
@@ -425,7 +371,6 @@ class RankStatus:
         return _IDLE.get(phase, phase.value)
 
     def _awaited(self, lane: str) -> int | None:
-        """Return the machine that this one waits for, if it does."""
         parts, leader = self._parts, self._parts.leader
         match parts.state.phase:
             case Phase.RUNNING if parts.runner.is_open:
@@ -448,13 +393,12 @@ REMIND_SECONDS: Final = 0.25
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """Which machine it is.
+    """Identity of a rank.
 
     Attributes:
-        group: Its replica, or the evaluators.
-        machine: Which of them; 0 leads.
-        n_machines: How many they are.
-        plan: Hash of the plan: all have the same.
+        group: "replica-3" or "evaluator".
+        machine: The rank within the group; 0 leads.
+        plan: Hash of the plan, equal on all ranks.
         await_begin: The leader waits for `StartTraining` before the first step.
     """
 
@@ -467,20 +411,21 @@ class RankConfig:
 
 @final
 class PartitionWorker:
-    """The role "replica-R.M", or "evaluator.M".
+    """The role "replica-R.M" or "evaluator.M".
 
     Args:
-        config: Which it is.
-        client: Of the shards that hold what it keeps.
-        stepping: Its steps.
-        couriers: Its links to the other machines, which `stepping` uses too.
+        config: Identity of the rank.
+        client: Connects to the shards that hold what the rank keeps.
+        stepping: Runs the operations of its steps.
+        couriers: Reliable streams to other ranks, by rank; shared with `stepping`.
         course: The samples of each step.
-        portions: Its part of them.
-        duty: What it computes for.
-        leader: What it does besides, if it is machine 0.
+        portions: The rank's slices of them.
+        duty: What the steps are for.
+        shapes: Per item that the rank keeps.
+        leader: On rank 0: grants steps to the group.
     """
 
-    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+    def __init__(  # noqa: PLR0913 -- one call site
         self,
         config: RankConfig,
         *,
@@ -529,13 +474,13 @@ class PartitionWorker:
         self._status = RankStatus(parts)
         self._state = state
 
-    # ------------------------------------------------------------------------- events
+    # ----------------------------------------------------------------------------------- events
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
 
         Raises:
-            JobError: model, data or learning rate make it impossible to go on.
+            JobError: model, data or learning rate make training impossible.
             PeerLostError: a shard has been silent for too long.
         """
         if self._shutdown.is_gone:
@@ -545,13 +490,13 @@ class PartitionWorker:
         else:
             actions = self._on_event(event, now)
         begun = self._loop.advance(now)
-        # A chain changes nothing that is sent: the machine computes on meanwhile.
+        # A chain does not depend on these messages, so computing starts before they are sent.
         is_chain = self._loop.lane == CHAIN
         both = (begun, actions) if is_chain else (actions, begun)
         return [*both[0], *both[1], *self._lead(now)]
 
     def wake(self, now: Seconds) -> Sequence[Action]:
-        """Look again at what the duty wants, which has heard of something itself."""
+        """Check again whether work can begin, after the objective changed its own state."""
         if self._shutdown.is_gone:
             return []
         return [*self._loop.advance(now), *self._lead(now)]
@@ -575,13 +520,14 @@ class PartitionWorker:
         return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and: the client's counters, the duty's, its own."""
+        """Return the state as a phrase, and the counters of client, objective and rank."""
         return self._status.state(self._loop.lane), self._metrics()
 
     def _metrics(self) -> Mapping[str, float]:
         metrics = {
             **self._client.counters(),
             **self._objective.figures(),
+            # JSON numbers: the low 32 bits are enough to tell generations apart.
             "life": float(self._runner.generation & 0xFFFFFFFF),
             "lives": float(self._state.n_lives),
             "messages_out": float(sum(c.n_out for c in self._streams.values())),
@@ -641,7 +587,7 @@ class PartitionWorker:
                 )
 
     def _command(self, message: StartTraining | Evaluate | Stop, now: Seconds) -> list[Action]:
-        if self._leader is None:  # who is told too, and decides
+        if self._leader is None:  # the leader gets the same command, and decides
             if isinstance(message, Stop):
                 self._shutdown.stop(now)
             return []
@@ -658,7 +604,7 @@ class PartitionWorker:
         return [*actions, *sent, *self._loop.advance(now)]
 
     def _remind(self, now: Seconds) -> list[Action]:
-        """Say again what may have been lost."""
+        # Repeats whatever may have been lost; the receivers ignore duplicates.
         actions: list[Action] = [SetTimer(name=REMIND, at=now + REMIND_SECONDS)]
         for stream in self._streams.values():
             actions += stream.remind(now)

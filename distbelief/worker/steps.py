@@ -1,9 +1,11 @@
-"""The step under way on one machine: what has come, what can be done, what is sent.
+"""Runs the steps of one rank: which operations can run, and what must be sent.
 
-take      a transfer of another machine: kept until its step, refused if it is none
-open      the step begins
-chain     all that can be done now, as one piece of work for the compute lane
-ran       it is done: messages to be sent
+    take      a transfer from another rank: kept for its step, rejected if unexpected
+    open      the step begins
+    chain     all operations that can run now, as one piece of work for the compute executor
+    ran       the work is done: send its messages
+
+`ParameterPrefetch` fetches the parameters of the next step (DB-10).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +32,6 @@ from distbelief.worker.group import Objective
 from distbelief.worker.group_leader import AHEAD
 
 
-# The parameters that a machine keeps, fetched anew: for a step, or ahead of it.
-#
-# A fetch that met an update half done is tried again after a moment, and one that brought
-# another version than the duty wants after a longer one. What was fetched for a life that
-# is over is not used: it may be older than what this machine has pushed.
-
 INSTALL: Final = "machine:install"
 RETRY: Final = "machine:retry"
 
@@ -45,14 +41,10 @@ OTHER_RETRY_SECONDS: Final = 0.05
 
 @final
 class ParameterPrefetch:
-    """Fetches and installs, step by step.
-
-    Args:
-        client: Of the shards that hold what this machine keeps.
-        duty: Whose tensors they are, and who says when.
+    """Fetches and installs the parameters that one rank keeps, step by step.
 
     Attributes:
-        waits: A fetch is to be tried again soon.
+        waits: A timer will repeat the last fetch.
     """
 
     def __init__(self, client: ParameterClient, duty: Objective) -> None:
@@ -60,18 +52,16 @@ class ParameterPrefetch:
         self._client = client
         self._objective = duty
         self._life = 0
-        self._fetching = False  # begun, and not yet installed
-        self._installing = (0, 0)  # for which life and step
-        self._installed_for = -1  # which step of this life
+        self._fetching = False  # begun, not yet installed
+        self._installing = (0, 0)  # generation and step
+        self._installed_for = -1  # step of this generation
 
     def begin(self, generation: int) -> None:
-        """Begin a life."""
         self._life = generation
         self._installed_for = -1
         self._fetching = False
 
     def fetch(self, step: int, now: Seconds, *, ahead: bool) -> list[Action]:
-        """Begin the fetch of a step, unless it is under way or must wait (DB-10)."""
         if self._fetching or not self.lacks(step):
             return []
         if not self._objective.may_fetch(ahead=ahead):
@@ -80,11 +70,9 @@ class ParameterPrefetch:
         return self._client.begin_fetch(now)
 
     def lacks(self, step: int) -> bool:
-        """Return whether this step still has to be fetched for."""
         return self._installed_for != step and self._objective.fetches_at(step)
 
     def install(self, step: int) -> list[Compute]:
-        """Install what was fetched, if it is there."""
         if not (self._fetching and self._client.fetch_complete):
             return []
         values = self._objective.values
@@ -98,17 +86,19 @@ class ParameterPrefetch:
         return [work]
 
     def installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Note what an install did."""
         result = event.result
         assert isinstance(result, FetchResult), result
         actions = self._client.installed(result, now)
         generation, step = self._installing
+        # Older parameters than those that this rank has pushed meanwhile are not used.
         if generation != self._life:
             return actions
+        # The fetch met a half-applied update: try again soon.
         if result.torn:
             self.waits = True
             return [*actions, SetTimer(name=RETRY, at=now + TORN_RETRY_SECONDS)]
         self._fetching = False
+        # A version other than the wanted one: try again later.
         if not self._objective.fetched(event.seconds):
             self.waits = True
             return [*actions, SetTimer(name=RETRY, at=now + OTHER_RETRY_SECONDS)]
@@ -118,20 +108,19 @@ class ParameterPrefetch:
 
 CHAIN: Final = "machine:chain"
 
-Close = Callable[[StepResult], object]
-"""What is done in the compute lane with the result of a step."""
+Close = Callable[[StepResult], object]  # uses the result of a step, as work
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a chain came to.
+    """The result of one chain.
 
     Attributes:
-        life: In which.
-        sends: Instances, and what they send.
-        found: At the end of the step.
-        closed: What was then done with it.
+        generation: In which the chain was started.
+        sends: Operation instances, and the values that they send.
+        step_result: After the last chain of a step.
+        closed: What `close` returned for it.
     """
 
     generation: int
@@ -143,8 +132,6 @@ class StepOutcome:
 @final
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """The step under way."""
-
     number: int
     ready: ReadyQueue
     put: Put
@@ -155,19 +142,18 @@ class _Open:
 
 @final
 class StepRunner:
-    """Runs the steps of one machine, one after the other.
+    """Runs the steps of one rank, one after the other.
 
     Args:
-        execution: Its operations.
-        couriers: Its links to the other machines.
+        execution: Runs its operations.
+        couriers: Reliable streams to the other ranks.
         course: The samples of each step.
-        micro_batches: Into how many parts they are cut.
-        training: Or inference.
-        seed: Of the steps' randomness; equal on all machines.
+        micro_batches: Number of parts of a batch.
+        training: With the backward pass.
+        seed: Of the steps' random numbers, equal on all ranks.
 
     Attributes:
-        life: The present one.
-        step: The one under way, or the next.
+        step: The current step, or the next one.
     """
 
     def __init__(
@@ -190,19 +176,17 @@ class StepRunner:
         self._seed = tuple(seed)
         self._inbox = Reassembly()
         self._early: list[tuple[int, TransferBlock]] = []
-        self._has_position = False  # does it know where in the data the life begins?
+        self._has_position = False  # the data position of this generation is known
         self._open: _Open | None = None
         self._schedules: dict[int, MicroBatchSchedule] = {}
         self._sent = {place: link for link, place in execution.flow.sent.items()}
 
     @property
     def is_open(self) -> bool:
-        """Whether a step is under way."""
         return self._open is not None
 
     @property
     def awaited(self) -> int | None:
-        """The machine whose message is waited for first, if any is."""
         if self._open is None or not self._open.ready.awaited:
             return None
         instance = min(self._open.ready.awaited)
@@ -215,10 +199,9 @@ class StepRunner:
     def _flow(self) -> Dataflow:
         return self._execution.flow
 
-    # --------------------------------------------------------------------------- lives
+    # --------------------------------------------------------------------------- generation
 
     def begin(self, generation: int) -> None:
-        """Begin a life: what there is of another one is forgotten."""
         self.generation, self.step = generation, 0
         self._open = None
         self._has_position = False
@@ -228,7 +211,7 @@ class StepRunner:
             stream.begin(generation)
 
     def place(self, now: Seconds) -> list[Action]:
-        """Take what came before it was known where in the data the life begins."""
+        """The data position is known: handle the transfers that came before."""
         self._has_position = True
         early, self._early = self._early, []
         actions: list[Action] = []
@@ -239,11 +222,11 @@ class StepRunner:
     # ----------------------------------------------------------------------- transfers
 
     def take(self, sender: int, message: TransferBlock, now: Seconds) -> list[Action]:
-        """Take a transfer of another machine.
+        """Handle a transfer from another rank.
 
         Raises:
-            RemoteProtocolError: it is of another life, not of the program, or of
-                another size.
+            RemoteProtocolError: it belongs to another generation, the program does not expect
+                it, or its size is wrong.
         """
         if message.life != self.generation:
             raise RemoteProtocolError(
@@ -254,35 +237,31 @@ class StepRunner:
         is_new = stream.is_new(message.sequence)
         actions = stream.taken(message.taken, now)
         if not self._has_position:
-            if is_new:  # not taken yet: if it is dropped here it will come again
+            if is_new:  # not acknowledged: if dropped here it will be resent
                 self._early.append((sender, message))
                 del self._early[: -AHEAD * 32 * max(len(self._streams), 1)]
             return actions
         if is_new and message.step >= self.step:
             key = StreamKey(message.step, message.micro_batch, message.way, sender)
+            # The size is checked before any memory is reserved for the message.
             n_elements, dtype = self._expected(key)
             if self._inbox.take(key, message, n_elements=n_elements, dtype=dtype):
                 self._arrive(message.step)
         return [*actions, *stream.have(message.sequence)]
 
     def taken(self, sender: int, message: TransferAck, now: Seconds) -> list[Action]:
-        """Another machine has transfers of this one."""
+        """Handle the acknowledgement of transfers."""
         if message.life != self.generation:
-            return []  # what was under way in another life is forgotten
+            return []  # of another generation
         return self._streams[sender].taken(message.taken, now)
 
     def _expected(self, key: StreamKey) -> tuple[int, "np.dtype[Element]"]:
-        """Return how many numbers of which type a message has.
-
-        Raises:
-            RemoteProtocolError: there is no such message.
-        """
         flow = self._flow
         place = flow.received.get((key.way, key.sender))
         if place is None or key.step >= self.step + AHEAD:
             raise RemoteProtocolError(
                 f"rank {key.sender} sent message {key.way} of step {key.step}:"
-                f" {'no step so far ahead' if place is not None else 'no such message'}"
+                f" {'step is too far ahead' if place is not None else 'no such message'}"
             )
         sizes = self._sizes(key.step)
         operation = flow.operations[place]
@@ -302,7 +281,6 @@ class StepRunner:
         return n, ELEMENT_TYPES[code]
 
     def _arrive(self, step: int) -> None:
-        """Hand on what has come for the step under way."""
         opened = self._open
         if opened is None or opened.number != step:
             return
@@ -318,13 +296,13 @@ class StepRunner:
     def open(
         self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
     ) -> None:
-        """Begin the step `self.step`; the compute lane is idle.
+        """Begin the step `self.step`; no work is running.
 
         Args:
-            portion: Its samples, as far as they are needed.
+            batch_slice: The samples, as far as this rank needs them.
             parameters: Per item, (*region.shape).
-            put: Takes the gradients of items, in the compute lane.
-            close: Called at the end, in the compute lane.
+            put: Takes the gradients of items, as work.
+            close: Called at the end of the step, as work.
         """
         sizes = self._sizes(self.step)
         if len(sizes) not in self._schedules:
@@ -345,7 +323,7 @@ class StepRunner:
         self._arrive(self.step)
 
     def chain(self) -> list[Action]:
-        """Return the work that can be done now: one piece at the most."""
+        """Return the work that can run now, at most one piece."""
         opened = self._open
         if opened is None or opened.is_closing:
             return []
@@ -353,6 +331,7 @@ class StepRunner:
         arrived = {i: opened.arrived.pop(i) for i in chain if i in opened.arrived}
         n = len(self._flow.operations)
         sends = any(instance % n in self._sent for instance in chain)
+        # The last chain also closes the step, but not if it sends: messages leave first.
         if not opened.ready.n_left and not (chain and sends):
             opened.is_closing = True
         elif not chain:
@@ -368,6 +347,7 @@ class StepRunner:
         arrived: Mapping[int, Vector],
         closes: bool,  # noqa: FBT001 -- work of a lane
     ) -> StepOutcome:
+        # Runs in the compute executor; the arguments hold all that it may touch.
         sends = self._execution.run(chain, arrived, opened.put)
         if not closes:
             return StepOutcome(generation=generation, sends=sends)
@@ -380,7 +360,7 @@ class StepRunner:
         )
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
-        """Send what a chain has for others; after the last, the step is over."""
+        """Send the messages of a chain; after the last one the step is over."""
         opened = self._open
         if opened is None or result.generation != self.generation:
             return []

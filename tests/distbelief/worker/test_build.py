@@ -423,7 +423,7 @@ def test_machines_with_other_plans_do_not_work_together() -> None:
     group.simulation.run(until=1.0)
     error = group.simulation.halted[group.machines[1]]
     assert error is not None
-    assert "start all machines of a replica with one plan" in error
+    assert "start all ranks of a replica with one plan" in error
 
 
 def test_a_step_that_fails_is_the_job_s_fault() -> None:
@@ -510,7 +510,7 @@ def test_a_plan_is_for_one_batch() -> None:
 def test_there_are_no_other_machines(name: str) -> None:
     group = small_group()
     group.simulation.run(until=0.1)
-    with pytest.raises(LocalProtocolError, match=f"no machine '{name}' in a"):
+    with pytest.raises(LocalProtocolError, match=f"no rank '{name}' in a"):
         build(group, name)
 
 
@@ -536,7 +536,7 @@ def test_a_machine_refuses_what_is_not_for_it() -> None:
         with pytest.raises(RemoteProtocolError, match="which is not for it"):
             machine.handle(event, 1.0)
     nobody = Computed(name="machine:dream")
-    with pytest.raises(LocalProtocolError, match="nobody asked for 'machine:dream'"):
+    with pytest.raises(LocalProtocolError, match="unexpected result of work 'machine:dream'"):
         machine.handle(nobody, 1.0)
     broken = Computed(name="machine:chain", error=ValueError("no"))
     with pytest.raises(JobError, match="step 10 failed: ValueError: no"):

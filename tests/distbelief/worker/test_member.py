@@ -261,7 +261,7 @@ def test_a_shard_is_told_of_the_silence_and_ends_by_itself_once_it_has_saved() -
     (lost,) = driver.inner.events
     assert isinstance(lost, PeerLost)
     assert (lost.peer, lost.for_good) == (SUPERVISOR, True)
-    assert lost.reason == "no word from the supervisor for 15.5 s"
+    assert lost.reason == "no message from the supervisor for 15.5 s"
     for _ in range(10):
         actions += driver.beat()
     assert not [a for a in actions if isinstance(a, Exit)]
@@ -276,7 +276,7 @@ def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
     while not actions:
         actions = [a for a in driver.beat() if isinstance(a, Exit)]
         assert driver.now < 100.0 + SAVE_SECONDS_MAX + 1.0
-    assert actions == [Exit(error="the last snapshot was not saved in 300 s")]
+    assert actions == [Exit(error="the last checkpoint was not saved in 300 s")]
 
 
 @pytest.mark.parametrize("name", ["replica-0", "evaluator", "coordinator"])
@@ -301,7 +301,7 @@ def test_it_ends_when_the_supervisor_is_gone(driver: Driver) -> None:
         assert not [a for a in driver.beat() if isinstance(a, Exit)]
     *_, halt = driver.beat()
     assert isinstance(halt, Exit)
-    assert "no word from the supervisor for 15." in (halt.error or "")
+    assert "no message from the supervisor for 15." in (halt.error or "")
 
 
 def test_it_lives_as_long_as_the_supervisor_answers(driver: Driver) -> None:

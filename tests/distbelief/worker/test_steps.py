@@ -103,7 +103,7 @@ def test_who_is_waited_for_is_known() -> None:
     ("changes", "text"),
     [
         ({"life": GENERATION - 1}, "transfer of generation 8; the current one is 9"),
-        ({"step": 2}, "no step so far ahead"),
+        ({"step": 2}, "step is too far ahead"),
         ({"micro_batch": 1}, "micro-batch 1 of a step of 1"),
         ({"n": 14}, "has 14 numbers"),
     ],
