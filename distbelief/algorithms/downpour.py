@@ -31,16 +31,11 @@ from distbelief.worker.replica import Replica
 
 @final
 class DownpourAlgorithm:
-    """The object of the entry point.
+    """The object of the entry point."""
 
-    Attributes:
-        name: As in the job file.
-        config: Struct of the [algorithm] table, without its `name`.
-        fields: Metrics that it reports besides samples, loss and metric.
-    """
-
-    name: Final = "downpour"
-    config: Final = DownpourSettings
+    name: Final = "downpour"  # as in the job file
+    config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
+    # Metrics that it reports besides samples, loss and metric.
     fields: Final = ("staleness_mean", "staleness_p95", "staleness_max", "pushes_lost")
 
     def roster(

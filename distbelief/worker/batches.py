@@ -98,15 +98,10 @@ N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchIndices:
-    """The samples of one step.
+    """The samples of one step."""
 
-    Attributes:
-        position: Number of samples before them.
-        indices: (n_samples,) in the data set.
-    """
-
-    position: int
-    indices: Indices
+    position: int  # number of samples before them
+    indices: Indices  # (n_samples,) in the data set
 
     @property
     def stop(self) -> int:
@@ -219,18 +214,13 @@ N_AHEAD: Final = 2  # slices read or held: of the current step and the next
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSlice:
-    """What one rank needs of a batch.
+    """What one rank needs of a batch."""
 
-    Attributes:
-        life: Generation of the group in which it was read.
-        inputs: Per input layer, one tensor per region: (n_samples, *shape).
-        targets: (n_samples, ...), whole, where they are needed.
-    """
-
-    life: int
+    life: int  # generation of the group in which it was read
     step: int
+    # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
-    targets: torch.Tensor | None = None
+    targets: torch.Tensor | None = None  # (n_samples, ...), whole, where they are needed
 
 
 @final

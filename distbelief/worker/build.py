@@ -198,18 +198,13 @@ def layout_of(context: BuildContext) -> Layout:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a model is partitioned.
-
-    Attributes:
-        graph: Of the model, its loss last.
-        modules: Layers that are computed whole; they may lie on the meta device.
-        device: On which ranks compute: "cpu", "cuda".
-    """
+    """How a model is partitioned."""
 
     plan: Plan
-    graph: LayerGraph
+    graph: LayerGraph  # of the model, its loss last
+    # Layers that are computed whole; they may lie on the meta device.
     modules: Mapping[str, nn.Module]
-    device: str = "cpu"
+    device: str = "cpu"  # on which ranks compute: "cpu", "cuda"
 
     @property
     def fingerprint(self) -> str:
@@ -403,15 +398,10 @@ def _score(task: TaskSpec, sample: Sample | None) -> Score:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaParts:
-    """The parts of one rank of a replica, for any algorithm.
+    """The parts of one rank of a replica, for any algorithm."""
 
-    Attributes:
-        flow: Its operations and the items that it keeps.
-        dtype: Of these items.
-    """
-
-    flow: Dataflow
-    dtype: torch.dtype
+    flow: Dataflow  # its operations and the items that it keeps
+    dtype: torch.dtype  # of these items
     client: ParameterClient
     dataset: Dataset
     reader: SliceReader

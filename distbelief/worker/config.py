@@ -11,39 +11,23 @@ from distbelief.roles.role import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownpourConfig:
-    """How one replica trains.
+    """How one replica trains."""
 
-    Attributes:
-        batch_size: Samples of one step.
-        n_fetch: Steps between fetches.
-        n_push: Steps between pushes.
-        blocking: Fetch only once every push is applied.
-        overwrite_local_steps: A fetch overwrites local steps that are not pushed yet.
-        learning_rate: Of the shards' rule, for messages and local steps.
-        local_learning_rate: Of local steps; None: `learning_rate`.
-        schedule: Of the shards' rule; local steps follow it.
-        clip_norm: Bound of each gradient's 2-norm; None: no bound.
-        max_steps: Steps of one incarnation; None: until a Stop.
-        max_samples: Samples of all incarnations together; None: until a Stop.
-        progress_seconds: Least time between reports to the supervisor.
-        non_finite_limit: Gradients in a row that may be NaN or infinite.
-        seed: Of the order of samples and of the model's random numbers.
-    """
-
-    batch_size: int
-    n_fetch: int = 1
-    n_push: int = 1
-    blocking: bool = False
-    overwrite_local_steps: bool = False
-    learning_rate: float = 0.0
-    local_learning_rate: float | None = None
+    batch_size: int  # samples of one step
+    n_fetch: int = 1  # steps between fetches
+    n_push: int = 1  # steps between pushes
+    blocking: bool = False  # fetch only once every push is applied
+    overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
+    learning_rate: float = 0.0  # of the shards' rule, for messages and local steps
+    local_learning_rate: float | None = None  # of local steps; None: `learning_rate`
+    # Of the shards' rule; local steps follow it.
     schedule: Schedule = field(default_factory=Constant)
-    clip_norm: float | None = None
-    max_steps: int | None = None
-    max_samples: int | None = None
-    progress_seconds: Seconds = 0.5
-    non_finite_limit: int = 10
-    seed: int = 0
+    clip_norm: float | None = None  # bound of each gradient's 2-norm; None: no bound
+    max_steps: int | None = None  # steps of one incarnation; None: until a Stop
+    max_samples: int | None = None  # samples of all incarnations together; None: until a Stop
+    progress_seconds: Seconds = 0.5  # least time between reports to the supervisor
+    non_finite_limit: int = 10  # gradients in a row that may be NaN or infinite
+    seed: int = 0  # of the order of samples and of the model's random numbers
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "n_fetch", "n_push", "non_finite_limit"):

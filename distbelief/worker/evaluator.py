@@ -61,17 +61,11 @@ _NAMES = dry_run.Names(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorConfig:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        subset: Samples of a usual evaluation, the same each time; None: all.
-        chunk: Samples of one piece of work, so that `Stop` is answered within a chunk.
-        seed: Of the subset.
-    """
-
-    subset: int | None = None
-    chunk: int = 1024
-    seed: int = 0
+    subset: int | None = None  # samples of a usual evaluation, the same each time; None: all
+    chunk: int = 1024  # samples of one piece of work, so that `Stop` is answered within a chunk
+    seed: int = 0  # of the subset
 
     def __post_init__(self) -> None:
         if self.subset is not None and self.subset < 1:
@@ -366,9 +360,6 @@ class EvaluationObjective:
         dtype: Of all items.
         batch_plan: The chunks.
         score: Computes loss and metric from outputs; used on rank 0 only.
-
-    Attributes:
-        values: One flat tensor per item.
     """
 
     def __init__(
@@ -380,7 +371,7 @@ class EvaluationObjective:
         batch_plan: EvaluationPlan,
         score: Score,
     ) -> None:
-        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]  # one flat tensor per item
         self._client = client
         self._batch_plan = batch_plan
         self._score = score

@@ -32,18 +32,14 @@ class GradientAccumulator:
 
     Args:
         n_items: Tensors that a rank keeps.
-
-    Attributes:
-        sums: One per item; None without a gradient.
-        clocks: Of the shards, when the oldest gradient was computed.
-        stop: Samples up to the end of the newest gradient.
     """
 
     def __init__(self, n_items: int) -> None:
+        # One per item; None without a gradient.
         self.sums: list[torch.Tensor | None] = [None] * n_items
         self.n_gradients = 0
-        self.clocks: tuple[int, ...] = ()
-        self.stop = 0
+        self.clocks: tuple[int, ...] = ()  # of the shards, when the oldest gradient was computed
+        self.stop = 0  # samples up to the end of the newest gradient
         self._owned: set[int] = set()  # sums whose memory is not shared
 
     def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -118,40 +114,28 @@ def bad_sample(batch_slice: BatchSlice) -> int | None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """The result of a step's work.
+    """The result of a step's work."""
 
-    Attributes:
-        is_finite: Whether the gradient is finite on all ranks, as far as that was checked.
-        staged: The push, if gradients were staged.
-        blame: A sentence on a bad sample, if one was found.
-    """
-
-    is_finite: bool
-    staged: PushResult | None = None
-    blame: str | None = None
+    is_finite: bool  # whether the gradient is finite on all ranks, as far as that was checked
+    staged: PushResult | None = None  # the push, if gradients were staged
+    blame: str | None = None  # a sentence on a bad sample, if one was found
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """The current step.
-
-    Attributes:
-        counts: Whether its gradient is needed: the shards do not have it yet.
-        draft: The push that takes the gradients at once, if there is one.
-        gradients: The gradients otherwise, by item.
-        local_rate: Of the local step; None: no local step.
-        after: Running averages after the step, by item.
-    """
+    """The current step."""
 
     number: int
-    counts: bool
-    draft: PushDraft | None
-    local_rate: float | None
+    counts: bool  # whether its gradient is needed: the shards do not have it yet
+    draft: PushDraft | None  # the push that takes the gradients at once, if there is one
+    local_rate: float | None  # of the local step; None: no local step
     batch: BatchIndices
     batch_slice: BatchSlice
+    # The gradients otherwise, by item.
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     staged: PushResult | None = None
+    # Running averages after the step, by item.
     after: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -170,10 +154,6 @@ class RankTrainer:
         counts: By item of a running average, the item that counts its steps.
         dtype: Of all items.
         n_ranks: Ranks of the replica.
-
-    Attributes:
-        values: One flat tensor per item.
-        accrued: The gradients since the last push.
     """
 
     def __init__(
@@ -186,8 +166,8 @@ class RankTrainer:
         dtype: torch.dtype,
         n_ranks: int,
     ) -> None:
-        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
-        self.accrued = GradientAccumulator(len(sizes))
+        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]  # one flat tensor per item
+        self.accrued = GradientAccumulator(len(sizes))  # the gradients since the last push
         self._config = config
         self._trained = trained
         self._counts = counts

@@ -54,19 +54,14 @@ Install = Callable[[], FetchResult]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """One rank's part of a decision that all ranks of a step take together.
+    """One rank's part of a decision that all ranks of a step take together."""
 
-    Attributes:
-        square: Sum of squares of the local gradient; NaN if it is not finite.
-        settle: Work that finishes the step, given the sum over all ranks and the index of a
-            bad sample if a rank has found one.
-        cost: Of that work.
-        sample: Index in the data set of a sample with NaN or infinite values found here.
-    """
-
-    square: float
+    square: float  # sum of squares of the local gradient; NaN if it is not finite
+    # Work that finishes the step, given the sum over all ranks and the index of a bad sample if a
+    # rank has found one.
     settle: Callable[[float, int | None], object]
-    cost: Cost
+    cost: Cost  # of that work
+    # Index in the data set of a sample with NaN or infinite values found here.
     sample: int | None = None
 
 
@@ -186,28 +181,18 @@ class GroupState:
     Args:
         name: Of the rank.
         plan: Hash of its plan.
-
-    Attributes:
-        generation: 0 before the first.
-        n_lives: Generations so far.
-        granted: Steps of this generation that the rank may take.
-        is_last: No more steps will be granted.
-        has_ended: The leader knows that all steps are done.
-        n_reduced: Steps whose gradient norm is reduced over all ranks.
-        square: Squared norm of the last of them.
-        sample: Index of a bad sample in that step, if a rank reported one.
     """
 
     def __init__(self, name: str, *, plan: str) -> None:
-        self.generation = 0
+        self.generation = 0  # 0 before the first
         self.phase = Phase.ALONE
-        self.n_lives = 0
-        self.granted = 0
-        self.is_last = False
-        self.has_ended = False
-        self.n_reduced = 0
-        self.square = 0.0
-        self.sample: int | None = None
+        self.n_lives = 0  # generations so far
+        self.granted = 0  # steps of this generation that the rank may take
+        self.is_last = False  # no more steps will be granted
+        self.has_ended = False  # the leader knows that all steps are done
+        self.n_reduced = 0  # steps whose gradient norm is reduced over all ranks
+        self.square = 0.0  # squared norm of the last of them
+        self.sample: int | None = None  # index of a bad sample in that step, if a rank reported one
         self._name = name
         self._plan = plan
         self._sums = _Sums()
@@ -391,15 +376,10 @@ _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 @final
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """One rank of a group.
+    """One rank of a group."""
 
-    Attributes:
-        group: "replica-3" or "evaluator".
-        machine: The rank within the group; 0 leads.
-    """
-
-    group: str
-    machine: int
+    group: str  # "replica-3" or "evaluator"
+    machine: int  # the rank within the group; 0 leads
 
     @property
     def replica(self) -> int | None:
@@ -440,29 +420,20 @@ SETTLE: Final = "machine:settle"
 @final
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A computed step that waits for the norm reduction.
+    """A computed step that waits for the norm reduction."""
 
-    Attributes:
-        local: This rank's part of the decision.
-    """
-
-    local: Vote
+    local: Vote  # this rank's part of the decision
     step_result: StepResult
     batch: BatchIndices
 
 
 @final
 class NormReduction:
-    """Holds the computed step of one rank until its gradient norm is reduced over all ranks.
-
-    Attributes:
-        square: The last local sum of squares, which the rank reports.
-        sample: The last bad sample found here, if any.
-    """
+    """Holds the computed step of one rank until its gradient norm is reduced over all ranks."""
 
     def __init__(self, state: GroupState) -> None:
-        self.square = 0.0
-        self.sample: int | None = None
+        self.square = 0.0  # the last local sum of squares, which the rank reports
+        self.sample: int | None = None  # the last bad sample found here, if any
         self._state = state
         self._pending: PendingStep | None = None
 

@@ -24,20 +24,13 @@ from distbelief.roles.role import Seconds
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsBelow:
-    """What a group has done in the current generation.
-
-    Attributes:
-        position: In the data, of its first step.
-        loss: Sum over `samples`.
-        samples: Those with a finite loss.
-        no_loss: Those without.
-    """
+    """What a group has done in the current generation."""
 
     steps: int = 0
-    position: int = 0
-    loss: float = 0.0
-    samples: int = 0
-    no_loss: int = 0
+    position: int = 0  # in the data, of its first step
+    loss: float = 0.0  # sum over `samples`
+    samples: int = 0  # those with a finite loss
+    no_loss: int = 0  # those without
 
 
 # Generation k of the leader's incarnation i is i << 32 | k, so that all are distinct.

@@ -240,19 +240,12 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples of one step.
+    """The samples of one step."""
 
-    Attributes:
-        position: Samples that this replica consumed before them.
-        indices: (n_samples,) in the data set.
-        inputs: (n_samples, ...).
-        targets: (n_samples, ...).
-    """
-
-    position: int
-    indices: Indices
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    position: int  # samples that this replica consumed before them
+    indices: Indices  # (n_samples,) in the data set
+    inputs: torch.Tensor  # (n_samples, ...)
+    targets: torch.Tensor  # (n_samples, ...)
 
     @property
     def n_samples(self) -> int:
@@ -273,17 +266,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a step.
+    """The result of a step."""
 
-    Attributes:
-        loss: Mean over the batch.
-        is_finite: The gradient is finite and has accrued.
-        blame: Otherwise, a sentence on the bad sample if one was found.
-    """
-
-    loss: float
-    is_finite: bool
-    blame: str | None = None
+    loss: float  # mean over the batch
+    is_finite: bool  # the gradient is finite and has accrued
+    blame: str | None = None  # otherwise, a sentence on the bad sample if one was found
 
 
 @final

@@ -60,15 +60,11 @@ class LoopWorker:
     Args:
         client: Connects to the shards; the loop calls its `install` and `stage`.
         join: The Join message for the server.
-
-    Attributes:
-        client: The same.
-        stopped: Why the server has ended, once it has sent Stop.
     """
 
     def __init__(self, *, client: ParameterClient, join: Join) -> None:
-        self.client = client
-        self.stopped: str | None = None
+        self.client = client  # the same
+        self.stopped: str | None = None  # why the server has ended, once it has sent Stop
         self._join = join
         self._incarnation = 0
         self._incarnations: dict[Address, int] = {}  # of the peers

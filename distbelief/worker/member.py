@@ -70,22 +70,14 @@ _TEXT_MAX = 8192  # characters of an error or a warning
 
 @dataclass(frozen=True, kw_only=True)
 class JobMemberConfig:
-    """Identity of a member, and how it keeps in touch.
+    """Identity of a member, and how it keeps in touch."""
 
-    Attributes:
-        name: Of the role.
-        endpoint: Address of its driver ("" in a simulation).
-        host: Roles with equal host share memory; "" shares with no one.
-        pid: Of the process.
-        heartbeat_seconds: Between two heartbeats.
-        patience_seconds: The member exits after so long without any message of the supervisor.
-    """
-
-    name: str
-    endpoint: str = ""
-    host: str = ""
-    pid: int = 0
-    heartbeat_seconds: Seconds = HEARTBEAT_SECONDS
+    name: str  # of the role
+    endpoint: str = ""  # address of its driver ("" in a simulation)
+    host: str = ""  # roles with equal host share memory; "" shares with no one
+    pid: int = 0  # of the process
+    heartbeat_seconds: Seconds = HEARTBEAT_SECONDS  # between two heartbeats
+    # The member exits after so long without any message of the supervisor.
     patience_seconds: Seconds = PATIENCE_SECONDS
 
     def __post_init__(self) -> None:

@@ -30,18 +30,13 @@ class Counters:
 
 @final
 class TrainingMetrics:
-    """Counters and sums of one incarnation of a replica.
-
-    Attributes:
-        position: Samples consumed since the replica's first incarnation.
-        seconds_computing: Installing parameters and computing steps.
-    """
+    """Counters and sums of one incarnation of a replica."""
 
     def __init__(self, config: DownpourConfig) -> None:
         self._config = config
         self.counters = Counters()
-        self.position = 0
-        self.seconds_computing: Seconds = 0.0
+        self.position = 0  # samples consumed since the replica's first incarnation
+        self.seconds_computing: Seconds = 0.0  # installing parameters and computing steps
         self._begun_at: Seconds = 0.0
         self._n_bad_in_row = 0
         self._loss = 0.0  # of the last step

@@ -66,27 +66,21 @@ from distbelief.worker.steps import CHAIN, INSTALL, ParameterPrefetch, StepOutco
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """The parts that act for one rank.
+    """The parts that act for one rank."""
 
-    Attributes:
-        names: Of all ranks of the group; the leader is first.
-        parameters: Per item that the rank keeps, (*region.shape).
-        leader: Only on rank 0.
-    """
-
-    names: Sequence[Address]
+    names: Sequence[Address]  # of all ranks of the group; the leader is first
     rank: int
     client: ParameterClient
     runner: StepRunner
     batch_plan: BatchPlan
     slices: SlicePrefetch
     objective: Objective
-    parameters: Sequence[torch.Tensor]
+    parameters: Sequence[torch.Tensor]  # per item that the rank keeps, (*region.shape)
     state: GroupState
     prefetch: ParameterPrefetch
     norm_reduction: NormReduction
     shutdown: RankShutdown
-    leader: GroupLeader | None
+    leader: GroupLeader | None  # only on rank 0
 
     @property
     def may_step(self) -> bool:
@@ -186,14 +180,10 @@ class GroupMember:
 
 @final
 class StepLoop:
-    """Decides what the compute executor of one rank runs next.
-
-    Attributes:
-        lane: Name of the work in progress, or "".
-    """
+    """Decides what the compute executor of one rank runs next."""
 
     def __init__(self, parts: RankParts, member: GroupMember) -> None:
-        self.lane = ""
+        self.lane = ""  # name of the work in progress, or ""
         self._parts = parts
         self._member = member
         self._batch: BatchIndices | None = None  # of the current step
@@ -393,20 +383,13 @@ REMIND_SECONDS: Final = 0.25
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """Identity of a rank.
+    """Identity of a rank."""
 
-    Attributes:
-        group: "replica-3" or "evaluator".
-        machine: The rank within the group; 0 leads.
-        plan: Hash of the plan, equal on all ranks.
-        await_begin: The leader waits for `StartTraining` before the first step.
-    """
-
-    group: str
-    machine: int
+    group: str  # "replica-3" or "evaluator"
+    machine: int  # the rank within the group; 0 leads
     n_machines: int
-    plan: str
-    await_begin: bool = True
+    plan: str  # hash of the plan, equal on all ranks
+    await_begin: bool = True  # the leader waits for `StartTraining` before the first step
 
 
 @final

@@ -41,14 +41,10 @@ OTHER_RETRY_SECONDS: Final = 0.05
 
 @final
 class ParameterPrefetch:
-    """Fetches and installs the parameters that one rank keeps, step by step.
-
-    Attributes:
-        waits: A timer will repeat the last fetch.
-    """
+    """Fetches and installs the parameters that one rank keeps, step by step."""
 
     def __init__(self, client: ParameterClient, duty: Objective) -> None:
-        self.waits = False
+        self.waits = False  # a timer will repeat the last fetch
         self._client = client
         self._objective = duty
         self._life = 0
@@ -114,19 +110,12 @@ Close = Callable[[StepResult], object]  # uses the result of a step, as work
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """The result of one chain.
+    """The result of one chain."""
 
-    Attributes:
-        generation: In which the chain was started.
-        sends: Operation instances, and the values that they send.
-        step_result: After the last chain of a step.
-        closed: What `close` returned for it.
-    """
-
-    generation: int
-    sends: Sequence[tuple[int, Vector]]
-    step_result: StepResult | None = None
-    closed: object = None
+    generation: int  # in which the chain was started
+    sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
+    step_result: StepResult | None = None  # after the last chain of a step
+    closed: object = None  # what `close` returned for it
 
 
 @final
@@ -151,9 +140,6 @@ class StepRunner:
         micro_batches: Number of parts of a batch.
         training: With the backward pass.
         seed: Of the steps' random numbers, equal on all ranks.
-
-    Attributes:
-        step: The current step, or the next one.
     """
 
     def __init__(
@@ -167,7 +153,7 @@ class StepRunner:
         seed: Sequence[int],
     ) -> None:
         self.generation = 0
-        self.step = 0
+        self.step = 0  # the current step, or the next one
         self._execution = execution
         self._streams = couriers
         self._batch_plan = course

@@ -146,7 +146,7 @@ def test_a_replica_with_other_data_than_the_job_is_not_built() -> None:
     n_train = len(built.train_data())
     build("replica-0", replace(built, n_train=n_train))
     other = replace(built, n_train=n_train + 1)
-    with pytest.raises(JobError, match=rf"has {n_train} samples here, and {n_train + 1}"):
+    with pytest.raises(JobError, match=rf"has {n_train} samples here but {n_train + 1}"):
         build("replica-0", other)
     build("replica-0", replace(other, datasets={"data.train": built.train_data()}))
 

@@ -47,7 +47,7 @@ def test_gradients_of_tensors_come_when_nothing_urgent_is_left() -> None:
         (task.layer.name, operation.places)
         for operation in done
         if isinstance(operation, BackwardOp)
-        and isinstance(task := flow.operations[operation.task], ForwardOp)
+        and isinstance(task := flow.operations[operation.forward], ForwardOp)
     ]
     assert gradients == [("fc3", (0,)), ("fc2", (0,)), ("fc3", (1, 2)), ("fc2", (1, 2))]
 

@@ -197,7 +197,7 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
             task(train="bad_labels"),
             (
                 "[data.train] sample 13 has label 5, but the model has 2 outputs "
-                "(labels 0 to 1): give it more outputs, or mend the labels"
+                "(labels 0 to 1): give it more outputs, or fix the labels"
             ),
         ),
         (task(test="bad_labels"), "[data.test] sample 13 has label 5, but the model has 2 outputs"),

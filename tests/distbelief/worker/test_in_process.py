@@ -219,7 +219,7 @@ def test_only_what_there_is_can_be_inferred() -> None:
     with pytest.raises(GraphError, match="no output is named"):
         inference_of(graph, {}, outputs=[], batch=1, n_machines=1)
     several = LayerGraph(graph.layers, ("0", *graph.outputs))
-    with pytest.raises(GraphError, match="only one can be measured"):
+    with pytest.raises(GraphError, match="only one can be evaluated"):
         model_output(several)
 
 

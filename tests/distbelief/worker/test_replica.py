@@ -311,7 +311,7 @@ def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
         bench.run_until_step(9)
     assert str(caught.value) == (
         "3 gradients in a row were NaN or infinite (step 5): [data.train] sample 11 "
-        "has NaN or infinite inputs: mend or leave out such samples"
+        "has NaN or infinite inputs: fix or remove such samples"
     )
 
 
