@@ -262,7 +262,7 @@ class DownpourSGD(torch.optim.Optimizer):
 
     def _fetch(self) -> None:
         session, client = self._session, self._session.client
-        self._wait(lambda: client.ready, "a welcome")
+        self._wait(lambda: client.ready, "a session")
         if self._awaits_pushes:
             self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
         session.command(Computed(name=FETCH), self._timeout_seconds)

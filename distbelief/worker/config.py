@@ -149,7 +149,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"n_fetch is {self.n_fetch} and rule {self.rule.name!r} adapts its "
                 "rate on the shards; between fetches a replica takes plain SGD steps, "
-                "whose rate only you can choose: give local_learning_rate, or use "
+                "at a rate that only you can choose: give local_learning_rate, or use "
                 "n_fetch = 1"
             )
         self.of_replica()  # checks the rest

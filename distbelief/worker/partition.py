@@ -511,10 +511,10 @@ class PartitionWorker:
             **self._client.counters(),
             **self._objective.figures(),
             # JSON numbers: the low 32 bits are enough to tell generations apart.
-            "life": float(self._runner.generation & 0xFFFFFFFF),
-            "lives": float(self._state.n_lives),
+            "generation": float(self._runner.generation & 0xFFFFFFFF),
+            "generations": float(self._state.n_lives),
             "messages_out": float(sum(c.n_out for c in self._streams.values())),
-            "messages_again": float(sum(c.n_again for c in self._streams.values())),
+            "messages_resent": float(sum(c.n_again for c in self._streams.values())),
         }
         for rank, stream in self._streams.items():
             if stream.n_bytes:

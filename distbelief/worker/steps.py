@@ -331,7 +331,7 @@ class StepRunner:
         generation: int,
         chain: Sequence[int],
         arrived: Mapping[int, Vector],
-        closes: bool,  # noqa: FBT001 -- work of a lane
+        closes: bool,  # noqa: FBT001 -- bound by partial
     ) -> StepOutcome:
         # Runs in the compute executor; the arguments hold all that it may touch.
         sends = self._execution.run(chain, arrived, opened.put)

@@ -94,7 +94,7 @@ def test_who_leaves_a_server_says_so(tmp_path: Path) -> None:
         server = threading.Thread(target=serve, args=(transport,))
         server.start()
         try:
-            with pytest.raises(distbelief.PeerLostError, match="a welcome"):
+            with pytest.raises(distbelief.PeerLostError, match="a session"):
                 distbelief.DownpourSGD(
                     [nn.Parameter(torch.zeros(3))], server=str(address), timeout_seconds=2.0
                 )
