@@ -1,4 +1,4 @@
-"""What a machine obeys, and what it refuses."""
+"""A rank's state: messages of the leader that it applies or rejects."""
 
 import math
 
@@ -11,7 +11,7 @@ from distbelief.worker.group import GroupState, Phase
 
 
 def running_state() -> GroupState:
-    """A machine that runs in life 5."""
+    """Return the state of a rank that runs in generation 5."""
     state = GroupState("replica-0.1", plan="p")
     assert state.start_epoch(StartEpoch(life=5, plan="p"))
     state.phase = Phase.GATHERED
@@ -46,7 +46,7 @@ def test_losses_are_summed_where_they_are_computed() -> None:
     assert state.ready_message(8).samples == 8
 
 
-def test_what_is_of_a_life_that_is_over_is_refused() -> None:
+def test_messages_of_an_earlier_generation_are_rejected() -> None:
     state = running_state()
     with pytest.raises(
         RemoteProtocolError, match="sent StartEpoch of generation 4, after generation 5"
@@ -56,7 +56,7 @@ def test_what_is_of_a_life_that_is_over_is_refused() -> None:
         state.grant(grant(4, steps=9))
 
 
-def test_nobody_proceeds_who_has_not_gathered() -> None:
+def test_a_grant_before_the_rank_is_ready_is_rejected() -> None:
     state = running_state()
     with pytest.raises(RemoteProtocolError, match="generation 6 before it was ready"):
         state.grant(grant(6, steps=1))
@@ -66,6 +66,6 @@ def test_nobody_proceeds_who_has_not_gathered() -> None:
     assert not state.start_epoch(StartEpoch(life=6, plan="p"))
 
 
-def test_another_plan_is_the_job_s_fault() -> None:
+def test_a_different_plan_is_a_job_error() -> None:
     with pytest.raises(JobError, match=r"has plan q, replica-0\.1 has p: start all"):
         running_state().start_epoch(StartEpoch(life=6, plan="q"))
