@@ -220,7 +220,7 @@ class StepLoop:
         parts = self._parts
         assert isinstance(result, StepOutcome), result
         actions = parts.runner.ran(result, now)
-        if result.step_result is None:
+        if result.found is None:
             return actions
         assert self._batch is not None
         batch, self._batch = self._batch, None
@@ -228,13 +228,13 @@ class StepLoop:
         if isinstance(result.closed, Vote):
             if is_over:
                 return actions  # no norm will be reduced; the objective drops the step
-            parts.norm_reduction.start(PendingStep(result.closed, result.step_result, batch))
+            parts.norm_reduction.start(PendingStep(result.closed, result.found, batch))
         else:
             # Complete, so it is valid even if its generation has ended meanwhile.
-            actions += parts.objective.closed(result.closed, result.step_result, batch, now)
+            actions += parts.objective.closed(result.closed, result.found, batch, now)
             if is_over:
                 return actions
-        parts.state.add(result.step_result, len(batch.indices))
+        parts.state.add(result.found, len(batch.indices))
         return [*actions, *self._member.report_steps(now)]
 
     # ------------------------------------------------------------------------------------- next

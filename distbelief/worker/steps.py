@@ -114,7 +114,7 @@ class StepOutcome:
 
     generation: int  # in which the chain was started
     sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
-    step_result: StepResult | None = None  # after the last chain of a step
+    found: StepResult | None = None  # after the last chain of a step
     closed: object = None  # what `close` returned for it
 
 
@@ -341,7 +341,7 @@ class StepRunner:
         return StepOutcome(
             generation=generation,
             sends=sends,
-            step_result=step_result,
+            found=step_result,
             closed=opened.close(step_result),
         )
 
@@ -366,7 +366,7 @@ class StepRunner:
                 for index, block in blocks_of(values)
             ]
             actions += self._streams[receiver].post(blocks, now)
-        if result.step_result is not None:
+        if result.found is not None:
             self._open = None
             self.step += 1
         return actions
