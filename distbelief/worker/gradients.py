@@ -132,7 +132,7 @@ class Step:
     local_rate: float | None  # of the local step; None: no local step
     batch: BatchIndices
     batch_slice: BatchSlice
-    # The gradients otherwise, by item.
+    # By item, unless `draft` takes them.
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     staged: PushResult | None = None
     # Running averages after the step, by item.

@@ -23,7 +23,7 @@ from distbelief.roles.role import Seconds
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsBelow:
+class GroupProgress:
     """What a group has done in the current generation."""
 
     steps: int = 0
@@ -315,11 +315,11 @@ class GroupLeader:
     def square(self) -> float:
         return self._square
 
-    def life_done(self) -> StepsBelow:
+    def life_done(self) -> GroupProgress:
         """Return what the group did in this generation; the loss may be a step ahead."""
         # In the order of ranks, never of arrival: floating-point sums must not vary.
         messages = [self._done[rank] for rank in sorted(self._done)]
-        return StepsBelow(
+        return GroupProgress(
             steps=self.steps,
             position=self._position,
             loss=sum(message.loss for message in messages),

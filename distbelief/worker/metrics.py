@@ -13,7 +13,7 @@ from distbelief.errors import JobError
 from distbelief.protocol import Progress
 from distbelief.roles.role import SUPERVISOR, Action, Report, Seconds, Send
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.group_leader import GroupLeader, StepsBelow
+from distbelief.worker.group_leader import GroupLeader, GroupProgress
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class _Reported:
     generation: int = 0
     at: Seconds = -math.inf
     steps: int = 0
-    done: StepsBelow = field(default_factory=StepsBelow)
+    done: GroupProgress = field(default_factory=GroupProgress)
 
 
 @final

@@ -483,7 +483,8 @@ class TrainingObjective:
     def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         config = self._config
         # A rank may die when some shards have applied its push and others have not. It then goes on
-        # from the least advanced shard, and the others apply that one push twice.
+        # from the least advanced shard, and the others apply that one push twice. This is accepted:
+        # shards know only sample counts, and it is one gradient of one replica.
         counts = bool(self.values) and batch.stop > self._pushed
         waits = config.checks_every_gradient or config.clip_norm is not None
         # Stage during the backward pass only if nothing can still reject or change the gradient.

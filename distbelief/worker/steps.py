@@ -47,13 +47,13 @@ class ParameterPrefetch:
         self.waits = False  # a timer will repeat the last fetch
         self._client = client
         self._objective = duty
-        self._life = 0
+        self._generation = 0
         self._fetching = False  # begun, not yet installed
         self._installing = (0, 0)  # generation and step
         self._installed_for = -1  # step of this generation
 
     def begin(self, generation: int) -> None:
-        self._life = generation
+        self._generation = generation
         self._installed_for = -1
         self._fetching = False
 
@@ -72,7 +72,7 @@ class ParameterPrefetch:
         if not (self._fetching and self._client.fetch_complete):
             return []
         values = self._objective.values
-        self._installing = (self._life, step)
+        self._installing = (self._generation, step)
         work = Compute(
             name=INSTALL,
             work=self._objective.installing(self._client.install(values)),
@@ -87,7 +87,7 @@ class ParameterPrefetch:
         actions = self._client.installed(result, now)
         generation, step = self._installing
         # Older parameters than those that this rank has pushed meanwhile are not used.
-        if generation != self._life:
+        if generation != self._generation:
             return actions
         # The fetch met a half-applied update: try again soon.
         if result.torn:
@@ -339,10 +339,7 @@ class StepRunner:
             return StepOutcome(generation=generation, sends=sends)
         step_result = self._execution.finish()
         return StepOutcome(
-            generation=generation,
-            sends=sends,
-            found=step_result,
-            closed=opened.close(step_result),
+            generation=generation, sends=sends, found=step_result, closed=opened.close(step_result)
         )
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
