@@ -1,6 +1,5 @@
-"""`DownpourSGD`: one's own training loop as a Downpour worker.
+"""`DownpourSGD`: the user's own training loop as a Downpour worker.
 
-    rule = distbelief.Adagrad(learning_rate=0.02)
     with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
         optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
         for inputs, targets in loader:
@@ -9,17 +8,8 @@
             optimizer.step()
         optimizer.finish()
 
-Any number of loops, in any number of processes, may use one server, each with a model
-of the same shapes. The call `step()` of Algorithm 1.1 (Dean et al. 2012): accrue the
-gradient, push every n_push steps, fetch every n_fetch steps, step locally in between.
-A fetch loses no local step: those that are not pushed yet are taken again.
-
-As in torch a parameter whose `grad` is None does not move, here for a whole push: if it
-had no gradient in any of its steps. What is the rule's, such as learning rate, weight
-decay and schedule, is the server's; parameter groups that state it are refused.
-
-The role runs only inside these calls: there is no thread. What arrives meanwhile waits
-in the socket.
+`step()` is the loop of Algorithm 1.1 (Dean et al. 2012). There is no thread: the worker role runs
+only inside these calls, and messages wait in the socket meanwhile.
 """
 
 import atexit
@@ -44,7 +34,7 @@ from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush
 
 TORN_WAIT_SECONDS = 1e-3
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
-EXIT_SECONDS_MAX = 5.0  # what leaving the interpreter waits for unfinished pushes
+EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,28 +42,34 @@ _R = TypeVar("_R")
 
 @final
 class DownpourSGD(torch.optim.Optimizer):
-    """Pushes gradients to a parameter server, and fetches parameters from it.
+    """Pushes gradients to a parameter server and fetches parameters from it.
+
+    Any number of loops, in any number of processes, may use one server, each with a model of
+    the same shapes. As in torch, a parameter whose `grad` is None does not move: here, if it
+    had no gradient in any step of a push. Learning rate, weight decay and schedule belong to
+    the server's rule; parameter groups that set them are rejected.
 
     Args:
         params: The model's parameters, in the order that the server was given them, or
-            groups of them, each with a `learning_rate` of its own if it needs one.
+            groups of them, each with a `learning_rate` of its own if needed.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
-        learning_rate: Of this worker's own steps between fetches and pushes (the
-            server's rule has its own); needed if n_fetch > 1. If only n_push > 1, a
-            worker without it takes no steps of its own and only sums gradients.
-        blocking: Wait until each push is applied before the next fetch, as is done
-            anyhow if n_fetch or n_push is above 1: one worker then trains as plain
-            sequential SGD does, if the server's rule is SGD of the same rate.
-        overwrite_local_steps: A fetch overwrites the local steps whose gradients are
-            not pushed yet, as in the paper, and waits only if `blocking`.
+        learning_rate: Of this worker's own steps between fetches and pushes (the server's
+            rule has its own); required if n_fetch > 1. If only n_push > 1, a worker
+            without it takes no steps of its own and only sums gradients.
+        blocking: Wait until each push is applied before the next fetch; always on if
+            n_fetch or n_push is above 1. One worker then trains like plain sequential
+            SGD, if the server's rule is SGD with the same rate.
+        overwrite_local_steps: A fetch overwrites the local steps whose gradients are not
+            pushed yet, as in the paper, and waits only if `blocking`. By default they are
+            repeated.
         timeout_seconds: How long a step may wait for the server.
-        keys: Directory of this machine's keys, for a server whose address has a key;
-            by default the one that `distbelief keys` uses.
+        keys: Directory of this host's keys, for a server whose address has a key; by
+            default the one that `distbelief keys` uses.
 
     Raises:
-        JobError: the address, the parameters or the options make no sense.
+        JobError: the address, the parameters or the options are invalid.
         PeerLostError: the server does not answer in time.
     """
 
@@ -107,13 +103,13 @@ class DownpourSGD(torch.optim.Optimizer):
         self._awaits_pushes = blocking or self._keeps_local_steps
         self._n_steps = 0
         self._n_accrued = 0
-        self._is_finished = True  # nothing has happened that the server lacks
+        self._is_finished = True  # the server has everything
         self._samples = 0
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
         address = ServerAddress.parse(server)
         self._session = ClientSession(self._parameters, address, keys=keys)
-        # Not a method: it must not keep this object alive.
+        # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         _finish_at_exit(self)
         try:
@@ -127,11 +123,11 @@ class DownpourSGD(torch.optim.Optimizer):
     def step(  # type: ignore[override]  # torch's are overloads; this is their union
         self, closure: Callable[[], float] | None = None, *, samples: int = 1
     ) -> float | None:
-        """Push the gradients in `.grad`, and fetch parameters, as they fall due.
+        """Push the gradients in `.grad` and fetch parameters, as due.
 
         Args:
-            closure: Computes the loss and the gradients anew, as in torch.
-            samples: How many samples the gradient is of, for the server's count.
+            closure: Computes the loss and the gradients again, as in torch.
+            samples: Number of samples of the gradient, for the server's count.
 
         Raises:
             PeerLostError: the server does not answer in time, or has ended.
@@ -161,7 +157,7 @@ class DownpourSGD(torch.optim.Optimizer):
     def finish(self) -> None:
         """Push what has accrued, wait until it is applied, and fetch once more.
 
-        The model then holds the server's values, not those of this worker alone.
+        The model then holds the server's values, with the pushes of all workers.
 
         Raises:
             PeerLostError: the server does not answer in time.
@@ -180,11 +176,10 @@ class DownpourSGD(torch.optim.Optimizer):
         """Finish, unless that is done, then leave the server.
 
         Args:
-            timeout_seconds: How long each answer may take; by default as long as in a
-                step.
+            timeout_seconds: How long each answer may take; by default as in a step.
 
         Raises:
-            PeerLostError: the server does not answer in time; it is left all the same.
+            PeerLostError: the server does not answer in time; the worker leaves anyway.
         """
         if timeout_seconds is not None:
             self._timeout_seconds = timeout_seconds
@@ -195,7 +190,7 @@ class DownpourSGD(torch.optim.Optimizer):
             self._session.close()
 
     def counters(self) -> dict[str, float]:
-        """Return figures: pushes sent, acknowledged and lost, staleness, bytes."""
+        """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
         return self._session.client.counters()
 
     @override
@@ -203,7 +198,7 @@ class DownpourSGD(torch.optim.Optimizer):
         if "_parameters" in self.__dict__:
             raise JobError(
                 "DownpourSGD: a group of parameters cannot be added: the server knows "
-                f"the {len(self._parameters)} that it began with; begin with them all"
+                f"the {len(self._parameters)} that it began with; pass all of them at once"
             )
         _plain(super().add_param_group)(_Group(param_group))
 
@@ -222,7 +217,7 @@ class DownpourSGD(torch.optim.Optimizer):
     # ------------------------------------------------------------------------ steps
 
     def _accrue(self) -> None:
-        """Add the gradients to those since the last push (raw, as a sum: DB-7)."""
+        # Raw gradients, as a sum (DB-7); the clocks of the oldest one give the staleness.
         if not self._n_accrued:
             self._accrued_clocks = self._session.client.clocks
         for index, parameter in enumerate(self._parameters):
@@ -244,7 +239,6 @@ class DownpourSGD(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-rate)
 
     def _rates(self) -> list[float]:
-        """Return the rate of this worker's own steps, by parameter."""
         return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
 
     def _push(self) -> None:
@@ -254,7 +248,7 @@ class DownpourSGD(torch.optim.Optimizer):
             self._accrued,
             session.values,
             fetched_clocks=self._accrued_clocks,
-            skip_missing=True,  # as in torch: what has no gradient does not move
+            skip_missing=True,  # as in torch: a parameter without a gradient does not move
         )()
         push = StagedPush(outcome=outcome, n_gradients=self._n_accrued, samples=self._samples)
         self._n_accrued = 0
@@ -268,7 +262,7 @@ class DownpourSGD(torch.optim.Optimizer):
 
     def _fetch(self) -> None:
         session, client = self._session, self._session.client
-        self._wait(lambda: client.ready, "a welcome")
+        self._wait(lambda: client.ready, "a session")
         if self._awaits_pushes:
             self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
         session.command(Computed(name=FETCH), self._timeout_seconds)
@@ -276,6 +270,7 @@ class DownpourSGD(torch.optim.Optimizer):
             self._wait(lambda: client.fetch_complete, "parameters")
             outcome = client.install(session.values)()
             session.command(Computed(name=INSTALLED, result=outcome), self._timeout_seconds)
+            # A torn fetch met a half-applied update.
             if not outcome.torn:
                 break
             session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
@@ -284,8 +279,8 @@ class DownpourSGD(torch.optim.Optimizer):
             self._put_back()
 
     def _put_back(self) -> None:
-        """Take the local steps again that are not pushed yet."""
         for index, rate in enumerate(self._rates()):
+            # Local steps that are not pushed yet are repeated from the fetched values.
             accrued = self._accrued[index]
             if accrued is not None and rate:
                 self._session.values[index].add_(accrued, alpha=-rate)
@@ -295,7 +290,7 @@ class DownpourSGD(torch.optim.Optimizer):
 
 
 class _Group(dict[str, object]):
-    """A group of parameters, without what is the server's: torch asks for "lr"."""
+    """A parameter group that rejects options of the server's rule; torch asks for "lr"."""
 
     def __init__(self, group: Mapping[str, object]) -> None:
         super().__init__()
@@ -342,12 +337,12 @@ def _refusal(key: str) -> JobError:
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient of an Embedding(sparse=True) as any other."""
+    # Gradients of Embedding(sparse=True).
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _finish_at_exit(optimizer: DownpourSGD) -> None:
-    """Let a script that forgets `finish` lose nothing, if the server still answers."""
+    # A script that forgets `finish` should lose nothing while the server still answers.
     reference = weakref.ref(optimizer)
 
     def finish() -> None:
@@ -356,17 +351,14 @@ def _finish_at_exit(optimizer: DownpourSGD) -> None:
             try:
                 alive.close(timeout_seconds=EXIT_SECONDS_MAX)
             except (PeerLostError, JobError) as error:
-                print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- the last word
+                print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
     atexit.register(finish)
 
 
 def _plain(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a method of torch's without what keeps torch.compile away from it.
-
-    That imports the compiler at its first call: six seconds of a processor, before the
-    first step of every worker, and again whenever one is started in place of another.
-    """
+    # torch wraps these methods to keep torch.compile away from them, which imports the compiler at
+    # the first call: six seconds in every worker, again after each restart.
     function = getattr(method, "__wrapped__", None)
     if function is None or "torch._dynamo" in sys.modules:
         return method

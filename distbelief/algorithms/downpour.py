@@ -1,8 +1,7 @@
-"""Downpour SGD as a job knows it: the [algorithm] table, its roster, its roles.
+"""Downpour SGD as a plug-in of the job system: its [algorithm] table, roster and roles.
 
-Downpour SGD (Dean et al. 2012, section 4.1): every model replica trains on its own part
-of the data, and fetches from and pushes to the shards of a parameter server without
-waiting for the others.
+Dean et al. 2012, section 4.1: every model replica trains on its own part of the data, and
+fetches from and pushes to the shards of a parameter server without waiting for the others.
 """
 
 from dataclasses import replace
@@ -32,16 +31,11 @@ from distbelief.worker.replica import Replica
 
 @final
 class DownpourAlgorithm:
-    """What the entry point names: config struct, roster, and how to build each role.
+    """The object of the entry point."""
 
-    Attributes:
-        name: As in the job file.
-        config: Struct of the [algorithm] table, less its `name`.
-        fields: Figures it reports besides samples, loss and metric.
-    """
-
-    name: Final = "downpour"
-    config: Final = DownpourSettings
+    name: Final = "downpour"  # as in the job file
+    config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
+    # Metrics that it reports besides samples, loss and metric.
     fields: Final = ("staleness_mean", "staleness_p95", "staleness_max", "pushes_lost")
 
     def roster(
@@ -62,8 +56,7 @@ class DownpourAlgorithm:
             n_shards: Parameter server shards.
             shard_copies: Processes that keep each shard.
             evaluates: Whether there is a test set, and so an evaluator.
-            n_machines: Machines of each replica and of the evaluator, by whose plan
-                they are split; None if they are not.
+            n_machines: Ranks of each replica and of the evaluator; None without a plan.
         """
         del config  # the paper's roles do not depend on it
         return [
@@ -73,14 +66,11 @@ class DownpourAlgorithm:
         ]
 
     def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
-        """Return the role of this name, in the process that is to run it.
-
-        Builds the model and the data where the role needs them, which may take long;
-        starts nothing.
+        """Return the role of this name, in its own process; may take long, starts nothing.
 
         Raises:
             JobError: the model or the data cannot be built.
-            LocalProtocolError: no such role in this roster.
+            LocalProtocolError: the roster has no such role.
         """
         kind, _, index = name.partition("-")
         if context.plan is not None and group_rank_of(name) is not None:
@@ -111,8 +101,8 @@ def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> 
     )
     module = build_model(task.model)
     module.train()
-    # A job overshoots its end by what is not reported yet; the supervisor hears at most
-    # 200 reports a second of all replicas together.
+    # A job overshoots its end by what is not reported yet; but the supervisor should get at
+    # most 200 reports a second from all replicas together.
     of_replica = replace(
         config.of_replica(), progress_seconds=max(0.05, 0.005 * context.n_replicas)
     )

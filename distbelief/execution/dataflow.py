@@ -1,4 +1,10 @@
-"""From a machine's program to operations: who writes what is read, worked out once."""
+"""Compiles a rank's program into a `Dataflow`: finds, for all that is read, the slots to read.
+
+Gradients of inputs come before gradients of tensors where another rank waits for them:
+
+    rank 0   (nothing to do)          x3 x2 x1 ...       x: gradient of an input
+    rank 1   x8 x7 x6 x5 x4 --------^  w8 w7 w6 w5 w4    w: gradient of a tensor
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -38,27 +44,18 @@ from distbelief.program.instructions import (
 )
 
 
-# Which gradients others wait for: those of inputs before those of tensors.
-#
-#     machine 0   (nothing to do)          x3 x2 x1 ...       x: gradient of an input
-#     machine 1   x8 x7 x6 x5 x4 --------^  w8 w7 w6 w5 w4    w: of a tensor
-#
-# A message that goes back to another machine is worked out along a path of gradients of
-# inputs. What lies on such a path is urgent, however long it is; but where a gradient of
-# a tensor travels too, it does not wait for the end of the path.
-
-
 def urgent(compiled: Compiled) -> frozenset[str]:
     """Return the layers of which gradients of inputs come first.
 
-    The same for all machines, those that send none of them included.
+    Those on a path to a message for another rank; but where the gradient of a tensor travels
+    too, it does not wait for the end of the path. The same on all ranks.
     """
     sent, reduced = set[str](), set[str]()
-    for way in compiled.traffic:
-        if way.kind in {"gradient", "partial_gradient"}:
-            sent.add(way.name)
-        elif way.kind == "parameter_gradient":
-            reduced.add(way.name)
+    for message in compiled.traffic:
+        if message.kind in {"gradient", "partial_gradient"}:
+            sent.add(message.name)
+        elif message.kind == "parameter_gradient":
+            reduced.add(message.name)
     path, found = set[str](), set[str]()
     for layer in compiled.graph.layers:  # inputs before those that read them
         is_last = not sent.isdisjoint(layer.inputs)
@@ -70,9 +67,8 @@ def urgent(compiled: Compiled) -> frozenset[str]:
     return frozenset(found)
 
 
+# Operators whose gradients of inputs and of tensors share no work.
 SEPARABLE: Final = frozenset({"linear", "convolution", "locally_connected"})
-"""Kinds whose gradients of inputs and of tensors have no work in common: torch then
-computes of both only what it is asked for."""
 
 FORWARD_KINDS: Final = frozenset({"state", "partial", "parameter"})
 ONCE_KINDS: Final = frozenset({"parameter", "parameter_gradient"})
@@ -80,35 +76,35 @@ ONCE_KINDS: Final = frozenset({"parameter", "parameter_gradient"})
 
 def dataflow(
     compiled: Compiled,
-    machine: int,
+    rank: int,
     *,
     training: bool = True,
     loss: str | None = None,
     outputs: frozenset[str] = frozenset(),
     seeds: frozenset[str] | None = None,
 ) -> Dataflow:
-    """Return what a machine does.
+    """Return what one rank computes.
 
     Args:
         compiled: The plan.
-        machine: Which.
-        training: With the backward pass, or without.
+        rank: Which one.
+        training: With the backward pass.
         loss: The layer whose mean over the samples is the objective.
         outputs: Layers whose outputs are wanted at the end.
-        seeds: Layers whose gradients begin there; by default that of the loss.
+        seeds: Layers where gradients begin; by default the loss.
     """
     wanted = {loss} if loss is not None else set()
-    writer = _Writer(
+    builder = _FlowBuilder(
         compiled=compiled,
         training=training,
         loss=loss,
         wanted=outputs,
         seeds=frozenset(wanted) if seeds is None else seeds,
     )
-    for instruction in compiled.program(machine).instructions:
+    for instruction in compiled.program(rank).instructions:
         if training or _is_forward(instruction):
-            writer.enter(instruction)
-    return writer.finished()
+            builder.add(instruction)
+    return builder.finished()
 
 
 def _is_forward(instruction: Instruction) -> bool:
@@ -130,7 +126,7 @@ def _known() -> _Known:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class _Writer:
+class _FlowBuilder:
     compiled: Compiled
     training: bool
     loss: str | None
@@ -146,9 +142,9 @@ class _Writer:
     averaged: list[tuple[str, Region, int]] = field(default_factory=list)
     outputs: list[tuple[str, Region, int]] = field(default_factory=list)
     reads: dict[str, tuple[Region, ...]] = field(default_factory=dict)
-    tasks: dict[tuple[str, Region, bool], int] = field(default_factory=dict)
+    forwards: dict[tuple[str, Region, bool], int] = field(default_factory=dict)
     combined: defaultdict[str, list[Region]] = field(default_factory=lambda: defaultdict(list))
-    # What is known of each layer or tensor so far, by kind of message.
+    # The slots written so far, by kind of message and by layer or tensor.
     known: dict[MessageKind, _Known] = field(
         default_factory=lambda: {
             "state": _known(),
@@ -159,56 +155,58 @@ class _Writer:
             "parameter_gradient": _known(),
         }
     )
-    ways: dict[tuple[MessageKind, str], int] = field(init=False)
+    message_index: dict[tuple[MessageKind, str], int] = field(init=False)
     running: dict[str, str] = field(init=False)  # layer -> tensor
     urgent: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         traffic = self.compiled.traffic
-        self.ways = {(way.kind, way.name): index for index, way in enumerate(traffic)}
+        self.message_index = {
+            (message.kind, message.name): index for index, message in enumerate(traffic)
+        }
         found = running_averages(self.compiled.graph) if self.training else {}
         self.running = {layer: tensor for tensor, layer in found.items()}
         self.urgent = urgent(self.compiled)
 
-    def enter(self, instruction: Instruction) -> None:
+    def add(self, instruction: Instruction) -> None:
         match instruction:
             case Fetch() | Read() | Receive():
-                self._come_in(instruction)
+                self._add_source(instruction)
             case Send(message=message):
-                self._send(message)
+                self._add_send(message)
             case Push(tensor=name, regions=regions):
-                self._push(name, regions)
+                self._add_push(name, regions)
             case Reduce():
-                pass  # gradients are added where they are wanted
+                pass  # gradients are summed by their reader
             case _:
-                self._work(instruction)
+                self._add_compute(instruction)
 
-    def _come_in(self, instruction: Fetch | Read | Receive) -> None:
+    def _add_source(self, instruction: Fetch | Read | Receive) -> None:
         match instruction:
             case Fetch(tensor=name, regions=regions):
                 for region in regions:
                     self.items[name, region] = len(self.items)
-                self._come(instruction, "parameter", name, regions)
+                self._add_input(instruction, "parameter", name, regions)
             case Read(layer=name, regions=regions):
-                self._come(instruction, "state", name, regions)
+                self._add_input(instruction, "state", name, regions)
                 self.reads[name] = regions
             case Receive(message=message):
-                place = (self.ways[message.kind, message.name], message.sender)
+                place = (self.message_index[message.kind, message.name], message.sender)
                 self.received[place] = len(self.operations)
-                self._come(instruction, message.kind, message.name, message.regions)
+                self._add_input(instruction, message.kind, message.name, message.regions)
             case _:
                 assert_never(instruction)
 
-    def _work(self, instruction: Forward | Partial | Combine | Backward) -> None:
+    def _add_compute(self, instruction: Forward | Partial | Combine | Backward) -> None:
         match instruction:
             case Forward(layer=name, region=region):
-                self._compute(self.compiled.graph[name], region, partial=False)
+                self._add_forward(self.compiled.graph[name], region, partial=False)
             case Partial(layer=name, part=part):
-                self._compute(self.compiled.graph[name], part, partial=True)
+                self._add_forward(self.compiled.graph[name], part, partial=True)
             case Combine(layer=name, region=region):
-                self._combine(self.compiled.graph[name], region)
+                self._add_combine(self.compiled.graph[name], region)
             case Backward(layer=name, region=region, partial=partial):
-                self._back(self.compiled.graph[name], region, partial=partial)
+                self._add_backward(self.compiled.graph[name], region, partial=partial)
             case _:
                 assert_never(instruction)
 
@@ -233,7 +231,7 @@ class _Writer:
 
     # --------------------------------------------------------------- single operations
 
-    def _come(
+    def _add_input(
         self,
         instruction: Fetch | Read | Receive,
         kind: MessageKind,
@@ -252,7 +250,7 @@ class _Writer:
             InputOp(instruction=instruction, writes=tuple(writes), items=tuple(items), once=once)
         )
 
-    def _compute(self, layer: Layer, region: Region, *, partial: bool) -> None:
+    def _add_forward(self, layer: Layer, region: Region, *, partial: bool) -> None:
         needs = needed(layer, region, partial=partial)
         uses = operator_of(layer).uses(layer, region)
         if partial:
@@ -263,13 +261,13 @@ class _Writer:
         tensors = [self._gather("parameter", name, r) for name, r in needs.uses]
         gradients = self.compiled.gradients if self.training else frozenset[str]()
         back = layer.name in gradients
-        self.tasks[layer.name, region, partial] = len(self.operations)
+        self.forwards[layer.name, region, partial] = len(self.operations)
         slot, seed = self._slot(), None
         if partial:
             assert needs.writes is not None, layer.name
             self.known["partial"][layer.name].append((slot, needs.writes))
         else:
-            seed = self._have(layer, region, slot)
+            seed = self._add_output(layer, region, slot)
         self.operations.append(
             ForwardOp(
                 layer=layer,
@@ -277,10 +275,10 @@ class _Writer:
                 partial=partial,
                 reads=(*states, *tensors),
                 n_inputs=len(states),
-                words=tuple(uses),
-                goes_back=(
+                tensor_names=tuple(uses),
+                needs_gradient=(
                     *(back and name in gradients for name in layer.inputs),
-                    *(back and layer.tensors[word].trains for word in uses),
+                    *(back and layer.tensors[argument].trains for argument in uses),
                 ),
                 writes=slot,
                 seed=seed,
@@ -288,24 +286,24 @@ class _Writer:
             )
         )
 
-    def _combine(self, layer: Layer, region: Region) -> None:
+    def _add_combine(self, layer: Layer, region: Region) -> None:
         sums = operator_of(layer).partial
         assert sums is not None, layer.name
         reads = (self._gather("partial", layer.name, region, how=sums.combine),)
         slot = self._slot()
-        seed = self._have(layer, region, slot)
+        seed = self._add_output(layer, region, slot)
         self.operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))
         if self.training and layer.name in self.compiled.gradients:
             self.combined[layer.name].append(region)
 
-    def _have(self, layer: Layer, region: Region, slot: int) -> int | None:
-        """Know a region of a layer; return the slot of its gradient if it begins."""
+    def _add_output(self, layer: Layer, region: Region, slot: int) -> int | None:
         name = layer.name
         self.known["state"][name].append((slot, region))
         if name == self.loss:
             self.losses.append(slot)
         if name in self.wanted:
             self.outputs.append((name, region, slot))
+        # BatchNorm: this output replaces a running average.
         if name in self.running:
             self.averaged.append((self.running[name], region, slot))
         if not self.training or name not in self.seeds & self.compiled.gradients:
@@ -314,38 +312,39 @@ class _Writer:
         self.known["gradient"][name].append((seed, region))
         return seed
 
-    def _back(self, layer: Layer, region: Region, *, partial: bool) -> None:
+    def _add_backward(self, layer: Layer, region: Region, *, partial: bool) -> None:
         if partial:
-            self._complete(layer)
+            self._complete_gradient(layer)
             sums = operator_of(layer).partial
             assert sums is not None, layer.name
             written = sums.writes(layer, region)
             gradient = self._gather("partial_gradient", layer.name, written)
         else:
             gradient = self._gather("gradient", layer.name, region, how="sum")
-        index = self.tasks[layer.name, region, partial]
-        task = self.operations[index]
-        assert isinstance(task, ForwardOp), layer.name
+        index = self.forwards[layer.name, region, partial]
+        forward = self.operations[index]
+        assert isinstance(forward, ForwardOp), layer.name
         needs = needed(layer, region, partial=partial)
         writes: dict[int, int] = {}
         for place, (name, where) in enumerate((*needs.reads, *needs.uses)):
-            if task.goes_back[place]:
-                is_state = place < task.n_inputs
+            if forward.needs_gradient[place]:
+                is_state = place < forward.n_inputs
                 kind: MessageKind = "gradient" if is_state else "parameter_gradient"
                 slot = writes[place] = self._slot(once=not is_state)
                 self.known[kind][name].append((slot, where))
                 if not is_state:
                     self.added.add(slot)
         parts = [tuple(writes)]
+        # Split, so that the gradients of inputs can be sent first.
         if layer.kind in SEPARABLE and layer.name in self.urgent:
-            inputs = tuple(place for place in writes if place < task.n_inputs)
-            tensors = tuple(place for place in writes if place >= task.n_inputs)
+            inputs = tuple(place for place in writes if place < forward.n_inputs)
+            tensors = tuple(place for place in writes if place >= forward.n_inputs)
             parts = [part for part in (inputs, tensors) if part]
         flops = work_of(layer, region, partial=partial).backward
         for part in parts:
             self.operations.append(
                 BackwardOp(
-                    task=index,
+                    forward=index,
                     reads=(gradient,) if part is parts[0] else (),
                     places=part,
                     writes=tuple(writes[place] for place in part),
@@ -355,17 +354,17 @@ class _Writer:
                 )
             )
 
-    def _complete(self, layer: Layer) -> None:
-        """The gradient of what this machine has combined of a layer is complete."""
+    def _complete_gradient(self, layer: Layer) -> None:
+        # All consumers of a combined output have written their gradients by now.
         for region in self.combined.pop(layer.name, []):
             reads = (self._gather("gradient", layer.name, region, how="sum"),)
             slot = self._slot()
             self.known["partial_gradient"][layer.name].append((slot, region))
             self.operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
 
-    def _send(self, message: Message) -> None:
+    def _add_send(self, message: Message) -> None:
         if message.kind == "partial_gradient":
-            self._complete(self.compiled.graph[message.name])
+            self._complete_gradient(self.compiled.graph[message.name])
         hows: dict[MessageKind, How] = {"gradient": "sum", "parameter_gradient": "sum"}
         how: How = hows.get(message.kind, "cut")
         if message.kind == "partial":
@@ -375,12 +374,12 @@ class _Writer:
         reads = tuple(
             self._gather(message.kind, message.name, region, how=how) for region in message.regions
         )
-        place = (self.ways[message.kind, message.name], message.receiver)
+        place = (self.message_index[message.kind, message.name], message.receiver)
         self.sent[place] = len(self.operations)
         once = message.kind in ONCE_KINDS
         self.operations.append(OutputOp(message=message, reads=reads, items=(), once=once))
 
-    def _push(self, name: str, regions: tuple[Region, ...]) -> None:
+    def _add_push(self, name: str, regions: tuple[Region, ...]) -> None:
         reads = tuple(
             self._gather("parameter_gradient", name, region, how="sum") for region in regions
         )

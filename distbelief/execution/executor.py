@@ -1,9 +1,7 @@
-"""A plan without its loss: forward only, and what the model returns on machine 0.
+"""Runs the operations of one rank; compiles forward-only plans for inference.
 
-    ... --> fc8, cut over 4 machines --> fc8 (whole), on machine 0
-
-What only the loss needs is left out; of an output that is cut, the parts are brought
-together by one more layer.
+Values lie in slots, are written once and freed after their last reader. They are passed on
+without copies: where a layer is not partitioned it reads a view and gives its gradient away.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,21 +32,18 @@ from distbelief.program.instructions import Fetch, Message, Read, Receive
 from distbelief.program.placement import Placement
 
 
-# BatchNorm's count of its steps, which no layer computes: kept beside its averages.
-#
-# torch counts in `num_batches_tracked`. A machine that replaces the running mean from its
-# first channel on keeps that count too, as one more item: fetched and pushed as running
-# averages are, and one higher after every step that replaced them.
-
 _MEAN: Final = "running_mean"
 _COUNT: Final = "num_batches_tracked"
 
 
 def with_counts(flow: Dataflow, saved: Collection[str]) -> Dataflow:
-    """Return the dataflow of a machine that counts what it averages.
+    """Return the dataflow with BatchNorm's step counters as additional items.
+
+    torch counts steps in `num_batches_tracked`, which no layer computes. The rank that keeps the
+    first channel of the running mean keeps, fetches and pushes that counter too.
 
     Args:
-        flow: Without that.
+        flow: Without counters.
         saved: Names of the tensors that the shards hold.
     """
     items, counts = list(flow.items), {}
@@ -62,21 +57,13 @@ def with_counts(flow: Dataflow, saved: Collection[str]) -> Dataflow:
     return replace(flow, items=tuple(items), counts=counts)
 
 
-# One machine's part of a step, computed: what the compute lane runs, chain by chain.
-#
-# Values lie in slots, are written once, and leave as soon as they have been read for the
-# last time. What is handed on is handed on as it is: a tile whose layer is not cut reads
-# a view, gives its gradient away, and copies nothing.
-
+# seed(layer, output, n_samples of the step) -> gradient of the objective; None: 0
 Seed = Callable[[str, torch.Tensor, int], torch.Tensor | None]
-"""seed(layer, output, n_samples of the step) -> gradient of the objective; None: 0."""
 
-Put = Callable[[int, torch.Tensor], None]
-"""put(item, gradient): takes a gradient as soon as it is complete."""
+Put = Callable[[int, torch.Tensor], None]  # put(item, gradient), once it is complete
 
 
 def mean_over_samples(layer: str, output: torch.Tensor, n_samples: int) -> torch.Tensor:
-    """Return the gradient of the mean over all samples of the step."""
     del layer
     return output.new_full((), 1.0 / n_samples).expand_as(output)
 
@@ -84,41 +71,28 @@ def mean_over_samples(layer: str, output: torch.Tensor, n_samples: int) -> torch
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What a step begins with.
+    """The inputs of a step."""
 
-    Attributes:
-        parameters: Per item, (*region.shape): not to be changed until the step is over.
-        inputs: Per input layer, of each region that is read: (n_samples, *shape).
-        sizes: Samples of each micro-batch.
-        training: Or inference.
-        seed: Of its randomness.
-    """
-
-    parameters: Sequence[torch.Tensor]
+    parameters: Sequence[torch.Tensor]  # per item, (*region.shape); must not change during the step
+    # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]]
-    sizes: Sequence[int]
+    sizes: Sequence[int]  # samples of each micro-batch
     training: bool = True
-    seed: int = 0
+    seed: int = 0  # of the step's random numbers
 
     @property
     def n_samples(self) -> int:
-        """Of all micro-batches."""
         return sum(self.sizes)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a machine has at the end of a step.
+    """What a rank has at the end of a step."""
 
-    Attributes:
-        loss: Sum over the samples of the loss, if this machine computes it.
-        averages: New running statistics, by item.
-        outputs: Per layer and region wanted: (n_samples, *shape).
-    """
-
-    loss: float | None
-    averages: Mapping[int, torch.Tensor]
+    loss: float | None  # sum over the samples, if this rank computes the loss
+    averages: Mapping[int, torch.Tensor]  # new running averages, by item
+    # Per layer and region wanted: (n_samples, *shape).
     outputs: Sequence[tuple[str, Region, torch.Tensor]]
 
 
@@ -133,10 +107,8 @@ class _Taped:
 @final
 @dataclass(slots=True)
 class _State:
-    """Of the step under way."""
-
-    given: StepInputs
-    table: MicroBatchSchedule
+    step_inputs: StepInputs
+    schedule: MicroBatchSchedule
     steps: list[Step]
     slots: Activations
     tape: dict[int, _Taped] = field(default_factory=dict)
@@ -144,14 +116,14 @@ class _State:
 
 @final
 class PartitionExecutor:
-    """Runs the operations of one machine.
+    """Runs the operations of one rank.
 
     Args:
         flow: Its dataflow.
-        dtype: float32 or float64: of all that is no whole number.
-        modules: For layers that are computed whole.
-        device: Where tensors are while they are computed with.
-        seed_gradient: Where gradients begin.
+        dtype: float32 or float64, of floating-point numbers.
+        modules: Layers that are computed whole.
+        device: Where tensors are while computing.
+        seed_gradient: Gives the gradients where the backward pass begins.
     """
 
     def __init__(
@@ -171,72 +143,76 @@ class PartitionExecutor:
         self._like = torch.zeros((), dtype=dtype, device=self._device)
         self._state: _State | None = None
 
-    def begin(self, table: MicroBatchSchedule, given: StepInputs) -> None:
-        """Begin a step; what there was of another one is dropped."""
-        firsts = np.cumsum([0, *given.sizes])
+    def begin(self, schedule: MicroBatchSchedule, step_inputs: StepInputs) -> None:
+        """Begin a step; drop what is left of another one."""
+        firsts = np.cumsum([0, *step_inputs.sizes])
         steps = [
             Step(
-                training=given.training,
-                seed=given.seed,
+                training=step_inputs.training,
+                seed=step_inputs.seed,
                 first_sample=int(first),
                 modules=self._modules,
             )
             for first in firsts[:-1]
         ]
-        slots = Activations(self.flow.once, table.n_readers, sizes=given.sizes, like=self._like)
-        self._state = _State(given, table, steps, slots)
+        slots = Activations(
+            self.flow.once, schedule.n_readers, sizes=step_inputs.sizes, like=self._like
+        )
+        self._state = _State(step_inputs, schedule, steps, slots)
 
     def drop(self) -> None:
-        """Forget the step under way."""
         self._state = None
 
     def run(
         self, chain: Sequence[int], arrived: Mapping[int, Vector], put: Put
     ) -> list[tuple[int, Vector]]:
-        """Do what the chain says; return what is to be sent: instances and numbers.
+        """Run operations; return what must be sent: instances and their values.
 
         Args:
             chain: Instances, in this order.
-            arrived: What has come, by instance.
+            arrived: Received values, by instance.
             put: Takes the gradients of items.
         """
         sends: list[tuple[int, Vector]] = []
         n = len(self.flow.operations)
         for instance in chain:
-            copy, index = divmod(instance, n)
+            micro_batch, index = divmod(instance, n)
             operation = self.flow.operations[index]
             match operation:
                 case InputOp():
-                    self._enter(operation, copy, arrived.get(instance))
+                    self._input(operation, micro_batch, arrived.get(instance))
                 case ForwardOp():
-                    self._task(operation, copy, instance)
+                    self._forward(operation, micro_batch, instance)
                 case CombineOp():
-                    (joined,) = self._now().slots.read(operation.reads, copy)
-                    self._have(operation.writes, operation.seed, copy, joined, operation.layer.name)
+                    (joined,) = self._current().slots.read(operation.reads, micro_batch)
+                    self._write_output(
+                        operation.writes, operation.seed, micro_batch, joined, operation.layer.name
+                    )
                 case BackwardOp():
-                    self._back(operation, copy, copy * n + operation.task)
+                    self._backward(operation, micro_batch, micro_batch * n + operation.forward)
                 case OutputOp():
-                    self._leave(operation, copy, instance, sends, put)
+                    self._output(operation, micro_batch, instance, sends, put)
                 case _:
                     assert_never(operation)
         return sends
 
     def finish(self) -> StepResult:
-        """Return what there is at the end of the step, and forget the rest."""
-        state, self._state = self._now(), None
+        """Return the results of the step and free everything else."""
+        state, self._state = self._current(), None
         flow = self.flow
         copies = range(len(state.steps))
 
         def found(slot: int) -> list[torch.Tensor]:
-            return [state.slots.at(slot, copy) for copy in copies]
+            return [state.slots.at(slot, micro_batch) for micro_batch in copies]
 
         def output(name: str, slot: int) -> torch.Tensor:
             parts = found(slot)
-            # One sample for the whole batch is the same one for every part of it.
+            # Every micro-batch has the same single sample.
             return parts[0] if name in flow.joined else torch.cat(parts)
 
         loss: float | None = None
         for slot in flow.losses:
+            # Summed in float64: many float32 losses would lose digits.
             total = sum(float(value.sum(dtype=torch.float64)) for value in found(slot))
             loss = total + (loss or 0.0)
         return StepResult(
@@ -249,70 +225,78 @@ class PartitionExecutor:
 
     # ---------------------------------------------------------------------- operations
 
-    def _enter(self, operation: InputOp, copy: int, arrived: Vector | None) -> None:
-        state = self._now()
-        given, instruction = state.given, operation.instruction
+    def _input(self, operation: InputOp, micro_batch: int, arrived: Vector | None) -> None:
+        state = self._current()
+        step_inputs, instruction = state.step_inputs, operation.instruction
         match instruction:
             case Fetch():
                 for item, slot in zip(operation.items, operation.writes, strict=True):
-                    state.slots.write(slot, copy, given.parameters[item].to(self._device))
+                    state.slots.write(
+                        slot, micro_batch, step_inputs.parameters[item].to(self._device)
+                    )
             case Read():
-                start = state.steps[copy].first_sample
+                start = state.steps[micro_batch].first_sample
                 for slot, value in zip(
-                    operation.writes, given.inputs[instruction.layer], strict=True
+                    operation.writes, step_inputs.inputs[instruction.layer], strict=True
                 ):
-                    part = value.narrow(0, start, given.sizes[copy])
-                    state.slots.write(slot, copy, part.to(self._device))
+                    part = value.narrow(0, start, step_inputs.sizes[micro_batch])
+                    state.slots.write(slot, micro_batch, part.to(self._device))
             case Receive():
                 assert arrived is not None, instruction
-                self._unpack(operation, instruction.message, copy, arrived)
+                self._unpack(operation, instruction.message, micro_batch, arrived)
             case _:
                 assert_never(instruction)
 
-    def _unpack(self, operation: InputOp, message: Message, copy: int, arrived: Vector) -> None:
+    def _unpack(
+        self, operation: InputOp, message: Message, micro_batch: int, arrived: Vector
+    ) -> None:
         flat = as_tensor(arrived).to(self._device)
         start = 0
         for slot, region in zip(operation.writes, message.regions, strict=True):
             shape: tuple[int, ...] = region.shape
             if not operation.once:
-                n = 1 if message.name in self.flow.joined else self._size(copy)
+                n = 1 if message.name in self.flow.joined else self._size(micro_batch)
                 shape = (n, *shape)
             stop = start + int(np.prod(shape))
-            self._now().slots.write(slot, copy, flat[start:stop].view(shape))
+            self._current().slots.write(slot, micro_batch, flat[start:stop].view(shape))
             start = stop
 
-    def _task(self, task: ForwardOp, copy: int, instance: int) -> None:
-        state = self._now()
+    def _forward(self, op: ForwardOp, micro_batch: int, instance: int) -> None:
+        state = self._current()
         leaves = []
-        for value, back in zip(state.slots.read(task.reads, copy), task.goes_back, strict=True):
-            assert value is not None, task.layer.name
+        for value, back in zip(
+            state.slots.read(op.reads, micro_batch), op.needs_gradient, strict=True
+        ):
+            assert value is not None, op.layer.name
+            # Each layer has an autograd graph of its own, so layers run backward one at a time.
             leaf = value.detach()
             leaves.append(leaf.requires_grad_() if back and leaf.is_floating_point() else leaf)
-        kind = operator_of(task.layer)
-        computing: Operator | PartialSums = kind
-        if task.partial:
-            assert kind.partial is not None, task.layer.name
-            computing = kind.partial
-        goes_back = any(leaf.requires_grad for leaf in leaves)
-        tensors = dict(zip(task.words, leaves[task.n_inputs :], strict=True))
-        inputs = leaves[: task.n_inputs]
+        operator = operator_of(op.layer)
+        compute_with: Operator | PartialSums = operator
+        if op.partial:
+            assert operator.partial is not None, op.layer.name
+            compute_with = operator.partial
+        needs_gradient = any(leaf.requires_grad for leaf in leaves)
+        tensors = dict(zip(op.tensor_names, leaves[op.n_inputs :], strict=True))
+        inputs = leaves[: op.n_inputs]
         try:
-            with torch.set_grad_enabled(goes_back):
-                output = computing.compute(
-                    task.layer, task.region, inputs, tensors, state.steps[copy]
+            with torch.set_grad_enabled(needs_gradient):
+                output = compute_with.compute(
+                    op.layer, op.region, inputs, tensors, state.steps[micro_batch]
                 )
-        except Exception as error:  # of the user's module, or of what it was given
-            raise _failed(task, inputs, error) from error
-        if goes_back and output.requires_grad:
+        except Exception as error:  # of the user's module, or of its inputs
+            raise _failed(op, inputs, error) from error
+        if needs_gradient and output.requires_grad:
             state.tape[instance] = _Taped(output, leaves)
-        self._have(task.writes, task.seed, copy, output.detach(), task.layer.name)
+        self._write_output(op.writes, op.seed, micro_batch, output.detach(), op.layer.name)
 
-    def _back(self, operation: BackwardOp, copy: int, task: int) -> None:
-        state = self._now()
-        taped = state.tape.get(task)
+    def _backward(self, operation: BackwardOp, micro_batch: int, forward: int) -> None:
+        state = self._current()
+        taped = state.tape.get(forward)
+        # The saved graph is freed with its last reader.
         if operation.is_last:
-            state.tape.pop(task, None)
-        for gradient in state.slots.read(operation.reads, copy):
+            state.tape.pop(forward, None)
+        for gradient in state.slots.read(operation.reads, micro_batch):
             if taped is not None:
                 taped.gradient = gradient
         if taped is None or taped.gradient is None:
@@ -330,39 +314,39 @@ class PartitionExecutor:
         for leaf, slot in zip(leaves, operation.writes, strict=True):
             value = next(found) if leaf.requires_grad else None
             if value is not None:
-                state.slots.write(slot, copy, value, adds=slot in self.flow.added)
+                state.slots.write(slot, micro_batch, value, adds=slot in self.flow.added)
 
-    def _leave(
+    def _output(
         self,
         operation: OutputOp,
-        copy: int,
+        micro_batch: int,
         instance: int,
         sends: list[tuple[int, Vector]],
         put: Put,
     ) -> None:
-        found = self._now().slots.read(operation.reads, copy)
+        found = self._current().slots.read(operation.reads, micro_batch)
         if operation.message is None:
             for item, value in zip(operation.items, found, strict=True):
                 if value is not None:
                     put(item, value.cpu().reshape(-1))
             return
-        sends.append((instance, self._packed(operation, copy, found)))
+        sends.append((instance, self._packed(operation, micro_batch, found)))
 
     def _packed(
-        self, operation: OutputOp, copy: int, found: Sequence[torch.Tensor | None]
+        self, operation: OutputOp, micro_batch: int, found: Sequence[torch.Tensor | None]
     ) -> Vector:
-        """Return what is sent as one flat array."""
         message = operation.message
         assert message is not None
-        n = 1 if message.name in self.flow.joined else self._size(copy)
+        n = 1 if message.name in self.flow.joined else self._size(micro_batch)
         parts = []
         for read, value in zip(operation.reads, found, strict=True):
             shape = read.shape if operation.once else (n, *read.shape)
+            # A missing gradient is zero.
             there = self._like.new_zeros(shape) if value is None else value
             parts.append(there.reshape(-1))
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         if message.kind == "parameter" and len(parts) == 1:
-            flat = flat.clone()  # it may have to be sent again when these have changed
+            flat = flat.clone()  # a resend must not see later values
         if not flat.is_floating_point():
             flat = flat.to(torch.int64)
         array: Vector = flat.cpu().numpy()
@@ -370,39 +354,41 @@ class PartitionExecutor:
 
     # --------------------------------------------------------------------------- slots
 
-    def _now(self) -> _State:
+    def _current(self) -> _State:
         if self._state is None:
-            raise LocalProtocolError("no step is under way")
+            raise LocalProtocolError("no step is running")
         return self._state
 
-    def _size(self, copy: int) -> int:
-        return self._now().given.sizes[copy]
+    def _size(self, micro_batch: int) -> int:
+        return self._current().step_inputs.sizes[micro_batch]
 
-    def _have(
-        self, slot: int, seed: int | None, copy: int, value: torch.Tensor | None, layer: str
+    def _write_output(
+        self, slot: int, seed: int | None, micro_batch: int, value: torch.Tensor | None, layer: str
     ) -> None:
         if value is None:
             return
-        self._now().slots.write(slot, copy, value)
+        self._current().slots.write(slot, micro_batch, value)
         if seed is not None:
-            n = self._now().given.n_samples
+            n = self._current().step_inputs.n_samples
             gradient = self._seed_gradient(layer, value, n)
             if gradient is not None:
-                self._now().slots.write(seed, copy, gradient)
+                self._current().slots.write(seed, micro_batch, gradient)
 
 
-def _failed(task: ForwardOp, inputs: Sequence[torch.Tensor], error: Exception) -> DistBeliefError:
+def _failed(
+    forward: ForwardOp, inputs: Sequence[torch.Tensor], error: Exception
+) -> DistBeliefError:
     if isinstance(error, DistBeliefError):
         return error
     shapes = ", ".join(f"{list(value.shape)}" for value in inputs)
     return JobError(
-        f"layer {task.layer.name!r} ({task.layer.kind}) failed on inputs of shape "
+        f"layer {forward.layer.name!r} ({forward.layer.kind}) failed on inputs of shape "
         f"{shapes}: {type(error).__name__}: {error}"
     )
 
 
 def as_tensor(array: Vector) -> torch.Tensor:
-    """Return the same memory as a tensor; of a read-only array a copy."""
+    """Return the same memory as a tensor; a copy if the array is read-only."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -414,24 +400,27 @@ def inference_of(
     batch: int,
     n_machines: int,
 ) -> Compiled:
-    """Return the plan that computes these outputs; each is whole on machine 0.
+    """Return a plan that computes these outputs, each whole on rank 0.
+
+        ... --> fc8, cut over 4 ranks --> fc8.whole, on rank 0
 
     The outputs of its graph are in this order, under other names.
 
     Args:
         graph: With or without a loss.
-        placements: Of its layers but inputs.
+        placements: Of its layers, inputs left out.
         outputs: Layers.
         batch: Samples of a step.
-        n_machines: They are counted from 0.
+        n_machines: Number of ranks.
 
     Raises:
-        GraphError: there is no such layer.
+        GraphError: a layer does not exist.
     """
     unknown = [name for name in outputs if name not in graph.by_name]
     if unknown or not outputs:
         raise GraphError(f"no layer {unknown[0]!r}" if unknown else "no output is named")
     wanted = set(outputs)
+    # Keep only the layers that the outputs depend on.
     for layer in reversed(graph.layers):
         if layer.name in wanted:
             wanted.update(layer.inputs)
@@ -465,5 +454,5 @@ def model_output(graph: LayerGraph) -> str:
     """
     *outputs, _ = graph.outputs
     if len(outputs) != 1:
-        raise GraphError(f"the model has outputs {', '.join(outputs)}: only one can be measured")
+        raise GraphError(f"the model has outputs {', '.join(outputs)}: only one can be evaluated")
     return outputs[0]

@@ -1,15 +1,14 @@
-"""A machine's program as operations on slots, each written once: what is executed.
+"""A rank's program as operations on slots, each slot written once.
 
-    instruction             operation   reads                   writes
-    Fetch, Read, Receive    Enter       nothing                 a slot per region
-    Forward, Partial        Task        states, parameters      the output
-    Combine                 Join        contributions           the output
-    Backward                Back        the output's gradient   of what was read
-    Send, Push              Leave       a tensor per region     nothing
+    instruction             operation    reads                   writes
+    Fetch, Read, Receive    InputOp      nothing                 one slot per region
+    Forward, Partial        ForwardOp    inputs, parameters      the output
+    Combine                 CombineOp    contributions           the output
+    Backward                BackwardOp   the output's gradient   gradients of what was read
+    Send, Push              OutputOp     one tensor per region   nothing
 
-A slot holds a region of something for one micro-batch; those of parameters and of their
-gradients are there once, for all. An operation waits for what writes the slots that it
-reads, and for nothing else: the order of the program is only the order of preference.
+A slot holds one region for one micro-batch; slots of parameters and their gradients exist
+once for all. An operation waits only for the writers of its slots; program order is priority.
 """
 
 from collections.abc import Mapping
@@ -25,56 +24,36 @@ from distbelief.program.instructions import Fetch, Message, Read, Receive
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOp:
-    """Something comes from outside: one tensor per region.
-
-    Attributes:
-        instruction: What.
-        writes: A slot per region.
-        items: If it is fetched: which these are of all that is.
-        once: Whether all micro-batches share it.
-    """
+    """Something comes from outside: one tensor per region."""
 
     instruction: Fetch | Read | Receive
-    writes: tuple[int, ...]
-    items: tuple[int, ...]
-    once: bool
+    writes: tuple[int, ...]  # one slot per region
+    items: tuple[int, ...]  # if parameters are fetched: their indices in `Dataflow.items`
+    once: bool  # whether all micro-batches share it
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOp:
-    """A region, or what a part contributes, is computed.
-
-    Attributes:
-        layer: Of which.
-        region: Which, or which part.
-        partial: Whether it is a part.
-        reads: Its inputs, then its tensors.
-        n_inputs: How many of these are inputs.
-        words: The kind's words for its tensors.
-        goes_back: Per input and tensor, whether its gradient is wanted.
-        writes: The slot of the output.
-        seed: The slot of its gradient, if that begins here.
-        flops: For one sample.
-    """
+    """Computes a region of a layer's output, or its partial sum."""
 
     layer: Layer
-    region: Region
+    region: Region  # of the output, or of the summed dimension if `partial`
     partial: bool
-    reads: tuple[Gather, ...]
-    n_inputs: int
-    words: tuple[str, ...]
-    goes_back: tuple[bool, ...]
-    writes: int
-    seed: int | None
-    flops: float
+    reads: tuple[Gather, ...]  # the layer's inputs, then its tensors
+    n_inputs: int  # how many of `reads` are inputs
+    tensor_names: tuple[str, ...]  # the operator's argument names of the tensors
+    needs_gradient: tuple[bool, ...]  # per input and tensor
+    writes: int  # the slot of the output
+    seed: int | None  # the slot of its gradient, if the backward pass begins here
+    flops: float  # for one sample
     once: bool = False
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombineOp:
-    """Contributions, or gradients of what is combined, are put together."""
+    """Combines contributions to an output, or gradients of a combined output."""
 
     layer: Layer
     reads: tuple[Gather, ...]
@@ -86,38 +65,28 @@ class CombineOp:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardOp:
-    """The gradients of what a task read.
+    """Computes the gradients of what a forward operation read.
 
-    If another machine waits for what comes of the gradient of an input (`urgency`), and
-    it has no work in common with those of the tensors, these are an operation of their
-    own: it is done while messages travel (Qi et al. 2024, "Zero Bubble Pipeline
-    Parallelism").
-
-    Attributes:
-        task: Which operation that was.
-        reads: The gradient of its output; nothing if the operation before this one,
-            of the same task, has read it.
-        places: Of which of its inputs and tensors, inputs first.
-        writes: A slot for each of these.
-        flops: For one sample.
-        is_last: Whether nothing goes back through the task after this.
-        can_wait: Whether it is done when there is nothing else to do.
+    The gradients of tensors are an operation of their own if another rank waits for those of
+    the inputs and the two share no work: they run while messages travel (Qi et al. 2024, "Zero
+    Bubble Pipeline Parallelism").
     """
 
-    task: int
+    forward: int  # index of the forward operation
+    # The gradient of its output; empty if an earlier operation of the same forward has read it.
     reads: tuple[Gather, ...]
-    places: tuple[int, ...]
-    writes: tuple[int, ...]
-    flops: float
-    is_last: bool = True
-    can_wait: bool = False
+    places: tuple[int, ...]  # positions in the forward operation's `reads`, inputs first
+    writes: tuple[int, ...]  # one slot per place
+    flops: float  # for one sample
+    is_last: bool = True  # no other operation needs the autograd graph after this one
+    can_wait: bool = False  # runs when nothing else can
     once: bool = False
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOp:
-    """Tensors go out: in a message, or (item) to the parameter server."""
+    """Tensors leave: in a message, or (items) to the parameter server."""
 
     message: Message | None
     reads: tuple[Gather, ...]
@@ -131,35 +100,25 @@ Operation = InputOp | ForwardOp | CombineOp | BackwardOp | OutputOp
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataflow:
-    """What a machine does with one micro-batch.
+    """What a rank computes for one micro-batch."""
 
-    Attributes:
-        operations: In the order of preference.
-        once: Per slot, whether it is there once for all micro-batches.
-        added: Slots that every micro-batch adds to.
-        messages: Per index of the traffic and peer, the operation: sent, and received.
-        items: Tensors and their regions that this machine keeps, as it fetches them.
-        losses: Slots of the loss.
-        averages: Slots of new running statistics, by the item that they replace.
-        outputs: Slots of layers whose outputs are wanted: layer, region, slot.
-        reads: Of inputs, the regions that it needs.
-        joined: Layers whose output is one sample.
-        integers: Layers whose output is whole numbers.
-        counts: By item of a running average, the item that counts its steps.
-    """
-
-    operations: tuple[Operation, ...]
-    once: tuple[bool, ...]
-    added: frozenset[int]
+    operations: tuple[Operation, ...]  # in order of priority
+    once: tuple[bool, ...]  # per slot, whether it exists once for all micro-batches
+    added: frozenset[int]  # slots that every micro-batch adds to
+    # Operation by (index of the message in the traffic, receiver).
     sent: Mapping[tuple[int, int], int]
+    # Operation by (index of the message in the traffic, sender).
     received: Mapping[tuple[int, int], int]
+    # Tensors and their regions that this rank keeps, as it fetches them.
     items: tuple[tuple[str, Region], ...]
-    losses: tuple[int, ...]
-    averages: Mapping[int, int]
+    losses: tuple[int, ...]  # slots of the loss
+    averages: Mapping[int, int]  # slots of new running averages, by the item that they replace
+    # Layers whose outputs are wanted: layer, region, slot.
     outputs: tuple[tuple[str, Region, int], ...]
-    reads: Mapping[str, tuple[Region, ...]]
-    joined: frozenset[str]
-    integers: frozenset[str]
+    reads: Mapping[str, tuple[Region, ...]]  # of each input layer, the regions needed
+    joined: frozenset[str]  # layers whose output is one sample for the whole batch
+    integers: frozenset[str]  # layers with an integer output
+    # By item of a running average, the item that counts its steps.
     counts: Mapping[int, int] = field(default_factory=dict)
 
     @property

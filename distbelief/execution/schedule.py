@@ -1,15 +1,12 @@
-"""What waits for what in a step of several micro-batches, and what can be done now.
+"""The order of operations in a step of several micro-batches.
 
-Instance j * n + i is operation i of n in micro-batch j; what is there once is in
-micro-batch 0. Of what is ready, the smallest instance comes first: the earlier
-micro-batch, so that backward passes begin as soon as they can; then the order of the
-program.
+Instance j * n + i is operation i of n in micro-batch j; operations that run once belong to
+micro-batch 0. Of the ready ones the smallest instance runs first: earlier micro-batches, so
+that backward passes begin early, then program order.
 
-A *chain* is what can be done without another word from outside. It ends early where
-something is ready to be sent and the next operation takes long: sends leave then, and
-the machine goes on while they travel. What can wait comes last, and alone: meanwhile
-something more urgent may have come. What only enters, and lets nothing be done yet,
-begins no chain: it is done with the next one.
+A *chain* is what can run without further input. It ends before a long operation if something
+is ready to send, so that messages travel while the rank computes. What can wait runs last,
+and alone, because something more urgent may arrive.
 """
 
 import heapq
@@ -27,46 +24,39 @@ from distbelief.execution.operations import (
 )
 
 
+# An operation with more takes long: about a tenth of a millisecond.
 SEND_FIRST_FLOPS: Final = 5e6
-"""An operation takes long if it has more: a tenth of a millisecond or so."""
 
+# A chain ends beyond this, so that the rank can handle messages.
 CHAIN_FLOPS: Final = 2e9
-"""A chain that has more ends, so that a machine can be told something."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MicroBatchSchedule:
-    """All instances of one step; the same for every step with as many micro-batches.
-
-    Attributes:
-        flow: Of one micro-batch.
-        n_micro: How many there are.
-        n_before: Per instance, how many others it waits for; -1 if there is none.
-        after: Per instance, those that wait for it.
-        n_readers: Per slot and micro-batch, how often it is read, or kept for the end.
-    """
+    """The dependencies of all instances of a step; equal for steps with as many micro-batches."""
 
     flow: Dataflow
     n_micro: int
-    n_before: tuple[int, ...]
-    after: tuple[tuple[int, ...], ...]
+    # Per instance, how many others it waits for; -1: no such instance.
+    n_predecessors: tuple[int, ...]
+    successors: tuple[tuple[int, ...], ...]  # per instance, those that wait for it
+    # Per slot and micro-batch, how often it is read, or kept for the end.
     n_readers: tuple[int, ...]
 
     @classmethod
     def of(cls, flow: Dataflow, n_micro: int) -> "MicroBatchSchedule":
-        """Return the timetable of so many micro-batches."""
         builder = _Builder(flow, n_micro)
-        befores = builder.befores()
-        after: list[list[int]] = [[] for _ in befores]
-        for instance, waits in enumerate(befores):
+        predecessors = builder.predecessors()
+        successors: list[list[int]] = [[] for _ in predecessors]
+        for instance, waits in enumerate(predecessors):
             for other in waits or ():
-                after[other].append(instance)
+                successors[other].append(instance)
         return cls(
             flow=flow,
             n_micro=n_micro,
-            n_before=tuple(-1 if w is None else len(w) for w in befores),
-            after=tuple(map(tuple, after)),
+            n_predecessors=tuple(-1 if w is None else len(w) for w in predecessors),
+            successors=tuple(map(tuple, successors)),
             n_readers=tuple(builder.n_readers),
         )
 
@@ -78,128 +68,126 @@ class _Builder:
         self._n_micro = n_micro
         self._writers = _writers(flow)
         self.n_readers = [0] * (len(flow.once) * n_micro)
-        for copy in range(n_micro):
+        for micro_batch in range(n_micro):
             for slot in _kept(flow):
-                self.n_readers[self._place(slot, copy)] += 1
+                self.n_readers[self._place(slot, micro_batch)] += 1
 
-    def befores(self) -> list[set[int] | None]:
+    def predecessors(self) -> list[set[int] | None]:
         """Return what each instance waits for; None if there is no such instance."""
         return [
-            None if copy and operation.once else self._before(copy, index, operation)
-            for copy in range(self._n_micro)
+            None
+            if micro_batch and operation.once
+            else self._needed_by(micro_batch, index, operation)
+            for micro_batch in range(self._n_micro)
             for index, operation in enumerate(self._flow.operations)
         ]
 
-    def _before(self, copy: int, index: int, operation: Operation) -> set[int]:
+    def _needed_by(self, micro_batch: int, index: int, operation: Operation) -> set[int]:
         n = len(self._flow.operations)
-        before: set[int] = set()
+        needed: set[int] = set()
         for slot in _read(operation):
-            self.n_readers[self._place(slot, copy)] += 1
-            before.update(self._written(slot, copy))
+            self.n_readers[self._place(slot, micro_batch)] += 1
+            needed.update(self._written(slot, micro_batch))
         if isinstance(operation, BackwardOp):
-            before.add(copy * n + operation.task)
-            if copy:  # gradients are added in order: same answers, same bits
-                before.add((copy - 1) * n + index)
-            if operation.can_wait:  # what it goes back through is kept until then
-                before.add(copy * n + index - 1)
-        return before
+            needed.add(micro_batch * n + operation.forward)
+            if micro_batch:  # gradients are summed in a fixed order, for the same bits
+                needed.add((micro_batch - 1) * n + index)
+            if operation.can_wait:  # after the operation that writes its input gradients
+                needed.add(micro_batch * n + index - 1)
+        return needed
 
-    def _written(self, slot: int, copy: int) -> Iterator[int]:
-        """Yield the instances that write what an operation reads."""
+    def _written(self, slot: int, micro_batch: int) -> Iterator[int]:
         flow = self._flow
-        copies = [0 if flow.once[slot] else copy]
+        micro_batches = [0 if flow.once[slot] else micro_batch]
+        # A sum is complete only when every micro-batch has added to it.
         if slot in flow.added:
-            copies = list(range(self._n_micro))
+            micro_batches = list(range(self._n_micro))
         for writer in self._writers[slot]:
             once = flow.operations[writer].once
-            for each in [0] if once else copies:
+            for each in [0] if once else micro_batches:
                 yield each * len(flow.operations) + writer
 
-    def _place(self, slot: int, copy: int) -> int:
-        return (0 if self._flow.once[slot] else copy) * len(self._flow.once) + slot
+    def _place(self, slot: int, micro_batch: int) -> int:
+        return (0 if self._flow.once[slot] else micro_batch) * len(self._flow.once) + slot
 
 
 @final
 class ReadyQueue:
-    """What is left to do of one step.
+    """The remaining work of one step.
 
     Args:
-        timetable: Of its micro-batches.
+        schedule: Of its micro-batches.
         n_samples: Of each of them.
     """
 
-    def __init__(self, timetable: MicroBatchSchedule, n_samples: Iterable[int]) -> None:
-        flow = timetable.flow
-        self._table = timetable
+    def __init__(self, schedule: MicroBatchSchedule, n_samples: Iterable[int]) -> None:
+        flow = schedule.flow
+        self._schedule = schedule
         self._n = len(flow.operations)
-        self._n_before = list(timetable.n_before)
+        self._n_predecessors = list(schedule.n_predecessors)
         self._sizes = list(n_samples)
-        self.n_left = sum(count >= 0 for count in timetable.n_before)
+        self.n_left = sum(count >= 0 for count in schedule.n_predecessors)
         outside = set(flow.received.values())
         self._awaited = {
             instance
-            for instance, count in enumerate(timetable.n_before)
+            for instance, count in enumerate(schedule.n_predecessors)
             if count == 0 and instance % self._n in outside
         }
         self._ready: list[tuple[bool, int]] = []
-        self._entering: list[int] = []  # not done yet, though it counts as done
-        for instance, count in enumerate(timetable.n_before):
+        self._deferred: list[int] = []  # counted as done, to run with the next chain
+        for instance, count in enumerate(schedule.n_predecessors):
             if count == 0 and instance not in self._awaited:
                 self._can_begin(instance)
 
     @property
     def awaited(self) -> frozenset[int]:
-        """Instances of messages that have not come."""
         return frozenset(self._awaited)
 
     @property
     def is_ready(self) -> bool:
-        """Whether anything can be done."""
         return bool(self._ready)
 
     def arrive(self, instance: int) -> None:
-        """A message has come."""
         self._awaited.remove(instance)
         self._can_begin(instance)
 
     def chain(self) -> tuple[list[int], float]:
-        """Return what to do next, in order, and its floating point operations.
-
-        All of it counts as done from now on.
-        """
-        chain, self._entering = self._entering, []
+        """Return the next operations, in order, and their FLOPs; they count as done from now on."""
+        chain, self._deferred = self._deferred, []
         total, sends, computes = 0.0, False, False
         while self._ready:
             can_wait, instance = self._ready[0]
             flops = self._flops(instance)
-            leaves = computes and flops > SEND_FIRST_FLOPS and (sends or can_wait)
-            if leaves or total > CHAIN_FLOPS:
+            stops = computes and flops > SEND_FIRST_FLOPS and (sends or can_wait)
+            if stops or total > CHAIN_FLOPS:
                 break
             heapq.heappop(self._ready)
             chain.append(instance)
             self.n_left -= 1
             total += flops
-            operation = self._table.flow.operations[instance % self._n]
+            operation = self._schedule.flow.operations[instance % self._n]
             computes |= not isinstance(operation, InputOp)
             sends |= isinstance(operation, OutputOp) and operation.message is not None
-            for other in self._table.after[instance]:
-                self._n_before[other] -= 1
-                if not self._n_before[other]:
+            for other in self._schedule.successors[instance]:
+                self._n_predecessors[other] -= 1
+                if not self._n_predecessors[other]:
                     self._can_begin(other)
+        # Inputs alone enable nothing yet; they run with the next chain.
         if not computes and self.n_left:
-            self._entering, chain = chain, []
+            self._deferred, chain = chain, []
         return chain, total
 
     def _can_begin(self, instance: int) -> None:
-        operation = self._table.flow.operations[instance % self._n]
+        operation = self._schedule.flow.operations[instance % self._n]
         can_wait = isinstance(operation, BackwardOp) and operation.can_wait
+        # Sorts by (can_wait, instance): deferred gradients of tensors come last.
         heapq.heappush(self._ready, (can_wait, instance))
 
     def _flops(self, instance: int) -> float:
-        copy, index = divmod(instance, self._n)
-        operation = self._table.flow.operations[index]
+        micro_batch, index = divmod(instance, self._n)
+        operation = self._schedule.flow.operations[index]
         if isinstance(operation, ForwardOp | BackwardOp):
-            return operation.flops * self._sizes[copy]
+            return operation.flops * self._sizes[micro_batch]
         return 0.0
 
 
@@ -225,6 +213,5 @@ def _writers(flow: Dataflow) -> list[list[int]]:
 
 
 def _kept(flow: Dataflow) -> list[int]:
-    """Return the slots that are wanted at the end."""
     outputs = [slot for _, _, slot in flow.outputs]
     return [*flow.losses, *flow.averages.values(), *outputs]

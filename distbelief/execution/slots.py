@@ -1,8 +1,10 @@
-"""Where the values of a step lie: written once, gone when read for the last time.
+"""Slots for the values of a step, and gathers that assemble a tensor from several slots.
 
-Some slots are there once for all micro-batches, of others each has its own. A slot that
-several operations add to is copied once, where its first value may be somebody else's
-memory, and then added to in place.
+    wanted   [0:10, 4:8]         piece in slot 3   [0:6, 0:8]     cut [0:6, 4:8]
+                                 piece in slot 5   [6:10, 4:8]    all of it
+
+`gather` plans once per program; `gathered` runs at every step. A single piece that covers
+the wanted region is a view. Pieces are added in program order, never in order of arrival.
 """
 
 import math
@@ -17,66 +19,43 @@ from distbelief.graph.graph import GraphError
 from distbelief.graph.region import Region, Shape
 
 
-# Tensors put together from pieces that lie in slots: cut out, added, or the largest.
-#
-#     wanted   [0:10, 4:8]         piece in slot 3   [0:6, 0:8]     cut [0:6, 4:8]
-#                                  piece in slot 5   [6:10, 4:8]    all of it
-#
-# What goes where is worked out once for each program (`gather`), and done at every step
-# (`gathered`). One piece that holds all that is wanted is looked at, not copied. Pieces
-# are added in the order of the program, never of arrival: same answers, same bits.
-
 How = Literal["cut", "sum", "max"]
 Slices = tuple["slice[int, int, None] | slice[None] | EllipsisType", ...]
 
-Known = Sequence[tuple[int, Region]]
-"""Slots, and the region of something that each holds."""
+Known = Sequence[tuple[int, Region]]  # slots, and the region that each holds
 
 
 class Piece(NamedTuple):
-    """What one slot gives.
-
-    Attributes:
-        slot: Which.
-        source: What of it; None for all.
-        target: To where in what is put together; None for all of that.
-    """
+    """What one slot contributes."""
 
     slot: int
-    source: Slices | None
-    target: Slices | None
+    source: Slices | None  # the part of the slot's value; None: all of it
+    target: Slices | None  # the part of the result; None: all of it
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """How something is put together.
+    """How a tensor is assembled."""
 
-    Attributes:
-        shape: Of the result, without samples.
-        samples: Whether they are its first dimension.
-        how: "cut": pieces tile it. "sum", "max": they may overlap, or leave gaps.
-        pieces: In the order in which they are added.
-    """
-
-    shape: Shape
-    samples: bool
-    how: How
-    pieces: tuple[Piece, ...]
+    shape: Shape  # of the result, without the sample dimension
+    samples: bool  # whether samples are its first dimension
+    how: How  # "cut": the pieces tile it. "sum", "max": they may overlap or leave gaps.
+    pieces: tuple[Piece, ...]  # in the order in which they are added
 
 
 def gather(wanted: Region, known: Known, *, how: How, samples: bool, what: str) -> Gather:
-    """Return how `wanted` is put together from what is known.
+    """Plan how `wanted` is assembled from known slots.
 
     Args:
         wanted: A region.
-        known: Of the same thing; for "cut" disjoint.
-        how: See `StartEpoch`.
-        samples: Whether tensors have a dimension of samples first.
-        what: What it is, for messages.
+        known: Slots of the same tensor; disjoint regions for "cut".
+        how: See `Gather`.
+        samples: Whether tensors have a sample dimension first.
+        what: Name of the tensor, for messages.
 
     Raises:
-        GraphError: a part of it is nowhere: the program has a gap.
+        GraphError: no slot has a part of the region, so the program has a gap.
     """
     pieces: list[Piece] = []
     n_found = 0
@@ -96,8 +75,8 @@ def gather(wanted: Region, known: Known, *, how: How, samples: bool, what: str) 
         raise GraphError(f"{what} {wanted} is not there: the program has a gap")
     if how == "cut" and n_found > wanted.n_elements:
         raise GraphError(f"{what} {wanted} is there twice")
-    # A sum that begins with a piece that covers it needs no zeros; which one that is
-    # does not depend on what happens in a step.
+    # A sum that begins with a piece that covers it needs no zeros. The choice is fixed here,
+    # so it does not depend on the order of events.
     pieces.sort(key=lambda piece: piece.target is not None)
     return Gather(wanted.shape, samples, how, tuple(pieces))
 
@@ -105,12 +84,12 @@ def gather(wanted: Region, known: Known, *, how: How, samples: bool, what: str) 
 def gathered(
     gather: Gather, pieces: Sequence[torch.Tensor | None], *, like: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return it put together; None for zeros.
+    """Return the assembled tensor; None for zeros.
 
     Args:
-        gather: How.
-        pieces: What lies in its slots, in order; None for zeros.
-        like: Zeros of one sample, or none, of what an empty result looks like.
+        gather: The plan.
+        pieces: The values of its slots, in order; None for zeros.
+        like: Zeros with one sample or none, the pattern of an empty result.
     """
     if len(pieces) == 1 and gather.pieces[0].target is None:
         return _source(gather.pieces[0], pieces[0])
@@ -131,7 +110,6 @@ def gathered(
 
 
 def _added(gather: Gather, there: list[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
-    """Return the sum, or the largest, of pieces that need not cover it."""
     (piece, first), *rest = there
     largest = gather.how == "max"
     if piece.target is None and rest and rest[0][0].target is None and not largest:
@@ -166,7 +144,7 @@ def _source(piece: Piece, value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _slices(part: Region, shape: Shape, *, samples: bool) -> Slices | None:
-    """Return what cuts `part` out of a tensor of this shape; None if it is all."""
+    # None means the whole tensor, which needs no view.
     if part.shape == shape:
         return None
     return (slice(None), *part.slices) if samples else part.slices
@@ -174,13 +152,13 @@ def _slices(part: Region, shape: Shape, *, samples: bool) -> Slices | None:
 
 @final
 class Activations:
-    """The values of the step under way.
+    """The values of the current step, freed after their last reader.
 
     Args:
-        once: Per slot, whether it is there once for all micro-batches.
-        n_readers: Per place, how often it is read.
+        once: Per slot, whether it exists once for all micro-batches.
+        n_readers: Per slot and micro-batch, how often it is read.
         sizes: Samples of each micro-batch.
-        like: A zero of the step's type, where it is computed.
+        like: A zero of the step's type and device.
     """
 
     def __init__(
@@ -196,43 +174,44 @@ class Activations:
         self._sizes = sizes
         self._like = like
         self._values: dict[int, torch.Tensor] = {}
-        self._fresh: set[int] = set()  # of these nobody else has the memory
+        self._fresh: set[int] = set()  # values whose memory is not shared
 
-    def at(self, slot: int, copy: int) -> torch.Tensor:
-        """Return what lies there, and leave it there."""
-        return self._values[copy * len(self._once) + slot]
+    def at(self, slot: int, micro_batch: int) -> torch.Tensor:
+        return self._values[micro_batch * len(self._once) + slot]
 
-    def read(self, reads: Sequence[Gather], copy: int) -> list[torch.Tensor | None]:
-        """Return what is put together; forget what nobody reads after this."""
+    def read(self, reads: Sequence[Gather], micro_batch: int) -> list[torch.Tensor | None]:
+        """Return the assembled tensors; free the values that have no reader left."""
         result = []
         for read in reads:
-            places = [self._place(piece.slot, copy) for piece in read.pieces]
-            pieces = [self._values.get(place) for place in places]
+            keys = [self._key(piece.slot, micro_batch) for piece in read.pieces]
+            pieces = [self._values.get(key) for key in keys]
             like = self._like
             if read.samples and not pieces:
-                like = like.expand(self._sizes[copy], 1)
+                like = like.expand(self._sizes[micro_batch], 1)
             result.append(gathered(read, pieces, like=like))
         for read in reads:
             for piece in read.pieces:
-                place = self._place(piece.slot, copy)
-                self._n_readers[place] -= 1
-                if not self._n_readers[place]:
-                    self._values.pop(place, None)
+                key = self._key(piece.slot, micro_batch)
+                self._n_readers[key] -= 1
+                if not self._n_readers[key]:
+                    self._values.pop(key, None)
         return result
 
-    def write(self, slot: int, copy: int, value: torch.Tensor, *, adds: bool = False) -> None:
-        """Lay a value there, or add it to what there is; unless nobody reads it."""
-        place = self._place(slot, copy)
-        if not self._n_readers[place]:
+    def write(
+        self, slot: int, micro_batch: int, value: torch.Tensor, *, adds: bool = False
+    ) -> None:
+        """Store a value, or add it to the slot; drop it if it has no reader."""
+        key = self._key(slot, micro_batch)
+        if not self._n_readers[key]:
             return
-        if not adds or place not in self._values:
-            self._values[place] = value
-        elif place in self._fresh:
-            self._values[place] += value
+        if not adds or key not in self._values:
+            self._values[key] = value
+        elif key in self._fresh:
+            self._values[key] += value
         else:
-            # The first may be somebody else's too: out of place once, then in place.
-            self._values[place] = self._values[place] + value
-            self._fresh.add(place)
+            # The first value may be shared: add out of place once, then in place.
+            self._values[key] = self._values[key] + value
+            self._fresh.add(key)
 
-    def _place(self, slot: int, copy: int) -> int:
-        return slot if self._once[slot] else copy * len(self._once) + slot
+    def _key(self, slot: int, micro_batch: int) -> int:
+        return slot if self._once[slot] else micro_batch * len(self._once) + slot

@@ -1,8 +1,8 @@
-"""One trial step of the user's model, data and loss, with every mistake named.
+"""One trial step of the user's model, data and loss; each mistake becomes a clear JobError.
 
-Slow and careful where training is fast: `checks.check` runs it before a job starts, and
-a replica runs it again on the batch that made a step fail. Each thing is looked at in
-the order in which data meets it: inputs, layers, outputs, targets, loss, gradient.
+Slow and careful where training is fast: `validation.check` runs it before a job starts, and a
+replica runs it again on a batch that failed. It checks in the order in which data flows:
+inputs, layers, outputs, targets, loss, gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,11 @@ from distbelief.graph.unsupported import refuse_bounded_tables
 from distbelief.task.losses import CLASS_LOSSES, LOSSES, Loss, Metric
 
 
-# Which labels a layer graph has classes for; others belong to no machine.
-#
-# Where classes are split over machines each adds what it has of a label's class. A label
-# beyond them all would be nobody's, and count as a sample without a loss: in one process
-# torch raises, and so has a replica of several.
-
 IGNORED_LABEL: Final = -100  # torch's `ignore_index`: such a target counts for nothing
 
 
 def class_counts(graph: LayerGraph) -> Mapping[str, int]:
-    """Return how many classes there are, by the input that has their labels."""
+    """Return the number of classes, by the input layer that has the labels."""
     found = {}
     for layer in graph.layers:
         is_place = layer.kind == ElementwiseLoss.name and layer.options["labels"]
@@ -45,16 +39,19 @@ def class_counts(graph: LayerGraph) -> Mapping[str, int]:
 def check_labels(
     labels: torch.Tensor, n_classes: int, *, indices: Sequence[int], table: str
 ) -> None:
-    """Refuse what is no label.
+    """Check that labels are in range.
+
+    If classes are split over ranks, each rank handles its own labels. A label out of range would
+    belong to no rank and count as a sample without a loss, where torch raises.
 
     Args:
-        labels: (n_samples, ...), whole numbers.
-        n_classes: They are 0 to n_classes - 1.
+        labels: (n_samples, ...), integers.
+        n_classes: Labels are 0 to n_classes - 1.
         indices: Of the samples, in the data set.
         table: Table of the job file that names the data set.
 
     Raises:
-        JobError: naming the first sample that has one.
+        JobError: with the first sample that has a label out of range.
     """
     bad = ((labels < 0) | (labels >= n_classes)) & (labels != IGNORED_LABEL)
     if not bool(bad.any()):
@@ -64,17 +61,13 @@ def check_labels(
     raise JobError(
         f"[{table}] sample {indices[row]} has label {label}, but the model has "
         f"{n_classes} outputs (labels 0 to {n_classes - 1}): give it more outputs, or "
-        "mend the labels"
+        "fix the labels"
     )
 
 
-# Which layer of the user's model did not take its inputs, and why.
-#
-# torch says "mat1 and mat2 shapes cannot be multiplied"; a user wants to know which
-# layer, which two widths, and whether the data or the model is to be changed.
-
 GIVEN_BY_LAYERS: Final = "the layers before it give"
 
+# Layers, their attribute for the width of their inputs, and its axis.
 _WIDTHS: Final[tuple[tuple[type[nn.Module], str, int], ...]] = (
     (nn.Linear, "in_features", -1),
     (nn.Conv1d, "in_channels", -2),
@@ -85,14 +78,14 @@ _WIDTHS: Final[tuple[tuple[type[nn.Module], str, int], ...]] = (
     (nn.BatchNorm3d, "num_features", 1),
     (nn.RNNBase, "input_size", -1),
 )
-"""Layers, what they call the width of their inputs, and the axis that has it."""
 
 
 @final
 class LayerWatch:
-    """Remembers which innermost layer was entered last, with what, and if it returned.
+    """Context manager around a forward pass that records the last innermost layer entered.
 
-    Use as a context manager around a forward pass.
+    torch says "mat1 and mat2 shapes cannot be multiplied"; `explain` says which layer, which two
+    widths, and whether to change the data or the model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -143,54 +136,53 @@ class LayerWatch:
             return f"after {where}: {reason}"
         received = self._received
         if received is not None:
-            giver = f"[{data}] gives" if received is inputs else GIVEN_BY_LAYERS
-            reason = _why(layer, received, giver=giver) or reason
+            source = f"[{data}] gives" if received is inputs else GIVEN_BY_LAYERS
+            reason = _reason(layer, received, source=source) or reason
         return f"{where}: {reason}"
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return "float32", "int64", ..."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _why(layer: nn.Module, received: torch.Tensor, *, giver: str) -> str | None:
+def _reason(layer: nn.Module, received: torch.Tensor, *, source: str) -> str | None:
     if isinstance(layer, nn.Embedding):
-        return _why_embedding(layer, received, giver=giver)
+        return _embedding_reason(layer, received, source=source)
     weight = next(layer.parameters(), None)
     if weight is not None and weight.dtype != received.dtype:
         return (
-            f"its parameters are {dtype_name(weight)}, but {giver} "
+            f"its parameters are {dtype_name(weight)}, but {source} "
             f"{dtype_name(received)}: let the data set return {dtype_name(weight)}"
         )
-    return _why_width(layer, received, giver=giver)
+    return _width_reason(layer, received, source=source)
 
 
-def _why_embedding(layer: nn.Embedding, received: torch.Tensor, *, giver: str) -> str | None:
+def _embedding_reason(layer: nn.Embedding, received: torch.Tensor, *, source: str) -> str | None:
     if received.is_floating_point():
-        return f"it takes whole numbers (int64), but {giver} {dtype_name(received)}"
+        return f"it takes whole numbers (int64), but {source} {dtype_name(received)}"
     if received.numel() == 0:
         return None
     low, high = int(received.min()), int(received.max())
     if low >= 0 and high < layer.num_embeddings:
         return None
-    return f"it takes numbers from 0 to {layer.num_embeddings - 1}, but {giver} {low} to {high}"
+    return f"it takes numbers from 0 to {layer.num_embeddings - 1}, but {source} {low} to {high}"
 
 
-def _why_width(layer: nn.Module, received: torch.Tensor, *, giver: str) -> str | None:
+def _width_reason(layer: nn.Module, received: torch.Tensor, *, source: str) -> str | None:
     needed = _width(layer)
     shape = tuple(received.shape)
     if needed is None or not shape:
         return None
     size, axis = needed
+    # An input with too few dimensions has its features last.
     width = shape[axis] if -len(shape) <= axis < len(shape) else shape[-1]
     if width == size:
         return None
-    mend = "make them agree" if giver == GIVEN_BY_LAYERS else "change the data set or the model"
-    return f"it takes inputs of width {size}, but {giver} width {width} (shape {shape}): {mend}"
+    fix = "make them agree" if source == GIVEN_BY_LAYERS else "change the data set or the model"
+    return f"it takes inputs of width {size}, but {source} width {width} (shape {shape}): {fix}"
 
 
 def _width(layer: nn.Module) -> tuple[int, int] | None:
-    """Return the size that a layer needs of its input, and along which axis."""
     for kind, attribute, axis in _WIDTHS:
         if isinstance(layer, kind):
             return int(getattr(layer, attribute)), axis
@@ -201,7 +193,7 @@ def _width(layer: nn.Module) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How messages name what is tried."""
+    """How messages call what is tried."""
 
     model: str  # its factory
     loss: str
@@ -220,10 +212,10 @@ def train(
         inputs: (n_samples, ...).
         targets: (n_samples, ...).
         loss: f(outputs, targets) -> mean.
-        names: What messages call them.
+        names: How messages call them.
 
     Raises:
-        JobError: naming the culprit, its value and the mend.
+        JobError: what is wrong, its value and the fix.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         n_frozen = sum(1 for _ in module.parameters())
@@ -267,28 +259,28 @@ def evaluate(
     metric: Metric,
     names: Names,
 ) -> None:
-    """Measure one batch; see `train`.
+    """Evaluate one batch; see `train`.
 
     Raises:
-        JobError: naming the culprit, its value and the mend.
+        JobError: what is wrong, its value and the fix.
     """
     module.eval()
     with torch.no_grad():
         outputs = _forward(module, inputs, names=names)
         _loss(outputs, targets, loss=loss, names=names)
         try:
-            figure: object = metric(outputs, targets)
+            value: object = metric(outputs, targets)
         except Exception as error:  # the metric may be the user's
             raise JobError(
                 f"[evaluation] metric {names.metric} failed on outputs of shape "
                 f"{tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} "
                 f"and {dtype_name(targets)}: {type(error).__name__}: {error}"
             ) from error
-    if not isinstance(figure, torch.Tensor | float | int) or (
-        isinstance(figure, torch.Tensor) and figure.numel() != 1
+    if not isinstance(value, torch.Tensor | float | int) or (
+        isinstance(value, torch.Tensor) and value.numel() != 1
     ):
         raise JobError(
-            f"[evaluation] metric {names.metric} returned {shown(figure)}: it must "
+            f"[evaluation] metric {names.metric} returned {shown(value)}: it must "
             "return one number, the mean over the samples"
         )
 
@@ -301,13 +293,13 @@ def bad_sample(inputs: torch.Tensor, targets: torch.Tensor, *, names: Names) -> 
             row = int(bad.nonzero()[0][0])
             return (
                 f"[{names.data}] sample {names.indices[row]} has NaN or infinite "
-                f"{name}: mend or leave out such samples"
+                f"{name}: fix or remove such samples"
             )
     return None
 
 
 def shown(value: object) -> str:
-    """Return what a value is, in a few words."""
+    """Return a short description of a value: "None", "a tensor of shape (3,)", "a list"."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if value is None or isinstance(value, bool | int | float):
@@ -351,6 +343,7 @@ def _loss(
     name = names.loss.removesuffix("_loss")
     if name in CLASS_LOSSES and targets.shape != outputs.shape:
         _check_labels(outputs, targets, names=names)
+    # A loss of the user's own may take any targets.
     elif name in LOSSES:
         _check_elements(outputs, targets, names=names)
     try:
@@ -377,11 +370,11 @@ def _loss(
 
 
 def _check_elements(outputs: torch.Tensor, targets: torch.Tensor, *, names: Names) -> None:
-    """Refuse targets that outputs cannot be compared with one by one."""
     is_alike = outputs.shape == targets.shape
     numbers = targets.is_floating_point() or names.loss.removesuffix("_loss") != "mse"
     if is_alike and numbers:
         return
+    # The most common cause deserves its own hint.
     looks_like_labels = not targets.is_floating_point()
     raise JobError(
         f"[algorithm] loss {names.loss} compares element by element, but the model "
@@ -394,7 +387,6 @@ def _check_elements(outputs: torch.Tensor, targets: torch.Tensor, *, names: Name
 
 
 def _check_labels(outputs: torch.Tensor, targets: torch.Tensor, *, names: Names) -> None:
-    """Refuse targets that are no labels of these outputs."""
     if targets.is_floating_point() or targets.dtype != torch.int64:
         raise JobError(
             f"[{names.data}] targets are {dtype_name(targets)} of shape "

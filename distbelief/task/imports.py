@@ -1,6 +1,6 @@
-"""Functions named in the job file by import path, "package.module:function".
+"""Resolves functions named in the job file by import path, "package.module:function".
 
-Nothing else brings the user's code into a process: no pickled object, no source text.
+This is the only way user code enters a process: no pickled object, no source text.
 """
 
 import importlib
@@ -21,11 +21,9 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 class Importable(Protocol):
-    """A function or class of the user's: what it takes, only it knows."""
+    """A function or class of the user."""
 
-    def __call__(self, **arguments: object) -> object:
-        """Call it."""
-        ...
+    def __call__(self, **arguments: object) -> object: ...
 
 
 def resolve(path: str, *, table: str = "job") -> Importable:
@@ -36,8 +34,8 @@ def resolve(path: str, *, table: str = "job") -> Importable:
         table: Table or key of the job file that holds it, for messages.
 
     Raises:
-        JobError: naming the module and where it was looked for, or the attribute and
-            what the module has instead.
+        JobError: with the missing module and the searched directories, or the missing
+            attribute and a close name.
     """
     module_name, colon, name = path.partition(":")
     if not (colon and name and all(module_name.split("."))):
@@ -60,15 +58,15 @@ def resolve(path: str, *, table: str = "job") -> Importable:
 
 
 def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> object:
-    """Return what the factory of this path returns for these keyword arguments.
+    """Call the factory of this path with keyword arguments and return the result.
 
     Args:
         path: Import path of the factory.
-        arguments: By name, as the job file has them.
+        arguments: By name, as in the job file.
         table: "model", "data.train" or "data.test".
 
     Raises:
-        JobError: it cannot be found, does not take these arguments, or fails.
+        JobError: it does not exist, does not take these arguments, or fails.
     """
     factory = resolve(path, table=table)
     _check_arguments(factory, arguments, path=path, table=f"{table}.arguments")
@@ -76,7 +74,7 @@ def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> o
         return factory(**arguments)
     except JobError:
         raise
-    except (Exception, SystemExit) as error:  # it is the user's: anything may come
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise JobError(
             f"[{table}] {path} failed: {type(error).__name__}: {error}{place(error)}"
         ) from error
@@ -101,14 +99,14 @@ def _module(name: str, *, table: str) -> object:
         raise JobError(
             f"[{table}] importing {name} failed: {type(error).__name__}: {error}"
         ) from error
-    except (Exception, SystemExit) as error:  # a module of the user's runs here
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise JobError(
             f"[{table}] importing {name} failed: {type(error).__name__}: {error}{place(error)}"
         ) from error
 
 
 def _searched() -> str:
-    """Return the directories that imports search, the interpreter's own left out."""
+    # The interpreter's own directories would only lengthen the message.
     own = {sys.prefix, sys.base_prefix}
     places = [
         str(Path(entry).absolute())
@@ -156,10 +154,7 @@ def _nearest(name: str, known: list[str], *, only_close: bool = False) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return where it arose: the innermost line of the user's own, else of anybody.
-
-    Not torch's line, nor another library's, if a line of the user's called it.
-    """
+    """Return " (file, line N)" of an error, in the user's code if possible."""
     frames = [
         frame
         for frame in extract_tb(error.__traceback__)
@@ -167,6 +162,7 @@ def place(error: BaseException) -> str:
     ]
     if not frames:
         return ""
+    # A line of the user's code helps more than the line of the library that it called.
     own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     frame = (own or frames)[-1]
     return f" ({Path(frame.filename).name}, line {frame.lineno})"

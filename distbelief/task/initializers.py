@@ -1,4 +1,13 @@
-"""Initial values from a safetensors file, read by ranges: no process needs it whole."""
+"""Initial values without the whole model in one process: by layer type, recorded, or from a file.
+
+    with Recording() as recording:
+        module = factory()
+    recording.initials(module, names)
+
+On the meta device tensors have shapes and no values, so a model of any size can be built. The
+calls that would fill its tensors (`uniform_`, `zero_`, `torch.ones`) still pass by and are
+recorded per storage; shards then draw the same distributions, element by element.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,23 +31,19 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.task.task import ModelSpec, build_model
 
 
-# How torch draws a layer's parameters, as distributions that shards can draw from.
-#
-# The same distributions as the layers' own `reset_parameters`; not the same numbers,
-# since torch draws them one after another from one stream, and a shard must draw its part
-# alone. A tensor whose elements are all equal in the module as built (a norm's weight, a
-# zero bias, a counter) begins with that value, whatever its layer.
-
-
 def initials_of(module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial]:
-    """Return a distribution for each of these tensors of `module`.
+    """Return a distribution for each of these tensors, by the type of its layer.
+
+    The distributions are those of the layers' `reset_parameters`. The numbers differ: torch draws
+    from one sequential stream, and each shard must draw its part alone. A tensor with equal
+    elements (a norm's weight, a zero bias, a counter) starts with that value.
 
     Args:
         module: As its factory made it.
         names: Of parameters and buffers, as `named_parameters` has them.
 
     Raises:
-        JobError: a tensor is not constant, and its layer's rule is not known.
+        JobError: a tensor is not constant and its layer's rule is unknown.
     """
     return {name: _initial(module, name) for name in names}
 
@@ -63,7 +68,6 @@ def _initial(module: nn.Module, name: str) -> Initial:
 
 
 def _constant_value(tensor: torch.Tensor) -> float | None:
-    """Return the value of all elements, if they have one and are more than one."""
     if tensor.numel() == 0:
         return 0.0
     low, high = float(tensor.detach().min()), float(tensor.detach().max())
@@ -71,12 +75,11 @@ def _constant_value(tensor: torch.Tensor) -> float | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """One single drawn number looks constant, and must not be taken for it."""
+    # A single drawn number would look constant: one element counts only if it is an integer.
     return tensor.numel() > 1 or float(tensor.detach().reshape(-1)[0]).is_integer()
 
 
 def _bound(owner: nn.Module, name: str, tensor: torch.Tensor) -> float | None:
-    """Return b where `owner` draws this tensor uniformly from [-b, b]."""
     match owner:
         case nn.Linear() | nn.Bilinear():
             return 1.0 / math.sqrt(owner.weight.shape[1])
@@ -92,21 +95,6 @@ def _bound(owner: nn.Module, name: str, tensor: torch.Tensor) -> float | None:
             return None
 
 
-# A module made without memory, and how its constructor would have drawn its tensors.
-#
-# On the meta device tensors have shapes and no values, so a net of any size can be made
-# in any process. What its constructor asks for (`uniform_`, `zero_`, `torch.ones`) passes
-# by all the same: it is noted, storage by storage, and from it the shards draw the same
-# distributions element by element. That is true for any layer, the user's own included,
-# and for initial values of one's own choice, such as Xavier's.
-#
-#     with Recording() as recording:
-#         `module = factory()`, then `recording.initials(module)`
-#
-# What is drawn in a way that shards cannot repeat (in parts, or by arithmetic on what was
-# drawn) is refused by name. Some of torch.nn.init do nothing on the meta device, having
-# asked the tensor whether it is there: so whoever asks is taken to be one of them.
-
 _UNKNOWN: Final = "filled in a way that shards cannot repeat"
 _EMPTY: Final = "never given any values"
 _CAST: Final = "cast to another type after it was drawn"
@@ -119,26 +107,23 @@ class _Function(Protocol):
     def __call__(self, *args: object, **options: object) -> object: ...
 
 
+# Functions that return a new tensor with one value everywhere.
 _NEW: Final[Mapping[str, float]] = {"zeros": 0.0, "ones": 1.0}
-"""Functions that return a new tensor with one value everywhere."""
 
+# Functions that leave values as they are, or unset.
 _SILENT: Final = frozenset({"empty", "empty_strided", "empty_like", "detach", "alias"})
-"""Functions that leave values as they are, or as nobody has set them."""
 
 
 @final
 class Recording:
-    """Makes modules on the meta device, and remembers what fills their tensors.
-
-    A context manager; afterwards `initials` tells.
-    """
+    """Context manager: modules built in it are on the meta device; their fills are recorded."""
 
     def __init__(self) -> None:
-        self._notes = _Notes()
+        self._recorder = _FillRecorder()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        modes = (torch.device("meta"), _Questions(self._notes), self._notes)
+        modes = (torch.device("meta"), _MetaQueryRecorder(self._recorder), self._recorder)
         for mode in modes:
             self._stack.enter_context(cast("_Entered", mode))
         return self
@@ -155,25 +140,25 @@ class Recording:
         """Return how each of these tensors of `module` is drawn.
 
         Args:
-            module: Made within this recording.
+            module: Built within this recording.
             names: Of parameters and buffers.
 
         Raises:
-            JobError: one is drawn in a way that shards cannot repeat.
+            JobError: a tensor is drawn in a way that shards cannot repeat.
         """
         tensors: dict[str, torch.Tensor] = {}
         tensors.update(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         found: dict[str, Initial] = {}
         for name in names:
-            noted = self._notes.of(tensors[name])
-            if isinstance(noted, str):
+            recorded = self._recorder.of(tensors[name])
+            if isinstance(recorded, str):
                 raise JobError(
-                    f"[model] initial = 'seed': tensor {name!r} is {noted}. "
-                    f"{_mend(noted, tensors[name])}, or use initial = 'module', or a "
+                    f"[model] initial = 'seed': tensor {name!r} is {recorded}. "
+                    f"{_fix(recorded, tensors[name])}, or use initial = 'module', or a "
                     ".safetensors file"
                 )
-            found[name] = noted
+            found[name] = recorded
         return found
 
 
@@ -181,7 +166,7 @@ def recorded_initials(spec: ModelSpec, names: Sequence[str]) -> Mapping[str, Ini
     """Return how each of these tensors of a job's model is drawn.
 
     Raises:
-        JobError: the model cannot be built, or is drawn in a way that shards cannot
+        JobError: the model cannot be built, or a tensor is drawn in a way that shards cannot
             repeat.
     """
     with Recording() as recording:
@@ -189,8 +174,8 @@ def recorded_initials(spec: ModelSpec, names: Sequence[str]) -> Mapping[str, Ini
     return recording.initials(module, names)
 
 
-def _mend(noted: str, tensor: torch.Tensor) -> str:
-    if noted != _CAST:
+def _fix(recorded: str, tensor: torch.Tensor) -> str:
+    if recorded != _CAST:
         return "Let its constructor use one function of torch.nn.init on the whole tensor"
     return (
         f"Make its layer in that type (dtype={tensor.dtype}) rather than cast the "
@@ -199,22 +184,20 @@ def _mend(noted: str, tensor: torch.Tensor) -> str:
 
 
 @final
-class _Notes(TorchDispatchMode):
-    """Sees every operation; notes those that fill a tensor."""
+class _FillRecorder(TorchDispatchMode):
+    """Sees every operation and records those that fill a tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._noted: dict[int, Initial | str] = {}
-        # While a storage is remembered here no other one can get its address.
+        self._recorded: dict[int, Initial | str] = {}
+        # Kept alive, so that no other storage can get the same address.
         self._kept: list[torch.UntypedStorage] = []
 
-    def doubt(self, tensor: torch.Tensor) -> None:
-        """Something may have filled it, and nobody saw what."""
-        self._set(tensor, _UNKNOWN)
+    def mark_unknown(self, tensor: torch.Tensor) -> None:
+        self._store(tensor, _UNKNOWN)
 
     def of(self, tensor: torch.Tensor) -> Initial | str:
-        """Return how it is drawn, or in words why nobody knows."""
-        return self._noted.get(_key(tensor), _EMPTY)
+        return self._recorded.get(_key(tensor), _EMPTY)
 
     @override
     def __torch_dispatch__(
@@ -228,51 +211,46 @@ class _Notes(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
         if isinstance(result, torch.Tensor) and result.is_meta:
-            self._note(name, result, args, kwargs or {})
+            self._record(name, result, args, kwargs or {})
         return result
 
-    def _note(
+    def _record(
         self, name: str, result: torch.Tensor, args: Sequence[object], options: Mapping[str, object]
     ) -> None:
         if name in _SILENT:
             return
         if name in _NEW:
-            self._set(result, _constant(_NEW[name]))
+            self._store(result, _constant(_NEW[name]))
             return
         if name == "full":
-            self._set(result, _constant(_number(args[1])))
+            self._store(result, _constant(_number(args[1])))
             return
         if not name.endswith("_") or name.endswith("__"):
             source = args[0] if args else None
             if not isinstance(source, torch.Tensor):
-                self._set(result, _UNKNOWN)  # of a file, say
+                self._store(result, _UNKNOWN)  # from a file, for example
             elif _key(source) != _key(result):
                 is_cast = name == "_to_copy" and source.dtype != result.dtype
                 known = isinstance(self.of(source), Initial)
-                self._set(result, _CAST if is_cast and known else _UNKNOWN)
+                self._store(result, _CAST if is_cast and known else _UNKNOWN)
             return
+        # A fill of a part cannot be repeated by shards.
         whole = result.numel() == _n_elements(result)
-        drawn = _drawn(name, args, options)
-        self._set(result, drawn if whole and drawn is not None else _UNKNOWN)
+        distribution = _distribution(name, args, options)
+        self._store(result, distribution if whole and distribution is not None else _UNKNOWN)
 
-    def _set(self, tensor: torch.Tensor, noted: Initial | str) -> None:
+    def _store(self, tensor: torch.Tensor, recorded: Initial | str) -> None:
         key = _key(tensor)
-        if key not in self._noted:
+        if key not in self._recorded:
             self._kept.append(tensor.untyped_storage())
-        self._noted[key] = noted
+        self._recorded[key] = recorded
 
 
 @final
-class _Questions(TorchFunctionMode):
-    """Hears who asks a tensor whether it is on the meta device.
-
-    Args:
-        notes: Where that is noted.
-    """
-
-    def __init__(self, notes: _Notes) -> None:
+class _MetaQueryRecorder(TorchFunctionMode):
+    def __init__(self, recorder: _FillRecorder) -> None:
         super().__init__()
-        self._notes = notes
+        self._recorder = recorder
 
     @override
     def __torch_function__(
@@ -282,15 +260,16 @@ class _Questions(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        # Some functions of torch.nn.init ask whether a tensor is on the meta device and then do
+        # nothing, so the fill would go unseen.
         if getattr(func, "__self__", None) is torch.Tensor.is_meta:
-            self._notes.doubt(cast("torch.Tensor", args[0]))
+            self._recorder.mark_unknown(cast("torch.Tensor", args[0]))
         return cast("_Function", func)(*args, **(kwargs or {}))
 
 
-def _drawn(
+def _distribution(
     name: str, args: Sequence[object], options: Mapping[str, object]
 ) -> Initial | str | None:
-    """Return what an operation in place fills a tensor with, if shards can do so."""
     match name:
         case "uniform_":
             low, high = _arguments(args, options, ("from", 0.0), ("to", 1.0))
@@ -312,7 +291,6 @@ def _drawn(
 def _arguments(
     args: Sequence[object], options: Mapping[str, object], *wanted: tuple[str, float]
 ) -> _Numbers:
-    """Return the arguments after the tensor, by place or by name."""
     return tuple(
         _number(args[place] if place < len(args) else options.get(name, usual))
         for place, (name, usual) in enumerate(wanted, 1)
@@ -335,20 +313,19 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _n_elements(tensor: torch.Tensor) -> int:
-    """Return the elements of the whole storage, of which this may be a view."""
     return tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
 
 
+# read(name, start, stop) -> elements [start, stop) of that tensor, row-major
 Read = Callable[[str, int, int], Vector]
-"""read(name, start, stop) -> elements [start, stop) of that tensor, row-major."""
 
 
 def reader(path: str, layout: Layout) -> Read:
-    """Return a function that reads ranges of the layout's tensors from this file.
+    """Return a function that reads ranges of tensors from a safetensors file.
 
     Args:
         path: A .safetensors file with whole tensors by name.
-        layout: Names and shapes that it must have; its dtype is what is returned.
+        layout: Expected names and shapes, and the dtype of the result.
 
     Raises:
         StorageError: the file cannot be read, lacks a tensor, or has another shape.
@@ -383,6 +360,7 @@ def reader(path: str, layout: Layout) -> Read:
             else:
                 row = max(prod(shape[1:]), 1)
                 first = start // row * row
+                # Only the rows of the range are read from the file.
                 part = tensor[start // row : -(-stop // row)]
             flat: torch.Tensor = part.reshape(-1)[start - first : stop - first]
             return np.asarray(flat.to(dtype).numpy())

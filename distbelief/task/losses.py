@@ -1,7 +1,7 @@
-"""Losses and metrics by name, or by import path.
+"""Losses and metrics by name or import path: f(outputs, targets) -> mean over the samples.
 
-Both are functions f(outputs, targets) -> mean over the samples of the batch, a tensor
-of one element; a batch that is evaluated in pieces is weighted by their sizes.
+The result is a tensor of one element. A batch that is evaluated in pieces is weighted by their
+sizes.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | float]
 def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss of a logistic classifier for each class against all others.
 
-    It is summed over classes, as Dean et al. 2012 (section 5) train their image net.
+    Summed over classes, as Dean et al. 2012 (section 5) train their image model.
 
     Args:
         outputs: (n_samples, n_classes, ...) scores.
@@ -36,13 +36,14 @@ def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return losses.sum() / len(outputs)
 
 
+# torch's losses of two arguments, with or without "_loss" at the end, and "one_vs_all".
 LOSSES: Final[dict[str, Loss]] = {
     "binary_cross_entropy": functional.binary_cross_entropy,
     "binary_cross_entropy_with_logits": functional.binary_cross_entropy_with_logits,
     "cross_entropy": functional.cross_entropy,
     "hinge_embedding": functional.hinge_embedding_loss,
     "huber": functional.huber_loss,
-    # torch's default "mean" divides by the number of elements, which is no divergence.
+    # torch's default "mean" divides by the number of elements, which gives no divergence.
     "kl_div": partial(functional.kl_div, reduction="batchmean"),
     "l1": functional.l1_loss,
     "mse": functional.mse_loss,
@@ -55,17 +56,13 @@ LOSSES: Final[dict[str, Loss]] = {
     "smooth_l1": functional.smooth_l1_loss,
     "soft_margin": functional.soft_margin_loss,
 }
-"""torch's losses of two arguments; each may also be written with "_loss" at its end.
 
-And "one_vs_all", which torch has not.
-"""
-
+# Their targets are class labels, one for each row of outputs.
 CLASS_LOSSES: Final = frozenset({"cross_entropy", "nll", "multi_margin", "one_vs_all"})
-"""Losses whose targets are class labels, one for each row of outputs."""
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the part of the targets that the largest output names.
+    """Return the share of targets that the largest output predicts.
 
     Args:
         outputs: (n_samples, n_classes, ...) scores.
@@ -75,12 +72,11 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def top5(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the part of the targets among the five largest outputs; see `accuracy`."""
+    """Return the share of targets among the five largest outputs; see `accuracy`."""
     return _top(outputs, _labels(outputs, targets), k=min(5, outputs.shape[1]))
 
 
 def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean of (output - target)^2 over all elements."""
     return functional.mse_loss(outputs, targets.to(outputs.dtype))
 
 
@@ -91,7 +87,7 @@ def loss_function(name: str) -> Loss:
     """Return the loss of this name or import path.
 
     Raises:
-        JobError: there is none; names the nearest.
+        JobError: it does not exist; suggests the closest name.
     """
     if ":" in name:
         return cast("Loss", resolve(name, table="algorithm"))
@@ -105,7 +101,7 @@ def metric_function(name: str) -> Metric:
     """Return the metric of this name or import path.
 
     Raises:
-        JobError: there is none; names the nearest.
+        JobError: it does not exist; suggests the closest name.
     """
     if ":" in name:
         return cast("Metric", resolve(name, table="evaluation"))
@@ -116,10 +112,10 @@ def metric_function(name: str) -> Metric:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return which way this metric, by name or import path, is better.
+    """Return whether a higher value of this metric is better.
 
-    A function of one's own may have an attribute `higher_is_better`, as torchmetrics'
-    have; without it higher is better.
+    A user's own function may have an attribute `higher_is_better`, as in torchmetrics; the
+    default is true.
     """
     if metric == "mse":
         return False
@@ -127,12 +123,11 @@ def higher_is_better(metric: str) -> bool:
 
 
 def usual_metric(loss: str, *, labels: bool = True) -> str:
-    """Return the metric that goes with a loss: its targets say which.
+    """Return the default metric for a loss.
 
     Args:
         loss: Its name or import path.
-        labels: Whether the targets are whole numbers; then a loss of one's own is
-            taken to classify.
+        labels: Whether targets are integers; then a user's own loss is taken to classify.
     """
     if labels if ":" in loss else loss.removesuffix("_loss") in CLASS_LOSSES:
         return "accuracy"

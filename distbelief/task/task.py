@@ -1,4 +1,8 @@
-"""The layer graph of a job's model and loss, captured without memory for any tensor."""
+"""A training task: model, data and loss as tables of the job file, and the objects built from them.
+
+The structs hold only names and plain values: a process that joins a job receives them as text
+and builds the objects itself. `validation` finds mistakes before any process starts.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,28 +36,17 @@ from distbelief.task.losses import (
 )
 
 
-# What one sample of a data set is like: all that a layer graph needs to know of it.
-
-
 @final
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """Shapes and kinds of an input and its target.
+    """Shapes and types of one input and its target: all that a layer graph needs."""
 
-    Attributes:
-        input_shape: Without the batch.
-        input_is_integer: Words, for example.
-        target_shape: Likewise.
-        target_is_integer: Labels, for example.
-    """
-
-    input_shape: Shape
-    input_is_integer: bool
-    target_shape: Shape
-    target_is_integer: bool
+    input_shape: Shape  # without the batch dimension
+    input_is_integer: bool  # for example words
+    target_shape: Shape  # without the batch dimension
+    target_is_integer: bool  # for example labels
 
     @override
     def __str__(self) -> str:
-        """Return "input [3, 32, 32], target []"."""
         kind = " of whole numbers"
         return (
             f"input {list(self.input_shape)}{kind if self.input_is_integer else ''}, "
@@ -62,7 +55,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
-    """Return what the first sample of a data set is like.
+    """Return the description of a data set's first sample.
 
     Raises:
         JobError: it cannot be read.
@@ -80,27 +73,20 @@ def _is_number(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point()
 
 
-# The task: which model learns what, from which data; and what a role is built from.
-#
-# The structs are tables of the job file, so they hold names and plain values only: a
-# process that joins a job receives them as text and builds the objects itself. Whatever
-# the user may have got wrong is found by `checks` before any process starts, and told in
-# one sentence: the culprit, its value, the mend.
-
 SEED_MAX: Final = 2**63 - 1  # torch takes no more
 
-# ------------------------------------------------------------------- job file
+# --- job file ---
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [model].
 
     Attributes:
-        factory: Import path "package.module:function" of what returns the nn.Module.
+        factory: Import path "package.module:function" of a function that returns the nn.Module.
         arguments: Its keyword arguments.
-        initial: "module" (as the factory leaves it), "seed" (drawn on the shards by
-            layer type, so that no process holds the whole net), or the path of a
-            safetensors file with whole tensors by name.
+        initial: "module" (as the factory leaves it), "seed" (drawn on the shards by layer
+            type, so that no process holds the whole model), or the path of a safetensors
+            file with whole tensors by name.
         seed: Of the factory's random numbers, and of "seed".
     """
 
@@ -110,11 +96,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse an `initial` that is neither word nor file.
-
-        Raises:
-            ValueError: which msgspec turns into an error that names the table.
-        """
+        # msgspec turns a ValueError into an error that names the table.
         if self.initial in {"module", "seed"}:
             return
         if not self.initial.endswith(".safetensors"):
@@ -132,15 +114,15 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is learnt: model, data, loss, and the figure by which it is judged.
+    """Model, data, loss and metric.
 
     Attributes:
         model: Table [model].
         train: Table [data.train].
-        test: Table [data.test], if there is any: without it nothing is evaluated.
+        test: Table [data.test]; without it nothing is evaluated.
         loss: Name in `losses.LOSSES`, or import path of f(outputs, targets) -> mean.
-        metric: Name in `losses.METRICS`, or import path of such a function; None
-            chooses by the loss, and by the targets.
+        metric: Name in `losses.METRICS`, or import path of such a function; None chooses
+            by the loss and the targets.
     """
 
     model: ModelSpec
@@ -150,104 +132,86 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metric: str | None = None
 
 
-# ---------------------------------------------------------------------- roles
+# --- roles ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterEntry:
     """One role of a job."""
 
-    name: str  # "shard-0" (its other copy: "shard-0b"), "replica-1", "evaluator"
+    name: str  # "shard-0" (its second copy: "shard-0b"), "replica-1", "evaluator"
     kind: Literal[
         "shard",
         "replica",
         "evaluator",
-        "machine",  # led by one of the two before
+        "machine",  # a rank above 0 of a replica or the evaluator
         "coordinator",
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What an algorithm's `build` may use to make one role, in that role's process.
-
-    Attributes:
-        task: What is learnt.
-        layout: Of the model's tensors on the shards; None if the algorithm has no
-            parameter server.
-        n_replicas: Model replicas of the job.
-        n_shards: Shards of the job.
-        shard_copies: Processes that keep each of them, 1 or 2.
-        seed: Of the evaluation subset (the order of samples has its own, in the
-            algorithm's table; initial values have [model] seed).
-        memory: What the driver lends.
-        initials: How to draw each tensor, by its name: `FlatModel.initials()`, needed
-            by shards if [model] initial is "seed".
-        initial_file: A safetensors file with the initial values of all tensors by
-            name (whole tensors, in the shapes of the layout), needed by shards
-            otherwise: written by the job layer for "module", the user's own else.
-        evaluation_subset: Held-out samples of a usual evaluation; None means all.
-        threads: Of torch in this process (the process sets them, `build` does not).
-        await_begin: Replicas wait for `StartTraining` (a supervisor sends it to each life).
-        plan: Path of the plan that replicas and evaluator are split by; None if each
-            is one process.
-        sample: What the data are like, for the layer graph of that plan.
-        device: On which machines of such a plan compute.
-        n_train: Training samples, where somebody has counted them.
-        datasets: Those that stand already, by table ("data.train"): roles that share a
-            process need no data of their own.
-    """
+    """What an algorithm's `build` may use to make one role, in that role's process."""
 
     task: TaskSpec
-    layout: Layout | None
+    layout: Layout | None  # of the model's tensors on the shards; None without a parameter server
     n_replicas: int
     n_shards: int
+    # Of the evaluation subset (the order of samples has its own, in the algorithm's table; initial
+    # values have [model] seed).
     seed: int
-    memory: Memory
+    memory: Memory  # given by the driver
+    # How to draw each tensor, by name: `FlatModel.initials()`, needed by shards if [model] initial
+    # is "seed".
     initials: Mapping[str, Initial] = field(default_factory=dict)
+    # A safetensors file with whole tensors in the layout's shapes, needed by shards otherwise:
+    # written by the job for "module", else the user's own.
     initial_file: str | None = None
-    evaluation_subset: int | None = None
-    threads: int = 1
-    shard_copies: int = 1
+    evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
+    threads: int = 1  # of torch in this process (the process sets them, `build` does not)
+    shard_copies: int = 1  # processes that keep each shard, 1 or 2
+    # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
     await_begin: bool = True
+    # Path of the plan that partitions replicas and evaluator; None: one process each.
     plan: str | None = None
-    sample: Sample | None = None
-    device: str = "cpu"
-    n_train: int | None = None
+    sample: Sample | None = None  # description of the data, for the layer graph of that plan
+    device: str = "cpu"  # on which the ranks of such a plan compute
+    n_train: int | None = None  # number of training samples, where it is known
+    # Data sets that exist already, by table ("data.train"): roles that share a process share them.
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
 
     def train_data(self) -> Dataset:
-        """Return the training data, built here unless it stands already.
+        """Return the training data, built here unless it exists already.
 
         Raises:
-            JobError: it cannot be built, or is not that of the job.
+            JobError: it cannot be built, or its size differs from that of the job.
         """
-        standing = self.datasets.get("data.train")
-        if standing is not None:
-            return standing
+        existing = self.datasets.get("data.train")
+        if existing is not None:
+            return existing
         dataset = build_dataset(self.task.train)
         if self.n_train is not None and len(dataset) != self.n_train:
             raise JobError(
-                f"[data.train] has {len(dataset):,} samples here, and {self.n_train:,} "
-                "where the job began: all its machines have to have the same data"
+                f"[data.train] has {len(dataset):,} samples here but {self.n_train:,} "
+                "where the job began: use the same data on all hosts"
             )
         return dataset
 
     def test_data(self) -> Dataset:
-        """Return the held-out data, likewise.
+        """Return the held-out data, built here unless it exists already.
 
         Raises:
-            JobError: there are none, or they cannot be built.
+            JobError: there is none, or it cannot be built.
         """
         if self.task.test is None:
-            raise JobError("an evaluator needs held-out data: give [data.test], or do without it")
-        standing = self.datasets.get("data.test")
-        if standing is not None:
-            return standing
+            raise JobError("an evaluator needs held-out data: give [data.test]")
+        existing = self.datasets.get("data.test")
+        if existing is not None:
+            return existing
         return build_dataset(self.task.test, table="data.test")
 
 
-# -------------------------------------------------------------------- objects
+# --- objects ---
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
@@ -256,7 +220,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
     The same spec gives the same values in every process.
 
     Raises:
-        JobError: the factory cannot be had or called, or returns something else.
+        JobError: the factory cannot be found or called, or returns something else.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -271,6 +235,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
             f"[model] {spec.factory} returned {dry_run.shown(module)}, not an nn.Module: "
             "let it return the model"
         )
+    # The layout needs all shapes before the first forward pass.
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise JobError(
@@ -284,8 +249,8 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
     """Return the data set that the factory makes.
 
     Raises:
-        JobError: the factory cannot be had or called, or what it returns has no
-            length or no items, or is empty.
+        JobError: the factory cannot be found or called, or its result has no length or no
+            items, or is empty.
     """
     dataset = call_factory(spec.factory, spec.arguments, table=table)
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):
@@ -309,10 +274,9 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
 
 
 def prepare(spec: DataSpec, *, table: str) -> None:
-    """Let the module of a data factory build what its factory will open.
+    """Call the function `prepare` beside a data factory, if there is one, with its arguments.
 
-    A function `prepare` beside the factory is called once, here, with the factory's
-    arguments, so that the roles need not do the same work side by side.
+    It runs once, so that the roles need not do the same work (a download, an index) in parallel.
     """
     resolve(spec.factory, table=table)
     module_name = spec.factory.partition(":")[0]
@@ -329,8 +293,8 @@ def metric_name(task: TaskSpec, sample: Sample | None = None) -> str:
     """Return the metric's name or import path, chosen by the loss if left open.
 
     Args:
-        task: What is learnt.
-        sample: What the data are like; a loss of one's own does not say.
+        task: The task.
+        sample: Description of the data; needed for a user's own loss.
     """
     if task.metric is not None:
         return task.metric
@@ -346,34 +310,28 @@ def build_metric(task: TaskSpec, sample: Sample | None = None) -> Metric:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A model and its loss, as data.
+    """A model and its loss as a layer graph."""
 
-    Attributes:
-        graph: The loss is its last output.
-        modules: Those that are computed whole, without memory, by their paths.
-        specs: All tensors of the model, sorted by name.
-    """
-
-    graph: LayerGraph
-    modules: Mapping[str, nn.Module]
-    specs: Sequence[TensorSpec]
+    graph: LayerGraph  # the loss is its last output
+    modules: Mapping[str, nn.Module]  # modules that are computed whole, on the meta device, by path
+    specs: Sequence[TensorSpec]  # all tensors of the model, sorted by name
 
 
 def capture_task(
     task: TaskSpec, *, inputs: Sequence[InputSpec], targets: Shape | None = None, soft: bool = False
 ) -> Captured:
-    """Return the graph of a job's model with its loss.
+    """Return the graph of a task's model with its loss.
 
     Args:
         task: Model and loss.
         inputs: Of the model.
         targets: Shape of the targets, if not the usual one.
-        soft: Whether targets of a loss of labels are probabilities instead.
+        soft: Whether the targets of a classification loss are probabilities.
 
     Raises:
-        JobError: the model cannot be built, or captured.
+        JobError: the model cannot be built or captured.
     """
-    module = _made(task.model)
+    module = _build_on_meta(task.model)
     module.train()
     graph = append_loss(capture(module, inputs), _loss(task.loss), targets=targets, soft=soft)
     return Captured(
@@ -382,27 +340,27 @@ def capture_task(
 
 
 def capture_for(task: TaskSpec, sample: Sample) -> Captured:
-    """Return the layer graph of a task on such samples, without any memory.
+    """Return the layer graph of a task for such samples, on the meta device.
 
     Raises:
-        JobError: the model cannot be built or captured, does not take them, or needs
+        JobError: the model cannot be built or captured, does not take the samples, or needs
             tensors that are not saved with it.
     """
-    n_values = 1 if sample.input_is_integer else None  # how many, no layer asks
+    n_values = 1 if sample.input_is_integer else None  # no layer uses the number of values
+    # Ranks exchange targets as floating-point numbers unless a named loss takes labels.
     loss = task.loss.removesuffix("_loss")
     if ":" in task.loss and sample.target_is_integer:
         raise JobError(
-            f"[algorithm] loss = {task.loss!r}: a function of your own gets targets as "
-            "floating-point numbers where replicas are split over machines, and those "
-            "of [data.train] are whole numbers: use a loss by name, or let a replica "
-            "be one process (partitions = 1)"
+            f"[algorithm] loss = {task.loss!r}: with partitioned replicas your own function "
+            "gets floating-point targets, but [data.train] has integers: use a loss by "
+            "name, or one process per replica (partitions = 1)"
         )
     if loss == "mse" and sample.target_is_integer:
         raise JobError(
-            f"[algorithm] loss {task.loss} compares element by element, and targets of "
-            f"[data.train] are whole numbers of shape {list(sample.target_shape)}: let "
-            "the data set return them as floating-point numbers, of the outputs' "
-            "shape, or use loss = 'cross_entropy' if they are class labels"
+            f"[algorithm] loss {task.loss} compares element by element, but targets of "
+            f"[data.train] are integers of shape {list(sample.target_shape)}: return "
+            "floating-point targets of the outputs' shape, or use loss = "
+            "'cross_entropy' for class labels"
         )
     captured = capture_task(
         task,
@@ -414,12 +372,7 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     return captured
 
 
-def _made(spec: ModelSpec) -> nn.Module:
-    """Return the model, without memory for any tensor.
-
-    Raises:
-        JobError: it cannot be made; if for want of values, what to do about that.
-    """
+def _build_on_meta(spec: ModelSpec) -> nn.Module:
     try:
         with torch.device("meta"):
             return build_model(spec)
@@ -427,37 +380,35 @@ def _made(spec: ModelSpec) -> nn.Module:
         if "meta tensor" not in str(error):
             raise
         raise JobError(
-            f"{error}. Where replicas are split, the model is made on the meta device, "
-            "whose tensors have no values: let its constructor compute such numbers in "
-            "Python, or let a replica be one process (partitions = 1)"
+            f"{error}. A partitioned model is built on the meta device, whose tensors "
+            "have no values: compute such numbers in Python, or use one process per "
+            "replica (partitions = 1)"
         ) from error
 
 
 def _refuse_unsaved(task: TaskSpec, captured: Captured) -> None:
-    """Refuse tensors that machines would not get: they have theirs from the shards."""
     saved = {spec.name for spec in captured.specs}
     for layer in captured.graph.layers:
         for use in layer.tensors.values():
             if use.name not in saved:
                 raise JobError(
                     f"[model] {task.model.factory}: {use.name!r}, which layer "
-                    f"{layer.name!r} needs, is not saved with the model, and machines "
-                    "get their tensors from the shards, which have those that are: "
-                    "register it by register_buffer, without persistent=False, or let "
-                    "a replica be one process (partitions = 1)"
+                    f"{layer.name!r} needs, is not saved with the model, so ranks cannot "
+                    "get it from the shards: register it by register_buffer without "
+                    "persistent=False, or use one process per replica (partitions = 1)"
                 )
 
 
 def modules_of(graph: LayerGraph, module: nn.Module, loss: str | Loss) -> dict[str, nn.Module]:
-    """Return the modules that some layer calls, that of the loss among them."""
+    """Return the modules that some layer calls, that of the loss included."""
     found: dict[str, nn.Module] = {}
-    own = whole_loss(loss)
+    loss_module = whole_loss(loss)
     for layer in graph.layers:
         if "module" not in layer.options:
             continue
         path = layer.text("module")
-        if own is not None and layer.name == graph.outputs[-1]:
-            found[path] = own
+        if loss_module is not None and layer.name == graph.outputs[-1]:
+            found[path] = loss_module
         else:
             found[path] = module.get_submodule(path)
     return found
@@ -479,11 +430,11 @@ def specs_of(module: nn.Module) -> list[TensorSpec]:
 
 
 def input_names(graph: LayerGraph) -> list[str]:
-    """Return the names of the inputs, the model's first, then the targets."""
+    """Return the names of the inputs: the model's first, then the targets."""
     return [layer.name for layer in graph.layers if layer.kind == INPUT]
 
 
 def _loss(name: str) -> str | Loss:
-    """Return what `append_loss` takes: a name of torch's, or the user's function."""
+    # torch's losses have layers of their own in the graph; a user's function is one layer.
     known = name in LOSSES or name.removesuffix("_loss") in LOSSES
     return name if known or ":" not in name else loss_function(name)

@@ -1,7 +1,4 @@
-"""What can be wrong with a task, found before any process starts.
-
-Each complaint is one sentence: the culprit, its value, the mend.
-"""
+"""Checks a task before any process starts; each mistake becomes a JobError of one sentence."""
 
 import torch
 
@@ -23,13 +20,12 @@ from distbelief.task.task import (
 
 
 def check(task: TaskSpec, batch_size: int) -> None:
-    """Try one batch, forward and backward, and the evaluation of another.
+    """Try one training batch forward and backward, and evaluate one test batch.
 
-    To be called before any process starts, in a process of its own or a fresh thread
-    count of 1: it builds model and data.
+    It builds model and data, so call it in a process of its own, before the job starts.
 
     Raises:
-        JobError: naming the culprit, its value and the mend.
+        JobError: what is wrong, its value and the fix.
     """
     module = build_model(task.model)
     dataset = build_dataset(task.train)
@@ -68,16 +64,16 @@ def check(task: TaskSpec, batch_size: int) -> None:
 
 
 def check_data(task: TaskSpec, batch_size: int, *, n_readers: int = 2) -> Sample:
-    """Read a batch of the training and of the test data; return what samples are like.
+    """Read a batch of the training and of the test data; return the description of a sample.
 
     Args:
-        task: Whose data.
-        batch_size: Samples that are read at once.
-        n_readers: Machines of a replica: more than one have to read the same.
+        task: The task.
+        batch_size: Samples read at once.
+        n_readers: Ranks of a replica; several must read the same samples.
 
     Raises:
-        JobError: they cannot be read, are unlike each other, or are drawn at random;
-            or there is no such metric.
+        JobError: data cannot be read, differ in shape, or are drawn at random; or the metric
+            does not exist.
     """
     sample = _sample(task.train, batch_size, n_readers, table="data.train")
     if task.test is not None:
@@ -85,53 +81,48 @@ def check_data(task: TaskSpec, batch_size: int, *, n_readers: int = 2) -> Sample
         if other != sample:
             raise JobError(
                 f"samples of [data.train] are {sample}, and those of [data.test] "
-                f"{other}: they have to be alike"
+                f"{other}: they must be alike"
             )
         build_metric(task, sample)
     return sample
 
 
 def _sample(spec: DataSpec, batch_size: int, n_readers: int, *, table: str) -> Sample:
-    """Return what the samples are like, which all machines of a replica read alike."""
     dataset = build_dataset(spec, table=table)
-    batch = _first(dataset, batch_size, table=table)
+    batch = _first_batch(dataset, batch_size, table=table)
     if n_readers > 1:
-        _check_alike(spec, dataset, batch, table=table)
+        _check_repeatable(spec, dataset, batch, table=table)
     return sample_of(dataset, table=table)
 
 
-def _check_alike(spec: DataSpec, dataset: Dataset, batch: Batch, *, table: str) -> None:
-    """Refuse samples that are drawn at random.
-
-    Each machine builds the data set and reads for itself, one the inputs and another
-    their targets, or the other half of an image: these would be of other draws.
-    """
+def _check_repeatable(spec: DataSpec, dataset: Dataset, batch: Batch, *, table: str) -> None:
+    # One rank reads the inputs, another their targets or the other half of an image: all must see
+    # the same draw.
     n_samples = len(batch[0])
-    anew = build_dataset(spec, table=table)
+    rebuilt = build_dataset(spec, table=table)
     others = {
-        "it is read": _first(dataset, n_samples, table=table),
-        f"{spec.factory} is called": _first(anew, n_samples, table=table),
+        "it is read": _first_batch(dataset, n_samples, table=table),
+        f"{spec.factory} is called": _first_batch(rebuilt, n_samples, table=table),
     }
     for when, other in others.items():
-        row = _differing(batch, other)
+        row = _first_difference(batch, other)
         if row is not None:
             raise JobError(
-                f"[{table}] sample {row} is another one each time that {when}, and "
-                "machines of a replica read it each for itself: draw nothing at random,"
-                " or by generators of a fixed seed (with the sample's index in it), or "
-                "let a replica be one process (partitions = 1)"
+                f"[{table}] sample {row} differs each time {when}, but every rank of a "
+                "replica reads it: draw by generators seeded with the sample's index, or "
+                "use one process per replica (partitions = 1)"
             )
 
 
-def _first(dataset: Dataset, n_samples: int, *, table: str) -> Batch:
+def _first_batch(dataset: Dataset, n_samples: int, *, table: str) -> Batch:
     return read_batch(dataset, range(min(n_samples, len(dataset))), table=table)
 
 
-def _differing(batch: Batch, other: Batch) -> int | None:
-    """Return the first sample in which two readings differ; NaN is like NaN."""
+def _first_difference(batch: Batch, other: Batch) -> int | None:
     for one, two in zip(batch, other, strict=True):
         if one.shape != two.shape:
             return 0
+        # NaN equals NaN here.
         differs = (one != two) & ~(one.isnan() & two.isnan())
         if bool(differs.any()):
             return int(differs.nonzero()[0][0])
@@ -139,10 +130,10 @@ def _differing(batch: Batch, other: Batch) -> int | None:
 
 
 def check_evaluation(task: TaskSpec, sample: Sample) -> None:
-    """Check that the layer graph of a task's model holds in evaluation mode as well.
+    """Check that the layer graph of a task's model is the same in evaluation mode.
 
     Raises:
-        JobError: the model computes something else then.
+        JobError: the model computes something else in evaluation mode.
     """
     with torch.device("meta"):
         module = build_model(task.model)
@@ -152,7 +143,7 @@ def check_evaluation(task: TaskSpec, sample: Sample) -> None:
     if difference is not None:
         raise JobError(
             f"{type(module).__name__} computes something else in evaluation mode than "
-            f"in training, and machines by a plan compute the latter: see {difference}."
-            " Let its forward return the same in both modes, or use one process: "
-            "`distbelief predict --whole`, partitions = 1 for training"
+            f"in training, but a plan covers only training: see {difference}. Let its "
+            "forward return the same in both modes, or use one process: `distbelief "
+            "predict --whole`, partitions = 1 for training"
         )

@@ -1,4 +1,8 @@
-"""What one machine needs of a batch: of each input the regions that it reads."""
+"""Batch plans (which samples a step takes) and the readers that prefetch them.
+
+`Prefetcher` reads whole batches for a replica in one process. In a model-parallel group each
+rank has a `BatchPlan`, equal on all ranks, and a `SliceReader` for the input regions it needs.
+"""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,20 +24,18 @@ from distbelief.task.dry_run import check_labels, class_counts
 from distbelief.worker.local_executor import Batch, LocalExecutor
 
 
-# Batches read in advance, in the data lane: that of the present step, and the next.
-
-N_BATCHES_HELD = 2
+N_BATCHES_HELD = 2  # of the current step and of the next one
 
 
 @final
 class Prefetcher:
-    """The batches of one life of a replica, each read once.
+    """Reads the batches of one incarnation of a replica, each once, ahead of their steps.
 
     Args:
-        data_shard: Where they are taken from.
-        trainer: Who reads them.
-        batch_size: Samples of each.
-        n_batches_max: How many there will be; None: no end.
+        data_shard: The replica's part of the data.
+        trainer: Reads the samples.
+        batch_size: Samples of each batch.
+        n_batches_max: None: unbounded.
     """
 
     def __init__(
@@ -54,22 +56,20 @@ class Prefetcher:
         self._bytes_per_sample = 0.0  # once a batch has come
 
     def start(self, position: int) -> None:
-        """Begin after so many samples."""
         self._position = position
 
     @property
     def next(self) -> Batch | None:
-        """The batch of the next step, if it has been read."""
         return self._held[0] if self._held else None
 
     def take(self) -> Batch:
-        """Return the batch of the step that is done, and forget it."""
+        """Return and drop the batch of the finished step."""
         return self._held.popleft()
 
     def read_ahead(self) -> Sequence[Action]:
-        """Ask for one more batch, unless there are enough or one is on its way."""
         if self._reading or len(self._held) >= N_BATCHES_HELD or self._n_left == 0:
             return []
+        # Counted when asked for, so that no batch beyond the last step is read.
         if self._n_left is not None:
             self._n_left -= 1
         self._reading = True
@@ -86,47 +86,37 @@ class Prefetcher:
         ]
 
     def have_read(self, result: object) -> None:
-        """Keep the batch that was asked for."""
         assert isinstance(result, Batch), result
         self._reading = False
         self._held.append(result)
         self._bytes_per_sample = result.n_bytes / result.n_samples
 
 
-# Which samples each step of a life is about: the same on every machine of a group.
-
-N_KEPT: Final = 4
-"""Steps remembered: the present one, those after it, and one before."""
+N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchIndices:
-    """The samples of one step.
+    """The samples of one step."""
 
-    Attributes:
-        position: Samples before them.
-        indices: (n_samples,) in the data set.
-    """
-
-    position: int
-    indices: Indices
+    position: int  # number of samples before them
+    indices: Indices  # (n_samples,) in the data set
 
     @property
     def stop(self) -> int:
-        """Samples up to and with them."""
         return self.position + len(self.indices)
 
 
 class BatchPlan(Protocol):
-    """The samples of all steps of a life."""
+    """The samples of all steps of a generation."""
 
     def start(self, position: int) -> None:
-        """Begin a life there."""
+        """A generation begins at this position."""
         ...
 
     def batch(self, step: int) -> BatchIndices:
-        """Return the samples of this step: not long before, nor after, others asked."""
+        """Return the samples of a step; steps are asked for in order, or shortly again."""
         ...
 
 
@@ -143,24 +133,22 @@ class TrainingPlan:
         self._cursor = BatchCursor(data_shard)
         self._n_samples = len(data_shard)
         self._batch_size = batch_size
-        self._known: dict[int, BatchIndices] = {}
+        self._batches: dict[int, BatchIndices] = {}
         self._next = 0
         self._position = 0
 
     def start(self, position: int) -> None:
-        """Begin after so many samples."""
-        self._known.clear()
+        self._batches.clear()
         self._next, self._position = 0, position
 
     def batch(self, step: int) -> BatchIndices:
-        """Return the samples of this step."""
         while self._next <= step:
             indices = self._cursor.batch(self._position, self._batch_size)
-            self._known[self._next] = BatchIndices(position=self._position, indices=indices)
-            self._known.pop(self._next - N_KEPT, None)
+            self._batches[self._next] = BatchIndices(position=self._position, indices=indices)
+            self._batches.pop(self._next - N_KEPT, None)
             self._position += len(indices)
             self._next += 1
-        return self._known[step]
+        return self._batches[step]
 
     def n_steps(self, start: int, stop: int) -> int:
         """Return how many steps there are from one position to another."""
@@ -174,7 +162,6 @@ class TrainingPlan:
         )
 
     def _n_within(self, left: int, n_samples: int) -> int:
-        """Return the steps of so many samples, where a pass has `left` of them."""
         size = self._batch_size
         is_long = left % size == 1 and left > size > 1  # the last batch takes one more
         n_left = left // size if is_long else -(-left // size)
@@ -183,10 +170,10 @@ class TrainingPlan:
 
 @final
 class EvaluationPlan:
-    """The held-out samples, chunk by chunk: a subset (position 0), or all (1).
+    """The held-out samples in chunks: a subset (position 0), or all (position 1).
 
     Args:
-        kinds: The samples of both, in their order.
+        kinds: The samples of both.
         chunk: Samples of a step.
     """
 
@@ -196,65 +183,56 @@ class EvaluationPlan:
         self._indices = kinds[0]
 
     def start(self, position: int) -> None:
-        """Begin to measure these."""
+        # The position selects what is measured.
         self._indices = self._kinds[min(position, len(self._kinds) - 1)]
 
     def n_steps(self, position: int) -> int:
-        """Return how many chunks there are."""
         return -(-len(self._kinds[position]) // self._chunk)
 
     def batch(self, step: int) -> BatchIndices:
-        """Return a chunk."""
         first = step * self._chunk
         return BatchIndices(position=first, indices=self._indices[first : first + self._chunk])
 
 
 def step_seed(seed: Sequence[int], position: int) -> int:
-    """Return the seed of a step's randomness, equal on all machines."""
+    """Return the seed of a step's random numbers, equal on all ranks."""
     sequence = np.random.SeedSequence((*seed, position))
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
 def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:
-    """Return the samples of each micro-batch; none is empty."""
+    """Return the number of samples of each micro-batch; none is empty."""
     n = min(micro_batches, n_samples)
     ends = [n_samples * (index + 1) // n for index in range(n)]
     return [stop - start for start, stop in pairwise([0, *ends])]
 
 
 READ: Final = "machine:read"
-N_AHEAD: Final = 2
-"""Steps whose portions are read or held: the present one, and the next."""
+N_AHEAD: Final = 2  # slices read or held: of the current step and the next
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSlice:
-    """What there is of one batch.
+    """What one rank needs of a batch."""
 
-    Attributes:
-        life: In which it was read.
-        step: Of which.
-        inputs: Per input layer, of each region: (n_samples, *shape).
-        targets: (n_samples, ...), whole, where they are wanted.
-    """
-
-    life: int
+    life: int  # generation of the group in which it was read
     step: int
+    # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
-    targets: torch.Tensor | None = None
+    targets: torch.Tensor | None = None  # (n_samples, ...), whole, where they are needed
 
 
 @final
 class SliceReader:
-    """Reads portions, in the data lane.
+    """Reads batch slices, in the data executor.
 
     Args:
         dataset: Of pairs (input, target).
-        graph: Whose inputs they are.
+        graph: The layer graph with its inputs.
         reads: Per input layer, the regions that are needed.
-        dtype: Of numbers that are not whole.
-        keeps_targets: Whether whole targets are wanted.
+        dtype: Of floating-point numbers.
+        keeps_targets: Whether whole targets are needed too.
         table: Table of the job file that names the data set, for messages.
     """
 
@@ -278,22 +256,21 @@ class SliceReader:
         if len(self._inputs) > 2:
             names = ", ".join(layer.name for layer in self._inputs)
             raise JobError(
-                f"the model has inputs {names}: a data set gives pairs (input, "
-                "target), so it can have one"
+                f"the model has inputs {names}, but a data set gives pairs (input, "
+                "target): use a model with one input"
             )
 
     @property
     def reads_nothing(self) -> bool:
-        """Whether this machine needs nothing of any batch."""
         return not (self._reads or self._keeps_targets)
 
-    def read(self, life: int, step: int, chosen: BatchIndices) -> BatchSlice:
-        """Return the portion of these samples.
+    def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
+        """Return the slice of these samples.
 
         Raises:
-            JobError: the data set fails, or gives something else than the model takes.
+            JobError: the data set fails, or its samples do not fit the model.
         """
-        indices = [int(index) for index in chosen.indices]
+        indices = [int(index) for index in samples.indices]
         batch = read_batch(self._dataset, indices, table=self._table)
         found: dict[str, list[torch.Tensor]] = {}
         for layer, value, what in zip(self._inputs, batch, ("inputs", "targets"), strict=False):
@@ -308,70 +285,63 @@ class SliceReader:
                     f"plan is for {list(layer.shape)}"
                 )
             dtype = torch.int64 if layer.is_integer else self._dtype
-            # Fresh tensors, so that the whole batch can be forgotten.
+            # Copies, so that the memory of the whole batch can be freed.
             found[layer.name] = [
                 value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
             ]
         targets = batch[1] if self._keeps_targets else None
-        return BatchSlice(life=life, step=step, inputs=found, targets=targets)
+        return BatchSlice(life=generation, step=step, inputs=found, targets=targets)
 
 
 @final
 class SlicePrefetch:
-    """The portions of a life, each read once, a step ahead.
+    """Reads the batch slices of a generation, each once, one step ahead."""
 
-    Args:
-        reader: Who reads.
-        course: What.
-    """
-
-    def __init__(self, reader: SliceReader, course: BatchPlan) -> None:
+    def __init__(self, reader: SliceReader, plan: BatchPlan) -> None:
         self._reader = reader
-        self._course = course
+        self._plan = plan
         self._held: dict[int, BatchSlice] = {}
-        self._life = 0
+        self._generation = 0
         self._next = 0
         self._reading = False
 
-    def begin(self, life: int) -> None:
-        """Begin a life; portions of another one are forgotten."""
-        self._life, self._next = life, 0
+    def begin(self, generation: int) -> None:
+        self._generation, self._next = generation, 0
         self._held.clear()
 
     def take(self, step: int) -> BatchSlice | None:
-        """Return the portion of this step, if it has been read."""
         if self._reader.reads_nothing:
-            return BatchSlice(life=self._life, step=step)
+            return BatchSlice(life=self._generation, step=step)
         return self._held.pop(step, None)
 
     def read_ahead(self, step: int, *, stop: int) -> list[Action]:
-        """Ask for one more portion, unless one is on its way.
+        """Start reading one more slice, unless one is being read.
 
         Args:
-            step: The present one.
-            stop: No step from this one on will be taken.
+            step: The current one.
+            stop: Steps from here on will not be taken.
         """
         wanted = min(step + N_AHEAD, stop)
         if self._reading or self._reader.reads_nothing or self._next >= wanted:
             return []
-        life, number, reader = self._life, self._next, self._reader
-        chosen = self._course.batch(number)
-        if not len(chosen.indices):
-            return []  # there are no samples beyond: the last step comes before
+        generation, number, reader = self._generation, self._next, self._reader
+        samples = self._plan.batch(number)
+        if not len(samples.indices):
+            return []  # the last step comes before this one
         self._next += 1
         self._reading = True
         return [
             Compute(
                 name=READ,
-                work=lambda: reader.read(life, number, chosen),
-                cost=Cost(n_bytes=1e3 * len(chosen.indices)),
+                work=lambda: reader.read(generation, number, samples),
+                cost=Cost(n_bytes=1e3 * len(samples.indices)),
                 lane=Executor.DATA,
             )
         ]
 
     def have_read(self, result: object) -> None:
-        """Keep what was asked for, if it is still wanted."""
         assert isinstance(result, BatchSlice), result
         self._reading = False
-        if result.life == self._life:
+        # A slice that was read for an earlier generation is dropped.
+        if result.life == self._generation:
             self._held[result.step] = result

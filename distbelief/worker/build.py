@@ -1,4 +1,8 @@
-"""The machines of model-parallel replicas of Downpour, for the process of each."""
+"""Builds the roles of a job: shards, evaluator, and the ranks of a partitioned model.
+
+Each role is built in its own process. A rank never builds the whole model: it compiles its
+program and allocates the regions that it keeps; their values come from the shards.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -63,7 +67,7 @@ from distbelief.worker.evaluator import (
     EvaluationObjective,
     Evaluator,
     EvaluatorConfig,
-    Judge,
+    Score,
     held_out,
 )
 from distbelief.worker.gradients import RankTrainer
@@ -75,11 +79,10 @@ from distbelief.worker.replica import TrainingObjective
 from distbelief.worker.steps import StepRunner
 
 
-# The roles that every algorithm with a parameter server has, and their names.
+# --- roster and roles without a plan ---
 
 
 def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
-    """Return the shards' part of a roster."""
     return [
         RosterEntry(name=name, kind="shard")
         for k in range(n_shards)
@@ -88,7 +91,7 @@ def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
 
 
 def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry]:
-    """Return the replicas' part; `n_machines`: of each, by whose plan it is split."""
+    """Return the replicas of a roster; `n_machines` is the number of ranks of each, if any."""
     groups = [f"replica-{r}" for r in range(n_replicas)]
     if n_machines is None:
         return [RosterEntry(name=group, kind="replica") for group in groups]
@@ -96,25 +99,22 @@ def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry
 
 
 def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
-    """Return the evaluator's part, likewise."""
+    """Return the evaluators of a roster; `n_machines` is the number of ranks, if any."""
     return _group(EVALUATORS, "evaluator", 1 if n_machines is None else n_machines)
 
 
 def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -> list[RosterEntry]:
-    """Return the machines that compute one model; the first leads them."""
     leader, *others = member_names(group, n_machines)
-    machines = [RosterEntry(name=name, kind="machine") for name in others]
-    return [RosterEntry(name=leader, kind=kind), *machines]
+    ranks = [RosterEntry(name=name, kind="machine") for name in others]
+    return [RosterEntry(name=leader, kind=kind), *ranks]
 
 
 def shard_names(context: BuildContext) -> set[Address]:
-    """Return the names of all copies of all shards."""
     shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
     return {*shards, *second_copies}
 
 
 def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
-    """Return the shard of this name."""
     layout = layout_of(context)
     index = int(shard_of(name).removeprefix("shard-"))
     return Shard(
@@ -142,7 +142,7 @@ def _initialise(index: int, layout: Layout, context: BuildContext) -> Callable[[
 
 
 def build_evaluator(context: BuildContext) -> Role:
-    """Return the evaluator.
+    """Return the evaluator of unpartitioned models.
 
     Raises:
         JobError: there is nothing to evaluate on.
@@ -167,7 +167,6 @@ def build_evaluator(context: BuildContext) -> Role:
 
 
 def build_client(context: BuildContext, *, pushes: bool) -> ParameterClient:
-    """Return a client of all shards."""
     shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes),
@@ -182,7 +181,7 @@ def layout_of(context: BuildContext) -> Layout:
     """Return the layout of the parameters on the shards.
 
     Raises:
-        LocalProtocolError: there is none, or it is of another number of shards.
+        LocalProtocolError: there is none, or it has another number of shards.
     """
     if context.layout is None:
         raise LocalProtocolError("these roles need the layout of the parameters")
@@ -193,40 +192,30 @@ def layout_of(context: BuildContext) -> Layout:
     return context.layout
 
 
-# Machines of a plan, put together in the process that is to run one.
-#
-# No process builds the whole net: a machine has its program, and memory for the regions
-# that it keeps. Their values come from the shards. What the machines compute for is the
-# algorithm's affair; those that evaluate are the same for all algorithms.
+# --- ranks of a partitioned model ---
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a model is split.
-
-    Attributes:
-        plan: Who computes what.
-        graph: Of the model, its loss last.
-        modules: For layers that are computed whole; they may lie on the meta device.
-        device: On which machines compute: "cpu", "cuda".
-    """
+    """How a model is partitioned."""
 
     plan: Plan
-    graph: LayerGraph
+    graph: LayerGraph  # of the model, its loss last
+    # Layers that are computed whole; they may lie on the meta device.
     modules: Mapping[str, nn.Module]
-    device: str = "cpu"
+    device: str = "cpu"  # on which ranks compute: "cpu", "cuda"
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what all machines must have in common."""
+        # Everything that all ranks must have in common.
         text = msgspec.json.encode(
             (self.plan.graph, self.plan.batch, self.plan.micro_batches)
         ) + msgspec.json.encode(self.plan.placements, order="sorted")
         return hashlib.sha256(text).hexdigest()[:16]
 
     def compiled(self) -> Compiled:
-        """Return the plan compiled, for the samples of one micro-batch."""
+        """Return the plan compiled for the samples of one micro-batch."""
         return compile_plan(
             self.graph,
             self.plan.placements,
@@ -236,14 +225,14 @@ class Split:
 
     @classmethod
     def of(cls, name: str, context: BuildContext) -> "Split":
-        """Return how a job's plan splits its model, for the role of this name.
+        """Return how the job's plan partitions its model, for the role of this name.
 
         Raises:
-            LocalProtocolError: nobody told that role what the data are like.
+            LocalProtocolError: the job spec lacks a description of the data.
         """
         assert context.plan is not None
         if context.sample is None:
-            raise LocalProtocolError(f"{name} is not told what the data are like")
+            raise LocalProtocolError(f"{name} has no description of the data")
         captured = capture_for(context.task, context.sample)
         return cls(
             plan=load(context.plan),
@@ -254,25 +243,25 @@ class Split:
 
 
 def place_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
-    """Return which machine of a job is called so.
+    """Return the rank of this name.
 
     Raises:
-        LocalProtocolError: none is.
+        LocalProtocolError: the plan or the job has no such rank.
     """
-    place = group_rank_of(name)
+    rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
-    if place is None or place.machine >= n_machines:
-        raise LocalProtocolError(f"no machine {name!r} in a plan for {n_machines}")
-    is_replica = place.replica is not None and place.replica < context.n_replicas
-    if place.group != EVALUATORS and not is_replica:
-        raise LocalProtocolError(f"no machine {name!r} in a job of {context.n_replicas} replicas")
-    return place
+    if rank is None or rank.machine >= n_machines:
+        raise LocalProtocolError(f"no rank {name!r} in a plan for {n_machines}")
+    is_replica = rank.replica is not None and rank.replica < context.n_replicas
+    if rank.group != EVALUATORS and not is_replica:
+        raise LocalProtocolError(f"no rank {name!r} in a job of {context.n_replicas} replicas")
+    return rank
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuild:
-    """What machines for different duties have each of its own."""
+    """What differs between ranks that train and ranks that evaluate."""
 
     flow: Dataflow
     dtype: torch.dtype
@@ -287,41 +276,39 @@ class RankBuild:
     seed_gradient: Seed = mean_over_samples
 
 
-def assemble(place: GroupRank, split: Split, makings: RankBuild) -> PartitionWorker:
-    """Return a machine of this group, made of these."""
-    flow, course = makings.flow, makings.course
+def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker:
+    flow, batch_plan = parts.flow, parts.course
     n_machines = split.plan.cluster.n_machines
-    couriers = _couriers(place, flow, n_machines)
+    streams = _streams(rank, flow, n_machines)
     return PartitionWorker(
         RankConfig(
-            group=place.group, machine=place.machine, n_machines=n_machines, plan=split.fingerprint
+            group=rank.group, machine=rank.machine, n_machines=n_machines, plan=split.fingerprint
         ),
-        client=makings.client,
+        client=parts.client,
         stepping=StepRunner(
             PartitionExecutor(
                 flow,
-                dtype=makings.dtype,
+                dtype=parts.dtype,
                 modules=split.modules,
                 device=split.device,
-                seed_gradient=makings.seed_gradient,
+                seed_gradient=parts.seed_gradient,
             ),
-            couriers=couriers,
-            course=course,
-            micro_batches=makings.micro_batches,
-            training=makings.training,
-            seed=makings.seed,
+            couriers=streams,
+            course=batch_plan,
+            micro_batches=parts.micro_batches,
+            training=parts.training,
+            seed=parts.seed,
         ),
-        couriers=couriers,
-        course=course,
-        portions=SlicePrefetch(makings.reader, course),
-        duty=makings.duty,
+        couriers=streams,
+        course=batch_plan,
+        portions=SlicePrefetch(parts.reader, batch_plan),
+        duty=parts.duty,
         shapes=[region.shape for _, region in flow.items],
-        leader=makings.leader if place.machine == 0 else None,
+        leader=parts.leader if rank.machine == 0 else None,
     )
 
 
-def evaluating_rank(place: GroupRank, *, context: BuildContext, split: Split) -> PartitionWorker:
-    """Return a machine of those that evaluate."""
+def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> PartitionWorker:
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
     n_machines = plan.cluster.n_machines
@@ -333,38 +320,39 @@ def evaluating_rank(place: GroupRank, *, context: BuildContext, split: Split) ->
         n_machines=n_machines,
     )
     outputs = frozenset(compiled.graph.outputs)
-    flow = dataflow(compiled, place.machine, training=False, outputs=outputs)
+    flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
     dtype = dtype_of(context)
     client = client_of(flow, context, pushes=False)
     config = EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed)
-    course = EvaluationPlan(held_out(len(dataset), config), chunk=plan.batch)
+    batch_plan = EvaluationPlan(held_out(len(dataset), config), chunk=plan.batch)
     reader = SliceReader(
         dataset,
         graph=graph,
         reads=flow.reads,
         dtype=dtype,
-        keeps_targets=place.machine == 0,
+        keeps_targets=rank.machine == 0,
         table="data.test",
     )
-    duty = EvaluationObjective(
+    objective = EvaluationObjective(
         client=client,
         sizes=[region.n_elements for _, region in flow.items],
         dtype=dtype,
-        course=course,
-        judge=_judge(task, context.sample),
+        batch_plan=batch_plan,
+        score=_score(task, context.sample),
     )
+    # No step before the first request: each evaluation is a generation of its own.
     leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
     return assemble(
-        place,
+        rank,
         split,
         RankBuild(
             flow=flow,
             dtype=dtype,
             client=client,
-            course=course,
+            course=batch_plan,
             reader=reader,
-            duty=duty,
+            duty=objective,
             leader=leader,
             training=False,
             micro_batches=1,
@@ -374,7 +362,7 @@ def evaluating_rank(place: GroupRank, *, context: BuildContext, split: Split) ->
 
 
 def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> ParameterClient:
-    """Return a client of the shards that hold what a machine keeps."""
+    """Return a client of the shards that hold what the rank keeps."""
     layout = layout_of(context)
     shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
     return ParameterClient(
@@ -388,18 +376,17 @@ def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> Paramet
 
 
 def dtype_of(context: BuildContext) -> torch.dtype:
-    """Return the type of the parameters."""
     is_double = layout_of(context).dtype.itemsize == 8
     return torch.float64 if is_double else torch.float32
 
 
-def _couriers(place: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, ReliableSender]:
-    names = member_names(place.group, n_machines)
+def _streams(rank: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, ReliableSender]:
+    names = member_names(rank.group, n_machines)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
     return {peer: ReliableSender(names[peer]) for peer in sorted(peers)}
 
 
-def _judge(task: TaskSpec, sample: Sample | None) -> Judge:
+def _score(task: TaskSpec, sample: Sample | None) -> Score:
     loss, metric = build_loss(task), build_metric(task, sample)
 
     def judge(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
@@ -408,40 +395,29 @@ def _judge(task: TaskSpec, sample: Sample | None) -> Judge:
     return judge
 
 
-# What a machine of a replica is made of, whatever the algorithm it computes for.
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaParts:
-    """Parts of one machine.
+    """The parts of one rank of a replica, for any algorithm."""
 
-    Attributes:
-        flow: What it computes, and keeps.
-        dtype: Of what it keeps.
-        client: Of the shards that hold that; it pushes.
-        dataset: The training data.
-        reader: Of what the machine needs of them.
-    """
-
-    flow: Dataflow
-    dtype: torch.dtype
+    flow: Dataflow  # its operations and the items that it keeps
+    dtype: torch.dtype  # of these items
     client: ParameterClient
     dataset: Dataset
     reader: SliceReader
 
 
 def replica_parts(
-    place: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
+    rank: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
 ) -> ReplicaParts:
-    """Return the parts of a machine.
+    """Return the parts of a rank.
 
     Args:
-        place: Which machine.
+        rank: Which one.
         context: Of the job.
-        split: How its model is split.
-        batch: Which key of [algorithm] says how many samples are computed at once, and
-            what it says.
+        split: How the model is partitioned.
+        batch: The key of [algorithm] for the number of samples computed at once, and its
+            value.
 
     Raises:
         JobError: the plan is for other batches, or the data cannot be built.
@@ -453,7 +429,7 @@ def replica_parts(
             f"{split.plan.batch}: plan again, or use that"
         )
     flow = with_counts(
-        dataflow(split.compiled(), place.machine, loss=split.graph.outputs[-1]),
+        dataflow(split.compiled(), rank.machine, loss=split.graph.outputs[-1]),
         {spec.name for spec in layout_of(context).tensors},
     )
     dtype, dataset = dtype_of(context), context.train_data()
@@ -470,68 +446,72 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
 
     Raises:
-        JobError: the data cannot be built, or the plan is not for this job.
-        LocalProtocolError: no such machine.
+        JobError: the data cannot be built, or the plan does not fit the job.
+        LocalProtocolError: the job has no such rank.
     """
-    place = place_in(name, context=context, split=split)
-    if place.group == EVALUATORS:
-        return evaluating_rank(place, context=context, split=split)
-    return _training_machine(place, config=config, context=context, split=split)
+    rank = place_in(name, context=context, split=split)
+    if rank.group == EVALUATORS:
+        return evaluating_rank(rank, context=context, split=split)
+    return _training_rank(rank, config=config, context=context, split=split)
 
 
-def _training_machine(
-    place: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
+def _training_rank(
+    rank: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
 ) -> Role:
-    assert place.replica is not None
+    assert rank.replica is not None
     batch = "batch_size", config.batch_size
-    parts = replica_parts(place, context=context, split=split, batch=batch)
+    parts = replica_parts(rank, context=context, split=split, batch=batch)
     flow = parts.flow
     data_shard = DataShard(
         len(parts.dataset),
-        replica_index=place.replica,
+        replica_index=rank.replica,
         n_replicas=context.n_replicas,
         seed=config.seed,
     )
-    course = TrainingPlan(data_shard, batch_size=config.batch_size)
-    of_replica = _of_replica(config, context)
+    batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
+    replica_config = _replica_config(config, context)
     n_machines = split.plan.cluster.n_machines
-    duty = TrainingObjective(
-        of_replica,
+    objective = TrainingObjective(
+        replica_config,
         client=parts.client,
         trainer=RankTrainer(
-            of_replica,
+            replica_config,
             sizes=[region.n_elements for _, region in flow.items],
             trained=flow.trained,
             counts=flow.counts,
             dtype=parts.dtype,
-            n_machines=n_machines,
+            n_ranks=n_machines,
         ),
         await_begin=context.await_begin,
     )
     leader = GroupLeader(
-        n_machines, plan=split.fingerprint, steps_max=of_replica.max_steps, n_steps=course.n_steps
+        n_machines,
+        plan=split.fingerprint,
+        steps_max=replica_config.max_steps,
+        n_steps=batch_plan.n_steps,
     )
+    # Without a supervisor nobody else would send `StartTraining`.
     if not context.await_begin:
         leader.begin(0.0)
     return assemble(
-        place,
+        rank,
         split,
         RankBuild(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,
-            course=course,
+            course=batch_plan,
             reader=parts.reader,
-            duty=duty,
+            duty=objective,
             leader=leader,
             training=True,
             micro_batches=split.plan.micro_batches,
-            seed=(config.seed, place.replica),
+            seed=(config.seed, rank.replica),
         ),
     )
 
 
-def _of_replica(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
-    # The supervisor hears at most 200 reports a second of all replicas together.
+def _replica_config(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
+    # The supervisor gets at most 200 reports a second from all replicas together.
     seconds = max(0.05, 0.005 * context.n_replicas)
     return replace(config.of_replica(), progress_seconds=seconds)

@@ -1,4 +1,4 @@
-"""Table [algorithm] of a job by Downpour SGD, and what may be wrong with it."""
+"""Table [algorithm] of a Downpour job, and the settings of one replica made from it."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,44 +9,25 @@ from distbelief.parameter_server.optimizers import Constant, Schedule, UpdateRul
 from distbelief.roles.role import Seconds
 
 
-# How a replica trains: the numbers of Algorithm 1.1, and bounds.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownpourConfig:
-    """How a replica trains.
+    """How one replica trains."""
 
-    Attributes:
-        batch_size: Samples of one step.
-        n_fetch: Steps between fetches.
-        n_push: Steps between pushes.
-        blocking: Fetch only once every push is applied.
-        overwrite_local_steps: A fetch overwrites local steps that are not pushed yet.
-        learning_rate: Of the shards' rule, for messages and local steps.
-        local_learning_rate: Of local steps; None: `learning_rate`.
-        schedule: Of the shards' rule; local steps follow it.
-        clip_norm: Bound of each gradient's 2-norm; None: no bound.
-        max_steps: Steps of one life; None: until told to stop.
-        max_samples: Samples of all lives together; None: until told to stop.
-        progress_seconds: Between reports to the supervisor, at least.
-        non_finite_limit: Gradients in a row that may be NaN or infinite.
-        seed: Of the order of samples and of the model's own randomness.
-    """
-
-    batch_size: int
-    n_fetch: int = 1
-    n_push: int = 1
-    blocking: bool = False
-    overwrite_local_steps: bool = False
-    learning_rate: float = 0.0
-    local_learning_rate: float | None = None
+    batch_size: int  # samples of one step
+    n_fetch: int = 1  # steps between fetches
+    n_push: int = 1  # steps between pushes
+    blocking: bool = False  # fetch only once every push is applied
+    overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
+    learning_rate: float = 0.0  # of the shards' rule, for messages and local steps
+    local_learning_rate: float | None = None  # of local steps; None: `learning_rate`
+    # Of the shards' rule; local steps follow it.
     schedule: Schedule = field(default_factory=Constant)
-    clip_norm: float | None = None
-    max_steps: int | None = None
-    max_samples: int | None = None
-    progress_seconds: Seconds = 0.5
-    non_finite_limit: int = 10
-    seed: int = 0
+    clip_norm: float | None = None  # bound of each gradient's 2-norm; None: no bound
+    max_steps: int | None = None  # steps of one incarnation; None: until a Stop
+    max_samples: int | None = None  # samples of all incarnations together; None: until a Stop
+    progress_seconds: Seconds = 0.5  # least time between reports to the supervisor
+    non_finite_limit: int = 10  # gradients in a row that may be NaN or infinite
+    seed: int = 0  # of the order of samples and of the model's random numbers
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "n_fetch", "n_push", "non_finite_limit"):
@@ -65,21 +46,18 @@ class DownpourConfig:
 
     @property
     def checks_every_gradient(self) -> bool:
-        """A bad gradient must not spoil a sum, or the local copy of the parameters."""
+        # A bad gradient must not spoil a sum, or the local copy of the parameters.
         return self.n_fetch > 1 or self.n_push > 1
 
     @property
     def keeps_local_steps(self) -> bool:
-        """A fetch loses no local step; with n_fetch = n_push = 1 there is none."""
+        # With n_fetch = n_push = 1 there is no local step to keep.
         return self.checks_every_gradient and not self.overwrite_local_steps
 
     @property
     def awaits_pushes(self) -> bool:
-        """A fetch begins once every push is applied.
-
-        Otherwise nobody knows whether the fetched parameters contain a push that is
-        under way, and so whether its local steps are to be taken again.
-        """
+        # With a push in flight it is unknown whether the fetched parameters contain it, and so
+        # whether its local steps must be repeated.
         return self.blocking or self.keeps_local_steps
 
     def may_fetch_during(self, step: int) -> bool:
@@ -89,28 +67,22 @@ class DownpourConfig:
         return not (self.keeps_local_steps and self.pushes_at(step))
 
     def fetches_at(self, step: int) -> bool:
-        """Return whether this step begins with a fetch: 0, n_fetch, ... (DB-6)."""
+        # Steps 0, n_fetch, 2 n_fetch, ... (DB-6).
         return step % self.n_fetch == 0
 
     def pushes_at(self, step: int) -> bool:
-        """Return whether this step ends with a push: 0, n_push, ... (DB-6)."""
+        # Steps 0, n_push, 2 n_push, ... (DB-6).
         return step % self.n_push == 0
 
     def is_over_at(self, step: int, *, position: int = 0) -> bool:
-        """Return whether this step is one too many, after so many samples."""
+        """Return whether this step is beyond the end, at this position in the data."""
         if self.max_samples is not None and position >= self.max_samples:
             return True
         return self.max_steps is not None and step >= self.max_steps
 
     def local_rate(self, step: int, *, clock: int) -> float | None:
-        """Return the rate of this step's local step; None if a fetch follows.
-
-        That fetch overwrites it, or takes it again with all that is not pushed yet.
-
-        Args:
-            step: The step.
-            clock: Of the parameters in use.
-        """
+        """Return the rate of this step's local step; None if a fetch follows."""
+        # That fetch overwrites the local step, or repeats it with the others.
         return None if self.fetches_at(step + 1) else self.rate(clock)
 
     def rate(self, clock: int) -> float:
@@ -125,28 +97,27 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Table [algorithm] of a job with name = "downpour".
 
     Attributes:
-        loss: torch's name of it, or an import path (see `runtime.losses`).
+        loss: torch's name of it, or an import path (see `task.losses`).
         batch_size: Samples of one step of one replica.
         rule: How the shards apply a push, for example
             { name = "adagrad", learning_rate = 0.02 }.
         n_fetch: Steps between fetches (in all experiments of the paper: 1).
         n_push: Steps between pushes (in all experiments of the paper: 1).
         blocking: Fetch only once every push is applied: with one replica, plain SGD.
-            If n_fetch or n_push is above 1, fetches wait for pushes anyhow.
+            If n_fetch or n_push is above 1, fetches wait for pushes anyway.
         overwrite_local_steps: A fetch overwrites the local steps whose gradients are
-            not pushed yet, as the paper has it. By default they are taken again from
-            the parameters fetched.
-        warm_start_steps: Steps of replica 0 alone, before the supervisor releases the
-            others.
+            not pushed yet, as in the paper. By default they are repeated from the
+            fetched parameters.
+        warm_start_steps: Steps of replica 0 alone, before the others start.
         local_learning_rate: Of a replica's own steps between fetches and pushes,
             before the rule's schedule. By default the rule's. With an adaptive rule it
-            must be given if n_fetch > 1; if only n_push > 1, a replica without it takes
+            is required if n_fetch > 1; if only n_push > 1, a replica without it takes
             no steps of its own and only sums gradients.
         clip_norm: Upper bound of each mini-batch gradient's 2-norm; None: no bound.
-        max_steps: Steps after which each replica ends by itself; None: told to.
-        non_finite_limit: Gradients in a row with NaN or Inf, each skipped and named,
+        max_steps: Steps after which each replica ends by itself; None: until a Stop.
+        non_finite_limit: Gradients in a row with NaN or Inf, each skipped and logged,
             before a replica gives up.
-        seed: Of the order of samples and of the model's own randomness (dropout).
+        seed: Of the order of samples and of the model's random numbers (dropout).
     """
 
     loss: str
@@ -164,11 +135,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run, by name and value.
-
-        Raises:
-            ValueError: which msgspec turns into an error that names the table.
-        """
+        # msgspec turns a ValueError into an error that names the table.
         if self.warm_start_steps < 0:
             raise ValueError(f"warm_start_steps is {self.warm_start_steps}; use 0 or more")
         if self.seed < 0:
@@ -182,14 +149,15 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"n_fetch is {self.n_fetch} and rule {self.rule.name!r} adapts its "
                 "rate on the shards; between fetches a replica takes plain SGD steps, "
-                "whose rate only you can choose: give local_learning_rate, or use "
+                "at a rate that only you can choose: give local_learning_rate, or use "
                 "n_fetch = 1"
             )
         self.of_replica()  # checks the rest
 
     def of_replica(self) -> DownpourConfig:
-        """Return what a replica needs to know of it."""
+        """Return the settings of one replica."""
         local = self.local_learning_rate
+        # An adaptive rule has no rate that would fit a local step.
         if local is None and self.rule.adaptive:
             local = 0.0
         return DownpourConfig(

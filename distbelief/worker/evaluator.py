@@ -1,11 +1,11 @@
-"""What the machines that evaluate compute for: loss and metric of held-out samples.
+"""Measures loss and metric on held-out data, outside the training path.
 
-A measurement is a life of the group: all machines fetch at its first step, and take a
-chunk of the samples in each. Machine 0, which has the model's outputs whole, judges
-them. If a machine is lost the measurement begins anew.
+    Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> EvaluationDone
 
-As with the evaluator of one machine (`evaluator`): requests that come meanwhile wait,
-and the next measurement answers them all; a request asked again is answered again.
+`Evaluator` holds the whole model; `EvaluationObjective` evaluates on the ranks of a group,
+where one evaluation is one generation and rank 0 has the model's outputs. One evaluation
+runs at a time: it answers all requests that came before it began, as the newest one asked.
+A request that is repeated gets the same answer again, without another fetch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,21 +50,10 @@ from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.local_executor import FlatModel
 
 
-# The evaluator: measures held-out data off the training path.
-#
-#     Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> Measured
-#
-# * It measures the same samples each time: a seeded subset, or all of them if asked to.
-# * A chunk is one piece of work, so that `Stop` is answered within a chunk.
-# * One measurement at a time. Requests that came meanwhile wait; the next measurement
-#   answers them all, as what the newest asked for. A request asked again after it was
-#   answered is given the same answer: no parameters are read twice for it.
-
+# Before a fetch is repeated that met a half-applied update.
 TORN_RETRY_SECONDS = 1e-3
-"""After a fetch that met an update half done."""
 
-N_WAITING_MAX = 64
-"""Requests that may wait; older ones are dropped, which only a retry would notice."""
+N_WAITING_MAX = 64  # requests; older ones are dropped, and asked again if still wanted
 
 
 _NAMES = dry_run.Names(
@@ -74,17 +63,11 @@ _NAMES = dry_run.Names(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorConfig:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        subset: Samples of a usual evaluation; None means all.
-        chunk: Samples of one piece of work.
-        seed: Of the subset.
-    """
-
-    subset: int | None = None
-    chunk: int = 1024
-    seed: int = 0
+    subset: int | None = None  # samples of a usual evaluation, the same each time; None: all
+    chunk: int = 1024  # samples of one piece of work, so that `Stop` is answered within a chunk
+    seed: int = 0  # of the subset
 
     def __post_init__(self) -> None:
         if self.subset is not None and self.subset < 1:
@@ -95,8 +78,6 @@ class EvaluatorConfig:
 
 @dataclass(slots=True, kw_only=True)
 class _Measurement:
-    """One pass over the held-out samples, under way."""
-
     requests: list[int]  # that it answers
     indices: Indices  # (n_samples,)
     n_done: int = 0
@@ -112,16 +93,16 @@ EvaluatorMessage = Evaluate | Stop | ShardReply
 
 @final
 class Evaluator:
-    """The role `evaluator`.
+    """The role `evaluator` of an unpartitioned model.
 
     Args:
         config: What is measured.
-        client: Of the shards; it only fetches.
+        client: Connects to all shards; it only fetches.
         model: Its own copy.
         dataset: The held-out samples.
         loss: f(outputs, targets) -> mean.
         metric: f(outputs, targets) -> mean.
-        names: What messages call them.
+        names: How messages call them.
     """
 
     accepts: Final = message_types(EvaluatorMessage)
@@ -173,11 +154,11 @@ class Evaluator:
             case TimerFired(name="evaluator:retry"):
                 self._busy = False
             case _:
-                pass  # peers come and go: the client's business
+                pass  # the client handles peers that join and leave
         return [*actions, *self._advance(now)]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and: evaluations, and the client's counters."""
+        """Return the state as a word, and the counters of evaluations and client."""
         counters = {"evaluations": float(self._n_measured), **self._client.counters()}
         if self._stopped_by is not None:
             return "finishing", counters
@@ -196,8 +177,8 @@ class Evaluator:
             self._stopped_by = sender
             return []
         raise RemoteProtocolError(
-            f"{sender} sent the evaluator {type(message).__name__}: only Evaluate and "
-            "Stop are for it"
+            f"{sender} sent the evaluator {type(message).__name__}: it accepts only "
+            "Evaluate and Stop"
         )
 
     def _ask(self, message: Evaluate) -> Sequence[Action]:
@@ -219,7 +200,6 @@ class Evaluator:
     # ---------------------------------------------------------------- measurement
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
-        """Do what can be done next; one piece of work at a time."""
         if self._busy:
             return []
         if self._stopped_by is not None:
@@ -278,12 +258,11 @@ class Evaluator:
         return Compute(
             name="evaluator:chunk",
             work=partial(self._measure, indices),
-            # Forward only: a third of a step.
+            # Forward only: a third of a training step.
             cost=Cost(flops=self._model.flops(len(indices)) / 3.0),
         )
 
     def _measure(self, indices: Indices) -> tuple[int, float, float]:
-        """Return how many samples these are, their mean loss and mean metric. Work."""
         inputs, targets = read_batch(
             self._dataset, [int(index) for index in indices], table="data.test"
         )
@@ -293,7 +272,7 @@ class Evaluator:
             )
         except DistBeliefError:
             raise
-        except Exception:  # all of it is the user's: look closely who is to blame
+        except Exception:  # all of it is user code: a dry run finds the cause
             names = replace(self._names, indices=[int(index) for index in indices])
             dry_run.evaluate(
                 self._model.module,
@@ -332,13 +311,12 @@ class Evaluator:
 
 
 def held_out(n_samples: int, config: EvaluatorConfig) -> tuple[Indices, Indices]:
-    """Return the samples of a usual evaluation, and all of them."""
+    """Return the samples of a usual evaluation, and all samples."""
     indices = np.arange(n_samples, dtype=np.int64)
     return _subset(indices, config), indices
 
 
 def _subset(indices: Indices, config: EvaluatorConfig) -> Indices:
-    """Return the samples of a usual evaluation, in their own order."""
     if config.subset is None or config.subset >= len(indices):
         return indices
     generator = np.random.default_rng(config.seed)
@@ -351,12 +329,12 @@ def _failure(error: BaseException) -> DistBeliefError:
     return JobError(f"the evaluation failed: {type(error).__name__}: {error}")
 
 
-Judge = Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
-"""judge(outputs, targets) -> loss and metric, means over the samples."""
+# score(outputs, targets) -> loss and metric, means over the samples
+Score = Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
 
+# The position where a generation begins selects what it measures.
 SUBSET: Final = 0
 WHOLE: Final = 1
-"""Positions: where a measurement begins says what it measures."""
 
 N_REQUESTS_WAITING_MAX: Final = 64
 
@@ -372,34 +350,23 @@ class _Sums:
 @final
 @dataclass(slots=True, kw_only=True)
 class _Requests:
-    """What the leader is asked.
-
-    Attributes:
-        waiting: For the next measurement.
-        measured: By the one under way; none if there is none.
-        answered: By `last`.
-    """
-
-    waiting: list[Evaluate] = field(default_factory=list)
-    measured: list[int] = field(default_factory=list)
-    answered: set[int] = field(default_factory=set)
+    waiting: list[Evaluate] = field(default_factory=list)  # for the next evaluation
+    measured: list[int] = field(default_factory=list)  # answered by the current one
+    answered: set[int] = field(default_factory=set)  # by `last`
     last: EvaluationDone | None = None
     again: list[int] = field(default_factory=list)
 
 
 @final
 class EvaluationObjective:
-    """Measures; see `runtime.machine.Duty`.
+    """The objective of a rank that evaluates; see `worker.group.Objective`.
 
     Args:
-        client: Of the shards; it only fetches.
+        client: Connects to the shards; it only fetches.
         sizes: Elements of each item.
-        dtype: Of all of them.
-        course: The chunks.
-        judge: Of outputs; on machine 0 only.
-
-    Attributes:
-        values: Flat, one per item.
+        dtype: Of all items.
+        batch_plan: The chunks.
+        score: Computes loss and metric from outputs; used on rank 0 only.
     """
 
     def __init__(
@@ -408,77 +375,68 @@ class EvaluationObjective:
         client: ParameterClient,
         sizes: Sequence[int],
         dtype: torch.dtype,
-        course: EvaluationPlan,
-        judge: Judge,
+        batch_plan: EvaluationPlan,
+        score: Score,
     ) -> None:
-        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]  # one flat tensor per item
         self._client = client
-        self._course = course
-        self._judge = judge
-        self._targets: torch.Tensor | None = None  # of the chunk under way
+        self._batch_plan = batch_plan
+        self._score = score
+        self._targets: torch.Tensor | None = None  # of the current chunk
         self._sums = _Sums()
         self._asked = _Requests()
         self._n_measured = 0
         self._seconds_computing: Seconds = 0.0
 
-    # ------------------------------------------------------------------------ the life
+    # ------------------------------------------------------------------------ generation
 
     @property
     def pushed(self) -> int | None:
-        """None: it pushes nothing."""
         return None
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing that it pushed is under way."""
         return True
 
     @property
     def is_due(self) -> bool:
-        """Whether it has to wait."""
         return False
 
     def may_fetch(self, *, ahead: bool) -> bool:
-        """Return whether a fetch may begin now."""
         return not ahead
 
     def begin(self, position: int, now: Seconds) -> None:
-        """Begin a measurement."""
         del position, now
         self._sums = _Sums()
 
     def drop(self) -> None:
-        """Give up the chunk under way."""
         self._targets = None
 
     def fetches_at(self, step: int) -> bool:
-        """Return whether this step begins with a fetch: the first does."""
+        # All chunks of an evaluation use the same parameters.
         return step == 0
 
     def installing(self, work: Install) -> Install:
-        """Return the work of an install as it is."""
         return work
 
     def fetched(self, seconds: Seconds) -> bool:
-        """A fetch was installed."""
         self._seconds_computing += seconds
         return True
 
-    # ----------------------------------------------------------------------- the chunk
+    # ----------------------------------------------------------------------- chunk
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
-        """Begin a chunk."""
-        del step, chosen
-        self._targets = portion.targets
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
+        del step, batch
+        self._targets = batch_slice.targets
         return _nothing
 
-    def close(self, found: StepResult) -> object:
-        """Judge the outputs. Work."""
+    def close(self, step_result: StepResult) -> object:
+        """Compute loss and metric of the outputs, as work."""
         if self._targets is None:
             return None
-        ((_, _, outputs),) = found.outputs
+        ((_, _, outputs),) = step_result.outputs
         try:
-            return self._judge(outputs, self._targets)
+            return self._score(outputs, self._targets)
         except Exception as error:  # loss and metric are the user's
             raise JobError(
                 f"loss or metric failed on outputs of shape {list(outputs.shape)} and "
@@ -487,13 +445,12 @@ class EvaluationObjective:
             ) from error
 
     def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
+        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
-        """Add what was judged."""
-        del found, now
+        del step_result, now
         self._targets = None
         if isinstance(result, tuple):
-            n_samples, sums = len(chosen.indices), self._sums
+            n_samples, sums = len(batch.indices), self._sums
             loss, metric = result
             sums.n_samples += n_samples
             sums.loss += n_samples * loss
@@ -501,21 +458,18 @@ class EvaluationObjective:
         return []
 
     def work(self, *, final: bool) -> Sequence[Action]:
-        """Return nothing: there is nothing to do between chunks."""
         del final
         return []
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Refuse: it asks for nothing."""
         del now
-        raise LocalProtocolError(f"nobody asked for {event.name!r}")
+        raise LocalProtocolError(f"unexpected result of work {event.name!r}")
 
-    # ---------------------------------------------------------------------- the leader
+    # ---------------------------------------------------------------------- leader
 
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
-        """Obey the supervisor, if this machine leads."""
         match message:
             case StartTraining():
                 return []
@@ -531,6 +485,7 @@ class EvaluationObjective:
         asked, request = self._asked, message.request
         if request in asked.answered:
             asked.again.append(request)
+        # The supervisor repeats a request until it is answered.
         elif request not in asked.measured and all(
             request != waiting.request for waiting in asked.waiting
         ):
@@ -540,7 +495,7 @@ class EvaluationObjective:
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
-        """Answer the supervisor; begin the next measurement."""
+        """Answer the supervisor; start the next evaluation."""
         asked = self._asked
         actions: list[Action] = []
         if asked.measured and leader.is_complete:
@@ -558,7 +513,7 @@ class EvaluationObjective:
         asked.measured = sorted(message.request for message in asked.waiting)
         asked.waiting = []
         position = WHOLE if newest.whole else SUBSET
-        steps = self._course.n_steps(position)
+        steps = self._batch_plan.n_steps(position)
         return actions, leader.new_life(now, position=position, limit=steps)
 
     def _measured(self, leader: GroupLeader) -> EvaluationDone:
@@ -574,17 +529,14 @@ class EvaluationObjective:
 
     @property
     def clock(self) -> float | None:
-        """Mean clock of the values in use; None if it keeps none."""
         clocks = self._client.clocks
         return sum(clocks) / len(clocks) if clocks else None
 
     def figures(self) -> Mapping[str, float]:
-        """Return counters."""
         return {"measured": float(self._n_measured), "seconds_computing": self._seconds_computing}
 
 
 def _nothing(item: int, _gradient: torch.Tensor) -> None:
-    """Take a gradient: there is none."""
     raise LocalProtocolError(f"a gradient of item {item} where nothing is trained")
 
 

@@ -1,12 +1,13 @@
-"""What one step of a machine of a replica does in its lane, on its own regions.
+"""The work of one rank's training steps: accrue gradients, local steps, norm, clipping.
 
-Its duty (`training`) decides when; this is the work itself: as in `steps`, but on what
-a machine keeps of the model, and with the gradients that its program has found.
+`worker.replica.TrainingObjective` decides when. If a push follows every step, gradients go
+into the push buffers while the backward pass of earlier layers still runs.
 
-If a push follows every step its gradients are laid into the slots while the backward
-pass of earlier layers still runs. Whether a step counts all machines decide together:
-each says what it has of the gradient's squared norm, not a number if that is not
-finite, and learns the sum. So all skip the same steps, and clip by the same factor.
+    square      a rank's sum of squares, in float64
+    norm        the root of their sum, added in the order of ranks
+    clipped     g * norm_max / (norm + 1e-6) if that is shorter than g (torch's rule)
+
+Because all ranks see the same sum, all skip the same steps and clip by the same factor.
 """
 
 import math
@@ -25,32 +26,24 @@ from distbelief.worker.config import DownpourConfig
 from distbelief.worker.group import Install, Vote
 
 
-# The sum of a machine's gradients since its last push, and what is known of it.
-
-
 @final
 class GradientAccumulator:
-    """Gradients of several steps, added up until they are pushed.
+    """Gradients of several steps, summed until they are pushed.
 
     Args:
-        n_items: Tensors that a machine keeps.
-
-    Attributes:
-        sums: One for each item; None if it has had no gradient.
-        n_gradients: How many were added.
-        clocks: Of the shards, when the oldest was computed.
-        stop: Samples up to and with the newest.
+        n_items: Tensors that a rank keeps.
     """
 
     def __init__(self, n_items: int) -> None:
+        # One per item; None without a gradient.
         self.sums: list[torch.Tensor | None] = [None] * n_items
         self.n_gradients = 0
-        self.clocks: tuple[int, ...] = ()
-        self.stop = 0
-        self._owned: set[int] = set()  # sums that are nobody else's memory
+        self.clocks: tuple[int, ...] = ()  # of the shards, when the oldest gradient was computed
+        self.stop = 0  # samples up to the end of the newest gradient
+        self._owned: set[int] = set()  # sums whose memory is not shared
 
     def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add those of a step, which are given away. Work of the compute lane."""
+        """Add the gradients of a step and take their memory. Runs in the compute executor."""
         for item, gradient in gradients.items():
             accrued = self.sums[item]
             if accrued is None:
@@ -58,37 +51,27 @@ class GradientAccumulator:
             elif item in self._owned:
                 accrued.add_(gradient)
             else:
-                # The first may share memory with another gradient: added to a copy.
+                # The first one may share memory with another gradient, so copy once.
                 self.sums[item] = accrued + gradient
                 self._owned.add(item)
 
     def count(self, stop: int, *, clocks: tuple[int, ...]) -> None:
-        """Count a gradient that was added, of samples up to `stop`."""
         if not self.n_gradients:
             self.clocks = clocks
         self.n_gradients += 1
         self.stop = stop
 
     def fetched_clocks(self, clocks: Sequence[int]) -> tuple[int, ...]:
-        """Return when the oldest was computed, by clocks of shards that live now."""
-        # A shard that has restarted since counts from an older clock again.
+        # A restarted shard counts on from an older clock, so take the smaller one.
         return tuple(map(min, self.clocks, clocks))
 
     def drop(self) -> None:
-        """Forget them all: they were pushed, or are computed again."""
         self.sums[:] = [None] * len(self.sums)
         self._owned.clear()
         self.n_gradients = 0
 
 
-# How long a gradient is that several machines have parts of, and whether it is one.
-#
-# square      each machine's sum of squares, in float64
-# norm        the root of their sum, taken in the order of the machines
-# clipped     g * norm_max / (norm + 1e-6) where that is less than g (torch's rule)
-
-Gradients = dict[int, torch.Tensor]
-"""By item; two of them may share memory."""
+Gradients = dict[int, torch.Tensor]  # by item; two of them may share memory
 
 _EPSILON: Final = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -103,7 +86,7 @@ def sum_of_squares(gradients: Gradients) -> float:
 
 
 def clip(gradients: Gradients, square: float, *, norm_max: float | None) -> None:
-    """Scale gradients if the norm over all machines is beyond the bound."""
+    """Scale gradients in place if the norm over all ranks is beyond the bound."""
     if norm_max is None:
         return
     factor = norm_max / (math.sqrt(square) + _EPSILON)
@@ -113,14 +96,14 @@ def clip(gradients: Gradients, square: float, *, norm_max: float | None) -> None
 
 
 def is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
-    """Return whether all are, by their sums; see `FlatModel.is_finite`."""
+    # One pass over the sums; checking each element takes forty times as long.
     sums = [gradient.sum() for gradient in gradients.values()]
     return not sums or bool(torch.stack(sums).sum().isfinite())
 
 
-def bad_sample(portion: BatchSlice) -> int | None:
-    """Return the place in the batch of the first sample with NaN or infinity."""
-    for regions in portion.inputs.values():
+def bad_sample(batch_slice: BatchSlice) -> int | None:
+    """Return the index within the batch of the first sample with NaN or infinity."""
+    for regions in batch_slice.inputs.values():
         for part in regions:
             bad = ~part.isfinite()
             if bool(bad.any()):
@@ -131,68 +114,46 @@ def bad_sample(portion: BatchSlice) -> int | None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """What was done in the compute lane at the end of a step.
+    """The result of a step's work."""
 
-    Attributes:
-        is_finite: Whether the gradient is, as far as that was looked at, on all
-            machines.
-        staged: What lies in the slots, if anything was laid there.
-        blame: If it is not finite: which sample is to blame, if one is.
-    """
-
-    is_finite: bool
-    staged: PushResult | None = None
-    blame: str | None = None
+    is_finite: bool  # whether the gradient is finite on all ranks, as far as that was checked
+    staged: PushResult | None = None  # the push, if gradients were staged
+    blame: str | None = None  # a sentence on a bad sample, if one was found
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """The step under way.
-
-    Attributes:
-        number: In this life.
-        counts: Whether its gradient is wanted: the shards do not have it already.
-        draft: Where it is laid at once.
-        gradients: Where it is kept otherwise, by item.
-        local_rate: Of the local step; None: there is none.
-        chosen: Its samples.
-        portion: What this machine has of them.
-        staged: What lies in the slots, once all does.
-        after: What running averages are after it.
-    """
+    """The current step."""
 
     number: int
-    counts: bool
-    draft: PushDraft | None
-    local_rate: float | None
-    chosen: BatchIndices
-    portion: BatchSlice
+    counts: bool  # whether its gradient is needed: the shards do not have it yet
+    draft: PushDraft | None  # the push that takes the gradients at once, if there is one
+    local_rate: float | None  # of the local step; None: no local step
+    batch: BatchIndices
+    batch_slice: BatchSlice
+    # By item, unless `draft` takes them.
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     staged: PushResult | None = None
+    # Running averages after the step, by item.
     after: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def put(self) -> Put:
-        """What takes its gradients."""
         return self.gradients.__setitem__ if self.draft is None else self.draft.put
 
 
 @final
 class RankTrainer:
-    """The work of one machine's steps.
+    """Does the work of one rank's steps.
 
     Args:
-        config: How the replica trains.
+        config: When to push, step and clip.
         sizes: Elements of each item.
-        trained: Items that have a gradient; the others are pushed as they are.
+        trained: Items with a gradient; the others are pushed as they are.
         counts: By item of a running average, the item that counts its steps.
-        dtype: Of all of them.
-        n_machines: Of the replica.
-
-    Attributes:
-        values: Flat, one per item.
-        accrued: The gradients since the last push.
+        dtype: Of all items.
+        n_ranks: Ranks of the replica.
     """
 
     def __init__(
@@ -203,39 +164,32 @@ class RankTrainer:
         trained: frozenset[int],
         counts: Mapping[int, int],
         dtype: torch.dtype,
-        n_machines: int,
+        n_ranks: int,
     ) -> None:
-        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
-        self.accrued = GradientAccumulator(len(sizes))
+        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]  # one flat tensor per item
+        self.accrued = GradientAccumulator(len(sizes))  # the gradients since the last push
         self._config = config
         self._trained = trained
         self._counts = counts
-        self._votes = n_machines > 1
-        self._sent: dict[int, torch.Tensor] = {}  # averages that shards have otherwise
-        self._gains: dict[int, torch.Tensor] | None = None  # of these, in a fetch
+        self._reduces_norm = n_ranks > 1
+        self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
+        self._gains: dict[int, torch.Tensor] | None = None  # their local changes, during a fetch
 
     def drop(self) -> None:
-        """Forget what is not pushed: a life begins where the shards have it."""
         self.accrued.drop()
         self._sent.clear()
         self._gains = None
 
     def staged(self, staged: PushResult) -> None:
-        """Begin to accrue anew: what there was is pushed, or is not finite."""
         self.accrued.drop()
         if staged.finite:
             self._sent.clear()
 
     def installing(self, work: Install, *, rate: float) -> Install:
-        """Return the work of an install that puts back what is not pushed yet.
-
-        Args:
-            work: Of the install.
-            rate: Of the local steps, which are taken again.
-        """
+        """Wrap the work of an install so that local steps at `rate` are repeated after it."""
 
         def install() -> FetchResult:
-            if self._gains is None:  # else an install was torn: values are a mixture
+            if self._gains is None:  # after a torn install the values are a mixture
                 self._gains = {item: self.values[item] - sent for item, sent in self._sent.items()}
             installed = work()
             if not installed.torn:
@@ -253,9 +207,9 @@ class RankTrainer:
             if accrued is not None and rate:
                 value.add_(accrued, alpha=-rate)
 
-    def close(self, step: Step, found: StepResult) -> Vote | Closed:
-        """Say what this machine has of a step; alone, go on at once."""
-        step.after = self._after(found)
+    def close(self, step: Step, step_result: StepResult) -> Vote | Closed:
+        """Return the local part of the norm reduction; with one rank, finish the step at once."""
+        step.after = self._after(step_result)
         if step.draft is not None:
             for item, value in enumerate(self.values):
                 if item not in self._trained:
@@ -264,33 +218,27 @@ class RankTrainer:
             square = 0.0 if step.staged.finite else math.nan
         else:
             square = self._square(step)
-        # Where it keeps nothing, nothing of its own tells that its samples are bad.
+        # A rank without parameters has no gradient that would show a bad sample.
         looks = not (math.isfinite(square) and self.values)
         sample = _bad(step) if looks else None
-        if not self._votes:
+        if not self._reduces_norm:
             return self._settle(step, square, sample)
         n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
         settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
         return Vote(square=square, settle=settle, cost=cost, sample=sample)
 
     def _square(self, step: Step) -> float:
-        """Return the squared norm; if nobody asks for that, only whether it is one."""
+        # Without clipping only finiteness matters, and that only if someone uses it.
         clips, gradients = self._config.clip_norm is not None, step.gradients
         if clips:
             return sum_of_squares(gradients)
-        looks = self._votes or self._config.checks_every_gradient
+        looks = self._reduces_norm or self._config.checks_every_gradient
         return 0.0 if not looks or is_finite(gradients) else math.nan
 
     def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
-        """Step locally and accrue, or let the push go, as all have agreed.
-
-        Args:
-            step: The step under way.
-            square: Squared norm of the gradient of all machines.
-            sample: To blame if it is not finite: a machine has seen that.
-        """
         if not math.isfinite(square):
             return Closed(is_finite=False, staged=step.staged, blame=_blame(sample))
+        # A running average that is not finite comes from a bad sample and is dropped.
         if is_finite(step.after):
             for item, value in step.after.items():
                 if item not in self._sent and self._config.keeps_local_steps:
@@ -301,11 +249,11 @@ class RankTrainer:
             self._accrue(step)
         return Closed(is_finite=True, staged=step.staged)
 
-    def _after(self, found: StepResult) -> dict[int, torch.Tensor]:
-        """Return what running averages, and counts of their steps, are after a step."""
-        after = {item: value.reshape(-1) for item, value in found.averages.items()}
+    def _after(self, step_result: StepResult) -> dict[int, torch.Tensor]:
+        after = {item: value.reshape(-1) for item, value in step_result.averages.items()}
+        # BatchNorm counts the steps of its averages in a tensor of its own.
         for item, count in self._counts.items():
-            if item in found.averages:
+            if item in step_result.averages:
                 after[count] = self.values[count] + 1
         return after
 
@@ -318,15 +266,11 @@ class RankTrainer:
 
 
 def _bad(step: Step) -> int | None:
-    """Return the first sample that is NaN or infinite, as far as it is seen here."""
-    row = bad_sample(step.portion)
-    return None if row is None else int(step.chosen.indices[row])
+    row = bad_sample(step.batch_slice)
+    return None if row is None else int(step.batch.indices[row])
 
 
 def _blame(sample: int | None) -> str | None:
-    """Return a sentence on a sample that is NaN or infinite, if one is."""
     if sample is None:
         return None
-    return (
-        f"[data.train] sample {sample} has NaN or infinite values: mend or leave out such samples"
-    )
+    return f"[data.train] sample {sample} has NaN or infinite values: fix or remove such samples"

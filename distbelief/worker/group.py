@@ -1,4 +1,12 @@
-"""A step that is computed, until all machines have said what they have of it."""
+"""A rank's view of its model-parallel group: objective, state, shutdown, names, norm reduction.
+
+Rank M of replica R is called "replica-R.M"; rank 0 of a group leads it (`group_leader`). The
+ranks that evaluate form a group too: "evaluator" (which the supervisor asks), "evaluator.1",
+"evaluator.2", ...
+
+Norm reduction: each rank reports the sum of squares of its part of the gradient, the leader
+adds them, and every rank decides by the sum whether the step counts and how it is clipped.
+"""
 
 import math
 import re
@@ -39,133 +47,118 @@ from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 
 
-# What a machine computes for: training, or measuring. The role asks; see `machine`.
-
+# Copies fetched parameters into the tensors of an objective; runs in the compute executor.
 Install = Callable[[], FetchResult]
-"""Copies what was fetched into a duty's tensors, in the compute lane."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a machine has of something that all of a step's machines decide together.
+    """One rank's part of a decision that all ranks of a step take together."""
 
-    Attributes:
-        square: Sum of the squares of its part of the gradient; NaN if that is not
-            finite.
-        settle: Work: given the sum over all machines, and the sample that one of them
-            blames, does with the result of the step what is to be done.
-        cost: Of that.
-        sample: Of the data set: this machine sees that it is not finite.
-    """
-
-    square: float
+    square: float  # sum of squares of the local gradient; NaN if it is not finite
+    # Work that finishes the step, given the sum over all ranks and the index of a bad sample if a
+    # rank has found one.
     settle: Callable[[float, int | None], object]
-    cost: Cost
+    cost: Cost  # of that work
+    # Index in the data set of a sample with NaN or infinite values found here.
     sample: int | None = None
 
 
 class Objective(Protocol):
-    """What a machine computes for."""
+    """What the steps of a rank are for: training, evaluation, or a sum over a large batch."""
 
     @property
     def values(self) -> Sequence[torch.Tensor]:
-        """Flat tensors, one per item: what is fetched is copied into them."""
+        """Flat tensors, one per item; fetched parameters are copied into them."""
         ...
 
     @property
     def pushed(self) -> int | None:
-        """Samples of what the shards have from it; None if it pushes nothing."""
+        """Number of samples in the pushes that its shards have; None if it never pushes."""
         ...
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing that it pushed is under way."""
+        """Whether all its pushes are applied."""
         ...
 
     def may_fetch(self, *, ahead: bool) -> bool:
-        """Return whether a fetch may begin now, `ahead`: while a step is under way."""
+        """Return whether a fetch may begin; `ahead`: while a step is running."""
         ...
 
     def begin(self, position: int, now: Seconds) -> None:
-        """A life begins there in the data."""
+        """A generation begins at this position in the data."""
         ...
 
     def drop(self) -> None:
-        """Give up the step under way, and what has accrued; the lane is idle."""
+        """Drop the current step and everything accrued; no work is running."""
         ...
 
-    def fetches_at(self, step: int) -> bool:
-        """Return whether this step begins with a fetch."""
-        ...
+    def fetches_at(self, step: int) -> bool: ...
 
     def installing(self, work: Install) -> Install:
-        """Return the work of an install, and what it is to do before and after it."""
+        """Wrap the work of an install with what must happen before and after it."""
         ...
 
     def fetched(self, seconds: Seconds) -> bool:
-        """A fetch was installed; return whether it is what was wanted."""
+        """A fetch is installed; return whether it is the version wanted."""
         ...
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
-        """A step begins; return what takes its gradients, in the compute lane."""
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
+        """A step begins; return the function that takes its gradients, as work."""
         ...
 
-    def close(self, found: StepResult) -> object:
-        """Do with the result of a step what is to be done in the compute lane.
+    def close(self, step_result: StepResult) -> object:
+        """Use the result of a step, as work.
 
         Returns:
-            What `closed` is given; or a `Vote`, and then it is given what comes of
-            that.
+            The first argument of `closed`; or a `Vote`, and then `closed` gets the result of
+            its `settle`.
         """
         ...
 
     def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
+        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
-        """A step is over."""
+        """A step is finished."""
         ...
 
     def work(self, *, final: bool) -> Sequence[Action]:
-        """Return what is to be computed before the next step, or the end."""
+        """Return work to do before the next step, or before the end."""
         ...
 
     @property
     def is_due(self) -> bool:
-        """Whether it cannot go on yet, but has nothing to compute either."""
+        """Whether it must wait although there is no work to do now."""
         ...
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Something that `work` asked for is done."""
+        """Work that `work` returned is done."""
         ...
 
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
-        """The supervisor has told the leader something."""
+        """The leader received a command of the supervisor."""
         ...
 
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
-        """Return what the leader tells the supervisor, and does next."""
+        """Return what the leader sends to the supervisor, and to its ranks."""
         ...
 
     @property
     def clock(self) -> float | None:
-        """Mean clock of the values in use; None if it keeps none."""
+        """Mean clock of the parameters in use; None if there are none."""
         ...
 
-    def figures(self) -> Mapping[str, float]:
-        """Return counters."""
-        ...
-
-
-# A machine in the life of its group: what it was told, and what it has done.
+    def figures(self) -> Mapping[str, float]: ...
 
 
 class Phase(Enum):
-    """Where in a life a machine is."""
+    """Where in a generation a rank is; the values are its state in status tables."""
 
     ALONE = "waiting for its leader"
     GATHERING = "gathering"
@@ -176,8 +169,6 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Sums:
-    """What this machine knows of the loss, in one life."""
-
     loss: float = 0.0
     samples: int = 0
     no_loss: int = 0
@@ -185,108 +176,96 @@ class _Sums:
 
 @final
 class GroupState:
-    """One machine's life.
+    """What one rank knows of the current generation.
 
     Args:
-        name: Of the machine.
+        name: Of the rank.
         plan: Hash of its plan.
-
-    Attributes:
-        life: The present one; 0 before the first.
-        phase: Where in it.
-        n_lives: So far.
-        granted: Steps of this life that may be taken.
-        is_last: There will be no others.
-        has_ended: And the leader knows that they are taken.
-        agreed: Steps of this life that all machines have computed.
-        square: Of the gradient of the last of them, over all machines.
-        sample: To blame for it, if one of them blames one.
     """
 
     def __init__(self, name: str, *, plan: str) -> None:
-        self.life = 0
+        self.generation = 0  # 0 before the first
         self.phase = Phase.ALONE
-        self.n_lives = 0
-        self.granted = 0
-        self.is_last = False
-        self.has_ended = False
-        self.agreed = 0
-        self.square = 0.0
-        self.sample: int | None = None
+        self.n_lives = 0  # generations so far
+        self.granted = 0  # steps of this generation that the rank may take
+        self.is_last = False  # no more steps will be granted
+        self.has_ended = False  # the leader knows that all steps are done
+        self.n_reduced = 0  # steps whose gradient norm is reduced over all ranks
+        self.square = 0.0  # squared norm of the last of them
+        self.sample: int | None = None  # index of a bad sample in that step, if a rank reported one
         self._name = name
         self._plan = plan
         self._sums = _Sums()
 
     def is_over(self, step: int) -> bool:
-        """Return whether the step before this one was the last."""
         return self.is_last and step >= self.granted
 
-    def gather(self, message: StartEpoch) -> bool:
-        """Obey the leader; return whether a new life begins.
+    def start_epoch(self, message: StartEpoch) -> bool:
+        """Apply the leader's message; return whether a new generation begins.
 
         Raises:
-            RemoteProtocolError: it is of a life that is over.
+            RemoteProtocolError: it belongs to an earlier generation.
             JobError: the leader has another plan.
         """
         self._check(message)
         if message.plan != self._plan:
             raise JobError(
                 f"the leader of {self._name} has plan {message.plan}, {self._name} has "
-                f"{self._plan}: start all machines of a replica with one plan"
+                f"{self._plan}: start all ranks of a replica with one plan"
             )
-        if message.life == self.life:
+        # The leader repeats this message until it is answered.
+        if message.life == self.generation:
             return False
-        self.life, self.phase = message.life, Phase.GATHERING
+        self.generation, self.phase = message.life, Phase.GATHERING
         self.n_lives += 1
         self.granted, self.is_last, self.has_ended = 0, False, False
-        self.agreed, self.square, self.sample = 0, 0.0, None
+        self.n_reduced, self.square, self.sample = 0, 0.0, None
         self._sums = _Sums()
         return True
 
-    def proceed(self, message: GrantSteps) -> bool:
-        """Obey the leader; return whether the first step may be taken now.
+    def grant(self, message: GrantSteps) -> bool:
+        """Apply the leader's message; return whether the first step may begin now.
 
         Raises:
-            RemoteProtocolError: it is of another life, or too early.
+            RemoteProtocolError: it belongs to another generation, or came too early.
         """
         self._check(message)
-        gathered = self.phase not in {Phase.ALONE, Phase.GATHERING}
-        if message.life > self.life or not gathered:
+        ready = self.phase not in {Phase.ALONE, Phase.GATHERING}
+        if message.life > self.generation or not ready:
             raise RemoteProtocolError(
-                f"{self._name} is told to proceed in life {message.life} before it has gathered"
+                f"{self._name} was granted steps of generation {message.life} before it was ready"
             )
+        # Messages may be repeated or arrive late, so values only grow.
         self.granted = max(self.granted, message.steps)
         self.is_last |= message.is_last
         self.has_ended |= message.ended
-        if message.agreed > self.agreed:
-            self.agreed, self.square = message.agreed, message.square
+        if message.agreed > self.n_reduced:
+            self.n_reduced, self.square = message.agreed, message.square
             self.sample = message.sample
         begins = self.phase is Phase.GATHERED
         if begins:
             self.phase = Phase.RUNNING
         return begins
 
-    def add(self, found: StepResult, n_samples: int) -> None:
-        """Add what a step has found of the loss, if this machine computes it."""
-        if found.loss is None:
+    def add(self, step_result: StepResult, n_samples: int) -> None:
+        # Only the rank that holds the loss layer knows the loss.
+        if step_result.loss is None:
             return
         sums = self._sums
-        if math.isfinite(found.loss):
-            sums.loss += found.loss
+        if math.isfinite(step_result.loss):
+            sums.loss += step_result.loss
             sums.samples += n_samples
         else:
             sums.no_loss += n_samples
 
-    def gathered(self, pushed: int | None) -> RankReady:
-        """Return what the leader is told: so many samples are pushed."""
-        return RankReady(life=self.life, pushes=pushed is not None, samples=pushed or 0)
+    def ready_message(self, pushed: int | None) -> RankReady:
+        return RankReady(life=self.generation, pushes=pushed is not None, samples=pushed or 0)
 
-    def stepped(
+    def steps_message(
         self, steps: int, *, clock: float | None, square: float, sample: int | None = None
     ) -> StepsDone:
-        """Return what the leader is told: so many steps are taken."""
         return StepsDone(
-            life=self.life,
+            life=self.generation,
             steps=steps,
             loss=self._sums.loss,
             samples=self._sums.samples,
@@ -298,116 +277,96 @@ class GroupState:
         )
 
     def _check(self, message: StartEpoch | GrantSteps) -> None:
-        if message.life < self.life:
+        if message.life < self.generation:
             raise RemoteProtocolError(
-                f"{self._name} was sent {type(message).__name__} of life "
-                f"{message.life}, after life {self.life} had begun"
+                f"{self._name} was sent {type(message).__name__} of generation "
+                f"{message.life}, after generation {self.generation} had begun"
             )
 
 
-# When a machine may go: its last step is taken, and nobody needs it any more.
-
+# A rank that has ended exits after this time without any message of its leader.
 END_SECONDS: Final = 30.0
-"""After its end, until a machine that hears nothing of its leader is gone."""
 
 
 @final
 class RankShutdown:
-    """The end of one machine.
+    """Decides when one rank may exit: after its last step, when no other rank needs it.
 
     Args:
-        names: Of all machines of the group.
-        living: Its life.
-        duty: What it computes for, which tells the supervisor the last.
-        leader: If it leads.
-        figures: Its counters.
-
-    Attributes:
-        is_gone: Whether it has gone.
+        names: Of all ranks of the group.
+        state: Of the rank.
+        objective: Sends the last report to the supervisor.
+        leader: Only on rank 0.
+        metrics: Returns the counters for the final message.
     """
 
     def __init__(
         self,
         names: Sequence[Address],
         *,
-        living: GroupState,
-        duty: Objective,
+        state: GroupState,
+        objective: Objective,
         leader: GroupLeader | None,
-        figures: Callable[[], Mapping[str, float]],
+        metrics: Callable[[], Mapping[str, float]],
     ) -> None:
         self.is_gone = False
         self._names = names
-        self._living = living
-        self._duty = duty
+        self._state = state
+        self._objective = objective
         self._leader = leader
-        self._figures = figures
+        self._metrics = metrics
         self._ended_at: Seconds = 0.0
         self._stopped_at: Seconds | None = None
         self._is_orphan = False
 
     def end(self, now: Seconds) -> None:
-        """Its last step is taken, and all that it pushed is applied."""
         self._ended_at = now
 
     def stop(self, now: Seconds) -> None:
-        """The supervisor has told it to stop: not its leader, who decides."""
         if self._stopped_at is None:
             self._stopped_at = now
 
     def leader_lost(self) -> None:
-        """Its leader will not come back: nobody will grant another step."""
         self._is_orphan = True
 
     def is_left(self, now: Seconds, *, is_idle: bool) -> bool:
-        """Return whether there is nothing it could wait for.
+        """Return whether there is nothing left to wait for.
 
-        Its leader has ended for good, or it seems that all others had ended before this
-        life of it began.
-
-        Args:
-            now: The time.
-            is_idle: Whether it computes nothing.
+        Either the leader has exited for good, or the whole group had ended before this
+        incarnation of the rank started.
         """
         if self._is_orphan:
-            return is_idle and self._duty.is_settled
+            return is_idle and self._objective.is_settled
         is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
-        return is_late and self._living.phase is Phase.ALONE
+        return is_late and self._state.phase is Phase.ALONE
 
     def leave(self, now: Seconds) -> list[Action]:
-        """Go once all have taken the last step: nobody needs this machine any more."""
+        # Another rank may still have to repeat a step, and needs this one for it.
         if not self._may_go(now):
             return []
         actions: list[Action] = []
         if self._leader is not None:
-            last, _ = self._duty.report(self._leader, now, final=True)
+            last, _ = self._objective.report(self._leader, now, final=True)
             actions += last
-        return [*actions, *self._farewell(), *self.go()]
+        return [*actions, *self._missing_report(), *self.go()]
 
     def go(self) -> list[Action]:
-        """Go now."""
         self.is_gone = True
-        finished = Finished(counters=dict(self._figures()))
+        finished = Finished(counters=dict(self._metrics()))
         return [Send(receiver=SUPERVISOR, message=finished), Exit()]
 
     def _may_go(self, now: Seconds) -> bool:
-        """Whether all have taken the last step; or the leader has gone without it."""
         others = self._leader is None or self._leader.all_ended
-        done = others and self._living.has_ended
+        done = others and self._state.has_ended
         return done or (self._leader is None and now - self._ended_at > END_SECONDS)
 
-    def _farewell(self) -> list[Action]:
-        """Return what the leader says of those without whom the end was made."""
+    def _missing_report(self) -> list[Action]:
         if self._leader is None or not self._leader.missing:
             return []
         names = ", ".join(self._names[m] for m in sorted(self._leader.missing))
-        text = f"ended without {names}: no word from there"
+        text = f"ended without {names}: no message from there"
         return [Report(text=text, level="warning")]
 
-
-# Names of machines: machine M of replica R is "replica-R.M"; one place that knows.
-#
-# Machine 0 of a group leads it. The machines that evaluate are a group too: "evaluator"
-# (whom the supervisor asks), "evaluator.1", "evaluator.2", ...
 
 EVALUATORS: Final = "evaluator"
 
@@ -417,47 +376,38 @@ _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 @final
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """One machine of a group.
+    """One rank of a group."""
 
-    Attributes:
-        group: "replica-3", or "evaluator".
-        machine: Which of its machines; 0 leads.
-    """
-
-    group: str
-    machine: int
+    group: str  # "replica-3" or "evaluator"
+    machine: int  # the rank within the group; 0 leads
 
     @property
     def replica(self) -> int | None:
-        """Which replica the group is; None if it evaluates."""
         _, dash, index = self.group.partition("-")
         return int(index) if dash else None
 
 
-def rank_name(replica: int, machine: int) -> Address:
-    """Return the name of a machine of a model replica."""
-    return member_name(f"replica-{replica}", machine)
+def rank_name(replica: int, rank: int) -> Address:
+    return member_name(f"replica-{replica}", rank)
 
 
-def evaluator_name(machine: int) -> Address:
-    """Return the name of a machine that evaluates."""
-    return member_name(EVALUATORS, machine)
+def evaluator_name(rank: int) -> Address:
+    return member_name(EVALUATORS, rank)
 
 
-def member_name(group: str, machine: int) -> Address:
-    """Return the name of a machine of this group."""
-    if group == EVALUATORS and machine == 0:
+def member_name(group: str, rank: int) -> Address:
+    if group == EVALUATORS and rank == 0:
         return Address(EVALUATORS)
-    return Address(f"{group}.{machine}")
+    return Address(f"{group}.{rank}")
 
 
-def member_names(group: str, n_machines: int) -> list[Address]:
-    """Return the names of all machines of a group, its leader first."""
-    return [member_name(group, machine) for machine in range(n_machines)]
+def member_names(group: str, n_ranks: int) -> list[Address]:
+    """Return the names of all ranks of a group, its leader first."""
+    return [member_name(group, rank) for rank in range(n_ranks)]
 
 
 def group_rank_of(name: str) -> GroupRank | None:
-    """Return which machine is called so; None if none is."""
+    """Return the group and rank of a role; None if the name is not one of a rank."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -469,67 +419,45 @@ SETTLE: Final = "machine:settle"
 
 @final
 @dataclass(frozen=True, slots=True)
-class NormSum:
-    """A step that is computed.
+class PendingStep:
+    """A computed step that waits for the norm reduction."""
 
-    Attributes:
-        vote: What this machine has of it.
-        found: Its result.
-        chosen: Its samples.
-    """
-
-    vote: Vote
-    found: StepResult
-    chosen: BatchIndices
+    local: Vote  # this rank's part of the decision
+    step_result: StepResult
+    batch: BatchIndices
 
 
 @final
 class NormReduction:
-    """One machine's votes.
+    """Holds the computed step of one rank until its gradient norm is reduced over all ranks."""
 
-    Args:
-        living: Its life, which knows what all have agreed on.
-
-    Attributes:
-        square: What was said last.
-        sample: Likewise, of who is to blame.
-    """
-
-    def __init__(self, living: GroupState) -> None:
-        self.square = 0.0
-        self.sample: int | None = None
-        self._living = living
-        self._ballot: NormSum | None = None
+    def __init__(self, state: GroupState) -> None:
+        self.square = 0.0  # the last local sum of squares, which the rank reports
+        self.sample: int | None = None  # the last bad sample found here, if any
+        self._state = state
+        self._pending: PendingStep | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether a step waits for what all have of it."""
-        return self._ballot is not None
+        return self._pending is not None
 
-    def cast(self, ballot: NormSum) -> None:
-        """Vote on a step."""
-        self.square, self.sample = ballot.vote.square, ballot.vote.sample
-        self._ballot = ballot
+    def start(self, pending: PendingStep) -> None:
+        self.square, self.sample = pending.local.square, pending.local.sample
+        self._pending = pending
 
     def drop(self) -> None:
-        """Forget the step: its life is over."""
-        self._ballot = None
+        self._pending = None
 
-    def count(self, step: int) -> Sequence[Compute]:
-        """Return what is done with the result, once all have agreed on it.
-
-        Args:
-            step: The next one.
-        """
-        ballot = self._ballot
-        if ballot is None or self._living.agreed < step:
+    def when_reduced(self, step: int) -> Sequence[Compute]:
+        """Return the work that finishes the step, once the leader has sent the sum."""
+        pending = self._pending
+        if pending is None or self._state.n_reduced < step:
             return []
-        living = self._living
-        work = partial(ballot.vote.settle, living.square, living.sample)
-        return [Compute(name=SETTLE, work=work, cost=ballot.vote.cost)]
+        state = self._state
+        work = partial(pending.local.settle, state.square, state.sample)
+        return [Compute(name=SETTLE, work=work, cost=pending.local.cost)]
 
-    def settled(self) -> NormSum:
-        """Return the step that was counted; none is open any more."""
-        ballot, self._ballot = self._ballot, None
-        assert ballot is not None
-        return ballot
+    def take(self) -> PendingStep:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        return pending

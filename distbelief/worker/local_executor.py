@@ -1,12 +1,11 @@
-"""What one step of a replica does in its lanes: read a batch, compute its gradient.
+"""Runs the steps of a replica that holds the whole model: read, step, stage a push, install.
 
-The role (`replica`) decides when; this is the work itself, which may take long and
-touches the model. One step, in the words of Algorithm 1.1 of Dean et al. 2012:
+In the terms of Algorithm 1.1 of Dean et al. 2012:
 
     step    g := gradient of the mini-batch
             parameters := parameters - alpha * g      unless a fetch follows
             accrued := accrued + g
-    push    slots := accrued; accrued := 0            the role then sends the slots
+    push    buffers := accrued; accrued := 0          the role then sends the buffers
     fetch   parameters := the shards' - alpha * accrued
 """
 
@@ -29,32 +28,28 @@ from distbelief.task.initializers import initials_of
 from distbelief.task.losses import Loss, Metric
 
 
-# A model of the user's, as flat tensors that can be fetched into and pushed from.
-#
-# The tensors of a module keep their memory for life, so that the flat views made here
-# once serve every fetch. Gradients are the opposite: backward leaves fresh ones, which
-# are handed on as they are ("stolen") and dropped once pushed; nothing of the model's
-# size is copied or zeroed that the algorithm does not ask for.
-#
-# What is shared between modules counts once, under its first name. Parameters that
-# require no grad, and buffers, are "buffers" to the shards: averaged, not updated.
-# Buffers that the module itself does not save (persistent=False) are none of ours.
+# The tensors of a module keep their memory, so the flat views made here serve every fetch.
+# Gradients are fresh after each backward pass: they are handed on without a copy.
 
+# Of a step, per parameter and sample: a multiplication and an addition forward, twice that
+# backward. Weight sharing (convolutions) makes it more.
 FLOPS_PER_PARAMETER = 6.0
-"""Of a step, per parameter and sample: a multiplication and an addition forward, twice
-that backward. Weight sharing (convolutions) makes it more."""
 
 
 @final
 class FlatModel:
-    """A module's tensors by name, its gradient, and what has accrued of it.
+    """A module's tensors as flat views, its gradients, and their accrued sum.
+
+    Shared tensors count once, under their first name. Parameters that require no grad, and
+    buffers, are "buffers" to the shards: averaged, not updated. Buffers that the module does
+    not save (persistent=False) are left out.
 
     Attributes:
-        module: The user's model; its tensors are this object's from now on.
+        module: The user's model; this object owns its tensors from now on.
         values: Flat views of all tensors, in the order of `specs()`.
-        accrued: Sum of the gradients since `drop_accrued`, flat, in the same order;
-            None where there is none. Always this very list.
-        n_parameters: Elements that are trained.
+        accrued: Sum of the gradients since `drop_accrued`, in the same order; None where
+            there is none. The list object never changes.
+        n_parameters: Number of trained elements.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,8 +76,8 @@ class FlatModel:
             for index, tensor in enumerate(self._tensors)
             if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
         ]
-        self._sent: dict[int, torch.Tensor] = {}  # averages, as shards have them
-        self._gains: dict[int, torch.Tensor] | None = None  # beyond that, in a fetch
+        self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
+        self._gains: dict[int, torch.Tensor] | None = None  # their local changes, during a fetch
         self.accrued: list[torch.Tensor | None] = [None] * len(self._tensors)
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
@@ -99,7 +94,7 @@ class FlatModel:
         ]
 
     def initials(self) -> Mapping[str, Initial]:
-        """Return how each tensor is drawn, by its layer's type.
+        """Return how each tensor is drawn, by the type of its layer.
 
         Raises:
             JobError: a tensor is neither constant nor of a layer whose rule is known.
@@ -116,25 +111,23 @@ class FlatModel:
         }
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the module's own tensors by name, sorted."""
         return dict(zip(self._names, self._tensors, strict=True))
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(value.nbytes for value in self.values)
 
     def flops(self, n_samples: int) -> float:
-        """Return about how many operations a step on so many samples takes."""
+        """Return roughly how many operations a step on so many samples takes."""
         return FLOPS_PER_PARAMETER * self.n_parameters * n_samples
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """Flat gradients of the last batch; None for buffers and for unused ones."""
+        """Flat gradients of the last batch; None for buffers and unused parameters."""
         return [_flat_gradient(tensor) for tensor in self._tensors]
 
     def gradient(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> float:
-        """Leave the gradient of the loss on this batch; return the loss.
+        """Compute the gradient of the loss on this batch; return the loss.
 
         Args:
             inputs: (n_samples, ...).
@@ -153,19 +146,15 @@ class FlatModel:
         torch.nn.utils.clip_grad_norm_([self._tensors[index] for index in self._trained], norm_max)
 
     def is_finite(self) -> bool:
-        """Return whether the gradient has neither NaN nor infinity.
-
-        By its sum: one pass, where looking at each element takes forty times as long.
-        """
+        # One pass over the sums; checking each element takes forty times as long.
         sums = [gradient.sum() for gradient in self.gradients if gradient is not None]
         return not sums or bool(torch.stack(sums).sum().isfinite())
 
     def step(self, rate: float) -> None:
-        """Step by -rate times the gradient."""
         self._step_by(self.gradients, rate)
 
     def accrue(self) -> None:
-        """Add the gradient to `accrued`; the first since a drop is taken as it is."""
+        """Add the gradient to `accrued`; the first one is taken without a copy."""
         for index, gradient in enumerate(self.gradients):
             if gradient is None:
                 continue
@@ -176,28 +165,23 @@ class FlatModel:
                 accrued.add_(gradient)
 
     def drop_accrued(self) -> None:
-        """Begin to accrue anew: what there was is pushed, or not wanted."""
         self.accrued[:] = [None] * len(self.accrued)
 
     def before_fetch(self) -> None:
-        """Note what averages have gained that is not pushed yet."""
-        if self._gains is None:  # else an install was torn: values are a mixture
+        if self._gains is None:  # after a torn install the values are a mixture
             self._gains = {index: self.values[index] - sent for index, sent in self._sent.items()}
 
     def after_fetch(self, rate: float) -> None:
-        """Put back what is not pushed yet: steps of -rate times `accrued`, and gains.
-
-        A gain that is not finite comes of a sample that was skipped, and is dropped.
-        """
+        """Repeat what is not pushed yet: steps of -rate * `accrued`, and changes of averages."""
         gains, self._gains = self._gains or {}, None
         self._sent = {index: self.values[index].clone() for index in self._averages}
         for index, gain in gains.items():
+            # A change that is not finite comes from a skipped sample.
             if bool(gain.isfinite().all()):
                 self.values[index].add_(gain)
         self._step_by(self.accrued, rate)
 
     def averages_are_sent(self) -> None:
-        """Note that the shards have the averages as they are now."""
         for index, sent in self._sent.items():
             sent.copy_(self.values[index])
 
@@ -214,14 +198,14 @@ class FlatModel:
     def measure(
         self, inputs: torch.Tensor, targets: torch.Tensor, *, loss: Loss, metric: Metric
     ) -> tuple[float, float]:
-        """Return loss and metric on this batch, without training anything."""
+        """Return loss and metric of this batch in evaluation mode."""
         self.module.eval()
         with torch.no_grad():
             outputs = self.module(inputs)
             return float(loss(outputs, targets)), float(metric(outputs, targets))
 
     def _keep_buffers(self) -> None:
-        """Put back the tensors of buffers that forward bound anew, with new values."""
+        # Forward may bind a buffer to a new tensor: copy the new values into the old one.
         for owner, name, tensor in self._buffers:
             bound = owner._buffers[name]  # noqa: SLF001
             if bound is not tensor and bound is not None:
@@ -230,7 +214,6 @@ class FlatModel:
 
 
 def _tensors_of(module: nn.Module, *, shared: bool = False) -> dict[str, torch.Tensor]:
-    """Return parameters and saved buffers by name; shared ones once, or by each."""
     saved = module.state_dict(keep_vars=True).keys()
     tensors: dict[str, torch.Tensor] = {}
     tensors.update(module.named_parameters(remove_duplicate=not shared))
@@ -257,34 +240,25 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples of one step.
+    """The samples of one step."""
 
-    Attributes:
-        position: Samples that this replica consumed before them.
-        indices: (n_samples,) in the data set.
-        inputs: (n_samples, ...).
-        targets: (n_samples, ...).
-    """
-
-    position: int
-    indices: Indices
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    position: int  # samples that this replica consumed before them
+    indices: Indices  # (n_samples,) in the data set
+    inputs: torch.Tensor  # (n_samples, ...)
+    targets: torch.Tensor  # (n_samples, ...)
 
     @property
     def n_samples(self) -> int:
-        """How many they are."""
         return len(self.indices)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of inputs and targets."""
         return self.inputs.nbytes + self.targets.nbytes
 
 
 @final
 class Attempt:
-    """One attempt at a step; its gradient is not computed if its fetch was torn."""
+    """One attempt at a step; a torn fetch cancels it."""
 
     def __init__(self) -> None:
         self.is_torn = False
@@ -292,31 +266,25 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a step.
+    """The result of a step."""
 
-    Attributes:
-        loss: Mean over the batch.
-        is_finite: The gradient had neither NaN nor infinity, and has accrued.
-        blame: If not: which sample is to blame, if one is.
-    """
-
-    loss: float
-    is_finite: bool
-    blame: str | None = None
+    loss: float  # mean over the batch
+    is_finite: bool  # the gradient is finite and has accrued
+    blame: str | None = None  # otherwise, a sentence on the bad sample if one was found
 
 
 @final
 class LocalExecutor:
-    """The work of one replica's steps.
+    """Does the work of one replica's steps.
 
     Args:
         model: The local copy of the parameters.
-        dataset: Where batches come from.
+        dataset: Gives the batches.
         loss: f(outputs, targets) -> mean.
-        names: How messages name model, data and loss.
+        names: How messages call model, data and loss.
         clip_norm: Bound of each gradient's 2-norm, if any.
-        always_check: Look at every gradient, not only at the sum that is pushed.
-        seed: Of the model's own randomness, one stream for each position.
+        always_check: Check every gradient, not only the sum that is pushed.
+        seed: Of the model's own random numbers, one stream per position.
     """
 
     def __init__(
@@ -339,20 +307,19 @@ class LocalExecutor:
         self._seed = seed
 
     def read(self, position: int, indices: Indices) -> Batch:
-        """Return the batch of these indices (in the data lane)."""
         inputs, targets = read_batch(self._dataset, [int(i) for i in indices])
         return Batch(position=position, indices=indices, inputs=inputs, targets=targets)
 
     def install(
         self, work: Callable[[], FetchResult], attempt: Attempt, *, rate: float | None
     ) -> FetchResult:
-        """Copy what was fetched into the model; tell the attempt if it was torn.
+        """Copy fetched parameters into the model; cancel the attempt if the fetch was torn.
 
         Args:
             work: Copies.
             attempt: At the step that this fetch is for.
-            rate: Of the local steps that are not pushed yet, which are taken again;
-                None: they are overwritten.
+            rate: Of the local steps that are not pushed yet and are repeated; None: they are
+                overwritten.
         """
         if rate is not None:
             self.model.before_fetch()
@@ -363,7 +330,7 @@ class LocalExecutor:
         return installed
 
     def step(self, batch: Batch, attempt: Attempt, *, local_rate: float | None) -> Outcome | None:
-        """Compute, step locally at `local_rate`, accrue; None if the fetch was torn.
+        """Compute the gradient, step locally at `local_rate`, accrue; None if the fetch was torn.
 
         Raises:
             JobError: the user's model, loss or data fails on this batch.
@@ -384,12 +351,9 @@ class LocalExecutor:
         return Outcome(loss=loss, is_finite=False, blame=blame)
 
     def push(self, stage: Callable[[], PushResult]) -> PushResult:
-        """Stage what has accrued, and begin anew.
-
-        The slots now hold the sum, and nothing else does: no gradient is sent twice,
-        and none that accrues from now on is sent with it (DB-8).
-        """
+        """Stage the accrued gradients and start a new sum."""
         staged = stage()
+        # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
         self.model.drop_accrued()
         if staged.finite:
             self.model.averages_are_sent()
@@ -409,6 +373,7 @@ class LocalExecutor:
         except DistBeliefError:
             raise
         except Exception as error:  # model and loss are the user's
+            # Raises a clearer JobError if the dry run can find the cause.
             self._explain(batch)
             raise JobError(
                 f"[model] {self._names.model} failed on samples "
@@ -417,7 +382,6 @@ class LocalExecutor:
         return loss
 
     def _explain(self, batch: Batch) -> None:
-        """Raise a JobError that names what is wrong with this batch, if one can."""
         dry_run.train(
             self.model.module,
             batch.inputs,

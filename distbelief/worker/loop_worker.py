@@ -1,8 +1,7 @@
-"""A client in somebody else's loop: the role behind `DownpourSGD`.
+"""The role behind `DownpourSGD`: a parameter client inside the user's own training loop.
 
-The loop tells it what to do by `Computed` events of its own ("worker:…"), handled at
-once. It joins a standing server as a guest: nobody starts it, restarts it, or expects
-heartbeats of it.
+The loop controls it through `Computed` events of its own ("worker:..."), handled at once. It
+joins a running server as a guest: no supervisor starts, restarts or monitors it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,14 +41,14 @@ BEAT = "worker:beat"
 
 JOIN_RETRY_SECONDS = 0.5
 BEAT_SECONDS = 1.0
+# The server answers every heartbeat. After this time without an answer it may be a new
+# incarnation that does not know this worker, so the worker joins again.
 SILENCE_SECONDS_MAX = 3.0
-"""Of a server that answers every beat, after which it may be another life of it: that
-knows nothing of who had joined the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPush:
-    """What the loop says of a push that lies in the slots."""
+    """A push that the loop has staged."""
 
     outcome: PushResult
     n_gradients: int
@@ -61,30 +60,25 @@ LoopMessage = Peers | HeartbeatAck | StartTraining | Stop | ShardReply
 
 @final
 class LoopWorker:
-    """The role "worker-…".
+    """The role "worker-...".
 
     Args:
-        client: Of the shards; the loop calls its `install` and `stage`.
-        join: What to tell the server.
-
-    Attributes:
-        client: The same.
-        stopped: Why the server has ended, once it has said so.
+        client: Connects to the shards; the loop calls its `install` and `stage`.
+        join: The Join message for the server.
     """
 
     accepts: Final = message_types(LoopMessage)
 
     def __init__(self, *, client: ParameterClient, join: Join) -> None:
-        self.client = client
-        self.stopped: str | None = None
+        self.client = client  # the same
+        self.stopped: str | None = None  # why the server has ended, once it has sent Stop
         self._join = join
         self._incarnation = 0
         self._incarnations: dict[Address, int] = {}  # of the peers
-        self._heard_at: Seconds = 0.0  # the server
+        self._heard_at: Seconds = 0.0  # from the server
 
     @property
     def has_joined(self) -> bool:
-        """Whether the server has answered."""
         return bool(self._incarnations)
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -98,9 +92,9 @@ class LoopWorker:
         match event:
             case Started():
                 self._incarnation = event.incarnation
-                return self._ask(now)
+                return self._send_join(now)
             case TimerFired():
-                return self._ask(now) if event.name == JOIN else self._beat(now)
+                return self._send_join(now) if event.name == JOIN else self._heartbeat(now)
             case Received():
                 return self._receive(event, now)
             case Computed():
@@ -109,18 +103,18 @@ class LoopWorker:
                 return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and the client's counters."""
+        """Return the state as a phrase, and the client's counters."""
         waited = self.client.waiting_for
         state = "ready" if waited is None else f"waiting for {waited}"
         return state, self.client.counters()
 
-    def _ask(self, now: Seconds) -> Sequence[Action]:
+    def _send_join(self, now: Seconds) -> Sequence[Action]:
         return [
             Send(receiver=SUPERVISOR, message=self._join),
             SetTimer(name=JOIN, at=now + JOIN_RETRY_SECONDS),
         ]
 
-    def _beat(self, now: Seconds) -> Sequence[Action]:
+    def _heartbeat(self, now: Seconds) -> Sequence[Action]:
         state, counters = self.status()
         heartbeat = Heartbeat(state=state, counters=dict(counters))
         is_silent = now - self._heard_at > SILENCE_SECONDS_MAX
@@ -135,14 +129,14 @@ class LoopWorker:
             self._heard_at = now
         match event.message:
             case Peers():
-                return self._introduced(event.message, now)
+                return self._update_peers(event.message, now)
             case Stop():
                 self.stopped = event.message.reason
                 raise PeerLostError(f"the server has ended: {self.stopped}")
             case _:
                 return []
 
-    def _introduced(self, peers: Peers, now: Seconds) -> Sequence[Action]:
+    def _update_peers(self, peers: Peers, now: Seconds) -> Sequence[Action]:
         first = not self._incarnations
         actions: list[Action] = [CancelTimer(name=JOIN)]
         for entry in peers.entries:
@@ -162,7 +156,7 @@ class LoopWorker:
             if not first and self.client.owns(joined):
                 actions += self.client.handle(joined, now)
         if first:
-            actions += [*self.client.start(self._incarnation, now), *self._beat(now)]
+            actions += [*self.client.start(self._incarnation, now), *self._heartbeat(now)]
         return actions
 
     def _command(self, event: Computed, now: Seconds) -> Sequence[Action]:
@@ -178,4 +172,4 @@ class LoopWorker:
             case "worker:leave", None:
                 return [Send(receiver=SUPERVISOR, message=Finished(counters={}))]
             case _:
-                raise LocalProtocolError(f"no command of a worker: {event.name!r}")
+                raise LocalProtocolError(f"unknown command of a loop: {event.name!r}")

@@ -1,4 +1,8 @@
-"""What a replica's leader tells the supervisor of its progress, now and then."""
+"""Counters of training, and progress reports to the supervisor.
+
+A gradient with NaN or infinity is skipped: neither it nor anything computed from it reaches
+the shards. A single one is harmless; many in a row mean that training has diverged.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,20 +13,11 @@ from distbelief.errors import JobError
 from distbelief.protocol import Progress
 from distbelief.roles.role import SUPERVISOR, Action, Report, Seconds, Send
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.group_leader import GroupLeader, StepsBelow
-
-
-# What a replica has done: counters, progress to report, gradients gone bad.
-#
-# A gradient with NaN or infinity is skipped: neither it nor anything computed from it
-# reaches the shards. Now and then one may come; many in a row mean that training has
-# diverged, and that going on would only waste the machines.
+from distbelief.worker.group_leader import GroupLeader, GroupProgress
 
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Counts of one life."""
-
     steps: int = 0
     fetches: int = 0
     pushes: int = 0
@@ -30,34 +25,27 @@ class Counters:
     gradients: int = 0  # accrued
     gradients_pushed: int = 0
     non_finite: int = 0  # gradients skipped
-    torn: int = 0  # attempts given up because a fetch met an update
+    torn: int = 0  # attempts dropped because a fetch met a half-applied update
 
 
 @final
 class TrainingMetrics:
-    """Counts and sums of one life of a replica.
-
-    Attributes:
-        counters: Counts.
-        position: Samples consumed since the first life of this replica began.
-        seconds_computing: Of fetches copied and steps computed.
-    """
+    """Counters and sums of one incarnation of a replica."""
 
     def __init__(self, config: DownpourConfig) -> None:
         self._config = config
         self.counters = Counters()
-        self.position = 0
-        self.seconds_computing: Seconds = 0.0
+        self.position = 0  # samples consumed since the replica's first incarnation
+        self.seconds_computing: Seconds = 0.0  # installing parameters and computing steps
         self._begun_at: Seconds = 0.0
         self._n_bad_in_row = 0
         self._loss = 0.0  # of the last step
         self._unreported_loss = 0.0  # sum over the samples since the last report
         self._n_unreported = 0  # samples
-        self._n_of_no_loss = 0  # of these: their loss is not finite
+        self._n_of_no_loss = 0  # of them, those without a finite loss
         self._reported_at: Seconds = -math.inf
 
     def figures(self) -> dict[str, float]:
-        """Return counts and sums by name."""
         counters = self.counters
         figures = {name: float(getattr(counters, name)) for name in counters.__dataclass_fields__}
         figures["samples"] = float(self.position)
@@ -65,13 +53,11 @@ class TrainingMetrics:
         return figures
 
     def begin(self, position: int, now: Seconds) -> None:
-        """Training begins after so many samples."""
         self.position, self._begun_at = position, now
 
     # -------------------------------------------------------------------- progress
 
     def stepped(self, *, n_samples: int, loss: float) -> None:
-        """One more step was taken, its gradient good or bad."""
         self.counters.steps += 1
         self.position += n_samples
         self._loss = loss
@@ -82,13 +68,12 @@ class TrainingMetrics:
             self._n_of_no_loss += n_samples
 
     def progress_if_due(self, now: Seconds) -> Sequence[Action]:
-        """Report to the supervisor, unless that was done a moment ago."""
         if now - self._reported_at < self._config.progress_seconds:
             return []
         return self.progress(now)
 
     def progress(self, now: Seconds) -> Sequence[Action]:
-        """Report to the supervisor, if anything was done since the last report."""
+        """Report to the supervisor if anything was done since the last report."""
         if not self._n_unreported:
             return []
         n_of_loss = self._n_unreported - self._n_of_no_loss
@@ -106,15 +91,14 @@ class TrainingMetrics:
     # ----------------------------------------------------------- good and bad gradients
 
     def good(self) -> None:
-        """What was looked at is finite: a row of bad gradients, if any, is over."""
         self._n_bad_in_row = 0
 
     def skip(self, blame: str | None = None, *, samples: Sequence[int] = ()) -> Sequence[Action]:
         """Count the gradient of the last step, which is not finite.
 
         Args:
-            blame: Which sample is to blame, if one is.
-            samples: Of the step, in the data set; none if blame says enough.
+            blame: A sentence on the bad sample, if one was found.
+            samples: Indices of the step in the data set; empty if `blame` is enough.
         """
         of = f" of {_samples(samples)}" if len(samples) else ""
         text = (
@@ -126,11 +110,12 @@ class TrainingMetrics:
     def bad(
         self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
     ) -> Sequence[Action]:
-        """Count gradients that were not finite; return the warning, once for each row.
+        """Count gradients that were not finite; return the warning once per row of them.
 
         Raises:
             JobError: there were too many in a row.
         """
+        # One warning per row of bad gradients keeps the log short.
         is_first = self._n_bad_in_row == 0
         self.counters.non_finite += n_gradients
         self._n_bad_in_row += n_gradients
@@ -146,14 +131,13 @@ class TrainingMetrics:
         raise JobError(
             f"{self._n_bad_in_row} gradients in a row were NaN or infinite (step "
             f"{self.counters.steps}, loss {self._loss:g}, learning_rate "
-            f"{config.learning_rate:g}): the training has diverged. Use a lower "
+            f"{config.learning_rate:g}): training has diverged. Use a lower "
             "learning_rate, or "
             + ("a clip_norm" if clip is None else f"a clip_norm below {clip:g}")
         )
 
 
 def _samples(indices: Sequence[int]) -> str:
-    """Return which samples these are, in a few words."""
     n, first = len(indices), indices[0]
     if n > 1 and list(indices) == list(range(first, first + n)):
         return f"samples {first} to {indices[-1]}"
@@ -166,24 +150,15 @@ def _samples(indices: Sequence[int]) -> str:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reported:
-    """What the supervisor was told last.
-
-    Attributes:
-        life: Of the group.
-        at: When.
-        steps: Of all lives.
-        done: Of this life.
-    """
-
-    life: int = 0
+    generation: int = 0
     at: Seconds = -math.inf
     steps: int = 0
-    done: StepsBelow = field(default_factory=StepsBelow)
+    done: GroupProgress = field(default_factory=GroupProgress)
 
 
 @final
 class ProgressReporter:
-    """Tells of progress, and not too often.
+    """Reports a group's progress, from its leader.
 
     Args:
         every: Least time between two reports.
@@ -191,7 +166,7 @@ class ProgressReporter:
 
     def __init__(self, *, every: Seconds) -> None:
         self._every = every
-        self._told = _Reported()
+        self._reported = _Reported()
 
     def report(
         self,
@@ -202,27 +177,30 @@ class ProgressReporter:
         computing: Seconds,
         elapsed: Seconds,
     ) -> Progress | None:
-        """Return what is new, if anything is and it is time.
+        """Return a report if there is progress and it is time.
 
         Args:
             leader: Of the group.
             now: The time.
-            final: Whether it is the last report: it is always time.
-            computing: Seconds of computing, of all lives.
-            elapsed: Seconds since the first life began.
+            final: Report regardless of the time.
+            computing: Seconds of computing, in all generations.
+            elapsed: Seconds since the first generation began.
         """
         done = leader.life_done()
-        told = self._told
-        if told.life != leader.life:
-            told = self._told = _Reported(life=leader.life, at=told.at, steps=told.steps)
-        n_new = done.samples + done.no_loss - told.done.samples - told.done.no_loss
-        due = final or now - told.at >= self._every
+        reported = self._reported
+        # A new generation counts from zero; steps of earlier ones stay counted.
+        if reported.generation != leader.life:
+            reported = self._reported = _Reported(
+                generation=leader.life, at=reported.at, steps=reported.steps
+            )
+        n_new = done.samples + done.no_loss - reported.done.samples - reported.done.no_loss
+        due = final or now - reported.at >= self._every
         if not due or n_new <= 0:
             return None
-        n_of_loss = done.samples - told.done.samples
-        loss = (done.loss - told.done.loss) / n_of_loss if n_of_loss else math.nan
-        steps = told.steps + max(done.steps - told.done.steps, 0)
-        self._told = _Reported(life=leader.life, at=now, steps=steps, done=done)
+        n_of_loss = done.samples - reported.done.samples
+        loss = (done.loss - reported.done.loss) / n_of_loss if n_of_loss else math.nan
+        steps = reported.steps + max(done.steps - reported.done.steps, 0)
+        self._reported = _Reported(generation=leader.life, at=now, steps=steps, done=done)
         return Progress(
             step=steps,
             samples=done.position + done.samples + done.no_loss,

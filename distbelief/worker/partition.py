@@ -1,22 +1,15 @@
-"""One machine of a group that computes one model together: the role.
+"""The role of one rank of a model-parallel group, training or evaluating.
 
-    gathering     a new life: give up the step under way, let pushes settle
-    gathered      told the leader so
-    running       take the steps that are granted, one after the other
-    ended         the last is taken, and all that was pushed is applied
+    gathering     a new generation: drop the current step, wait for pushes
+    gathered      the leader knows
+    running       take the granted steps, one after the other
+    ended         the last step is done and every push is applied
 
-A step: what it begins with (samples read, parameters fetched), then the operations of
-the program as their inputs arrive (`stepping`), then what is done with the result
-(`Duty`: train, or measure). That may depend on all machines (`voting`): whether the
-gradient is finite, and how long it is; then the step is over once all have said so.
-Messages leave as soon as what they hold is computed. They carry the number of the life,
-so those of a life that is over are refused, and those for a step that has not begun
-here are kept.
-
-The role takes events to its parts (`equipment`): `following` talks with the leader,
-`advancing` has the compute lane, `ending` knows when to go.
-
-Whoever waits names whom: `status()` says "waiting for replica-0.3".
+A step starts once its samples and parameters are here. Its operations then run as their
+inputs arrive (`steps.StepRunner`), and the `Objective` uses the result, if needed after a
+reduction of the gradient norm over all ranks. Messages carry the generation: those of an
+earlier one are rejected, those of a later step are kept. Each waiting rank knows for whom:
+`status()` returns "waiting for replica-0.3".
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,8 +54,8 @@ from distbelief.worker.group import (
     SETTLE,
     GroupState,
     NormReduction,
-    NormSum,
     Objective,
+    PendingStep,
     Phase,
     RankShutdown,
     Vote,
@@ -72,315 +65,268 @@ from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.steps import CHAIN, INSTALL, ParameterPrefetch, StepOutcome, StepRunner
 
 
-# What a machine of a group has: given whole to each part that acts for it.
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """All that one machine has.
+    """The parts that act for one rank."""
 
-    Attributes:
-        names: Of all machines of the group, its leader first.
-        machine: Which of them.
-        client: Of the shards that hold what it keeps.
-        stepping: Its steps.
-        couriers: Its links to the other machines.
-        course: The samples of each step.
-        portions: Its part of them.
-        duty: What it computes for.
-        parameters: Per item that it keeps, (*region.shape).
-        living: Where in the life of the group it is.
-        renewing: Its fetches.
-        voting: What it says of a step, and all have.
-        ending: When it may go.
-        leader: If it leads.
-    """
-
-    names: Sequence[Address]
-    machine: int
+    names: Sequence[Address]  # of all ranks of the group; the leader is first
+    rank: int
     client: ParameterClient
-    stepping: StepRunner
-    couriers: Mapping[int, ReliableSender]
-    course: BatchPlan
-    portions: SlicePrefetch
-    duty: Objective
-    parameters: Sequence[torch.Tensor]
-    living: GroupState
-    renewing: ParameterPrefetch
-    voting: NormReduction
-    ending: RankShutdown
-    leader: GroupLeader | None
+    runner: StepRunner
+    batch_plan: BatchPlan
+    slices: SlicePrefetch
+    objective: Objective
+    parameters: Sequence[torch.Tensor]  # per item that the rank keeps, (*region.shape)
+    state: GroupState
+    prefetch: ParameterPrefetch
+    norm_reduction: NormReduction
+    shutdown: RankShutdown
+    leader: GroupLeader | None  # only on rank 0
 
     @property
     def may_step(self) -> bool:
-        """Whether the leader has granted the step under way, or the next."""
-        return self.stepping.step < self.living.granted
+        return self.runner.step < self.state.granted
 
 
-# What a machine hears from its leader, and says to it; the leader is a machine too.
-#
-#     Gather      a new life: give up the step under way     -> Gathered, once nothing is
-#     Proceed     begin, or go on; so many steps in all      -> Stepped, after each
-#
-# What machine 0 says to itself it obeys at once; to the others it is sent. Whatever may
-# have been lost is said again from time to time.
+# StartEpoch   new generation: drop the current step    -> RankReady, once idle
+# GrantSteps   take this many steps in total            -> StepsDone, after each
 
 
 @final
 class GroupMember:
-    """One machine's talk with its leader.
+    """Exchanges messages with the leader of the group, which may be this rank itself."""
 
-    Args:
-        own: All that the machine has.
-
-    Attributes:
-        incarnation: Of the machine.
-    """
-
-    def __init__(self, own: RankParts) -> None:
+    def __init__(self, parts: RankParts) -> None:
         self.incarnation = 0
-        self._own = own
+        self._parts = parts
 
-    # -------------------------------------------------------------------------- spoken
+    # ------------------------------------------------------------------------------------- sent
 
-    def tell(self, out: Outgoing, now: Seconds) -> list[Action]:
-        """Send what the leader says; what it says to itself is obeyed at once."""
-        own = self._own
+    def deliver(self, out: Outgoing, now: Seconds) -> list[Action]:
+        parts = self._parts
         actions: list[Action] = []
-        for machine, message in out:
-            if machine != own.machine:
-                actions.append(Send(receiver=own.names[machine], message=message))
+        for rank, message in out:
+            # Messages of rank 0 to itself take effect at once.
+            if rank != parts.rank:
+                actions.append(Send(receiver=parts.names[rank], message=message))
             else:
                 assert isinstance(message, StartEpoch | GrantSteps), message
-                actions += self.obey(message, now)
+                actions += self.follow(message, now)
         return actions
 
-    def gathered(self, now: Seconds) -> list[Action]:
-        """Say that nothing is under way, and what is pushed."""
-        own = self._own
-        return self._say(own.living.gathered(own.duty.pushed), now)
+    def report_ready(self, now: Seconds) -> list[Action]:
+        parts = self._parts
+        return self._to_leader(parts.state.ready_message(parts.objective.pushed), now)
 
-    def stepped(self, now: Seconds) -> list[Action]:
-        """Say how many steps are taken, and what this machine has of the last."""
-        own = self._own
-        said = own.living.stepped(
-            own.stepping.step,
-            clock=own.duty.clock,
-            square=own.voting.square,
-            sample=own.voting.sample,
+    def report_steps(self, now: Seconds) -> list[Action]:
+        parts = self._parts
+        message = parts.state.steps_message(
+            parts.runner.step,
+            clock=parts.objective.clock,
+            square=parts.norm_reduction.square,
+            sample=parts.norm_reduction.sample,
         )
-        return self._say(said, now)
+        return self._to_leader(message, now)
 
-    def say_again(self, now: Seconds) -> Sequence[Action]:
-        """Say again what may have been lost."""
-        own = self._own
-        match own.living.phase:
-            case Phase.ALONE if own.leader is None:
-                return self._say(RankReady(life=0, pushes=False, samples=0), now)
+    def resend(self, now: Seconds) -> Sequence[Action]:
+        parts = self._parts
+        match parts.state.phase:
+            # A rank that starts late introduces itself to the leader.
+            case Phase.ALONE if parts.leader is None:
+                return self._to_leader(RankReady(life=0, pushes=False, samples=0), now)
             case Phase.GATHERED:
-                return self.gathered(now)
+                return self.report_ready(now)
             case Phase.RUNNING | Phase.ENDED:
-                waits = own.voting.is_open or not own.may_step
-                return self.stepped(now) if waits else []
+                waits = parts.norm_reduction.is_open or not parts.may_step
+                return self.report_steps(now) if waits else []
             case _:
                 return []
 
-    def _say(self, message: RankReady | StepsDone, now: Seconds) -> list[Action]:
-        """Say something to the leader, who may be this machine."""
-        leader = self._own.leader
+    def _to_leader(self, message: RankReady | StepsDone, now: Seconds) -> list[Action]:
+        leader = self._parts.leader
         if leader is None:
-            return [Send(receiver=self._own.names[0], message=message)]
-        return self.tell(leader.hear(0, self.incarnation, message, now), now)
+            return [Send(receiver=self._parts.names[0], message=message)]
+        return self.deliver(leader.hear(0, self.incarnation, message, now), now)
 
-    # --------------------------------------------------------------------------- heard
+    # --------------------------------------------------------------------------------- received
 
-    def obey(self, message: StartEpoch | GrantSteps, now: Seconds) -> list[Action]:
-        """Do what the leader says.
+    def follow(self, message: StartEpoch | GrantSteps, now: Seconds) -> list[Action]:
+        """Apply a message of the leader.
 
         Raises:
-            RemoteProtocolError: it is of a life that is over, or too early.
+            RemoteProtocolError: it belongs to an earlier generation, or came too early.
             JobError: the leader has another plan.
         """
-        own, living = self._own, self._own.living
+        parts, state = self._parts, self._parts.state
         if isinstance(message, StartEpoch):
-            if living.gather(message):
-                own.stepping.begin(message.life)
-                own.renewing.begin(message.life)
-            elif living.phase is Phase.GATHERED:
-                return self.gathered(now)
+            if state.start_epoch(message):
+                parts.runner.begin(message.life)
+                parts.prefetch.begin(message.life)
+            elif state.phase is Phase.GATHERED:
+                return self.report_ready(now)
             return []
-        if not living.proceed(message):
+        if not state.grant(message):
             return []
-        own.course.start(message.position)
-        own.portions.begin(message.life)
-        own.duty.begin(message.position, now)
-        return own.stepping.place(now)
+        parts.batch_plan.start(message.position)
+        parts.slices.begin(message.life)
+        parts.objective.begin(message.position, now)
+        return parts.runner.place(now)
 
 
-# What a machine's compute lane does next, one thing at a time, and what came of it.
-#
-# gathering   settle: nothing of the former life is under way any more
-# running     chain after chain of the step; count the votes; what the duty wants
-#             between two steps; install what was fetched; open the next
-# ended       leave, once all have taken the last step
+# gathering   wait until nothing of the previous generation is in flight
+# running     run the chains of the step; finish it once the norm is reduced; then the
+#             objective's own work, an install, the next step
+# ended       exit once all ranks have taken the last step
 
 
 @final
 class StepLoop:
-    """One machine's compute lane.
+    """Decides what the compute executor of one rank runs next."""
 
-    Args:
-        own: All that the machine has.
-        following: Its talk with its leader.
+    def __init__(self, parts: RankParts, member: GroupMember) -> None:
+        self.lane = ""  # name of the work in progress, or ""
+        self._parts = parts
+        self._member = member
+        self._batch: BatchIndices | None = None  # of the current step
 
-    Attributes:
-        lane: The work under way, or "".
-    """
-
-    def __init__(self, own: RankParts, following: GroupMember) -> None:
-        self.lane = ""
-        self._own = own
-        self._following = following
-        self._chosen: BatchIndices | None = None  # of the step under way
-
-    # ---------------------------------------------------------------------------- done
+    # ------------------------------------------------------------------------------------- done
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Account for work that is done.
+        """Handle the result of finished work.
 
         Raises:
-            JobError: model or data make it impossible to go on.
-            LocalProtocolError: nobody asked for it.
+            JobError: model or data make training impossible.
+            LocalProtocolError: the work was not requested.
         """
-        own = self._own
+        parts = self._parts
         if event.error is not None:
-            raise _failure(event.error, step=own.stepping.step)
+            raise _failure(event.error, step=parts.runner.step)
+        # Reading runs in the data executor and never occupies this one.
         if event.name == READ:
-            own.portions.have_read(event.result)
+            parts.slices.have_read(event.result)
             return []
         if event.name != self.lane:
-            raise LocalProtocolError(f"nobody asked for {event.name!r}")
+            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
         self.lane = ""
         if event.name == INSTALL:
-            return own.renewing.installed(event, now)
+            return parts.prefetch.installed(event, now)
         if event.name == CHAIN:
             return self._ran(event.result, now)
         if event.name == SETTLE:
-            done = own.voting.settled()
-            return own.duty.closed(event.result, done.found, done.chosen, now)
-        return own.duty.computed(event, now)
+            done = parts.norm_reduction.take()
+            return parts.objective.closed(event.result, done.step_result, done.batch, now)
+        return parts.objective.computed(event, now)
 
     def _ran(self, result: object, now: Seconds) -> Sequence[Action]:
-        """Send what a chain has for others; account for a step that is over."""
-        own = self._own
+        parts = self._parts
         assert isinstance(result, StepOutcome), result
-        actions = own.stepping.ran(result, now)
+        actions = parts.runner.ran(result, now)
         if result.found is None:
             return actions
-        assert self._chosen is not None
-        chosen, self._chosen = self._chosen, None
-        is_over = result.life != own.stepping.life
+        assert self._batch is not None
+        batch, self._batch = self._batch, None
+        is_over = result.generation != parts.runner.generation
         if isinstance(result.closed, Vote):
             if is_over:
-                return actions  # nobody counts the votes; the duty drops it
-            own.voting.cast(NormSum(result.closed, result.found, chosen))
+                return actions  # no norm will be reduced; the objective drops the step
+            parts.norm_reduction.start(PendingStep(result.closed, result.found, batch))
         else:
-            # Of a life that is over too: it is as good as any, if it is whole.
-            actions += own.duty.closed(result.closed, result.found, chosen, now)
+            # Complete, so it is valid even if its generation has ended meanwhile.
+            actions += parts.objective.closed(result.closed, result.found, batch, now)
             if is_over:
                 return actions
-        own.living.add(result.found, len(chosen.indices))
-        return [*actions, *self._following.stepped(now)]
+        parts.state.add(result.found, len(batch.indices))
+        return [*actions, *self._member.report_steps(now)]
 
-    # ---------------------------------------------------------------------------- next
+    # ------------------------------------------------------------------------------------- next
 
     def advance(self, now: Seconds) -> Sequence[Action]:
-        """Begin what can begin."""
-        own = self._own
-        if self.lane or own.renewing.waits:
+        parts = self._parts
+        if self.lane or parts.prefetch.waits:
             return []
-        match own.living.phase:
+        match parts.state.phase:
             case Phase.GATHERING:
-                return self._settle(now)
+                return self._finish_settling(now)
             case Phase.RUNNING:
-                return self._go_on(now)
+                return self._continue_step(now)
             case Phase.ENDED:
-                return own.ending.leave(now)
+                return parts.shutdown.leave(now)
             case _:
                 return []
 
-    def _settle(self, now: Seconds) -> list[Action]:
-        """Answer the leader once nothing is under way; the lane is idle."""
-        own = self._own
-        self._chosen = None
-        own.voting.drop()
-        own.duty.drop()
-        if not (own.client.ready and own.duty.is_settled):
+    def _finish_settling(self, now: Seconds) -> list[Action]:
+        parts = self._parts
+        self._batch = None
+        parts.norm_reduction.drop()
+        parts.objective.drop()
+        # Pushes in flight count for the position where the next generation begins.
+        if not (parts.client.ready and parts.objective.is_settled):
             return []
-        own.living.phase = Phase.GATHERED
-        return self._following.gathered(now)
+        parts.state.phase = Phase.GATHERED
+        return self._member.report_ready(now)
 
-    def _go_on(self, now: Seconds) -> list[Action]:
-        own = self._own
-        if own.voting.is_open:
-            return self._occupy(own.voting.count(own.stepping.step))
-        if own.stepping.is_open:
-            return self._occupy(own.stepping.chain())
-        return self._between(now)
+    def _continue_step(self, now: Seconds) -> list[Action]:
+        parts = self._parts
+        if parts.norm_reduction.is_open:
+            return self._hold_lane(parts.norm_reduction.when_reduced(parts.runner.step))
+        if parts.runner.is_open:
+            return self._hold_lane(parts.runner.chain())
+        return self._between_steps(now)
 
-    def _occupy(self, actions: Sequence[Action]) -> list[Action]:
+    def _hold_lane(self, actions: Sequence[Action]) -> list[Action]:
         for action in actions:
             if isinstance(action, Compute):
                 self.lane = action.name
         return list(actions)
 
-    def _between(self, now: Seconds) -> list[Action]:
-        """Do what comes between two steps; begin the next one."""
-        own, step = self._own, self._own.stepping.step
-        living, renewing = own.living, own.renewing
-        over = living.is_over(step)
-        work = self._occupy(own.duty.work(final=over))
-        if work or own.duty.is_due:
+    def _between_steps(self, now: Seconds) -> list[Action]:
+        parts, step = self._parts, self._parts.runner.step
+        state, prefetch = parts.state, parts.prefetch
+        over = state.is_over(step)
+        work = self._hold_lane(parts.objective.work(final=over))
+        if work or parts.objective.is_due:
             return work
         if over:
             return self._end(now)
-        stop = living.granted if living.is_last else step + 2
-        actions = own.portions.read_ahead(step, stop=stop)
-        actions += renewing.fetch(step, now, ahead=False)
-        if not own.may_step or not own.client.ready:
+        # The leader grants two steps ahead, so two batches may be read.
+        stop = state.granted if state.is_last else step + 2
+        actions = parts.slices.read_ahead(step, stop=stop)
+        actions += prefetch.fetch(step, now, ahead=False)
+        if not parts.may_step or not parts.client.ready:
             return actions
-        if renewing.lacks(step):
-            return [*actions, *self._occupy(renewing.install(step))]
-        return [*actions, *self._open(step, now)]
+        if prefetch.lacks(step):
+            # Values are copied just before their step, so that they are as new as possible.
+            return [*actions, *self._hold_lane(prefetch.install(step))]
+        return [*actions, *self._start_step(step, now)]
 
-    def _open(self, step: int, now: Seconds) -> list[Action]:
-        """Begin a step, if its samples are there."""
-        own = self._own
-        portion = own.portions.take(step)
-        if portion is None:
+    def _start_step(self, step: int, now: Seconds) -> list[Action]:
+        parts = self._parts
+        batch_slice = parts.slices.take(step)
+        # Its samples are still being read.
+        if batch_slice is None:
             return []
-        self._chosen = own.course.batch(step)
-        own.stepping.open(
-            portion,
-            own.parameters,
-            put=own.duty.open(step, self._chosen, portion),
-            close=own.duty.close,
+        self._batch = parts.batch_plan.batch(step)
+        parts.runner.open(
+            batch_slice,
+            parts.parameters,
+            put=parts.objective.open(step, self._batch, batch_slice),
+            close=parts.objective.close,
         )
-        actions = self._occupy(own.stepping.chain())
-        actions += own.portions.read_ahead(step + 1, stop=step + 2)
-        if not own.living.is_over(step + 1):
-            actions += own.renewing.fetch(step + 1, now, ahead=True)
+        actions = self._hold_lane(parts.runner.chain())
+        actions += parts.slices.read_ahead(step + 1, stop=step + 2)
+        if not parts.state.is_over(step + 1):
+            actions += parts.prefetch.fetch(step + 1, now, ahead=True)
         return actions
 
     def _end(self, now: Seconds) -> list[Action]:
-        """End once all that was pushed is known to be applied."""
-        own = self._own
-        if not own.duty.is_settled:
+        parts = self._parts
+        # The leader may let everyone exit after this report, so all pushes must be applied.
+        if not parts.objective.is_settled:
             return []
-        own.living.phase = Phase.ENDED
-        own.ending.end(now)
-        return [*self._following.stepped(now), *own.ending.leave(now)]
+        parts.state.phase = Phase.ENDED
+        parts.shutdown.end(now)
+        return [*self._member.report_steps(now), *parts.shutdown.leave(now)]
 
 
 def _failure(error: BaseException, *, step: int) -> DistBeliefError:
@@ -389,51 +335,39 @@ def _failure(error: BaseException, *, step: int) -> DistBeliefError:
     return JobError(f"step {step} failed: {type(error).__name__}: {error}")
 
 
-# What a machine is doing, in a word, and whom it waits for, by name.
-
 _IDLE: Final = {Phase.GATHERED: "waiting for begin", Phase.RUNNING: "reading"}
 
 
 @final
 class RankStatus:
-    """Tells of one machine.
+    """Describes what one rank is doing."""
 
-    Args:
-        own: All that the machine has.
-    """
-
-    def __init__(self, own: RankParts) -> None:
-        self._own = own
+    def __init__(self, parts: RankParts) -> None:
+        self._parts = parts
 
     def state(self, lane: str) -> str:
-        """Return what it is doing.
-
-        Args:
-            lane: The work under way in the compute lane, or "".
-        """
-        own = self._own
+        parts = self._parts
         if lane and lane != CHAIN:
             return lane.removeprefix("machine:")
-        if own.leader is not None and own.leader.is_held:
+        if parts.leader is not None and parts.leader.is_held:
             return "waiting for more samples"
-        machine = self._awaited(lane)
-        if machine is not None and machine != own.machine:
-            return f"waiting for {own.names[machine]}"
-        if lane or own.stepping.is_open:
+        rank = self._awaited(lane)
+        if rank is not None and rank != parts.rank:
+            return f"waiting for {parts.names[rank]}"
+        if lane or parts.runner.is_open:
             return "computing"
-        waited = own.client.waiting_for
+        waited = parts.client.waiting_for
         if waited is not None:
             return f"waiting for {waited}"
-        phase = own.living.phase
+        phase = parts.state.phase
         return _IDLE.get(phase, phase.value)
 
     def _awaited(self, lane: str) -> int | None:
-        """Return the machine that this one waits for, if it does."""
-        own, leader = self._own, self._own.leader
-        match own.living.phase:
-            case Phase.RUNNING if own.stepping.is_open:
-                return None if lane else own.stepping.awaited
-            case Phase.RUNNING if own.voting.is_open or not own.may_step:
+        parts, leader = self._parts, self._parts.leader
+        match parts.state.phase:
+            case Phase.RUNNING if parts.runner.is_open:
+                return None if lane else parts.runner.awaited
+            case Phase.RUNNING if parts.norm_reduction.is_open or not parts.may_step:
                 return 0 if leader is None else leader.slowest
             case Phase.ALONE | Phase.GATHERED if leader is None:
                 return 0
@@ -451,21 +385,13 @@ REMIND_SECONDS: Final = 0.25
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """Which machine it is.
+    """Identity of a rank."""
 
-    Attributes:
-        group: Its replica, or the evaluators.
-        machine: Which of them; 0 leads.
-        n_machines: How many they are.
-        plan: Hash of the plan: all have the same.
-        await_begin: The leader waits for `StartTraining` before the first step.
-    """
-
-    group: str
-    machine: int
+    group: str  # "replica-3" or "evaluator"
+    machine: int  # the rank within the group; 0 leads
     n_machines: int
-    plan: str
-    await_begin: bool = True
+    plan: str  # hash of the plan, equal on all ranks
+    await_begin: bool = True  # the leader waits for `StartTraining` before the first step
 
 
 RankMessage = (
@@ -484,22 +410,23 @@ RankMessage = (
 
 @final
 class PartitionWorker:
-    """The role "replica-R.M", or "evaluator.M".
+    """The role "replica-R.M" or "evaluator.M".
 
     Args:
-        config: Which it is.
-        client: Of the shards that hold what it keeps.
-        stepping: Its steps.
-        couriers: Its links to the other machines, which `stepping` uses too.
+        config: Identity of the rank.
+        client: Connects to the shards that hold what the rank keeps.
+        stepping: Runs the operations of its steps.
+        couriers: Reliable streams to other ranks, by rank; shared with `stepping`.
         course: The samples of each step.
-        portions: Its part of them.
-        duty: What it computes for.
-        leader: What it does besides, if it is machine 0.
+        portions: The rank's slices of them.
+        duty: What the steps are for.
+        shapes: Per item that the rank keeps.
+        leader: On rank 0: grants steps to the group.
     """
 
     accepts: Final = message_types(RankMessage)
 
-    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+    def __init__(  # noqa: PLR0913 -- one call site
         self,
         config: RankConfig,
         *,
@@ -513,70 +440,69 @@ class PartitionWorker:
         leader: GroupLeader | None,
     ) -> None:
         self._names = member_names(config.group, config.n_machines)
-        self._places = {name: index for index, name in enumerate(self._names)}
+        self._rank_of = {name: index for index, name in enumerate(self._names)}
         self._name = self._names[config.machine]
         self._client = client
-        self._stepping = stepping
-        self._couriers = couriers
-        self._duty = duty
+        self._runner = stepping
+        self._streams = couriers
+        self._objective = duty
         self._leader = leader
-        living = GroupState(self._name, plan=config.plan)
-        self._renewing = ParameterPrefetch(client, duty)
-        self._voting = NormReduction(living)
-        self._ending = RankShutdown(
-            self._names, living=living, duty=duty, leader=leader, figures=self._figures
+        state = GroupState(self._name, plan=config.plan)
+        self._prefetch = ParameterPrefetch(client, duty)
+        self._norm_reduction = NormReduction(state)
+        self._shutdown = RankShutdown(
+            self._names, state=state, objective=duty, leader=leader, metrics=self._metrics
         )
-        own = RankParts(
+        parts = RankParts(
             names=self._names,
-            machine=config.machine,
+            rank=config.machine,
             client=client,
-            stepping=stepping,
-            couriers=couriers,
-            course=course,
-            portions=portions,
-            duty=duty,
+            runner=stepping,
+            batch_plan=course,
+            slices=portions,
+            objective=duty,
             parameters=[
                 value.view(shape) for value, shape in zip(duty.values, shapes, strict=True)
             ],
-            living=living,
-            renewing=self._renewing,
-            voting=self._voting,
-            ending=self._ending,
+            state=state,
+            prefetch=self._prefetch,
+            norm_reduction=self._norm_reduction,
+            shutdown=self._shutdown,
             leader=leader,
         )
-        self._following = GroupMember(own)
-        self._advancing = StepLoop(own, self._following)
-        self._whereabouts = RankStatus(own)
-        self._living = living
+        self._member = GroupMember(parts)
+        self._loop = StepLoop(parts, self._member)
+        self._status = RankStatus(parts)
+        self._state = state
 
-    # ------------------------------------------------------------------------- events
+    # ----------------------------------------------------------------------------------- events
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
 
         Raises:
-            JobError: model, data or learning rate make it impossible to go on.
+            JobError: model, data or learning rate make training impossible.
             PeerLostError: a shard has been silent for too long.
         """
-        if self._ending.is_gone:
+        if self._shutdown.is_gone:
             return []
         if self._client.owns(event):
             actions: Sequence[Action] = self._client.handle(event, now)
         else:
-            actions = self._happened(event, now)
-        begun = self._advancing.advance(now)
-        # A chain changes nothing that is sent: the machine computes on meanwhile.
-        is_chain = self._advancing.lane == CHAIN
+            actions = self._on_event(event, now)
+        begun = self._loop.advance(now)
+        # A chain does not depend on these messages, so computing starts before they are sent.
+        is_chain = self._loop.lane == CHAIN
         both = (begun, actions) if is_chain else (actions, begun)
         return [*both[0], *both[1], *self._lead(now)]
 
     def wake(self, now: Seconds) -> Sequence[Action]:
-        """Look again at what the duty wants, which has heard of something itself."""
-        if self._ending.is_gone:
+        """Check again whether work can begin, after the objective changed its own state."""
+        if self._shutdown.is_gone:
             return []
-        return [*self._advancing.advance(now), *self._lead(now)]
+        return [*self._loop.advance(now), *self._lead(now)]
 
-    def _happened(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def _on_event(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
             case Started():
                 return self._start(event.incarnation, now)
@@ -585,9 +511,9 @@ class PartitionWorker:
             case TimerFired(name=name) if name == REMIND:
                 return self._remind(now)
             case TimerFired():
-                self._renewing.waits = False
+                self._prefetch.waits = False
             case Computed():
-                return self._advancing.computed(event, now)
+                return self._loop.computed(event, now)
             case PeerJoined() | PeerLost():
                 return self._peer(event, now)
             case _:
@@ -595,65 +521,66 @@ class PartitionWorker:
         return []
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and: the client's counters, the duty's, its own."""
-        return self._whereabouts.state(self._advancing.lane), self._figures()
+        """Return the state as a phrase, and the counters of client, objective and rank."""
+        return self._status.state(self._loop.lane), self._metrics()
 
-    def _figures(self) -> Mapping[str, float]:
-        figures = {
+    def _metrics(self) -> Mapping[str, float]:
+        metrics = {
             **self._client.counters(),
-            **self._duty.figures(),
-            "life": float(self._stepping.life & 0xFFFFFFFF),
-            "lives": float(self._living.n_lives),
-            "messages_out": float(sum(c.n_out for c in self._couriers.values())),
-            "messages_again": float(sum(c.n_again for c in self._couriers.values())),
+            **self._objective.figures(),
+            # JSON numbers: the low 32 bits are enough to tell generations apart.
+            "generation": float(self._runner.generation & 0xFFFFFFFF),
+            "generations": float(self._state.n_lives),
+            "messages_out": float(sum(c.n_out for c in self._streams.values())),
+            "messages_resent": float(sum(c.n_again for c in self._streams.values())),
         }
-        for machine, courier in self._couriers.items():
-            if courier.n_bytes:
-                figures[f"bytes_to_{machine}"] = float(courier.n_bytes)
-        return figures
+        for rank, stream in self._streams.items():
+            if stream.n_bytes:
+                metrics[f"bytes_to_{rank}"] = float(stream.n_bytes)
+        return metrics
 
     def _start(self, incarnation: int, now: Seconds) -> list[Action]:
-        self._following.incarnation = incarnation
+        self._member.incarnation = incarnation
         actions = self._client.start(incarnation, now)
         if self._leader is not None:
             self._leader.joined(0, incarnation, now)
             out = self._leader.start(incarnation, now)
-            actions += self._following.tell(out, now)
+            actions += self._member.deliver(out, now)
         return [*actions, *self._remind(now)]
 
     def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
-        machine = self._places.get(event.peer)
-        if machine is None:
+        rank = self._rank_of.get(event.peer)
+        if rank is None:
             return []
         if isinstance(event, PeerJoined):
             if self._leader is None:
                 return []
-            out = self._leader.joined(machine, event.incarnation, now)
-            return self._following.tell(out, now)
-        return self._lost(machine, now) if event.for_good else []
+            out = self._leader.joined(rank, event.incarnation, now)
+            return self._member.deliver(out, now)
+        return self._lost(rank, now) if event.for_good else []
 
-    def _lost(self, machine: int, now: Seconds) -> list[Action]:
+    def _lost(self, rank: int, now: Seconds) -> list[Action]:
         if self._leader is not None:
-            return self._following.tell(self._leader.lost(machine, now), now)
-        if machine == 0:
-            self._ending.leader_lost()
+            return self._member.deliver(self._leader.lost(rank, now), now)
+        if rank == 0:
+            self._shutdown.leader_lost()
         return []
 
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
         message = event.message
-        machine = self._places.get(event.sender)
+        rank = self._rank_of.get(event.sender)
         match message:
             case StartTraining() | Evaluate() | Stop():
                 return self._command(message, now)
-            case RankReady() | StepsDone() if self._leader and machine is not None:
-                heard = self._leader.hear(machine, event.incarnation, message, now)
-                return self._following.tell(heard, now)
-            case StartEpoch() | GrantSteps() if machine == 0:
-                return self._following.obey(message, now)
-            case TransferBlock() if machine is not None and machine in self._couriers:
-                return self._stepping.take(machine, message, now)
-            case TransferAck() if machine is not None and machine in self._couriers:
-                return self._stepping.taken(machine, message, now)
+            case RankReady() | StepsDone() if self._leader and rank is not None:
+                heard = self._leader.hear(rank, event.incarnation, message, now)
+                return self._member.deliver(heard, now)
+            case StartEpoch() | GrantSteps() if rank == 0:
+                return self._member.follow(message, now)
+            case TransferBlock() if rank is not None and rank in self._streams:
+                return self._runner.take(rank, message, now)
+            case TransferAck() if rank is not None and rank in self._streams:
+                return self._runner.taken(rank, message, now)
             case _:
                 raise RemoteProtocolError(
                     f"{event.sender} sent {self._name} "
@@ -661,29 +588,29 @@ class PartitionWorker:
                 )
 
     def _command(self, message: StartTraining | Evaluate | Stop, now: Seconds) -> list[Action]:
-        if self._leader is None:  # who is told too, and decides
+        if self._leader is None:  # the leader gets the same command, and decides
             if isinstance(message, Stop):
-                self._ending.stop(now)
+                self._shutdown.stop(now)
             return []
-        out = self._duty.command(self._leader, message, now)
-        return self._following.tell(out, now)
+        out = self._objective.command(self._leader, message, now)
+        return self._member.deliver(out, now)
 
     def _lead(self, now: Seconds) -> Sequence[Action]:
-        if self._leader is None or self._ending.is_gone:
+        if self._leader is None or self._shutdown.is_gone:
             return []
-        actions, out = self._duty.report(self._leader, now, final=False)
+        actions, out = self._objective.report(self._leader, now, final=False)
         if not out:
             return actions
-        told = self._following.tell(out, now)
-        return [*actions, *told, *self._advancing.advance(now)]
+        sent = self._member.deliver(out, now)
+        return [*actions, *sent, *self._loop.advance(now)]
 
     def _remind(self, now: Seconds) -> list[Action]:
-        """Say again what may have been lost."""
+        # Repeats whatever may have been lost; the receivers ignore duplicates.
         actions: list[Action] = [SetTimer(name=REMIND, at=now + REMIND_SECONDS)]
-        for courier in self._couriers.values():
-            actions += courier.remind(now)
+        for stream in self._streams.values():
+            actions += stream.remind(now)
         if self._leader is not None:
-            actions += self._following.tell(self._leader.remind(now), now)
-        if self._ending.is_left(now, is_idle=not self._advancing.lane):
-            return [*actions, *self._ending.go()]
-        return [*actions, *self._following.say_again(now)]
+            actions += self._member.deliver(self._leader.remind(now), now)
+        if self._shutdown.is_left(now, is_idle=not self._loop.lane):
+            return [*actions, *self._shutdown.go()]
+        return [*actions, *self._member.resend(now)]

@@ -1,18 +1,14 @@
-"""What a machine of a model replica computes for: Algorithm 1.1, on its own regions.
+"""The model replica of Downpour SGD: Algorithm 1.1 of Dean et al. 2012 as a state machine.
 
-Of the tensors a machine keeps it fetches, steps and pushes its part; others hear of it
-by messages of the program. So fetches, local steps and pushes are as in `replica`, one
-for each machine, and the machines meet in the step alone. Whose shards have the most
-samples after a life was given up pushes nothing until the others have as many: each
-gradient is applied once (`pushed`).
+    step                 0        1        2        3        ...    n_fetch = n_push = 2
+    fetch                x                 x                        DB-6
+    push                 x                 x                        DB-6
+    gradients pushed     g0                g1 + g2                  DB-7: raw, summed
+    local step                             (x)      x               DB-9
 
-One push goes to several shards. A machine that dies after some have applied it and
-before all have goes on from where the least advanced shard is, so that those apply it
-twice: its number dies with the machine's incarnation, and what shards keep, samples,
-does not tell two pushes of several steps apart. It is one gradient of one replica.
-
-It decides what is fetched, wanted and pushed when; what a step computes is in
-`part_steps`.
+Paper to code: alpha is `local_learning_rate`, accrued gradients are `FlatModel.accrued`.
+`Replica` holds the whole model in one process. `TrainingObjective` does the same for one
+rank of a model-parallel group: each rank fetches, steps and pushes the regions it keeps.
 """
 
 import math
@@ -53,37 +49,11 @@ from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor, Outc
 from distbelief.worker.metrics import Counters, ProgressReporter, TrainingMetrics
 
 
-# The model replica: Algorithm 1.1 of Dean et al. 2012, as a state machine.
-#
-#     step                 0        1        2        3        ...    n_fetch = n_push = 2
-#     fetch                x                 x                        DB-6
-#     push                 x                 x                        DB-6
-#     gradients pushed     g0                g1 + g2                  DB-7: raw, summed
-#     local step                             (x)      x               DB-9
-#
-# A fetch loses no local step: those whose gradients are not pushed yet are taken again
-# from the parameters fetched. With `overwrite_local_steps` they are lost, as in the
-# paper.
-#
-# Paper to code: alpha `local_learning_rate`, n_fetch `n_fetch`, n_push `n_push`, accrued
-# gradients `FlatModel.accrued`.
-#
-# Three things run side by side, weakly synchronised (DB-10): the compute lane takes
-# steps, the data lane reads the batch of the next one, and the client's messages carry
-# fetches and pushes. What was fetched is copied into the model just before the step that
-# it is for, so from shared memory the newest values are used; block messages are asked
-# for while the step before is computed. With `blocking`, or where there are local steps
-# to keep, a fetch begins only when every push is applied: one replica then is sequential
-# SGD (DB-11).
-#
-# A step waits if no slot is free for the push before it: at most two pushes of a replica
-# are under way. After the last step one more push carries what has accrued since.
-#
-# The place in the data is the one thing that outlives a replica: the shards know how many
-# samples the pushes they applied amount to, and a new incarnation goes on from there.
+# Three activities overlap (DB-10): the compute executor takes steps, the data executor reads
+# the next batch, and messages carry fetches and pushes.
 
+# Before a fetch is repeated that met a half-applied update.
 TORN_RETRY_SECONDS = 1e-3
-"""After a fetch that met an update half done."""
 
 
 ReplicaMessage = StartTraining | Stop | ShardReply
@@ -91,13 +61,13 @@ ReplicaMessage = StartTraining | Stop | ShardReply
 
 @final
 class Replica:
-    """The role `replica-INDEX`.
+    """The role `replica-INDEX`: a whole model in one process.
 
     Args:
-        config: How it trains.
-        client: Of the shards; it pushes.
-        trainer: What is run in its lanes, with the model.
-        data_shard: Its part of the data.
+        config: When to fetch, push and step.
+        client: Connects to all shards; it must be able to push.
+        trainer: Does the work of the executors on the model.
+        data_shard: This replica's part of the training data.
         await_begin: Wait for `StartTraining` before the first step.
     """
 
@@ -118,15 +88,15 @@ class Replica:
         self._reader = Prefetcher(
             data_shard, trainer, batch_size=config.batch_size, n_batches_max=config.max_steps
         )
-        self._tally = TrainingMetrics(config)
+        self._metrics = TrainingMetrics(config)
         self._begun = not await_begin
-        self._samples_allowed: int | None = None  # no step begins then
-        self._placed = False  # does it know where in the data to begin?
+        self._samples_allowed: int | None = None  # pause after so many
+        self._has_position = False  # the position in the data is known
         self._stopped_by: Address | None = None
         self._ended = False
-        self._step = 0  # the next, or the one under way
-        self._attempt: Attempt | None = None  # at the step under way
-        self._fetching = False  # begun, and not yet installed
+        self._step = 0  # the next one, or the current one
+        self._attempt: Attempt | None = None  # at the current step
+        self._fetching = False  # begun, not yet installed
         self._torn_wait = False
         self._clock = 0  # of the parameters in use
         self._push_due = False
@@ -136,14 +106,13 @@ class Replica:
 
     @property
     def counters(self) -> Counters:
-        """What it has done in this life."""
-        return self._tally.counters
+        return self._metrics.counters
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
 
         Raises:
-            JobError: model, data or learning rate make it impossible to go on.
+            JobError: model, data or learning rate make training impossible.
             PeerLostError: a shard has been silent for too long.
         """
         actions: list[Action] = []
@@ -160,12 +129,13 @@ class Replica:
                 case Computed():
                     actions += self._computed(event, now)
                 case _:
-                    pass  # peers come and go: the client's business
+                    pass  # the client handles peers that join and leave
+        # Every event may have removed the last obstacle to the next piece of work.
         return [*actions, *self._advance(now)]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and: the client's counters, and its own."""
-        counters = {**self._client.counters(), **self._tally.figures()}
+        """Return the state as a phrase, and the counters of client and replica."""
+        counters = {**self._client.counters(), **self._metrics.figures()}
         if self._samples_allowed is not None:
             counters["samples_allowed"] = float(self._samples_allowed)
         return self._state(), counters
@@ -193,8 +163,8 @@ class Replica:
             self._stopped_by = sender
         else:
             raise RemoteProtocolError(
-                f"{sender} sent a replica {type(message).__name__}: only shards, and "
-                "Begin and Stop, speak to it"
+                f"{sender} sent a replica {type(message).__name__}: it accepts only "
+                "StartTraining, Stop and messages of shards"
             )
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
@@ -205,65 +175,64 @@ class Replica:
                 self._reader.have_read(event.result)
                 return []
             case "replica:install":
-                self._tally.seconds_computing += event.seconds
+                self._metrics.seconds_computing += event.seconds
                 return self._installed(event.result, now)
             case "replica:step":
-                self._tally.seconds_computing += event.seconds
+                self._metrics.seconds_computing += event.seconds
                 return self._stepped(event.result, now)
             case "replica:push":
                 return self._pushed(event.result, now)
             case _:
-                raise LocalProtocolError(f"nobody asked for {event.name!r}")
+                raise LocalProtocolError(f"unexpected result of work {event.name!r}")
 
-    # ----------------------------------------------------------------- the machine
+    # ---------------------------------------------------------------- state machine
 
     @property
     def _is_over(self) -> bool:
-        """Whether no further step is to begin."""
         if self._stopped_by is not None:
             return True
-        return self._config.is_over_at(self._step, position=self._tally.position)
+        return self._config.is_over_at(self._step, position=self._metrics.position)
 
     @property
     def _is_held(self) -> bool:
-        """Whether it has trained all that it may so far."""
         allowed = self._samples_allowed
-        return allowed is not None and self._placed and self._tally.position >= allowed
+        return allowed is not None and self._has_position and self._metrics.position >= allowed
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
-        """Begin what can begin; the compute lane has one step or push at a time."""
+        # The compute executor has one step or one push at a time.
         busy = self._attempt is not None or self._staging or self._torn_wait
         if busy or self._ended:
             return []
         if self._is_over and not self._push_due:
             if not self._n_accrued:
                 return self._end(now)
-            self._push_due = True  # the final push: what has accrued since the last
+            self._push_due = True  # the final push: what has accrued since the previous one
         if not self._client.ready:
             return []
         if self._push_due:
             return self._push()
         if not self._begun:
             return []
-        self._place(now)
-        # Lives before may have done it all.
+        self._start_position(now)
+        # Earlier incarnations may have trained everything already.
         return self._end(now) if self._is_over else self._take_step(now)
 
-    def _place(self, now: Seconds) -> None:
-        """Begin where in the data the lives before have ended, once."""
-        if not self._placed:
-            self._placed = True
+    def _start_position(self, now: Seconds) -> None:
+        # The data position is the one thing that outlives an incarnation: the shards know how many
+        # samples their applied pushes amount to.
+        if not self._has_position:
+            self._has_position = True
             self._reader.start(self._client.samples)
-            self._tally.begin(self._client.samples, now)
+            self._metrics.begin(self._client.samples, now)
 
     def _take_step(self, now: Seconds) -> Sequence[Action]:
-        """Take the next step, or do whatever it still lacks."""
         if self._is_held:
-            return self._tally.progress(now)  # the supervisor may wait for it
+            return self._metrics.progress(now)  # the supervisor may wait for this report
         actions = [*self._reader.read_ahead(), *self._fetch(now)]
         fetches = self._config.fetches_at(self._step)
         fetched = self._fetching and self._client.fetch_complete
         batch = self._reader.next
+        # The next step lacks its batch or its parameters.
         if batch is None or (fetches and not fetched):
             return actions
         self._attempt = Attempt()
@@ -275,14 +244,14 @@ class Replica:
         return actions
 
     def _end(self, now: Seconds) -> Sequence[Action]:
-        """End once every push is known to be applied."""
+        # A push that is lost now would be lost for good.
         if self._client.unacknowledged:
             return []
         self._ended = True
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
         return [
-            *self._tally.progress(now),
+            *self._metrics.progress(now),
             Send(receiver=self._stopped_by or SUPERVISOR, message=finished),
             Exit(),
         ]
@@ -290,16 +259,17 @@ class Replica:
     # ----------------------------------------------------------------------- fetch
 
     def _fetch(self, now: Seconds) -> Sequence[Action]:
-        """Begin the fetch of the next step, unless it is under way or must wait."""
         if self._fetching or not self._config.fetches_at(self._step):
             return []
+        # With local steps to keep, or `blocking`, one replica is sequential SGD (DB-11).
         if self._config.awaits_pushes and self._client.unacknowledged:
             return []
         self._fetching = True
         return self._client.begin_fetch(now)
 
     def _fetch_ahead(self, now: Seconds) -> Sequence[Action]:
-        """Begin the fetch of the step after the present one (DB-10)."""
+        # Block messages travel while this step computes; shared memory is read only at the install,
+        # just before the step, so the newest values are used.
         config, after = self._config, self._step + 1
         if self._fetching or self._stopped_by is not None:
             return []
@@ -308,7 +278,7 @@ class Replica:
         if config.awaits_pushes and self._client.unacknowledged:
             return []
         present = self._reader.next
-        position = self._tally.position + (present.n_samples if present else 0)
+        position = self._metrics.position + (present.n_samples if present else 0)
         is_last = config.is_over_at(after, position=position)
         if is_last or not config.fetches_at(after):
             return []
@@ -319,7 +289,7 @@ class Replica:
         model, config = self._trainer.model, self._config
         work = self._client.install(model.values)
         rate = config.rate(self._clock) if config.keeps_local_steps else None
-        # Copied; and if local steps are taken again: gradients, values, values again.
+        # Read and write the values; to repeat local steps also the gradients and the values.
         n_copies = 5 if rate and self._n_accrued else 2
         return Compute(
             name="replica:install",
@@ -342,7 +312,7 @@ class Replica:
 
     def _compute(self, batch: Batch, attempt: Attempt) -> Compute:
         model, rate = self._trainer.model, self._local_rate()
-        n_copies = 1 if rate is None else 4  # parameters read; stepped: g, w, w again
+        n_copies = 1 if rate is None else 4  # read w; a local step reads g and w, writes w
         return Compute(
             name="replica:step",
             work=partial(self._trainer.step, batch, attempt, local_rate=rate),
@@ -354,44 +324,43 @@ class Replica:
         return self._config.local_rate(self._step, clock=self._clock)
 
     def _stepped(self, result: object, now: Seconds) -> Sequence[Action]:
-        """Account for a step that has been computed, or could not be."""
         assert isinstance(result, Outcome | None), result
         self._attempt = None
+        # The fetch for this step was torn: fetch again, then compute the same batch.
         if result is None:
             self.counters.torn += 1
             self._torn_wait = True
             return [SetTimer(name="replica:retry", at=now + TORN_RETRY_SECONDS)]
         batch = self._reader.take()
-        self._tally.stepped(n_samples=batch.n_samples, loss=result.loss)
+        self._metrics.stepped(n_samples=batch.n_samples, loss=result.loss)
         actions: list[Action] = []
         if result.is_finite:
             self._accrued()
         else:
-            actions += self._tally.skip(result.blame)
-        # There is nothing to push if all was skipped.
+            actions += self._metrics.skip(result.blame)
+        # If every gradient was skipped there is nothing to push.
         self._push_due = self._config.pushes_at(self._step) and self._n_accrued > 0
         self._step += 1
-        return [*actions, *self._tally.progress_if_due(now)]
+        return [*actions, *self._metrics.progress_if_due(now)]
 
     def _accrued(self) -> None:
-        """Count the gradient of the present step; remember how old the oldest is."""
         if not self._n_accrued:
             self._accrued_clocks = self._client.clocks
         self._n_accrued += 1
         self.counters.gradients += 1
         self.counters.local_steps += self._local_rate() is not None
         if self._config.checks_every_gradient:
-            self._tally.good()
+            self._metrics.good()
 
     # ------------------------------------------------------------------------ push
 
     def _push(self) -> Sequence[Action]:
-        """Stage what has accrued, once there is a free slot on every shard."""
+        # At most two pushes are in flight; a third waits for a free slot on every shard.
         if not self._client.can_push:
             return []
         self._staging = True
         model = self._trainer.model
-        # A shard that has restarted since counts from an older clock again.
+        # A restarted shard counts on from an older clock, so take the smaller one.
         oldest = map(min, self._accrued_clocks, self._client.clocks)
         stage = self._client.stage(model.accrued, model.values, fetched_clocks=tuple(oldest))
         return [
@@ -403,18 +372,17 @@ class Replica:
         ]
 
     def _pushed(self, result: object, now: Seconds) -> Sequence[Action]:
-        """Send what lies in the slots now; or, if it is not finite, forget it."""
         assert isinstance(result, PushResult), result
         self._staging = self._push_due = False
         n_gradients, self._n_accrued = self._n_accrued, 0
         actions = self._client.staged(
-            result, n_gradients=n_gradients, samples=self._tally.position, now=now
+            result, n_gradients=n_gradients, samples=self._metrics.position, now=now
         )
         if not result.finite:  # the client's report names the tensors
-            return self._tally.bad(n_gradients, actions)
+            return self._metrics.bad(n_gradients, actions)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients
-        self._tally.good()
+        self._metrics.good()
         return actions
 
 
@@ -429,16 +397,16 @@ PUSH: Final = "machine:push"
 
 @final
 class TrainingObjective:
-    """Trains; see `runtime.machine.Duty`.
+    """The objective of a rank that trains; see `worker.group.Objective`.
 
     Args:
-        config: How.
-        client: Of the shards.
-        trainer: Does the work of its steps.
+        config: When to fetch, push and step.
+        client: Connects to the shards that hold what this rank keeps.
+        trainer: Does the work of the steps.
         await_begin: The leader waits for `StartTraining`.
 
     Attributes:
-        values: Flat, one per item.
+        values: One flat tensor per item that this rank keeps.
     """
 
     def __init__(
@@ -454,33 +422,30 @@ class TrainingObjective:
         self._client = client
         self._trainer = trainer
         self._accrued = trainer.accrued
-        self._tally = TrainingMetrics(config)
+        self._metrics = TrainingMetrics(config)
         self._begun = not await_begin
         self._samples_allowed: int | None = None
-        self._pushed = 0  # samples of what was pushed last
+        self._pushed = 0  # samples up to the end of the last push
         self._clock = 0
         self._begun_at: Seconds = 0.0
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
-        self._telling = ProgressReporter(every=config.progress_seconds)
+        self._reporter = ProgressReporter(every=config.progress_seconds)
 
-    # ------------------------------------------------------------------------ the life
+    # ------------------------------------------------------------------ generation
 
     @property
     def pushed(self) -> int | None:
-        """Samples of what the shards have from it; None if it pushes nothing."""
         if not self.values:
             return None
         return max(self._pushed, self._client.samples)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing that it pushed is under way."""
         return not (self._staging or self._client.unacknowledged)
 
     def may_fetch(self, *, ahead: bool) -> bool:
-        """Return whether a fetch may begin now (DB-11)."""
         config, step = self._config, self._step
         if ahead and step is not None and not config.may_fetch_during(step.number):
             return False
@@ -488,21 +453,18 @@ class TrainingObjective:
 
     @property
     def is_due(self) -> bool:
-        """Whether a push waits for a slot."""
         return self._push_due
 
     def begin(self, position: int, now: Seconds) -> None:
-        """Begin a life there in the data."""
+        # A rank whose shards are ahead of the group pushes nothing until the others catch up: each
+        # gradient is applied once.
         self._pushed = self.pushed or 0
-        if not self._tally.position:
+        if not self._metrics.position:
             self._begun_at = now
-        self._tally.begin(position, now)
+        self._metrics.begin(position, now)
 
     def drop(self) -> None:
-        """Give up the step under way, and what has accrued.
-
-        It is computed again: a life begins where the shards' knowledge ends.
-        """
+        # A new generation begins where the shards' state ends, so this is computed again.
         step, self._step = self._step, None
         if step is not None and step.draft is not None:
             self._client.abandon()
@@ -510,29 +472,29 @@ class TrainingObjective:
         self._push_due = False
 
     def fetches_at(self, step: int) -> bool:
-        """Return whether this step begins with a fetch (DB-6)."""
         return self._config.fetches_at(step)
 
     def installing(self, work: Install) -> Install:
-        """Return the work of an install; it loses no local step."""
         if not self._config.keeps_local_steps:
             return work
         return self._trainer.installing(work, rate=self._config.rate(self._clock))
 
     def fetched(self, seconds: Seconds) -> bool:
-        """A fetch was installed."""
-        self._tally.seconds_computing += seconds
-        self._tally.counters.fetches += 1
+        self._metrics.seconds_computing += seconds
+        self._metrics.counters.fetches += 1
         self._clock = max(self._client.clocks, default=0)
         return True
 
-    # ------------------------------------------------------------------------ the step
+    # ------------------------------------------------------------------------ step
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
-        """Begin a step; return what takes its gradients."""
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         config = self._config
-        counts = bool(self.values) and chosen.stop > self._pushed
+        # A rank may die when some shards have applied its push and others have not. It then goes on
+        # from the least advanced shard, and the others apply that one push twice. This is accepted:
+        # shards know only sample counts, and it is one gradient of one replica.
+        counts = bool(self.values) and batch.stop > self._pushed
         waits = config.checks_every_gradient or config.clip_norm is not None
+        # Stage during the backward pass only if nothing can still reject or change the gradient.
         at_once = counts and not waits and not self._accrued.n_gradients
         draft = self._client.draft() if at_once and self._client.can_push else None
         self._step = Step(
@@ -540,58 +502,58 @@ class TrainingObjective:
             counts=counts,
             draft=draft,
             local_rate=config.local_rate(step, clock=self._clock),
-            chosen=chosen,
-            portion=portion,
+            batch=batch,
+            batch_slice=batch_slice,
         )
         return self._step.put
 
-    def close(self, found: StepResult) -> Vote | Closed:
-        """Say what this machine has of the step; alone, go on at once. Work."""
+    def close(self, step_result: StepResult) -> Vote | Closed:
         assert self._step is not None
-        return self._trainer.close(self._step, found)
+        return self._trainer.close(self._step, step_result)
 
     def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
+        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
-        """Account for a step; push what was laid into the slots."""
+        """Account for a finished step; send the push that it staged."""
         assert isinstance(result, Closed), result
         step, self._step = self._step, None
         assert step is not None
-        n = len(chosen.indices)
-        loss = math.nan if found.loss is None else found.loss / n
-        self._tally.stepped(n_samples=n, loss=loss)
-        holds_nothing = not self.values  # it may know the loss, and has to tell
+        n = len(batch.indices)
+        loss = math.nan if step_result.loss is None else step_result.loss / n
+        self._metrics.stepped(n_samples=n, loss=loss)
+        holds_nothing = not self.values  # such a rank may still know the loss
         if not step.counts and not holds_nothing:
             return []
         if not result.is_finite:
-            return self._skip(result, step, tells=found.loss is not None)
+            return self._skip(result, step, reports_loss=step_result.loss is not None)
         if holds_nothing:
-            self._tally.good()
+            self._metrics.good()
             return []
-        counters = self._tally.counters
+        counters = self._metrics.counters
         counters.gradients += 1
         if step.draft is not None:
             assert result.staged is not None
-            return self._staged(result.staged, n_gradients=1, stop=chosen.stop, now=now)
-        self._accrued.count(chosen.stop, clocks=self._client.clocks)
+            return self._staged(result.staged, n_gradients=1, stop=batch.stop, now=now)
+        self._accrued.count(batch.stop, clocks=self._client.clocks)
         counters.local_steps += step.local_rate is not None
         if self._config.checks_every_gradient:
-            self._tally.good()
+            self._metrics.good()
         self._push_due = self._config.pushes_at(step.number)
         return []
 
-    def _skip(self, result: Closed, step: Step, *, tells: bool) -> Sequence[Action]:
-        """Skip a step, as all machines do; who knows the loss tells of it."""
+    def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
         if result.staged is not None:
             self._client.abandon()
-        samples = step.chosen.indices.tolist()
-        said = self._tally.skip(result.blame, samples=samples)
-        return said if tells else []
+        samples = step.batch.indices.tolist()
+        # All ranks skip the same step; only the rank that knows the loss reports it.
+        report = self._metrics.skip(result.blame, samples=samples)
+        return report if reports_loss else []
 
-    # ------------------------------------------------------------------------ the push
+    # ------------------------------------------------------------------------ push
 
     def work(self, *, final: bool) -> Sequence[Action]:
-        """Stage what has accrued, once there is a free slot on every shard."""
+        """Stage the accrued gradients once every shard has a free slot."""
+        # After the last step, one more push carries what has accrued.
         self._push_due |= final and self._accrued.n_gradients > 0
         if not (self._push_due and self._client.ready and self._client.can_push):
             return []
@@ -602,9 +564,9 @@ class TrainingObjective:
         return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=n_bytes))]
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Send what lies in the slots now; or, if it is not finite, forget it."""
+        """Send the staged push, or drop it if it is not finite."""
         if event.name != PUSH:
-            raise LocalProtocolError(f"nobody asked for {event.name!r}")
+            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
         result = event.result
         assert isinstance(result, PushResult), result
         self._staging = False
@@ -617,19 +579,18 @@ class TrainingObjective:
     ) -> Sequence[Action]:
         actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
         if not staged.finite:  # the client's report names the tensors
-            return self._tally.bad(n_gradients, actions)
+            return self._metrics.bad(n_gradients, actions)
         self._pushed = max(self._pushed, stop)
-        self._tally.counters.pushes += 1
-        self._tally.counters.gradients_pushed += n_gradients
-        self._tally.good()
+        self._metrics.counters.pushes += 1
+        self._metrics.counters.gradients_pushed += n_gradients
+        self._metrics.good()
         return actions
 
-    # ---------------------------------------------------------------------- the leader
+    # ---------------------------------------------------------------------- leader
 
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
-        """Obey the supervisor, if this machine leads."""
         match message:
             case StartTraining():
                 self._samples_allowed = message.samples
@@ -637,19 +598,19 @@ class TrainingObjective:
             case Stop():
                 return leader.stop(now)
             case Evaluate():
-                return []  # the evaluators are asked
+                return []  # only evaluators answer this
             case _:
                 assert_never(message)
 
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
-        """Report to the supervisor, unless that was done a moment ago."""
-        progress = self._telling.report(
+        """Report progress to the supervisor, at most every `progress_seconds`."""
+        progress = self._reporter.report(
             leader,
             now,
             final=final or leader.is_held,
-            computing=self._tally.seconds_computing,
+            computing=self._metrics.seconds_computing,
             elapsed=now - self._begun_at,
         )
         if progress is None:
@@ -658,13 +619,11 @@ class TrainingObjective:
 
     @property
     def clock(self) -> float | None:
-        """Mean clock of the values in use; None if it keeps none."""
         clocks = self._client.clocks
         return sum(clocks) / len(clocks) if clocks else None
 
     def figures(self) -> Mapping[str, float]:
-        """Return counters."""
-        figures = self._tally.figures()
+        figures = self._metrics.figures()
         if self._samples_allowed is not None:
             figures["samples_allowed"] = float(self._samples_allowed)
         return figures

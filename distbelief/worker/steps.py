@@ -1,9 +1,11 @@
-"""The step under way on one machine: what has come, what can be done, what is sent.
+"""Runs the steps of one rank: which operations can run, and what must be sent.
 
-take      a transfer of another machine: kept until its step, refused if it is none
-open      the step begins
-chain     all that can be done now, as one piece of work for the compute lane
-ran       it is done: messages to be sent
+    take      a transfer from another rank: kept for its step, rejected if unexpected
+    open      the step begins
+    chain     all operations that can run now, as one piece of work for the compute executor
+    ran       the work is done: send its messages
+
+`ParameterPrefetch` fetches the parameters of the next step (DB-10).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +32,6 @@ from distbelief.worker.group import Objective
 from distbelief.worker.group_leader import AHEAD
 
 
-# The parameters that a machine keeps, fetched anew: for a step, or ahead of it.
-#
-# A fetch that met an update half done is tried again after a moment, and one that brought
-# another version than the duty wants after a longer one. What was fetched for a life that
-# is over is not used: it may be older than what this machine has pushed.
-
 INSTALL: Final = "machine:install"
 RETRY: Final = "machine:retry"
 
@@ -45,71 +41,61 @@ OTHER_RETRY_SECONDS: Final = 0.05
 
 @final
 class ParameterPrefetch:
-    """Fetches and installs, step by step.
-
-    Args:
-        client: Of the shards that hold what this machine keeps.
-        duty: Whose tensors they are, and who says when.
-
-    Attributes:
-        waits: A fetch is to be tried again soon.
-    """
+    """Fetches and installs the parameters that one rank keeps, step by step."""
 
     def __init__(self, client: ParameterClient, duty: Objective) -> None:
-        self.waits = False
+        self.waits = False  # a timer will repeat the last fetch
         self._client = client
-        self._duty = duty
-        self._life = 0
-        self._fetching = False  # begun, and not yet installed
-        self._installing = (0, 0)  # for which life and step
-        self._installed_for = -1  # which step of this life
+        self._objective = duty
+        self._generation = 0
+        self._fetching = False  # begun, not yet installed
+        self._installing = (0, 0)  # generation and step
+        self._installed_for = -1  # step of this generation
 
-    def begin(self, life: int) -> None:
-        """Begin a life."""
-        self._life = life
+    def begin(self, generation: int) -> None:
+        self._generation = generation
         self._installed_for = -1
         self._fetching = False
 
     def fetch(self, step: int, now: Seconds, *, ahead: bool) -> list[Action]:
-        """Begin the fetch of a step, unless it is under way or must wait (DB-10)."""
         if self._fetching or not self.lacks(step):
             return []
-        if not self._duty.may_fetch(ahead=ahead):
+        if not self._objective.may_fetch(ahead=ahead):
             return []
         self._fetching = True
         return self._client.begin_fetch(now)
 
     def lacks(self, step: int) -> bool:
-        """Return whether this step still has to be fetched for."""
-        return self._installed_for != step and self._duty.fetches_at(step)
+        return self._installed_for != step and self._objective.fetches_at(step)
 
     def install(self, step: int) -> list[Compute]:
-        """Install what was fetched, if it is there."""
         if not (self._fetching and self._client.fetch_complete):
             return []
-        values = self._duty.values
-        self._installing = (self._life, step)
+        values = self._objective.values
+        self._installing = (self._generation, step)
         work = Compute(
             name=INSTALL,
-            work=self._duty.installing(self._client.install(values)),
+            work=self._objective.installing(self._client.install(values)),
             cost=Cost(n_bytes=2.0 * sum(value.nbytes for value in values)),
             remaining=lambda: self._client.readable_share,
         )
         return [work]
 
     def installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Note what an install did."""
         result = event.result
         assert isinstance(result, FetchResult), result
         actions = self._client.installed(result, now)
-        life, step = self._installing
-        if life != self._life:
+        generation, step = self._installing
+        # Older parameters than those that this rank has pushed meanwhile are not used.
+        if generation != self._generation:
             return actions
+        # The fetch met a half-applied update: try again soon.
         if result.torn:
             self.waits = True
             return [*actions, SetTimer(name=RETRY, at=now + TORN_RETRY_SECONDS)]
         self._fetching = False
-        if not self._duty.fetched(event.seconds):
+        # A version other than the wanted one: try again later.
+        if not self._objective.fetched(event.seconds):
             self.waits = True
             return [*actions, SetTimer(name=RETRY, at=now + OTHER_RETRY_SECONDS)]
         self._installed_for = step
@@ -118,35 +104,25 @@ class ParameterPrefetch:
 
 CHAIN: Final = "machine:chain"
 
-Close = Callable[[StepResult], object]
-"""What is done in the compute lane with the result of a step."""
+Close = Callable[[StepResult], object]  # uses the result of a step, as work
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a chain came to.
+    """The result of one chain."""
 
-    Attributes:
-        life: In which.
-        sends: Instances, and what they send.
-        found: At the end of the step.
-        closed: What was then done with it.
-    """
-
-    life: int
-    sends: Sequence[tuple[int, Vector]]
-    found: StepResult | None = None
-    closed: object = None
+    generation: int  # in which the chain was started
+    sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
+    found: StepResult | None = None  # after the last chain of a step
+    closed: object = None  # what `close` returned for it
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """The step under way."""
-
     number: int
-    agenda: ReadyQueue
+    ready: ReadyQueue
     put: Put
     close: Close
     arrived: dict[int, Vector]
@@ -155,19 +131,15 @@ class _Open:
 
 @final
 class StepRunner:
-    """Runs the steps of one machine, one after the other.
+    """Runs the steps of one rank, one after the other.
 
     Args:
-        execution: Its operations.
-        couriers: Its links to the other machines.
+        execution: Runs its operations.
+        couriers: Reliable streams to the other ranks.
         course: The samples of each step.
-        micro_batches: Into how many parts they are cut.
-        training: Or inference.
-        seed: Of the steps' randomness; equal on all machines.
-
-    Attributes:
-        life: The present one.
-        step: The one under way, or the next.
+        micro_batches: Number of parts of a batch.
+        training: With the backward pass.
+        seed: Of the steps' random numbers, equal on all ranks.
     """
 
     def __init__(
@@ -180,32 +152,30 @@ class StepRunner:
         training: bool,
         seed: Sequence[int],
     ) -> None:
-        self.life = 0
-        self.step = 0
+        self.generation = 0
+        self.step = 0  # the current step, or the next one
         self._execution = execution
-        self._couriers = couriers
-        self._course = course
+        self._streams = couriers
+        self._batch_plan = course
         self._micro_batches = micro_batches
         self._training = training
         self._seed = tuple(seed)
         self._inbox = Reassembly()
         self._early: list[tuple[int, TransferBlock]] = []
-        self._is_placed = False  # does it know where in the data the life begins?
+        self._has_position = False  # the data position of this generation is known
         self._open: _Open | None = None
-        self._tables: dict[int, MicroBatchSchedule] = {}
+        self._schedules: dict[int, MicroBatchSchedule] = {}
         self._sent = {place: link for link, place in execution.flow.sent.items()}
 
     @property
     def is_open(self) -> bool:
-        """Whether a step is under way."""
         return self._open is not None
 
     @property
     def awaited(self) -> int | None:
-        """The machine whose message is waited for first, if any is."""
-        if self._open is None or not self._open.agenda.awaited:
+        if self._open is None or not self._open.ready.awaited:
             return None
-        instance = min(self._open.agenda.awaited)
+        instance = min(self._open.ready.awaited)
         operation = self._flow.operations[instance % len(self._flow.operations)]
         assert isinstance(operation, InputOp)
         assert isinstance(operation.instruction, Receive)
@@ -215,21 +185,20 @@ class StepRunner:
     def _flow(self) -> Dataflow:
         return self._execution.flow
 
-    # --------------------------------------------------------------------------- lives
+    # --------------------------------------------------------------------------- generation
 
-    def begin(self, life: int) -> None:
-        """Begin a life: what there is of another one is forgotten."""
-        self.life, self.step = life, 0
+    def begin(self, generation: int) -> None:
+        self.generation, self.step = generation, 0
         self._open = None
-        self._is_placed = False
+        self._has_position = False
         self._inbox.clear()
         self._early.clear()
-        for courier in self._couriers.values():
-            courier.begin(life)
+        for stream in self._streams.values():
+            stream.begin(generation)
 
     def place(self, now: Seconds) -> list[Action]:
-        """Take what came before it was known where in the data the life begins."""
-        self._is_placed = True
+        """The data position is known: handle the transfers that came before."""
+        self._has_position = True
         early, self._early = self._early, []
         actions: list[Action] = []
         for sender, message in early:
@@ -239,164 +208,166 @@ class StepRunner:
     # ----------------------------------------------------------------------- transfers
 
     def take(self, sender: int, message: TransferBlock, now: Seconds) -> list[Action]:
-        """Take a transfer of another machine.
+        """Handle a transfer from another rank.
 
         Raises:
-            RemoteProtocolError: it is of another life, not of the program, or of
-                another size.
+            RemoteProtocolError: it belongs to another generation, the program does not expect
+                it, or its size is wrong.
         """
-        if message.life != self.life:
+        if message.life != self.generation:
             raise RemoteProtocolError(
-                f"machine {sender} sent a transfer of life {message.life}; the present "
-                f"one is {self.life}"
+                f"rank {sender} sent a transfer of generation {message.life}; the current "
+                f"one is {self.generation}"
             )
-        courier = self._couriers[sender]
-        is_new = courier.is_new(message.sequence)
-        actions = courier.taken(message.taken, now)
-        if not self._is_placed:
-            if is_new:  # not taken yet: if it is dropped here it will come again
+        stream = self._streams[sender]
+        is_new = stream.is_new(message.sequence)
+        actions = stream.taken(message.taken, now)
+        if not self._has_position:
+            if is_new:  # not acknowledged: if dropped here it will be resent
                 self._early.append((sender, message))
-                del self._early[: -AHEAD * 32 * max(len(self._couriers), 1)]
+                del self._early[: -AHEAD * 32 * max(len(self._streams), 1)]
             return actions
         if is_new and message.step >= self.step:
-            label = StreamKey(message.step, message.micro_batch, message.way, sender)
-            n_elements, dtype = self._expected(label)
-            if self._inbox.take(label, message, n_elements=n_elements, dtype=dtype):
+            key = StreamKey(message.step, message.micro_batch, message.way, sender)
+            # The size is checked before any memory is reserved for the message.
+            n_elements, dtype = self._expected(key)
+            if self._inbox.take(key, message, n_elements=n_elements, dtype=dtype):
                 self._arrive(message.step)
-        return [*actions, *courier.have(message.sequence)]
+        return [*actions, *stream.have(message.sequence)]
 
     def taken(self, sender: int, message: TransferAck, now: Seconds) -> list[Action]:
-        """Another machine has transfers of this one."""
-        if message.life != self.life:
-            return []  # what was under way in another life is forgotten
-        return self._couriers[sender].taken(message.taken, now)
+        """Handle the acknowledgement of transfers."""
+        if message.life != self.generation:
+            return []  # of another generation
+        return self._streams[sender].taken(message.taken, now)
 
-    def _expected(self, label: StreamKey) -> tuple[int, "np.dtype[Element]"]:
-        """Return how many numbers of which type a message has.
-
-        Raises:
-            RemoteProtocolError: there is no such message.
-        """
+    def _expected(self, key: StreamKey) -> tuple[int, "np.dtype[Element]"]:
         flow = self._flow
-        place = flow.received.get((label.way, label.sender))
-        if place is None or label.step >= self.step + AHEAD:
+        place = flow.received.get((key.way, key.sender))
+        if place is None or key.step >= self.step + AHEAD:
             raise RemoteProtocolError(
-                f"machine {label.sender} sent message {label.way} of step {label.step}:"
-                f" {'no step so far ahead' if place is not None else 'no such message'}"
+                f"rank {key.sender} sent message {key.way} of step {key.step}:"
+                f" {'step is too far ahead' if place is not None else 'no such message'}"
             )
-        sizes = self._sizes(label.step)
+        sizes = self._sizes(key.step)
         operation = flow.operations[place]
-        if label.micro_batch >= (1 if operation.once else len(sizes)):
+        if key.micro_batch >= (1 if operation.once else len(sizes)):
             raise RemoteProtocolError(
-                f"machine {label.sender} sent micro-batch {label.micro_batch} of a "
-                f"step of {len(sizes)}"
+                f"rank {key.sender} sent micro-batch {key.micro_batch} of a step of {len(sizes)}"
             )
         assert isinstance(operation, InputOp)
         assert isinstance(operation.instruction, Receive)
         message = operation.instruction.message
         n = sum(region.n_elements for region in message.regions)
         if not operation.once and message.name not in flow.joined:
-            n *= sizes[label.micro_batch]
+            n *= sizes[key.micro_batch]
         integer = message.name in flow.integers and message.kind == "state"
         double = self._execution.dtype == torch.float64
         code = "i8" if integer else "f8" if double else "f4"
         return n, ELEMENT_TYPES[code]
 
     def _arrive(self, step: int) -> None:
-        """Hand on what has come for the step under way."""
         opened = self._open
         if opened is None or opened.number != step:
             return
         n = len(self._flow.operations)
-        for label, values in self._inbox.pop_step(step):
-            place = self._flow.received[label.way, label.sender]
-            instance = label.micro_batch * n + place
+        for key, values in self._inbox.pop_step(step):
+            place = self._flow.received[key.way, key.sender]
+            instance = key.micro_batch * n + place
             opened.arrived[instance] = values
-            opened.agenda.arrive(instance)
+            opened.ready.arrive(instance)
 
     # --------------------------------------------------------------------------- steps
 
     def open(
-        self, portion: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
+        self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
     ) -> None:
-        """Begin the step `self.step`; the compute lane is idle.
+        """Begin the step `self.step`; no work is running.
 
         Args:
-            portion: Its samples, as far as they are needed.
+            batch_slice: The samples, as far as this rank needs them.
             parameters: Per item, (*region.shape).
-            put: Takes the gradients of items, in the compute lane.
-            close: Called at the end, in the compute lane.
+            put: Takes the gradients of items, as work.
+            close: Called at the end of the step, as work.
         """
         sizes = self._sizes(self.step)
-        if len(sizes) not in self._tables:
-            self._tables[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))
-        table = self._tables[len(sizes)]
-        chosen = self._course.batch(self.step)
-        given = StepInputs(
+        if len(sizes) not in self._schedules:
+            self._schedules[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))
+        schedule = self._schedules[len(sizes)]
+        batch = self._batch_plan.batch(self.step)
+        step_inputs = StepInputs(
             parameters=parameters,
-            inputs=portion.inputs,
+            inputs=batch_slice.inputs,
             sizes=sizes,
             training=self._training,
-            seed=step_seed(self._seed, chosen.position),
+            seed=step_seed(self._seed, batch.position),
         )
-        self._execution.begin(table, given)
+        self._execution.begin(schedule, step_inputs)
         self._open = _Open(
-            number=self.step, agenda=ReadyQueue(table, sizes), put=put, close=close, arrived={}
+            number=self.step, ready=ReadyQueue(schedule, sizes), put=put, close=close, arrived={}
         )
         self._arrive(self.step)
 
     def chain(self) -> list[Action]:
-        """Return the work that can be done now: one piece at the most."""
+        """Return the work that can run now, at most one piece."""
         opened = self._open
         if opened is None or opened.is_closing:
             return []
-        chain, flops = opened.agenda.chain()
+        chain, flops = opened.ready.chain()
         arrived = {i: opened.arrived.pop(i) for i in chain if i in opened.arrived}
         n = len(self._flow.operations)
         sends = any(instance % n in self._sent for instance in chain)
-        if not opened.agenda.n_left and not (chain and sends):
+        # The last chain also closes the step, but not if it sends: messages leave first.
+        if not opened.ready.n_left and not (chain and sends):
             opened.is_closing = True
         elif not chain:
             return []
-        work = partial(self._run, opened, self.life, chain, arrived, opened.is_closing)
+        work = partial(self._run, opened, self.generation, chain, arrived, opened.is_closing)
         return [Compute(name=CHAIN, work=work, cost=Cost(flops=flops))]
 
     def _run(
         self,
         opened: _Open,
-        life: int,
+        generation: int,
         chain: Sequence[int],
         arrived: Mapping[int, Vector],
-        closes: bool,  # noqa: FBT001 -- work of a lane
+        closes: bool,  # noqa: FBT001 -- bound by partial
     ) -> StepOutcome:
+        # Runs in the compute executor; the arguments hold all that it may touch.
         sends = self._execution.run(chain, arrived, opened.put)
         if not closes:
-            return StepOutcome(life=life, sends=sends)
-        found = self._execution.finish()
-        return StepOutcome(life=life, sends=sends, found=found, closed=opened.close(found))
+            return StepOutcome(generation=generation, sends=sends)
+        step_result = self._execution.finish()
+        return StepOutcome(
+            generation=generation, sends=sends, found=step_result, closed=opened.close(step_result)
+        )
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
-        """Send what a chain has for others; after the last, the step is over."""
+        """Send the messages of a chain; after the last one the step is over."""
         opened = self._open
-        if opened is None or result.life != self.life:
+        if opened is None or result.generation != self.generation:
             return []
         n = len(self._flow.operations)
         actions: list[Action] = []
         for instance, values in result.sends:
-            copy, operation = divmod(instance, n)
+            micro_batch, operation = divmod(instance, n)
             way, receiver = self._sent[operation]
-            parcels = [
+            blocks = [
                 Outgoing(
-                    step=opened.number, micro_batch=copy, way=way, block_index=index, values=block
+                    step=opened.number,
+                    micro_batch=micro_batch,
+                    way=way,
+                    block_index=index,
+                    values=block,
                 )
                 for index, block in blocks_of(values)
             ]
-            actions += self._couriers[receiver].post(parcels, now)
+            actions += self._streams[receiver].post(blocks, now)
         if result.found is not None:
             self._open = None
             self.step += 1
         return actions
 
     def _sizes(self, step: int) -> list[int]:
-        n_samples = len(self._course.batch(step).indices)
+        n_samples = len(self._batch_plan.batch(step).indices)
         return micro_sizes(n_samples, self._micro_batches)

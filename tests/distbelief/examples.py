@@ -1,6 +1,6 @@
-"""Models, data sets, losses: what jobs of these tests name by import path.
+"""Models, data sets and losses that the jobs of these tests name by import path.
 
-Right ones first, then one for each mistake that a user may make.
+Valid ones first, then one for each mistake that a user may make.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def net(*, width: int = 4, hidden: Sequence[int] = (8,), n_classes: int = 2) -> 
 
 
 def everything_net(*, width: int = 4, n_classes: int = 2) -> nn.Module:
-    """Return a net with all that makes flat tensors difficult."""
+    """Return a model with everything that makes flat tensors difficult."""
     return Everything(width, n_classes)
 
 
@@ -123,7 +123,7 @@ def nan_net() -> nn.Module:
 
 
 class Wrapped(nn.Module):
-    """Returns whatever its function makes of a layer's outputs."""
+    """Returns an invalid result made from a layer's outputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Loops of one's own, and the shards of their server, on one simulated cluster.
+"""Users' training loops and the shards of their server, on one simulated cluster.
 
-`DownpourSGD` is the real one, and so are its role and the shards. Only the session is
-another: it lets virtual time pass where the real one waits at a socket.
+`DownpourSGD`, its role and the shards are the real ones; only the session differs: it lets
+virtual time pass where the real one waits at a socket.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,12 @@ from distbelief.worker.loop_worker import LoopWorker
 
 
 class Server:
-    """The shards, and as many loops as there may be.
+    """The shards and some loops.
 
     Args:
-        parameters: Whose values it begins with.
+        parameters: Their values are the initial ones.
         rule: Of the shards.
-        n_shards: How many.
+        n_shards: Number of shards.
         n_loops: At most.
         host: "" for messages instead of shared memory.
     """
@@ -82,7 +82,7 @@ class Server:
         )
 
     def values(self) -> list[torch.Tensor]:
-        """Return what lies on the shards, flat, in the order of the parameters."""
+        """Return the shards' values as flat tensors, in the order of the parameters."""
         tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
         for k, name in enumerate(self.shards):
             shard = self.simulation.role(name)
@@ -93,7 +93,7 @@ class Server:
     def optimizer(
         self, monkeypatch: pytest.MonkeyPatch, params: object, **options: float | bool | None
     ) -> distbelief.DownpourSGD:
-        """Return the optimizer of another loop."""
+        """Return the optimizer of one more loop."""
         server = self
 
         class OfThis(SimulatedSession):
@@ -114,7 +114,7 @@ class Server:
 
 
 class SimulatedSession:
-    """What `serving.session.Session` is, in virtual time."""
+    """Replaces `serve.client_session.ClientSession`, in virtual time."""
 
     def __init__(self, server: Server, parameters: list[nn.Parameter]) -> None:
         self.values = [parameter.detach().view(-1) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""`DownpourSGD` as a torch optimizer, against torch's own; in virtual time."""
+"""`DownpourSGD` as a torch optimizer, compared with torch's own, in virtual time."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def assert_same(parameters: Sequence[torch.Tensor], others: nn.Module) -> None:
 def test_one_worker_alone_is_plain_sgd_however_seldom_it_fetches_and_pushes(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, n_fetch: int, n_push: int, host: str
 ) -> None:
-    """A fetch overwrote the local steps whose gradients were not pushed yet."""
+    """Regression: a fetch overwrote the local steps whose gradients were not pushed yet."""
     plain = copy.deepcopy(model)
     take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE), 23)
     rule = distbelief.SGD(learning_rate=RATE)
@@ -135,7 +135,7 @@ RULES: dict[str, tuple[UpdateRule, Callable[..., torch.optim.Optimizer], Any]] =
 def test_parameters_without_gradient_do_not_move_as_in_torch(
     monkeypatch: pytest.MonkeyPatch, name: str, host: str
 ) -> None:
-    """The server's momentum and weight decay moved them, frozen ones too."""
+    """Regression: the server's momentum and weight decay moved them, even frozen ones."""
     rule, torchs, options = RULES[name]
     model, plain = Gated(), Gated()
     frozen = plain.frozen.weight.detach().clone()
@@ -182,7 +182,7 @@ def test_a_step_without_any_gradient_changes_nothing(
 def test_sparse_gradients_are_those_of_a_dense_embedding(
     monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
-    """They ended in an error from inside torch."""
+    """Regression: they ended in an error from inside torch."""
     found = []
     for sparse in (False, True):
         torch.manual_seed(0)
@@ -222,10 +222,10 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], object]] = [
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_of_torch_are_refused_with_what_to_use(
+def test_schedulers_of_torch_are_rejected_with_an_alternative(
     optimizer: distbelief.DownpourSGD, scheduler: Callable[[torch.optim.Optimizer], object]
 ) -> None:
-    """Each raised KeyError: 'lr'."""
+    """Regression: each raised KeyError: 'lr'."""
     with pytest.raises(
         distbelief.JobError, match=r"no '(lr|initial_lr)'.*give the server's rule .* schedule="
     ):
@@ -233,10 +233,10 @@ def test_schedulers_of_torch_are_refused_with_what_to_use(
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum", "betas"])
-def test_a_group_that_states_what_is_the_servers_is_refused_by_name(
+def test_a_group_with_an_option_of_the_servers_rule_is_rejected(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, optimizer: distbelief.DownpourSGD, key: str
 ) -> None:
-    """It was accepted and ignored."""
+    """Regression: the option was accepted and ignored."""
     server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
     with pytest.raises(distbelief.JobError, match=f"groups have no '{key}'"):
         server.optimizer(monkeypatch, [{"params": model.parameters(), key: 0.1}])
@@ -244,7 +244,7 @@ def test_a_group_that_states_what_is_the_servers_is_refused_by_name(
         optimizer.param_groups[0][key] = 0.1
 
 
-def test_groups_may_have_rates_of_their_own_for_local_steps(
+def test_groups_may_have_their_own_rates_for_local_steps(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
@@ -262,13 +262,13 @@ def test_groups_may_have_rates_of_their_own_for_local_steps(
 
 
 def test_parameters_cannot_be_added_later(optimizer: distbelief.DownpourSGD) -> None:
-    """They moved by local steps only, and were never pushed."""
+    """Regression: they moved by local steps only and were never pushed."""
     more = nn.Linear(2, 2)
     with pytest.raises(distbelief.JobError, match="the 4 that it began with"):
         optimizer.add_param_group({"params": more.parameters()})
 
 
-def test_a_state_dict_goes_back_and_another_optimizers_is_refused(
+def test_a_state_dict_is_restored_and_another_optimizers_is_rejected(
     model: nn.Module, optimizer: distbelief.DownpourSGD
 ) -> None:
     optimizer.load_state_dict(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""`DownpourSGD` before it has met a server; with one, see `tests/processes`."""
+"""`DownpourSGD` before it meets a server; with one, see `tests/processes`."""
 
 import importlib
 import sys
@@ -24,14 +24,14 @@ from tests.processes.commands import poll
 
 
 @pytest.mark.parametrize("server", [5, None, b"tcp://127.0.0.1:41000"])
-def test_what_is_no_text_is_no_address_and_is_shown(server: object) -> None:
+def test_an_address_that_is_no_text_is_rejected(server: object) -> None:
     parameters = [nn.Parameter(torch.zeros(3))]
     with pytest.raises(distbelief.JobError, match="use ParameterServer") as caught:
         distbelief.DownpourSGD(parameters, server=cast("str", server))
     assert str(caught.value).startswith(f"server is {server!r}, which is no address")
 
 
-def test_a_server_of_another_run_is_told_from_one_that_is_away() -> None:
+def test_a_server_of_another_run_is_distinguished_from_an_absent_one() -> None:
     over = threading.Event()
 
     def serve(transport: ZmqTransport) -> None:
@@ -74,8 +74,8 @@ def test_a_server_whose_directory_is_gone_has_ended(tmp_path: Path) -> None:
         distbelief.DownpourSGD([nn.Parameter(torch.zeros(3))], server=str(address))
 
 
-def test_who_leaves_a_server_says_so(tmp_path: Path) -> None:
-    """Whoever had left was held for present for ten seconds, and known for ever."""
+def test_a_worker_announces_that_it_leaves(tmp_path: Path) -> None:
+    """Regression: a worker that had left counted as present for ten seconds and stayed known."""
     over, told = threading.Event(), list[Message]()
 
     def serve(transport: ZmqTransport) -> None:
@@ -94,7 +94,7 @@ def test_who_leaves_a_server_says_so(tmp_path: Path) -> None:
         server = threading.Thread(target=serve, args=(transport,))
         server.start()
         try:
-            with pytest.raises(distbelief.PeerLostError, match="a welcome"):
+            with pytest.raises(distbelief.PeerLostError, match="a session"):
                 distbelief.DownpourSGD(
                     [nn.Parameter(torch.zeros(3))], server=str(address), timeout_seconds=2.0
                 )
@@ -105,7 +105,7 @@ def test_who_leaves_a_server_says_so(tmp_path: Path) -> None:
 
 
 def compilers_after_a_first_step() -> list[str]:
-    """Return what of torch's compiler there is when a worker has begun."""
+    """Return the modules of torch's compiler that a started worker has imported."""
     optimizer = object.__new__(distbelief.DownpourSGD)
     net = nn.Linear(2, 1)
     torch.optim.Optimizer.__init__(optimizer, net.parameters(), {"learning_rate": 0.1})
@@ -115,13 +115,13 @@ def compilers_after_a_first_step() -> list[str]:
     return sorted({"torch._dynamo", "torch._inductor"} & {*sys.modules})
 
 
-def test_a_worker_begins_without_torchs_compiler() -> None:
+def test_a_worker_starts_without_torchs_compiler() -> None:
     # torch's own optimisers import it when they are made: of a worker that was killed
     # and started again that took 6 s of a processor, and the others' steps with it.
     assert answers("tests.distbelief.test_optimizer", "t.compilers_after_a_first_step()") == []
 
 
-def test_where_the_compiler_is_known_already_it_is_left_to_torch(
+def test_with_the_compiler_already_imported_torchs_methods_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch._dynamo", importlib.import_module("sys"))

@@ -158,5 +158,5 @@ def test_a_plan_for_other_portions_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["replica-1.0", "replica-0.2", "coordinator"])
 def test_no_other_machine_can_be_built(name: str) -> None:
-    with pytest.raises(LocalProtocolError, match="no machine"):
+    with pytest.raises(LocalProtocolError, match="no rank"):
         build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))

@@ -1,4 +1,4 @@
-"""A replica of several machines, or the machines that evaluate, without supervisor."""
+"""A partitioned replica, or partitioned evaluators, without a supervisor."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Group:
-    """A job of one replica of several machines, without supervisor."""
+    """A job with one replica of several ranks, without a supervisor."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Group:
         if place is None:
             generator = np.random.default_rng(plan_seed)
             placements = random_plan(graph, generator, n_machines=n_machines)
-        else:  # whole layers, where this says
+        else:  # whole layers, as `place` says
             placements = {
                 layer.name: Placement.whole(len(layer.shape), place(layer.name))
                 for layer in graph.layers
@@ -115,7 +115,9 @@ class Group:
 
     def run(self) -> None:
         self.simulation.run(until=10.0)
-        if not self._has_ended():  # as a supervisor would: who restarts finds others gone
+        if (
+            not self._has_ended()
+        ):  # as a supervisor would: a restarted rank finds that others have exited
             for name in self.simulation.alive:
                 if name in self.machines:
                     self.tell(name, Stop(reason="over"))
@@ -129,7 +131,7 @@ class Group:
         return any(halted.values()) or all(name in halted for name in self.machines)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return what lies on the shards: flat tensors by name."""
+        """Return the shards' values: flat tensors by name."""
         vectors = []
         for name in self.shards:
             shard = self.simulation.role(name)
@@ -138,7 +140,7 @@ class Group:
         return self._scattered(vectors)
 
     def first_values(self) -> dict[str, torch.Tensor]:
-        """Return what the shards begin with."""
+        """Return the shards' initial values."""
         model = self._context.keywords["task"].model
         initials = self._context.keywords["initials"]
         return self._scattered(
@@ -158,7 +160,7 @@ class Group:
         return dict(zip(names, tensors, strict=True))
 
     def told(self, kind: type[M]) -> list[M]:
-        """Return what the supervisor was told."""
+        """Return the messages to the supervisor, of one type."""
         heard = self.simulation.sent_to(SUPERVISOR)
         return [event.message for event in heard if isinstance(event.message, kind)]
 
@@ -176,7 +178,7 @@ class Group:
 
 
 def _captured(task: TaskSpec, inputs: tuple[InputSpec, ...]) -> Captured:
-    """Capturing takes longer than most simulations: do it once."""
+    # Capturing takes longer than most simulations: do it once.
     key = (task.model.factory, inputs)
     if key not in _CAPTURED:
         _CAPTURED[key] = capture_task(task, inputs=inputs, targets=())

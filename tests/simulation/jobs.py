@@ -1,4 +1,4 @@
-"""A whole job on a simulated cluster: the supervisor, its members, and a user."""
+"""A whole job on a simulated cluster: supervisor, members and a user."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,7 +48,7 @@ STEP_SECONDS = 0.05  # about, of a step of a replica
 
 
 class JobCluster:
-    """One job; its roles are launched by its supervisor."""
+    """One job; its supervisor launches the roles."""
 
     def __init__(  # one call describes a whole system
         self,
@@ -148,7 +148,7 @@ class JobCluster:
     # ----------------------------------------------------------------------- time
 
     def run(self, *, within: float = 300.0) -> str | None:
-        """Let the job come to its end; return what went wrong, if anything did."""
+        """Run the job to its end; return its error, if any."""
         self.simulation.run_until(lambda: SUPERVISOR in self.simulation.halted, within=within)
         self.simulation.run(until=self.simulation.now + 1.0)
         assert self.n_alive == 0
@@ -162,7 +162,7 @@ class JobCluster:
         event = Received(sender=USER, incarnation=0, message=stop)
         self.simulation.post(SUPERVISOR, event)
 
-    # -------------------------------------------------------------------- what is
+    # -------------------------------------------------------------------- state
 
     @property
     def supervisor(self) -> Supervisor:
@@ -186,12 +186,12 @@ class JobCluster:
         return {role.name: role.state for role in self.view.roles}[name]
 
     def copy_that_is(self, part: str, shard_index: int = 0) -> Address:
-        """Return the copy of this shard that is "leading", or its "second"."""
+        """Return the copy of this shard in state "leading" or "second"."""
         names = copy_names(shard_index, self._shard_copies)
         return next(name for name in names if self.state(name) == part)
 
     def is_paired(self) -> bool:
-        """Whether a second of every shard could take over now."""
+        """Return whether a backup of every shard could take over now."""
         parts = [role.state for role in self.view.roles if role.name in self.copies]
         return sorted(parts) == sorted(["leading", "second"] * len(self.shards))
 
@@ -208,6 +208,6 @@ class JobCluster:
 
 
 def seeds(n: int, *, of: int) -> list[ParameterSet]:
-    """Return the first `n` seeds for every run of the tests, the others for a soak."""
+    """Return the first `n` seeds for every test run, the others for a soak test."""
     soak = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(n, of)]
     return [*(pytest.param(seed) for seed in range(n)), *soak]

@@ -1,7 +1,7 @@
-"""Scenes of a small Sandblaster cluster whose replicas span machines.
+"""Scenes of a small Sandblaster cluster with partitioned replicas.
 
-drawn(seed)     whatever a seed stands for
-directed        what is to happen at a place with a name
+drawn(seed)     a scene drawn from a seed
+directed        scenes with a fault at a named moment
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,11 @@ LEADER, WORKER = rank_name(0, 0), rank_name(0, 1)
 
 
 def hit(scene: Scene, *, with_shards: bool) -> Sequence[Address]:
-    """Return who may be hit."""
+    """Return the roles that faults may hit."""
     return [*scene.replicas, COORDINATOR, *(scene.shards if with_shards else [])]
 
 
 def drawn(seed: int) -> Scene:
-    """Return what a seed stands for."""
     stream = np.random.default_rng([seed, 0x5917])
     scene = Scene(
         seed=seed,
@@ -45,7 +44,7 @@ def drawn(seed: int) -> Scene:
     roles = hit(scene, with_shards=bool(stream.random() < 0.3))
     intensity = float(stream.uniform(0.2, 1.2))
     faults = random_faults(seed, roles, horizon=HORIZON, intensity=intensity)
-    # A disk that loses what it has said to hold, of one shard only, ends the run.
+    # A disk that loses acknowledged data of one shard ends the run.
     kept = tuple(
         fault
         for fault in faults
@@ -55,8 +54,8 @@ def drawn(seed: int) -> Scene:
 
 
 def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
-    """Play a scene under every check; return the run."""
-    plain = scene.undisturbed  # before: it is kept, and what runs may be broken
+    """Run a scene under every check; return the run."""
+    plain = scene.undisturbed  # first, because the run itself may be broken on purpose
     run = Run(scene)
     run.play(within=within)
     incarnation = run.cluster.incarnation
@@ -69,7 +68,7 @@ def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
         assert run.bits_of(buffers=alone) == plain.bits_of(buffers=alone), (
             "it has ended somewhere else"
         )
-        assert set(run.losses) <= set(plain.losses), "losses of another course"
+        assert set(run.losses) <= set(plain.losses), "losses of another run"
     return run
 
 
@@ -77,7 +76,7 @@ def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
 
 
 def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
-    """Return when this role first hears a word of this kind."""
+    """Return when this role first receives a message of this type."""
     run = Run(scene)
     times: list[Seconds] = []
 
@@ -94,7 +93,7 @@ def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
 
 @cache
 def dies_with_its_part() -> Scene:
-    """A machine of the only replica dies as it may push its part of a sum."""
+    """A rank of the only replica dies just as it may push its part of a sum."""
     scene = Scene(n_replicas=1, hosts="own")
     at = moment(scene, WORKER, PushChunk) + 1e-6
     return replace(scene, faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
@@ -102,7 +101,7 @@ def dies_with_its_part() -> Scene:
 
 @cache
 def stands_still() -> Scene:
-    """A machine stands still for a minute; the other replica could do its sets."""
+    """A rank is paused for a minute; the other replica could compute its chunks."""
     scene = Scene(backups=False)
     at = moment(scene, LEADER, Assignment) + 1e-4
     return replace(scene, faults=(Pause(at=at, role=WORKER, seconds=60.0),))
@@ -110,7 +109,7 @@ def stands_still() -> Scene:
 
 @cache
 def not_told_to_push() -> Scene:
-    """What the leader of the only replica says first of a grant is lost."""
+    """The leader's first message about a grant is lost."""
     scene = Scene(n_replicas=1)
     at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=LEADER, b=WORKER, seconds=2e-5, loses=True, one_way=True)
@@ -119,7 +118,7 @@ def not_told_to_push() -> Scene:
 
 @cache
 def half_pushed() -> Scene:
-    """What a machine pushes reaches one of its shards, and the other much later."""
+    """A push reaches one of its shards at once, and the other much later."""
     scene = Scene(hosts="own")
     at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=WORKER, b=scene.shards[1], seconds=0.2, loses=True)

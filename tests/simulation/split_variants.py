@@ -1,4 +1,4 @@
-"""Sandblaster's replicas of several machines, broken on purpose: one rule is left out.
+"""Partitioned Sandblaster replicas, broken on purpose: one rule is left out.
 
 with broken(VARIANTS["staged by one"]):
     play(seed)  # fails, for some seed
@@ -21,11 +21,11 @@ from sandblaster.partitioned_worker import ChunkObjective, ChunkPushes
 from tests.simulation.variants import Patch, Variant
 
 
-# --------------------------------------------------------------------------- the leader
+# --------------------------------------------------------------------------- leader
 
 
 def staged_by_one(patch: Patch) -> None:
-    """A set is staged once any machine says that its part is."""
+    """A chunk counts as staged once any rank has staged its part."""
     whole = GroupTasks.staged
 
     def staged(self: GroupTasks, machine: int, grants: Sequence[int]) -> None:
@@ -38,7 +38,7 @@ def staged_by_one(patch: Patch) -> None:
 
 
 def lives_are_not_told_apart(patch: Patch) -> None:
-    """The coordinator hears nothing of a replica's lives within its leader's."""
+    """The coordinator ignores the generations of a replica within its leader's incarnation."""
     whole = WorkerPool.hear
 
     def hear(self: WorkerPool, event: Received, account: WorkReport, now: Seconds) -> object:
@@ -64,7 +64,7 @@ def lives_are_not_told_apart(patch: Patch) -> None:
 
 
 def speaks_for_the_silent(patch: Patch) -> None:
-    """A leader says how the replica stands, though a machine of it is silent."""
+    """A leader reports for the replica although one of its ranks is silent."""
 
     def all_live(self: GroupTasks, now: Seconds) -> bool:
         del self, now
@@ -74,7 +74,7 @@ def speaks_for_the_silent(patch: Patch) -> None:
 
 
 def said_once(patch: Patch) -> None:
-    """Machines are told once that they may push."""
+    """Ranks get the permission to push only once."""
 
     def again(self: GroupTasks) -> Outgoing:
         self._due = True
@@ -83,11 +83,11 @@ def said_once(patch: Patch) -> None:
     patch.setattr(GroupTasks, "again", again)
 
 
-# ------------------------------------------------------------------------- the machines
+# ------------------------------------------------------------------------- ranks
 
 
 def parameters_are_kept(patch: Patch) -> None:
-    """Another evaluation is computed with the parameters that are there."""
+    """Another evaluation uses the parameters that are installed already."""
     whole = ChunkObjective.begin
 
     def begin(self: ChunkObjective, position: int, now: Seconds) -> None:
@@ -100,7 +100,7 @@ def parameters_are_kept(patch: Patch) -> None:
 
 
 def averages_go_on(patch: Patch) -> None:
-    """A set begins with the running averages that the one before it has left."""
+    """A chunk begins with the running averages that the previous one left."""
     whole = ChunkObjective.open
 
     def opened(self: ChunkObjective, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
@@ -111,7 +111,7 @@ def averages_go_on(patch: Patch) -> None:
 
 
 def staged_when_sent(patch: Patch) -> None:
-    """A part is staged, says its machine, as soon as it is sent."""
+    """A rank reports its part as staged as soon as it is sent."""
     whole = ChunkPushes.has_news
 
     def has_news(self: ChunkPushes) -> bool:
@@ -123,11 +123,11 @@ def staged_when_sent(patch: Patch) -> None:
     patch.setattr(ChunkPushes, "has_news", has_news)
 
 
-# --------------------------------------------------------------------------- the shards
+# --------------------------------------------------------------------------- shards
 
 
 def parts_are_not_awaited(patch: Patch) -> None:
-    """A part lays all of the vector: what others have laid is lost."""
+    """A part overwrites the whole vector: the parts of other ranks are lost."""
     whole = GradientSums.staging
 
     def staging(self: GradientSums, *args: object, **options: object) -> object:

@@ -1,8 +1,8 @@
 """Downpour SGD on a simulated cluster, against the rules of the paper (DB-5 to DB-13).
 
-Where values must be right to the last bit whatever the order of events, the model's
-gradient depends on the data alone and is a whole number: then the parameters tell, by
-an exact sum, which gradients were applied, how often.
+Where values must be bit-exact in any order of events, the model's gradient depends on the data
+alone and is an integer: the parameters then show, as an exact sum, which gradients were applied
+and how often.
 """
 
 import math
@@ -51,11 +51,11 @@ HOSTS = {"one host": "host-0", "block messages": ""}
 both_data_paths = pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
 
 
-# ------------------------------------------------------- models, as jobs name them
+# ------------------------------------------------------- models
 
 
 class Counting(nn.Module):
-    """Each sample's gradient is its inputs, which are whole numbers."""
+    """Each sample's gradient is its inputs, which are integers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def counting_data(*, width: int = 500, n_samples: int = 40) -> list[object]:
 
 
 def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose gradient is the sum, not the mean, of the samples'."""
+    """Return a loss whose gradient is the sum, not the mean, over the samples."""
     return outputs.sum() + 0.0 * targets.sum()
 
 
@@ -98,11 +98,11 @@ LEARNING = TaskSpec(
 )
 
 
-# ----------------------------------------------------------------------- the cluster
+# ----------------------------------------------------------------------- cluster
 
 
 class Cluster:
-    """A job without supervisor: replicas begin at once, and end by themselves."""
+    """A job without a supervisor: replicas start at once and end by themselves."""
 
     def __init__(  # one call describes a whole system
         self,
@@ -151,12 +151,12 @@ class Cluster:
         return build
 
     def run(self, *, but: Sequence[str] = ()) -> None:
-        """Let all replicas but these come to their end, as planned."""
+        """Run all replicas but these to their planned end."""
         wanted = [name for name in self.replicas if name not in but]
         self.simulation.run_until(lambda: all(name in self.simulation.halted for name in wanted))
         assert {self.simulation.halted[name] for name in wanted} == {None}
         self.ended_at = self.simulation.now
-        self.simulation.run(until=self.ended_at + 0.1)  # their last words arrive
+        self.simulation.run(until=self.ended_at + 0.1)  # their last messages arrive
 
     def replica(self, index: int) -> Replica:
         role = self.simulation.role(self.replicas[index])
@@ -167,7 +167,7 @@ class Cluster:
         return dict(self.simulation.role(Address(name)).status()[1])
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return what lies on the shards: flat tensors by name."""
+        """Return the shards' values: flat tensors by name."""
         tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
         for k, name in enumerate(self.shards):
             shard = self.simulation.role(name)
@@ -215,9 +215,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tensor]:
-    """Return the parameters after Algorithm 1.1 of the paper, taken literally.
+    """Return the parameters after the paper's Algorithm 1.1, taken literally, in plain torch.
 
-    One process, plain torch; the last push, of what is left, is the one addition.
+    The one addition is a last push of what is left.
     """
     module = build_model(task.model)
     local: dict[str, torch.Tensor] = dict(module.named_parameters())
@@ -294,7 +294,7 @@ def test_one_blocking_replica_is_sequential_training_to_the_bit(
 @pytest.mark.parametrize("n_push", [1, 2, 5])
 @pytest.mark.parametrize("n_fetch", [1, 3, 4])
 def test_algorithm_1_1_is_followed_to_the_bit(n_fetch: int, n_push: int, host: str) -> None:
-    """DB-6 to DB-9: when, what sum, from zero again, and the steps in between."""
+    """DB-6 to DB-9: when, which sum, reset to zero, and the local steps in between."""
     job = downpour(
         n_fetch=n_fetch, n_push=n_push, blocking=True, overwrite_local_steps=True, max_steps=11
     )
@@ -309,10 +309,10 @@ def test_algorithm_1_1_is_followed_to_the_bit(n_fetch: int, n_push: int, host: s
 def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushes(
     n_fetch: int, n_push: int, host: str
 ) -> None:
-    """A fetch overwrote the local steps whose gradients were not pushed yet.
+    """Regression: a fetch overwrote the local steps whose gradients were not pushed yet.
 
-    With n_fetch = n_push = 10, nine of ten gradients were computed for nothing. Only
-    n_fetch = n_push = 1 needs `blocking`, for there a fetch does not wait for pushes.
+    With n_fetch = n_push = 10, nine of ten gradients were lost. Only n_fetch = n_push = 1
+    needs `blocking`, because there a fetch does not wait for pushes.
     """
     job = downpour(n_fetch=n_fetch, n_push=n_push, blocking=n_fetch == n_push == 1, max_steps=31)
     cluster = Cluster(LEARNING, job, host=host, n_shards=2)
@@ -331,7 +331,7 @@ def normal_net(*, width: int = 40) -> nn.Module:
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 4), (4, 4), (2, 3)])
 def test_a_fetch_loses_nothing_of_running_averages(n_fetch: int, n_push: int) -> None:
-    """It put back what the shards had: of four steps one counted."""
+    """Regression: a fetch restored the shards' averages, so one of four steps counted."""
     task = msgspec.structs.replace(
         LEARNING, model=ModelSpec(factory=f"{HERE}:normal_net", initial="seed")
     )
@@ -349,7 +349,7 @@ def test_a_fetch_loses_nothing_of_running_averages(n_fetch: int, n_push: int) ->
 
 
 def test_without_a_rate_of_its_own_a_replica_only_sums_gradients() -> None:
-    """An adaptive rule's step is not the replica's to take: n_push = 3 sums three."""
+    """A replica cannot take an adaptive rule's step: n_push = 3 sums three gradients."""
     job = downpour(rule=Adagrad(learning_rate=0.05), n_push=3, max_steps=10)
     cluster = Cluster(LEARNING, job)
     cluster.run()
@@ -378,7 +378,7 @@ def test_the_number_of_shards_changes_no_bit(rule: UpdateRule, n_shards: int) ->
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
-# ------------------------------------------------------------------- when, how often
+# ------------------------------------------------------------------- frequency
 
 
 @both_data_paths
@@ -421,11 +421,11 @@ def test_fetching_overlaps_computing() -> None:
     assert seconds[1] < 0.7 * seconds[0]
 
 
-# ------------------------------------------------------------------- nothing is lost
+# ------------------------------------------------------------------- no lost gradients
 
 
 def gradient_sum(cluster: Cluster, *, task: TaskSpec = COUNTING) -> torch.Tensor:
-    """Return the sum of all gradients up to where each replica says it has come."""
+    """Return the sum of all gradients up to each replica's reported position."""
     dataset = build_dataset(task.train)
     inputs = torch.stack([dataset[i][0] for i in range(len(dataset))])  # type: ignore[index]
     whole = torch.zeros_like(inputs[0])
@@ -447,7 +447,7 @@ def counting(**options: int | None) -> DownpourSettings:
 @both_data_paths
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 4), (3, 2)])
-def test_what_is_pushed_is_the_sum_of_what_was_computed(
+def test_pushes_are_the_sum_of_the_computed_gradients(
     n_fetch: int, n_push: int, n_shards: int, host: str
 ) -> None:
     """DB-7 and DB-8, with three replicas that do not wait for each other."""
@@ -467,7 +467,7 @@ def test_what_is_pushed_is_the_sum_of_what_was_computed(
     overtaken=st.booleans(),
 )
 @settings(max_examples=15)
-def test_each_push_counts_once_whatever_happens_to_messages(
+def test_each_push_counts_once_despite_lost_and_late_messages(
     host: str,
     seed: int,
     n_push: int,
@@ -500,7 +500,7 @@ def test_each_push_counts_once_whatever_happens_to_messages(
     pause=st.floats(0.0, 0.02),
 )
 @settings(max_examples=15)
-def test_a_replica_killed_anywhere_goes_on_where_the_shard_has_it(
+def test_a_killed_replica_continues_from_the_shards_position(
     host: str, seed: int, at: float, after_actions: int | None, drop: float, pause: float
 ) -> None:
     """What was computed and not applied is computed again: each sample counts once."""
@@ -516,8 +516,8 @@ def test_a_replica_killed_anywhere_goes_on_where_the_shard_has_it(
 
 
 @both_data_paths
-def test_a_dead_replica_holds_nobody_up(host: str) -> None:
-    """DB-12: the others go on, and the shards serve them."""
+def test_a_dead_replica_delays_no_other(host: str) -> None:
+    """DB-12: the others continue, and the shards serve them."""
     dead = Kill(at=0.003, role=Address("replica-1"))
     cluster = Cluster(
         LEARNING, downpour(max_steps=100), n_replicas=3, n_shards=2, host=host, faults=[dead]
@@ -530,8 +530,8 @@ def test_a_dead_replica_holds_nobody_up(host: str) -> None:
 
 
 @both_data_paths
-def test_a_shard_that_dies_is_waited_for_and_its_losses_are_told(host: str) -> None:
-    """Without a snapshot it begins anew: all it had applied is lost, and counted."""
+def test_a_dead_shard_is_waited_for_and_its_lost_pushes_are_counted(host: str) -> None:
+    """Without a checkpoint it starts anew: all applied pushes are lost and counted."""
     dead = Kill(at=0.004, role=Address("shard-0"), restart_after=0.5)
     job = downpour(max_steps=60)
     cluster = Cluster(LEARNING, job, n_replicas=2, n_shards=2, host=host, faults=[dead])
@@ -544,11 +544,11 @@ def test_a_shard_that_dies_is_waited_for_and_its_losses_are_told(host: str) -> N
     assert cluster.status("shard-1")["pushes_applied"] == 120
 
 
-# -------------------------------------------------------------- begin, stop, evaluate
+# -------------------------------------------------------------- start, stop, evaluate
 
 
-def test_replicas_wait_for_begin_one_by_one() -> None:
-    """The warm start: the supervisor releases replica 0, later the others."""
+def test_replicas_wait_for_their_start() -> None:
+    """The warm start: the supervisor starts replica 0, later the others."""
     cluster = Cluster(LEARNING, downpour(), n_replicas=2, await_begin=True)
     cluster.simulation.run(until=1.0)
     assert cluster.replica(0).status()[0] == "waiting for begin"
@@ -596,7 +596,7 @@ def test_progress_adds_up() -> None:
 
 
 @both_data_paths
-def test_the_evaluator_measures_what_lies_on_the_shards(host: str) -> None:
+def test_the_evaluator_measures_the_shards_values(host: str) -> None:
     cluster = Cluster(LEARNING, downpour(), host=host, n_shards=2)
     cluster.run()
     cluster.tell("evaluator", Evaluate(request=1, whole=True))

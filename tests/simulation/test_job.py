@@ -392,7 +392,7 @@ def test_shards_save_before_they_end_without_a_supervisor(shard_copies: int, hos
     assert acknowledged.n_missing(job.simulation.disk) == 0
     for name in (Address("replica-0"), *job.copies):
         halted = job.simulation.halted[name] or ""
-        assert halted.startswith("no word from the supervisor for 5.")
+        assert halted.startswith("no message from the supervisor for 5.")
 
 
 @copies

@@ -1,4 +1,4 @@
-"""Model-parallel replicas on a simulated cluster: machines die, wait, and go on."""
+"""Model-parallel replicas on a simulated cluster: ranks die, wait and continue."""
 
 import os
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ N_SEEDS = int(os.environ.get("MACHINE_SEEDS", "12"))
 
 
 def counting_net(*, width: int = 200) -> nn.Module:
-    """Each sample's gradient is its inputs, whole numbers, for each of three rows."""
+    """Return a model whose gradient is each sample's inputs (integers), for each of three rows."""
     return nn.Linear(width, 3, bias=False)
 
 
@@ -48,19 +48,19 @@ COUNTING = TaskSpec(
 
 
 def counted(position: int) -> torch.Tensor:
-    """Return the sum of the gradients of all samples up to this one, exactly."""
+    """Return the exact sum of the gradients of all samples up to this position."""
     dataset = build_dataset(COUNTING.train)
-    course = TrainingPlan(
+    plan = TrainingPlan(
         DataShard(len(dataset), replica_index=0, n_replicas=1, seed=0), batch_size=4
     )
-    course.start(0)
+    plan.start(0)
     whole = torch.zeros(200)
     step = 0
-    while (chosen := course.batch(step)).position < position:
-        inputs, _ = read_batch(dataset, [int(i) for i in chosen.indices])
+    while (batch := plan.batch(step)).position < position:
+        inputs, _ = read_batch(dataset, [int(i) for i in batch.indices])
         whole += inputs.sum(0)
         step += 1
-    assert chosen.position == position, (chosen.position, position)
+    assert batch.position == position, (batch.position, position)
     return whole
 
 
@@ -88,7 +88,7 @@ def faults_of(seed: int, roles: Sequence[Address]) -> tuple[Fault, ...]:
 
 
 @pytest.mark.parametrize("seed", range(N_SEEDS))
-def test_every_sample_counts_once_whatever_dies_or_is_late(seed: int) -> None:
+def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
     n_machines = 2 + seed % 3
     names = [rank_name(0, m) for m in range(n_machines)]
     n_push = 1 + seed // 3 % 2
@@ -107,32 +107,31 @@ def test_every_sample_counts_once_whatever_dies_or_is_late(seed: int) -> None:
         faults=faults,
     )
     group.run()
-    duties = [group.machine(name)._duty for name in group.machines]
-    pushed = {duty.pushed for duty in duties if duty.pushed is not None}
+    objectives = [group.machine(name)._objective for name in group.machines]
+    pushed = {objective.pushed for objective in objectives if objective.pushed is not None}
     assert len(pushed) == 1, pushed
     (position,) = pushed
     if not any(isinstance(fault, Kill) and fault.role == names[0] for fault in faults):
-        assert position == 120  # and no step that is taken again counts twice
-    assert 120 <= position <= 240, position  # who leads, dies, and counts anew
+        assert position == 120  # no repeated step counts twice
+    assert 120 <= position <= 240, position  # a restarted leader counts its own steps again
     start = group.first_values()["weight"]
     expected = start - counted(position).expand(3, 200).reshape(-1)
     torch.testing.assert_close(group.values()["weight"], expected, rtol=0, atol=2e-4)
 
 
-# --------------------------------------------------- who is silent when it is to end
+# --------------------------------------------------- silent ranks at the end
 
 
 def lost(name: str) -> PeerLost:
-    """What the supervisor lets the others know once it has ended a silent machine."""
+    """Return what the supervisor announces once it has given up a silent rank."""
     reason = "it has ended"
     return PeerLost(peer=Address(name), incarnation=1, reason=reason, for_good=True)
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2])
 @pytest.mark.parametrize("at", [0.001, 0.01, 0.1])
-def test_the_others_end_as_soon_as_a_silent_one_is_gone_for_good(silent: int, at: float) -> None:
-    """They waited for a machine that stood still 40 s more, and for a leader without a
-    bound of their own."""
+def test_the_others_end_once_a_silent_rank_is_lost_for_good(silent: int, at: float) -> None:
+    """Regression: they waited 40 s more for a paused rank, and for ever for a paused leader."""
     names = [rank_name(0, m) for m in range(3)]
     settings = downpour(max_steps=None, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
     group = Group(
@@ -155,11 +154,11 @@ def test_the_others_end_as_soon_as_a_silent_one_is_gone_for_good(silent: int, at
     assert len(group.told(Finished)) == 2
 
 
-def test_who_is_gone_for_good_and_of_no_group_is_nothing_to_a_machine() -> None:
+def test_a_lost_peer_of_another_group_is_ignored() -> None:
     settings = downpour(max_steps=30, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
     group = Group(COUNTING, settings, inputs=[InputSpec(shape=(200,))])
     group.simulation.run(until=0.001)
     for name in group.machines:
         group.simulation.post(name, lost("replica-1.0"))
-    group.simulation.post(group.machines[2], lost(group.machines[1]))  # leads nobody
+    group.simulation.post(group.machines[2], lost(group.machines[1]))  # not a leader
     group.run()

@@ -1,4 +1,4 @@
-"""Downpour as a job knows it: table, roster, roles."""
+"""Downpour as a plug-in: table, roster, roles."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -140,13 +140,13 @@ def build(name: str, context: BuildContext) -> Role:
     return DOWNPOUR.build(name, config=SETTINGS, context=context)
 
 
-def test_a_replica_with_other_data_than_the_job_is_not_built() -> None:
-    """A machine that joined had 1,500 of 2,000 samples, and trained in silence."""
+def test_a_replica_with_other_data_than_the_job_is_rejected() -> None:
+    """Regression: a host that joined had 1,500 of 2,000 samples and trained without a warning."""
     built = context()
     n_train = len(built.train_data())
     build("replica-0", replace(built, n_train=n_train))
     other = replace(built, n_train=n_train + 1)
-    with pytest.raises(JobError, match=rf"has {n_train} samples here, and {n_train + 1}"):
+    with pytest.raises(JobError, match=rf"has {n_train} samples here but {n_train + 1}"):
         build("replica-0", other)
     build("replica-0", replace(other, datasets={"data.train": built.train_data()}))
 
@@ -158,7 +158,7 @@ def test_every_role_of_the_roster_can_be_built() -> None:
 
 
 @pytest.mark.parametrize("name", ["shard-2", "replica-x", "coordinator", "evaluator-0"])
-def test_a_name_that_is_not_in_the_roster_is_refused(name: str) -> None:
+def test_a_name_outside_the_roster_is_rejected(name: str) -> None:
     with pytest.raises(LocalProtocolError, match=f"no role '{name}' in a job of 2 sh"):
         build(name, context())
 
@@ -168,7 +168,7 @@ def test_an_evaluator_needs_test_data() -> None:
         build("evaluator", context(test=False))
 
 
-def test_a_layout_of_another_number_of_shards_is_refused() -> None:
+def test_a_layout_for_another_number_of_shards_is_rejected() -> None:
     with pytest.raises(LocalProtocolError, match="a layout of 3 shards in a job of 2"):
         build("shard-0", context(n_layout_shards=3))
     with pytest.raises(LocalProtocolError, match="need the layout"):

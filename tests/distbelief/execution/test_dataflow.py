@@ -1,4 +1,4 @@
-"""Which gradients others wait for, and what therefore comes first."""
+"""Which gradients other ranks wait for, and so come first."""
 
 from collections.abc import Mapping
 
@@ -24,11 +24,10 @@ def compiled(places: Mapping[str, Placement], *, n_machines: int = 2) -> Compile
 STAGES = {"fc0": on(0), "fc1": on(0), "fc2": on(1), "fc3": on(1)}
 
 
-def test_all_that_leads_to_what_is_sent_back_is_urgent() -> None:
-    """Once only fc2 was, which reads what another machine computed, and fc3 was not.
+def test_all_layers_on_a_path_to_a_sent_gradient_are_urgent() -> None:
+    """Regression: only fc2 was urgent, which reads the output of another rank; fc3 was not.
 
-    So machine 1 computed the gradients of fc3's tensors while machine 0 had nothing to
-    do but to wait for that of fc1.
+    Rank 1 computed gradients of fc3's tensors while rank 0 waited for that of fc1.
     """
     assert urgent(compiled(STAGES)) == {"fc2", "fc3"}
     assert urgent(compiled(dict.fromkeys(STAGES, on(0)), n_machines=1)) == set()
@@ -47,12 +46,12 @@ def test_gradients_of_tensors_come_when_nothing_urgent_is_left() -> None:
         (task.layer.name, operation.places)
         for operation in done
         if isinstance(operation, BackwardOp)
-        and isinstance(task := flow.operations[operation.task], ForwardOp)
+        and isinstance(task := flow.operations[operation.forward], ForwardOp)
     ]
     assert gradients == [("fc3", (0,)), ("fc2", (0,)), ("fc3", (1, 2)), ("fc2", (1, 2))]
 
 
-def test_a_machine_that_nobody_waits_for_pushes_as_soon_as_it_can() -> None:
+def test_a_rank_that_no_other_waits_for_pushes_early() -> None:
     flow = dataflow(compiled(STAGES), 0, loss="fc3")
     backs = [each for each in flow.operations if isinstance(each, BackwardOp)]
     assert [back.places for back in backs] == [(0, 1, 2), (1, 2)]
@@ -60,7 +59,7 @@ def test_a_machine_that_nobody_waits_for_pushes_as_soon_as_it_can() -> None:
 
 
 def test_a_gradient_that_travels_itself_does_not_wait_for_a_path() -> None:
-    """Layers 1 and 2 are cut into two bands, and each has one weight for both."""
+    """Layers 1 and 2 are cut into two bands and share one weight each."""
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1))
     graph = capture(net, [InputSpec(shape=(1, 10, 10))])
     bands = Placement(cuts=((), (4,), ()), machines=(0, 1))

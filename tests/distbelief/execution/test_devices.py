@@ -1,4 +1,4 @@
-"""Programs whose tensors are elsewhere than in this host's memory: `device`."""
+"""Execution on another device than the host's memory: `device`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from tests.distbelief.execution.test_execution import BATCH, SEED, inputs_of, sl
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import captured, random_plan
-from tests.distbelief.worker.in_process import Crew, Together
+from tests.distbelief.worker.in_process import LocalGroup, StepOutput
 
 
 pytestmark = pytest.mark.untraced
@@ -24,11 +24,11 @@ VARIED = ["mobilenet", "lstm", "encoder", "vision transformer", "local"]
 has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
 
-def found_on(name: str, device: str, *, n_machines: int = 3) -> Together:
+def found_on(name: str, device: str, *, n_machines: int = 3) -> StepOutput:
     """Return what a step by a random plan comes to, the same one on any device."""
     model, graph = captured(name)
     placements = random_plan(graph, np.random.default_rng(5), n_machines=n_machines)
-    crew = Crew(
+    group = LocalGroup(
         compiled=compile_plan(graph, placements, batch=BATCH, n_machines=n_machines),
         dtype=torch.float64,
         modules=whole_modules(graph, model),
@@ -38,11 +38,11 @@ def found_on(name: str, device: str, *, n_machines: int = 3) -> Together:
         device=device,
     )
     with Elsewhere() if device == "meta" else nullcontext():
-        return crew.step(inputs_of(graph, name), tensors_of(model), seed=SEED)
+        return group.step(inputs_of(graph, name), tensors_of(model), seed=SEED)
 
 
 class Elsewhere(TorchFunctionMode):
-    """Lets tensors without values come back as zeros, as if from another device."""
+    """Returns zeros for tensors without values, as if copied from another device."""
 
     @override
     def __torch_function__(
@@ -63,9 +63,9 @@ class Elsewhere(TorchFunctionMode):
 
 @pytest.mark.parametrize("name", VARIED)
 def test_all_that_is_computed_with_is_on_the_device(name: str) -> None:
-    """Operations on tensors of two devices fail, also where one has no values.
+    """Operations on tensors of two devices fail, even if one of them has no values.
 
-    So it can be tested without a GPU that nothing is left behind on the host.
+    So a test without a GPU finds tensors that were left on the host.
     """
     found, expected = found_on(name, "meta"), found_on(name, "cpu")
     assert found.n_bytes == expected.n_bytes

@@ -1,4 +1,4 @@
-"""Compiled programs, executed, against the graph itself: they are complete."""
+"""Compiled programs, executed and compared with the graph itself."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tests.distbelief.graph.reference import evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import captured, random_plan
-from tests.distbelief.worker.in_process import Crew, Together
+from tests.distbelief.worker.in_process import LocalGroup, StepOutput
 
 
 pytestmark = pytest.mark.untraced
@@ -41,7 +41,7 @@ def test_programs_of_random_plans_compute_what_the_graph_computes(name: str, see
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("n_machines", range(1, 9))
 @pytest.mark.parametrize("name", ZOO)
-def test_every_model_on_one_to_eight_machines(name: str, n_machines: int) -> None:
+def test_every_model_on_one_to_eight_ranks(name: str, n_machines: int) -> None:
     generator = np.random.default_rng([n_machines, *name.encode()])
     check(name, generator, n_machines=n_machines)
 
@@ -60,7 +60,7 @@ def test_float32_is_as_near_to_float64_as_one_process_is(name: str) -> None:
     inputs, tensors = in_float32(inputs), in_float32(tensors)
     rounded = gradients_of(graph, inputs, tensors, Step(training=True, modules=modules))
     generator = np.random.default_rng(list(name.encode()))
-    crew = Crew(
+    group = LocalGroup(
         compiled=compile_plan(
             graph, random_plan(graph, generator, n_machines=4), batch=BATCH, n_machines=4
         ),
@@ -69,7 +69,7 @@ def test_float32_is_as_near_to_float64_as_one_process_is(name: str) -> None:
         seeds=frozenset(graph.outputs),
         seed_gradient=lambda _layer, output, _n: slope(output),
     )
-    found = crew.step(inputs, tensors, seed=SEED).gradients
+    found = group.step(inputs, tensors, seed=SEED).gradients
     assert distance(found, exact) <= 3 * distance(rounded, exact)
 
 
@@ -88,7 +88,7 @@ def gradients_of(
     tensors: Mapping[str, torch.Tensor],
     step: Step,
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of the objective, of all that is trained and has a part."""
+    """Return the gradient of the objective for every trained tensor that has one."""
     values = evaluate(graph, inputs, tensors, step=step)
     trained = [name for name, use in graph.tensors.items() if use.trains]
     gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
@@ -101,10 +101,10 @@ def gradients_of(
 
 
 def distance(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
-    """Return the largest relative error of a tensor; of those that are not rounding.
+    """Return the largest relative error of a tensor, tensors of pure rounding left out.
 
-    A bias before BatchNorm has a gradient of zero: what is left of its summands is all
-    rounding, in one process as in several, and has no relative error.
+    A bias before BatchNorm has a gradient of zero: what remains is rounding, with no meaningful
+    relative error.
     """
     largest = max(float(value.norm()) for value in exact.values())
     return max(
@@ -157,7 +157,7 @@ def check(
         n_machines=n_machines,
     )
     names = [layer.name for layer in graph.layers if layer.kind != INPUT]
-    crew = Crew(
+    group = LocalGroup(
         compiled=compiled,
         dtype=torch.float64,
         micro_batches=micro_batches,
@@ -166,7 +166,7 @@ def check(
         seeds=frozenset(graph.outputs),
         seed_gradient=lambda _layer, output, _n: slope(output),
     )
-    found = crew.step(inputs, tensors, seed=SEED)
+    found = group.step(inputs, tensors, seed=SEED)
     for layer in names:
         torch.testing.assert_close(
             found.outputs[layer], expected[layer].detach(), rtol=TOLERANCE, atol=TOLERANCE
@@ -177,12 +177,10 @@ def check(
 
 
 def objective(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """A number that depends on all of them."""
     return torch.stack([(value * value.atan()).sum() for value in outputs]).sum()
 
 
 def slope(output: torch.Tensor) -> torch.Tensor:
-    """The gradient of the objective with respect to one output."""
     leaf = output.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(objective([leaf]), [leaf])
     return gradient
@@ -205,11 +203,11 @@ def inputs_of(graph: LayerGraph, name: str, *, batch: int = BATCH) -> dict[str, 
 
 def assert_gradients(
     compiled: Compiled,
-    found: Together,
+    found: StepOutput,
     tensors: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
 ) -> None:
-    """Check that what was pushed is the gradient, all of it and once."""
+    """Check that the pushed regions are the gradient, complete and without overlap."""
     graph = compiled.graph
     trained = [name for name, use in graph.tensors.items() if use.trains]
     leaves = [tensors[name] for name in trained]

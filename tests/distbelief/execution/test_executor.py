@@ -1,4 +1,4 @@
-"""Counts of BatchNorm's steps, beside its averages."""
+"""The step counters of BatchNorm, beside its averages."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def flow(*items: tuple[str, Region]) -> Dataflow:
     )
 
 
-def test_who_has_the_first_channels_counts() -> None:
+def test_the_rank_with_the_first_channels_counts() -> None:
     first, second = Region.of(8).cut(0, [1.0, 1.0])
     saved = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     whose = flow(("norm.running_var", first), ("norm.running_mean", first))

@@ -1,4 +1,4 @@
-"""What is done in one go, and what is left for the next."""
+"""Chains: what runs in one piece, and what waits for the next."""
 
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.operations import Dataflow, ForwardOp, InputOp
@@ -9,7 +9,7 @@ from tests.distbelief.program.plans import chain
 
 
 def machine_of_two_senders() -> tuple[Dataflow, ReadyQueue]:
-    """Machine 1, to which machines 0 and 2 send a half of fc1's input each."""
+    """Return rank 1, to which ranks 0 and 2 send a half of fc1's input each."""
     places = {
         "fc0": Placement(cuts=((2,),), machines=(0, 2)),
         "fc1": Placement(cuts=((),), machines=(1,)),
@@ -19,10 +19,10 @@ def machine_of_two_senders() -> tuple[Dataflow, ReadyQueue]:
     return flow, ReadyQueue(MicroBatchSchedule.of(flow, 1), [3])
 
 
-def test_a_message_that_lets_nothing_be_done_waits_for_the_next() -> None:
-    """Each had the compute lane to itself: two switches of threads for a view.
+def test_an_input_that_enables_nothing_joins_the_next_chain() -> None:
+    """Regression: each input was a chain of its own, two thread switches for one view.
 
-    Of 16 machines that send each other small pieces, that was most of a step.
+    With 16 ranks that exchange small pieces, that was most of a step.
     """
     flow, agenda = machine_of_two_senders()
     assert agenda.chain() == ([], 0.0)  # parameters alone
@@ -39,8 +39,8 @@ def test_a_message_that_lets_nothing_be_done_waits_for_the_next() -> None:
     assert agenda.n_left == 0
 
 
-def test_what_enters_last_is_not_left_behind() -> None:
-    """Nothing reads it but whoever wants it at the end."""
+def test_the_last_input_is_not_left_behind() -> None:
+    """No operation reads it; it is an output of the step."""
     places = {
         "fc0": Placement(cuts=((),), machines=(0,)),
         "fc1": Placement(cuts=((),), machines=(1,)),

@@ -1,4 +1,4 @@
-"""Tensors put together from pieces, against arrays filled index by index."""
+"""Tensors assembled from slots, compared with arrays filled index by index."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_a_sum_is_the_sum_index_by_index(
 
 
 @given(wanted=regions(), cut=st.integers(0, 5), samples=st.integers(0, 1))
-def test_what_is_cut_is_what_was_there(wanted: Region, cut: int, samples: int) -> None:
+def test_a_cut_gives_the_original_values(wanted: Region, cut: int, samples: int) -> None:
     whole = torch.arange(20.0).view(EXTENTS).expand(*(2,) * samples, *EXTENTS)
     known = [(slot, Region((rows, (0, 4)))) for slot, rows in enumerate([(0, cut), (cut, 5)])]
     spec = gather(wanted, known, how="cut", samples=bool(samples), what="a state")
@@ -77,7 +77,7 @@ def test_a_gap_is_named(how: How, stop: int) -> None:
         gather(Region(((0, 5),)), known, how=how, samples=True, what="state 'a'")
 
 
-def test_what_is_there_twice_is_not_cut() -> None:
+def test_overlapping_pieces_cannot_be_cut() -> None:
     known = [(0, Region(((0, 3),))), (1, Region(((2, 5),)))]
     with pytest.raises(GraphError, match="twice"):
         gather(Region(((0, 5),)), known, how="cut", samples=True, what="state 'a'")

@@ -326,7 +326,7 @@ def looking_net() -> nn.Module:
 def test_a_constructor_that_looks_at_values_is_told_what_to_do() -> None:
     """It was told that Tensor.item() cannot be called on meta tensors, and no more."""
     task = job(f"model.factory={HERE}:looking_net").task
-    with pytest.raises(JobError, match=r"item\(\).*meta.*\. Where replicas .*in Python"):
+    with pytest.raises(JobError, match=r"item\(\).*meta.*\. A partitioned model .*in Python"):
         capture_for(task, sample_of(Data()))
 
 

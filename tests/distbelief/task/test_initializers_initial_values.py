@@ -39,7 +39,7 @@ def test_the_distribution_is_that_of_torch(module: nn.Module) -> None:
             assert np.abs(drawn).max() == pytest.approx(np.abs(theirs).max(), rel=0.3), name
 
 
-def test_norms_and_counters_begin_as_the_module_has_them() -> None:
+def test_norms_and_counters_start_as_in_the_module() -> None:
     initials = FlatModel(nn.BatchNorm1d(5)).initials()
     values = {name: initial.value for name, initial in initials.items()}
     assert values == {
@@ -63,6 +63,6 @@ def test_an_empty_tensor_needs_no_rule() -> None:
     assert FlatModel(module).initials()["w"].value == 0.0
 
 
-def test_a_layer_of_ones_own_is_named_with_the_way_out() -> None:
+def test_a_users_layer_is_named_with_the_fix() -> None:
     with pytest.raises(JobError, match=r"Everything draws 'scale': use initial = "):
         FlatModel(Everything(4, 2)).initials()

@@ -27,7 +27,7 @@ def recorded(make: Callable[[], nn.Module]) -> dict[str, Initial]:
         lambda: nn.MultiheadAttention(8, 2),
     ],
 )
-def test_layers_are_drawn_as_they_draw_themselves(make: Callable[[], nn.Module]) -> None:
+def test_recorded_distributions_are_those_of_the_layers(make: Callable[[], nn.Module]) -> None:
     module = make()
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     known = initials_of(module, names)
@@ -38,7 +38,7 @@ def test_layers_are_drawn_as_they_draw_themselves(make: Callable[[], nn.Module])
             assert getattr(initial, field) == pytest.approx(expected), (name, field)
 
 
-def test_values_of_ones_own_choice_are_kept() -> None:
+def test_initial_values_chosen_by_the_user_are_kept() -> None:
     def make() -> nn.Module:
         layer = nn.Linear(6, 6)
         nn.init.xavier_normal_(layer.weight, gain=2.0)
@@ -77,7 +77,7 @@ def truncated() -> nn.Module:
 
 
 def doubled() -> nn.Module:
-    """Its cast was called a filling that shards cannot repeat."""
+    """Regression: its cast was reported as a fill that shards cannot repeat."""
     return nn.Linear(3, 3).double()
 
 
@@ -126,8 +126,6 @@ def untouched() -> nn.Module:
         (untouched, "never given any values"),
     ],
 )
-def test_what_shards_cannot_draw_is_refused_by_name(
-    make: Callable[[], nn.Module], why: str
-) -> None:
+def test_tensors_that_shards_cannot_draw_are_named(make: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(JobError, match=rf"tensor 'weight' is .*{why}.*'module'"):
         recorded(make)

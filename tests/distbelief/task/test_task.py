@@ -1,4 +1,4 @@
-"""The task: what is right passes; each mistake is told in one sentence."""
+"""Tasks: valid ones pass; each mistake gives one sentence."""
 
 import msgspec
 import pytest
@@ -60,7 +60,7 @@ def refused(wrong: TaskSpec, *, batch_size: int = 16) -> str:
         task(loss=f"{HERE}:own_loss", metric=f"{HERE}:own_loss"),
     ],
 )
-def test_what_is_right_passes(right: TaskSpec) -> None:
+def test_valid_tasks_pass(right: TaskSpec) -> None:
     check(right, 16)
 
 
@@ -68,7 +68,7 @@ def test_a_batch_may_be_larger_than_the_data() -> None:
     check(task(), 1000)
 
 
-def test_a_check_changes_nobodys_random_numbers() -> None:
+def test_a_check_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     build_model(ModelSpec(factory=f"{HERE}:net", seed=3))
     assert torch.equal(before, torch.get_rng_state())
@@ -95,7 +95,7 @@ def test_initial_is_a_word_or_a_weights_file() -> None:
 # ------------------------------------------------------------------ factories
 
 
-def test_a_path_without_colon_is_refused() -> None:
+def test_a_path_without_colon_is_rejected() -> None:
     with pytest.raises(JobError, match=r"^\[model\] 'net' is no import path"):
         build_model(ModelSpec(factory="net"))
 
@@ -124,12 +124,12 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
         build_model(ModelSpec(factory="breaks:net"))
 
 
-def test_a_misspelt_name_meets_the_nearest() -> None:
+def test_a_misspelt_name_suggests_the_nearest() -> None:
     with pytest.raises(JobError, match=r"has no 'conv_nett'. Did you mean 'conv_net'"):
         build_model(ModelSpec(factory=f"{HERE}:conv_nett"))
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_a_value_that_cannot_be_called_is_rejected() -> None:
     with pytest.raises(JobError, match="is of type int, which cannot be called"):
         build_model(ModelSpec(factory=f"{HERE}:NOT_CALLABLE"))
 
@@ -161,12 +161,12 @@ def test_a_factory_that_fails_is_named_with_its_line() -> None:
         ("lazy_net", "parameter 'weight' has no shape yet"),
     ],
 )
-def test_a_factory_of_no_model_is_told_what_it_returned(factory: str, claim: str) -> None:
+def test_a_factory_without_a_model_names_what_it_returned(factory: str, claim: str) -> None:
     with pytest.raises(JobError, match=claim):
         build_model(ModelSpec(factory=f"{HERE}:{factory}"))
 
 
-def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
+def test_a_factory_without_data_names_what_it_returned() -> None:
     with pytest.raises(JobError, match=r"\[data.train\] .* returned 7, not a data set"):
         build_dataset(DataSpec(factory=f"{HERE}:no_dataset"))
     with pytest.raises(JobError, match=r"\[data.test\] .* a data set of 0 samples"):
@@ -197,7 +197,7 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
             task(train="bad_labels"),
             (
                 "[data.train] sample 13 has label 5, but the model has 2 outputs "
-                "(labels 0 to 1): give it more outputs, or mend the labels"
+                "(labels 0 to 1): give it more outputs, or fix the labels"
             ),
         ),
         (task(test="bad_labels"), "[data.test] sample 13 has label 5, but the model has 2 outputs"),
@@ -247,11 +247,11 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
         (task(metric=f"{HERE}:failing_function"), "metric tests.distbelief.ex"),
     ],
 )
-def test_a_mistake_is_told_in_one_sentence(wrong: TaskSpec, claim: str) -> None:
+def test_each_mistake_gives_one_sentence(wrong: TaskSpec, claim: str) -> None:
     assert claim in refused(wrong)
 
 
-def test_a_gradient_that_is_no_number_names_its_parameter() -> None:
+def test_a_gradient_that_is_not_finite_names_its_parameter() -> None:
     wrong = task(model="wrapped", kind="root", loss=f"{HERE}:mean_output")
     assert "the gradient of 'layer.weight' is NaN" in refused(wrong)
 
@@ -314,7 +314,7 @@ def test_the_layer_that_fails_is_named_with_both_widths(
     assert claim in forward_fails(module, torch.zeros(shape))
 
 
-def test_a_gradient_that_reaches_no_parameter_is_told() -> None:
+def test_a_gradient_that_reaches_no_parameter_is_reported() -> None:
     class Beside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -327,7 +327,7 @@ def test_a_gradient_that_reaches_no_parameter_is_told() -> None:
     assert "no parameter received a gradient" in forward_fails(Beside(), torch.zeros(2, 4))
 
 
-def test_a_backward_that_fails_is_told() -> None:
+def test_a_failing_backward_pass_is_reported() -> None:
     class Overwritten(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -353,10 +353,8 @@ def test_the_usual_metric_goes_with_the_loss() -> None:
 
 
 @pytest.mark.parametrize(("is_integer", "name"), [(True, "accuracy"), (False, "mse")])
-def test_a_loss_of_ones_own_is_judged_by_what_its_targets_are(
-    *, is_integer: bool, name: str
-) -> None:
-    """A net that foretells numbers was said to have an accuracy of 9 %."""
+def test_the_metric_of_a_users_loss_depends_on_the_targets(*, is_integer: bool, name: str) -> None:
+    """Regression: a regression model was reported with an accuracy of 9 %."""
     sample = Sample(
         input_shape=(4,), input_is_integer=False, target_shape=(2,), target_is_integer=is_integer
     )
@@ -365,7 +363,7 @@ def test_a_loss_of_ones_own_is_judged_by_what_its_targets_are(
     assert metric_name(task(loss="cross_entropy"), sample) == "accuracy"
 
 
-def test_accuracy_is_the_part_that_is_right() -> None:
+def test_accuracy_is_the_share_of_correct_predictions() -> None:
     outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
     accuracy = build_metric(task())
     assert float(accuracy(outputs, torch.tensor([0, 1, 0, 1]))) == 0.5
@@ -385,7 +383,9 @@ def test_mse_is_the_mean_of_squares() -> None:
     assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
 
 
-def test_which_way_a_metric_is_better_its_function_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_function_may_say_whether_higher_is_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = f"{HERE}:mean_output"
     assert higher_is_better("accuracy")
     assert not higher_is_better("mse")

@@ -1,4 +1,4 @@
-"""One replica on a bench: the test plays its shards, its lanes and its clock."""
+"""Drives one replica in a test: the test acts as shard, executor and clock."""
 
 from collections.abc import Sequence
 
@@ -49,13 +49,13 @@ SHARD = Address("shard-0")
 
 
 class Shard:
-    """Plays a shard that is reached by messages; it keeps pushes, and applies none.
+    """A shard reached by messages; it records pushes and applies none.
 
     Attributes:
-        values: What is fetched from it.
-        samples: What it tells at Welcome.
+        values: What a fetch returns.
+        samples: What it sends in SessionOpened.
         acknowledges: Whether pushes are acknowledged at once.
-        pushed: Each push, and what was pushed.
+        pushed: Each push and its values.
     """
 
     def __init__(self, values: Vector) -> None:
@@ -99,7 +99,6 @@ class Shard:
                 return []
 
     def acknowledge(self) -> list[Message]:
-        """Acknowledge all there is."""
         return [
             PushApplied(
                 sequence=self.pushed[-1][0].sequence,
@@ -111,14 +110,14 @@ class Shard:
 
 
 class Bench:
-    """A replica whose every action waits for the test.
+    """A replica whose actions wait for the test.
 
     Attributes:
         shard: Its one shard.
-        computes: Work asked for and not yet run.
-        told: What the supervisor was told.
+        computes: Work that was requested and has not run.
+        reported: Messages to the supervisor.
         reports: Its log.
-        now: The time, for the test to set.
+        now: The time, set by the test.
     """
 
     def __init__(  # what a test may vary
@@ -161,19 +160,19 @@ class Bench:
         )
         self.computes: list[Compute] = []
         self.timers: dict[str, float] = {}
-        self.told: list[Message] = []
+        self.reported: list[Message] = []
         self.reports: list[Report] = []
         self.to_shard: list[Message] = []  # sent, not yet arrived
         self._halted = False
         self.now = 0.0
 
     def feed(self, event: Event) -> list[Action]:
-        """Let an event happen; keep what it calls for."""
+        """Handle an event and record its actions."""
         actions = list(self.replica.handle(event, self.now))
         for action in actions:
             match action:
                 case Send(receiver=receiver, message=message):
-                    (self.to_shard if receiver == SHARD else self.told).append(message)
+                    (self.to_shard if receiver == SHARD else self.reported).append(message)
                 case Compute():
                     self.computes.append(action)
                 case SetTimer():
@@ -186,15 +185,14 @@ class Bench:
                     raise AssertionError(action)
         return actions
 
-    def tell(self, message: Message, *, sender: str = SUPERVISOR) -> list[Action]:
-        """Let a message arrive."""
+    def receive(self, message: Message, *, sender: str = SUPERVISOR) -> list[Action]:
         return self.feed(Received(sender=Address(sender), incarnation=1, message=message))
 
     def deliver(self) -> None:
-        """Let the shard answer all it was sent, and what it is sent upon that."""
+        """Let the shard answer until no message is left."""
         while self.to_shard:
             for answer in self.shard.answer(self.to_shard.pop(0)):
-                self.tell(answer, sender=SHARD)
+                self.receive(answer, sender=SHARD)
 
     def compute(self, name: str = "") -> Compute:
         """Run the oldest work, or the oldest of this name."""
@@ -210,13 +208,12 @@ class Bench:
         return wanted
 
     def start(self) -> "Bench":
-        """Begin its life; the shard welcomes it."""
+        """Start the replica; the shard opens a session."""
         self.feed(Started(incarnation=1))
         self.deliver()
         return self
 
     def run_until_step(self, step: int) -> None:
-        """Let everything happen until so many steps are done."""
         for _ in range(1000):
             if self.replica.counters.steps >= step:
                 return
@@ -225,7 +222,6 @@ class Bench:
         raise AssertionError(f"step {step} never came: {self.replica.status()}")
 
     def run_to_the_end(self) -> None:
-        """Let everything happen until it halts."""
         for _ in range(1000):
             self.deliver()
             if self._halted:
@@ -234,24 +230,21 @@ class Bench:
         raise AssertionError(f"it never halted: {self.replica.status()}")
 
     def run_while_it_can(self) -> None:
-        """Let everything happen until it waits for the supervisor."""
+        """Run until it waits for the supervisor."""
         self.deliver()
         while self.computes:
             self.compute()
             self.deliver()
 
     def has_halted(self) -> bool:
-        """Return whether it has ended."""
         return self._halted
 
     @property
     def pending(self) -> list[str]:
-        """Names of the work asked for."""
         return [compute.name for compute in self.computes]
 
     @property
     def state(self) -> str:
-        """The word that it says it is doing."""
         return self.replica.status()[0]
 
     def sums_pushed(self) -> list[list[torch.Tensor]]:
@@ -264,5 +257,5 @@ class Bench:
         return found
 
     def sent(self, kind: type[Message]) -> Sequence[Message]:
-        """Return what waits to reach the shard, of one kind."""
+        """Return undelivered messages to the shard, of one type."""
         return [message for message in self.to_shard if isinstance(message, kind)]

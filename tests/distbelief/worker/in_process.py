@@ -1,8 +1,7 @@
-"""All machines of a plan in one process: their programs, and messages between them.
+"""All ranks of a plan in one process: their programs and the messages between them.
 
-Not how a job runs, but what it computes: for inference by a plan in one process, for
-checking a plan before it is used, and for tests. Each machine has its own executor, and
-knows what it read, received or computed, nothing else.
+Computes what a partitioned job computes, without network and roles. Each rank has its own
+executor and sees only what it has read, received or computed.
 """
 
 from collections import defaultdict
@@ -24,15 +23,15 @@ from distbelief.worker.batches import micro_sizes
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Together:
-    """What a step of all machines comes to.
+class StepOutput:
+    """The results of a step on all ranks.
 
     Attributes:
         loss: Mean over the samples; None if there is none.
-        outputs: Of the layers that are wanted: (n_samples, *shape), whole.
+        outputs: Of the wanted layers: (n_samples, *shape), whole.
         gradients: Per tensor, whole; zeros where none was pushed.
         pushed: Per tensor, the regions that were pushed, once each.
-        averages: New running statistics, per tensor, whole.
+        averages: New running averages, per tensor, whole.
         n_bytes: Sent, by sender and receiver.
     """
 
@@ -46,19 +45,19 @@ class Together:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Crew:
-    """How machines compute together.
+class LocalGroup:
+    """The ranks of a plan.
 
     Attributes:
         compiled: The plan.
         dtype: float32 or float64.
-        micro_batches: Into how many parts a batch is cut.
-        modules: For layers that are computed whole.
-        training: With the backward pass, or without.
+        micro_batches: Parts of a batch.
+        modules: Layers that are computed whole.
+        training: With the backward pass.
         loss: The layer whose mean over the samples is the objective.
         outputs: Layers whose outputs are wanted.
-        seeds: Layers whose gradients begin there; by default that of the loss.
-        seed_gradient: How.
+        seeds: Layers where gradients begin; by default the loss.
+        seed_gradient: Their values.
         device: Where tensors are.
     """
 
@@ -79,52 +78,52 @@ class Crew:
         tensors: Mapping[str, torch.Tensor],
         *,
         seed: int = 0,
-    ) -> Together:
-        """Return what a step on this batch comes to.
+    ) -> StepOutput:
+        """Return the results of a step on this batch.
 
         Args:
             inputs: Per input layer: (n_samples, *shape).
             tensors: The model's, by name, whole.
-            seed: Of the step's randomness.
+            seed: Of the step's random numbers.
         """
         n_samples = len(next(iter(inputs.values())))
         sizes = micro_sizes(n_samples, self.micro_batches)
-        machines = [
-            _Machine(self, index, inputs=inputs, tensors=tensors, sizes=sizes, seed=seed)
+        ranks = [
+            _Rank(self, index, inputs=inputs, tensors=tensors, sizes=sizes, seed=seed)
             for index in range(self.compiled.n_machines)
         ]
         n_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
-        left = [machine.agenda.n_left for machine in machines]
+        left = [rank.ready.n_left for rank in ranks]
         while any(left):
             before = left
-            for index, machine in enumerate(machines):
-                for copy, way, receiver, values in machine.go_on():
+            for index, rank in enumerate(ranks):
+                for micro_batch, message_index, receiver, values in rank.run_ready():
                     n_bytes[index, receiver] += values.nbytes
-                    machines[receiver].take(copy, way, index, values)
-            left = [machine.agenda.n_left for machine in machines]
-            assert left != before, "all machines wait for each other"
-        return self._put_together(machines, tensors, n_bytes)
+                    ranks[receiver].take(micro_batch, message_index, index, values)
+            left = [rank.ready.n_left for rank in ranks]
+            assert left != before, "all ranks wait for each other"
+        return self._assemble(ranks, tensors, n_bytes)
 
-    def _put_together(
+    def _assemble(
         self,
-        machines: "Sequence[_Machine]",
+        ranks: "Sequence[_Rank]",
         tensors: Mapping[str, torch.Tensor],
         n_bytes: Mapping[tuple[int, int], int],
-    ) -> Together:
+    ) -> StepOutput:
         gradients: dict[str, torch.Tensor] = {}
         averages: dict[str, torch.Tensor] = {}
         outputs: dict[str, torch.Tensor] = {}
         pushed: defaultdict[str, list[Region]] = defaultdict(list)
         losses = []
-        for machine in machines:
-            found = machine.execution.finish()
-            items = machine.execution.flow.items
-            for item in machine.execution.flow.trained:
+        for rank in ranks:
+            found = rank.execution.finish()
+            items = rank.execution.flow.items
+            for item in rank.execution.flow.trained:
                 name, region = items[item]
                 pushed[name].append(region)
                 whole = gradients.setdefault(name, torch.zeros_like(tensors[name]))
-                if item in machine.gradients:
-                    whole[region.slices] = machine.gradients[item].view(region.shape)
+                if item in rank.gradients:
+                    whole[region.slices] = rank.gradients[item].view(region.shape)
             for item, value in found.averages.items():
                 name, region = items[item]
                 whole = averages.setdefault(name, torch.zeros_like(tensors[name]))
@@ -135,8 +134,8 @@ class Crew:
                     outputs[name] = value.new_zeros((len(value), *shape))
                 outputs[name][(slice(None), *region.slices)] = value
             if found.loss is not None:
-                losses.append(found.loss / machine.n_samples)
-        return Together(
+                losses.append(found.loss / rank.n_samples)
+        return StepOutput(
             loss=sum(losses) if losses else None,
             outputs=outputs,
             gradients=gradients,
@@ -147,10 +146,10 @@ class Crew:
 
 
 @final
-class _Machine:
+class _Rank:
     def __init__(
         self,
-        crew: Crew,
+        group: LocalGroup,
         index: int,
         *,
         inputs: Mapping[str, torch.Tensor],
@@ -159,27 +158,27 @@ class _Machine:
         seed: int,
     ) -> None:
         flow = dataflow(
-            crew.compiled,
+            group.compiled,
             index,
-            training=crew.training,
-            loss=crew.loss,
-            outputs=crew.outputs,
-            seeds=crew.seeds,
+            training=group.training,
+            loss=group.loss,
+            outputs=group.outputs,
+            seeds=group.seeds,
         )
         self.n_samples = sum(sizes)
         self.gradients: dict[int, torch.Tensor] = {}
         self.execution = PartitionExecutor(
             flow,
-            dtype=crew.dtype,
-            modules=crew.modules,
-            device=crew.device,
-            seed_gradient=crew.seed_gradient,
+            dtype=group.dtype,
+            modules=group.modules,
+            device=group.device,
+            seed_gradient=group.seed_gradient,
         )
-        table = MicroBatchSchedule.of(flow, len(sizes))
-        self.agenda = ReadyQueue(table, sizes)
+        schedule = MicroBatchSchedule.of(flow, len(sizes))
+        self.ready = ReadyQueue(schedule, sizes)
         self._arrived: dict[int, Vector] = {}
         self._sent = {operation: place for place, operation in flow.sent.items()}
-        given = StepInputs(
+        step_inputs = StepInputs(
             parameters=[
                 tensors[name][region.slices].detach().clone() for name, region in flow.items
             ],
@@ -188,29 +187,28 @@ class _Machine:
                 for name, regions in flow.reads.items()
             },
             sizes=sizes,
-            training=crew.training,
+            training=group.training,
             seed=seed,
         )
-        self.execution.begin(table, given)
+        self.execution.begin(schedule, step_inputs)
 
-    def go_on(self) -> list[tuple[int, int, int, Vector]]:
-        """Do what can be done; return what is sent: micro-batch, way, receiver."""
-        chain, _ = self.agenda.chain()
+    def run_ready(self) -> list[tuple[int, int, int, Vector]]:
+        """Run what can run; return (micro-batch, message index, receiver, values) to send."""
+        chain, _ = self.ready.chain()
         n = len(self.execution.flow.operations)
         sends = self.execution.run(chain, self._arrived, self._put)
         found = []
         for instance, values in sends:
-            copy, operation = divmod(instance, n)
-            way, receiver = self._sent[operation]
-            found.append((copy, way, receiver, values))
+            micro_batch, operation = divmod(instance, n)
+            message_index, receiver = self._sent[operation]
+            found.append((micro_batch, message_index, receiver, values))
         return found
 
-    def take(self, copy: int, way: int, sender: int, values: Vector) -> None:
-        """Have what another machine has sent."""
+    def take(self, micro_batch: int, message_index: int, sender: int, values: Vector) -> None:
         flow = self.execution.flow
-        instance = copy * len(flow.operations) + flow.received[way, sender]
+        instance = micro_batch * len(flow.operations) + flow.received[message_index, sender]
         self._arrived[instance] = values
-        self.agenda.arrive(instance)
+        self.ready.arrive(instance)
 
     def _put(self, item: int, gradient: torch.Tensor) -> None:
         assert item not in self.gradients, item

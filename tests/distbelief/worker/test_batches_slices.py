@@ -1,4 +1,4 @@
-"""What a machine reads of a batch, and refuses to read."""
+"""What a rank reads of a batch, and labels that it rejects."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ class Labelled:
 
 
 def reader(dataset: Dataset, *, loss: str = "cross_entropy") -> SliceReader:
-    """Of a machine that has half of the inputs, and the labels of all samples."""
+    """Return the reader of a rank with half of the inputs and the labels of all samples."""
     graph = append_loss(capture(net(), [InputSpec(shape=(4,))]), loss)
     return SliceReader(
         dataset,
@@ -37,14 +37,14 @@ def reader(dataset: Dataset, *, loss: str = "cross_entropy") -> SliceReader:
     )
 
 
-def chosen(*indices: int) -> BatchIndices:
+def samples(*indices: int) -> BatchIndices:
     return BatchIndices(position=0, indices=np.array(indices))
 
 
-def test_a_portion_is_what_this_machine_needs_and_no_more() -> None:
-    portion = reader(Labelled([0, 1, 1, 0])).read(7, 3, chosen(2, 0))
-    assert (portion.life, portion.step, portion.targets) == (7, 3, None)
-    (inputs,), (labels,) = portion.inputs["input"], portion.inputs["targets"]
+def test_a_slice_is_what_the_rank_needs_and_no_more() -> None:
+    batch_slice = reader(Labelled([0, 1, 1, 0])).read(7, 3, samples(2, 0))
+    assert (batch_slice.life, batch_slice.step, batch_slice.targets) == (7, 3, None)
+    (inputs,), (labels,) = batch_slice.inputs["input"], batch_slice.inputs["targets"]
     assert inputs.dtype == torch.float64
     assert inputs.tolist() == [[2.0, 2.0], [0.0, 0.0]]
     assert labels.tolist() == [1, 0]
@@ -52,23 +52,23 @@ def test_a_portion_is_what_this_machine_needs_and_no_more() -> None:
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "nll", "one_vs_all"])
 @pytest.mark.parametrize("label", [2, -1, 9])
-def test_a_label_that_no_machine_has_a_class_for_is_refused(loss: str, label: int) -> None:
-    """It once counted as a sample without a loss: each machine left it to the other.
+def test_a_label_out_of_range_is_rejected(loss: str, label: int) -> None:
+    """Regression: it counted as a sample without a loss, since each rank left it to the other.
 
-    One process was told by torch, replicas of several trained on.
+    torch raises in one process; partitioned replicas trained on.
     """
     labels = [0, 1, 0, label]
-    reading = reader(Labelled(labels), loss=loss)
-    assert reading.read(1, 0, chosen(0, 1, 2)).inputs["targets"][0].tolist() == [0, 1, 0]
+    slice_reader = reader(Labelled(labels), loss=loss)
+    assert slice_reader.read(1, 0, samples(0, 1, 2)).inputs["targets"][0].tolist() == [0, 1, 0]
     claim = rf"\[data.train\] sample 3 has label {label}, .* 2 outputs \(labels 0 to 1\)"
     with pytest.raises(JobError, match=claim):
-        reading.read(1, 0, chosen(1, 3))
+        slice_reader.read(1, 0, samples(1, 3))
 
 
-def test_who_only_keeps_targets_refuses_labels_too() -> None:
-    """As machines that evaluate do: their metric counted such a sample as wrong."""
+def test_a_rank_that_only_keeps_targets_checks_labels_too() -> None:
+    """Regression: the metric of partitioned evaluators counted such a sample as wrong."""
     graph = append_loss(capture(net(), [InputSpec(shape=(4,))]), "one_vs_all")
-    reading = SliceReader(
+    slice_reader = SliceReader(
         Labelled([0, 3]),
         graph=graph,
         reads={},
@@ -77,9 +77,9 @@ def test_who_only_keeps_targets_refuses_labels_too() -> None:
         table="data.test",
     )
     with pytest.raises(JobError, match=r"\[data.test\] sample 1 has label 3"):
-        reading.read(1, 0, chosen(0, 1))
+        slice_reader.read(1, 0, samples(0, 1))
 
 
-def test_the_label_that_counts_for_nothing_is_read() -> None:
-    portion = reader(Labelled([0, -100])).read(1, 0, chosen(0, 1))
-    assert portion.inputs["targets"][0].tolist() == [0, -100]
+def test_the_ignored_label_is_accepted() -> None:
+    batch_slice = reader(Labelled([0, -100])).read(1, 0, samples(0, 1))
+    assert batch_slice.inputs["targets"][0].tolist() == [0, -100]

@@ -1,4 +1,4 @@
-"""Machines of one replica and of the evaluator: what they compute, say, and refuse."""
+"""The ranks of a replica and of the evaluator: results, status, and rejected messages."""
 
 from collections.abc import Sequence
 
@@ -95,7 +95,7 @@ def test_one_replica_with_blocking_calls_is_sequential_sgd(
     expected = sequential(settings, group)
     for name, value in group.values().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
-    # One machine's push made another's stale by one: 0.5 of two machines, on average.
+    # Regression: one rank's push made another's stale by one, 0.5 of two ranks on average.
     assert [group.status(shard)["staleness_max"] for shard in group.shards] == ([0.0] * n_shards)
 
 
@@ -117,7 +117,7 @@ def test_fetches_and_pushes_are_those_of_the_paper(n_fetch: int, n_push: int) ->
 def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushes(
     n_fetch: int, n_push: int
 ) -> None:
-    """A fetch overwrote the local steps whose gradients were not pushed yet."""
+    """Regression: a fetch overwrote the local steps whose gradients were not pushed yet."""
     settings = downpour(max_steps=23, n_fetch=n_fetch, n_push=n_push)
     group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1, dtype="float64")
     group.run()
@@ -171,7 +171,7 @@ def test_running_statistics_of_a_step_that_is_skipped_are_skipped(n_push: int) -
     assert group.values()["1.num_batches_tracked"].item() <= 9
 
 
-def test_a_machine_talks_to_the_shards_that_hold_its_part_and_no_others() -> None:
+def test_a_rank_connects_only_to_the_shards_that_hold_its_part() -> None:
     settings = downpour(max_steps=3)
     group = Group(LEARNING, settings, inputs=FRAMES, n_shards=4, n_machines=3, plan_seed=2)
     asked: dict[str, set[str]] = {name: set() for name in group.machines}
@@ -193,7 +193,7 @@ def test_a_machine_talks_to_the_shards_that_hold_its_part_and_no_others() -> Non
     assert few  # or it would have shown nothing
 
 
-def test_links_carry_what_the_plan_says() -> None:
+def test_ranks_send_the_bytes_that_the_plan_predicts() -> None:
     settings = downpour(max_steps=7, batch_size=5)
     group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1)
     group.run()
@@ -216,7 +216,7 @@ def state(group: Group, machine: int) -> str:
     return group.simulation.role(group.machines[machine]).status()[0]
 
 
-def test_machines_wait_for_begin_and_name_who_is_not_there() -> None:
+def test_ranks_wait_for_start_and_name_the_missing_rank() -> None:
     group = Group(
         LEARNING,
         downpour(max_steps=4),
@@ -231,7 +231,7 @@ def test_machines_wait_for_begin_and_name_who_is_not_there() -> None:
     assert state(group, 1) == "waiting for replica-0.0"
     group.simulation.run(until=2.0)
     assert state(group, 0) == "waiting for begin"
-    group.tell(group.machines[1], StartTraining())  # not who leads
+    group.tell(group.machines[1], StartTraining())  # not the leader
     group.simulation.run(until=3.0)
     assert not group.simulation.halted
     group.tell(group.machines[0], StartTraining())
@@ -242,7 +242,7 @@ def test_machines_wait_for_begin_and_name_who_is_not_there() -> None:
     assert len(group.told(Finished)) == 3
 
 
-def test_machines_take_no_step_beyond_the_samples_that_are_allowed() -> None:
+def test_ranks_take_no_step_beyond_the_allowed_samples() -> None:
     group = Group(
         LEARNING, downpour(max_steps=4), inputs=FRAMES, n_machines=3, plan_seed=1, await_begin=True
     )
@@ -260,7 +260,7 @@ def test_machines_take_no_step_beyond_the_samples_that_are_allowed() -> None:
     assert group.told(Progress)[-1].samples == 16
 
 
-def test_a_machine_that_is_away_is_waited_for_by_name() -> None:
+def test_status_names_the_rank_that_is_waited_for() -> None:
     pause = Pause(at=0.004, role=rank_name(0, 1), seconds=2.0)
     settings = downpour(max_steps=60)
     group = Group(LEARNING, settings, inputs=FRAMES, n_machines=2, plan_seed=1, faults=[pause])
@@ -269,7 +269,7 @@ def test_a_machine_that_is_away_is_waited_for_by_name() -> None:
     group.run()
 
 
-def test_stop_ends_a_replica_that_would_go_on() -> None:
+def test_stop_ends_a_replica_without_a_step_limit() -> None:
     group = Group(
         LEARNING, downpour(max_steps=None, n_push=3), inputs=FRAMES, n_machines=3, plan_seed=1
     )
@@ -303,7 +303,7 @@ def test_gradients_are_clipped_as_those_of_one_process(n_machines: int, clip_nor
 
 
 class RootNet(nn.Module):
-    """Its first layer's gradient is no number where inputs are zero; others' is."""
+    """The first layer's gradient is NaN where inputs are zero; the other layer's is finite."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -322,14 +322,14 @@ def root_net(*, width: int = 40) -> nn.Module:
 
 
 def zero_data(*, width: int, n_samples: int) -> list[object]:
-    """Half of the samples are zeros, at which a root has no slope."""
+    """Half of the samples are zeros, where a square root has no derivative."""
     return [
         (torch.full((width,), float(index % 8 > 3)), torch.tensor(0)) for index in range(n_samples)
     ]
 
 
 @pytest.mark.parametrize("n_push", [1, 2])
-def test_a_step_that_one_machine_cannot_use_all_skip(n_push: int) -> None:
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(n_push: int) -> None:
     task = msgspec.structs.replace(
         LEARNING,
         model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
@@ -370,8 +370,8 @@ def test_gradients_that_are_not_finite_end_the_job(n_push: int) -> None:
     assert all("10 gradients in a row were NaN" in error for error in errors)
 
 
-def test_a_loss_on_a_machine_without_parameters_tells_of_what_is_skipped() -> None:
-    """Who knew the loss held nothing that could be skipped, and was silent."""
+def test_a_rank_without_parameters_reports_skipped_steps() -> None:
+    """Regression: the rank that knew the loss kept no parameters and reported nothing."""
     task = msgspec.structs.replace(
         LEARNING,
         train=DataSpec(factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}),
@@ -396,10 +396,10 @@ def one_bad_sample(*, width: int, n_samples: int) -> list[object]:
 
 @pytest.mark.parametrize("apart", [("loss",), ("last", "loss"), ("first", "last")])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_bad_sample_is_named_whoever_reads_it(
+def test_a_bad_sample_is_named_on_whichever_rank_it_is_read(
     apart: Sequence[str], clip_norm: float | None
 ) -> None:
-    """Who told of the step looked at what it had read itself, which was fine."""
+    """Regression: the reporting rank looked only at the inputs that it had read itself."""
     task = msgspec.structs.replace(
         LEARNING,
         model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
@@ -416,17 +416,17 @@ def test_a_bad_sample_is_named_whoever_reads_it(
     assert all("[data.train] sample 17 has NaN or infinite" in each for each in skipped)
 
 
-def test_machines_with_other_plans_do_not_work_together() -> None:
+def test_ranks_with_different_plans_are_rejected() -> None:
     group = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
     other = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=2)
     group.split_of[group.machines[1]] = other.split
     group.simulation.run(until=1.0)
     error = group.simulation.halted[group.machines[1]]
     assert error is not None
-    assert "start all machines of a replica with one plan" in error
+    assert "start all ranks of a replica with one plan" in error
 
 
-def test_a_step_that_fails_is_the_job_s_fault() -> None:
+def test_a_failing_step_is_a_job_error() -> None:
     task = msgspec.structs.replace(
         LEARNING,
         train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 39, "n_samples": 40}),
@@ -441,7 +441,7 @@ def test_a_step_that_fails_is_the_job_s_fault() -> None:
 
 
 @pytest.mark.parametrize("plan_seed", range(3))
-def test_machines_measure_what_one_process_measures(plan_seed: int) -> None:
+def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
     group = Group(
         LEARNING,
         downpour(),
@@ -507,10 +507,10 @@ def test_a_plan_is_for_one_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["replica-0.2", "replica-1.0", "shard-0"])
-def test_there_are_no_other_machines(name: str) -> None:
+def test_unknown_ranks_are_rejected(name: str) -> None:
     group = small_group()
     group.simulation.run(until=0.1)
-    with pytest.raises(LocalProtocolError, match=f"no machine '{name}' in a"):
+    with pytest.raises(LocalProtocolError, match=f"no rank '{name}' in a"):
         build(group, name)
 
 
@@ -521,11 +521,11 @@ def test_evaluators_need_held_out_data() -> None:
         build(group, "evaluator.1")
 
 
-def test_a_machine_refuses_what_is_not_for_it() -> None:
+def test_a_rank_rejects_messages_it_does_not_accept() -> None:
     group = small_group()
     group.simulation.run(until=0.1)
     machine = group.machine(group.machines[1])
-    machine._ending.is_gone = False
+    machine._shutdown.is_gone = False
     wrong: list[tuple[str, Message]] = [
         ("replica-0.0", HeartbeatAck()),
         ("replica-0.1", StartEpoch(life=1 << 40, plan="p")),
@@ -536,14 +536,14 @@ def test_a_machine_refuses_what_is_not_for_it() -> None:
         with pytest.raises(RemoteProtocolError, match="which is not for it"):
             machine.handle(event, 1.0)
     nobody = Computed(name="machine:dream")
-    with pytest.raises(LocalProtocolError, match="nobody asked for 'machine:dream'"):
+    with pytest.raises(LocalProtocolError, match="unexpected result of work 'machine:dream'"):
         machine.handle(nobody, 1.0)
     broken = Computed(name="machine:chain", error=ValueError("no"))
     with pytest.raises(JobError, match="step 10 failed: ValueError: no"):
         machine.handle(broken, 1.0)
 
 
-def test_a_machine_that_starts_when_all_have_ended_goes_once_it_is_told() -> None:
+def test_a_rank_that_starts_after_the_end_exits_on_stop() -> None:
     group = small_group()
     group.simulation.run(until=5.0)
     name = group.machines[1]

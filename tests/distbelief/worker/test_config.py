@@ -1,4 +1,4 @@
-"""How a replica trains: when it fetches and pushes, and what is refused."""
+"""The settings of a replica: when it fetches and pushes; invalid values."""
 
 import math
 

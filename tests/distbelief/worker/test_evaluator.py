@@ -1,4 +1,4 @@
-"""The evaluator: each request answered once, from parameters read for it."""
+"""The evaluator: each request is answered once, from parameters fetched for it."""
 
 import numpy as np
 import pytest
@@ -206,7 +206,7 @@ def test_each_request_sees_new_parameters() -> None:
     assert bench.run()[1].loss == pytest.approx(float(np.log(2.0)))
 
 
-def test_its_state_is_told() -> None:
+def test_status_describes_the_state() -> None:
     bench = Bench(EvaluatorConfig())
     assert bench.state == "waiting"
     bench.ask(Evaluate(request=1, whole=True))
@@ -217,7 +217,7 @@ def test_its_state_is_told() -> None:
     assert bench.state == "waiting"
 
 
-def test_stop_is_answered_after_the_chunk_under_way() -> None:
+def test_stop_is_answered_after_the_current_chunk() -> None:
     bench = Bench(EvaluatorConfig(chunk=10))
     bench.ask(Evaluate(request=1, whole=True))
     bench.compute()
@@ -236,7 +236,7 @@ def test_stop_while_idle_is_answered_at_once() -> None:
     assert bench.has_halted()
 
 
-def test_a_torn_read_is_tried_again() -> None:
+def test_a_torn_read_is_repeated() -> None:
     bench = Bench(EvaluatorConfig())
     bench.ask(Evaluate(request=1, whole=True))
     install = bench.computes.pop()
@@ -248,14 +248,14 @@ def test_a_torn_read_is_tried_again() -> None:
     assert len(bench.run()) == 1
 
 
-def test_what_fails_in_the_measurement_is_told_as_the_jobs() -> None:
+def test_a_failing_metric_is_the_jobs_error() -> None:
     bench = Bench(EvaluatorConfig(), metric=failing_function)
     bench.ask(Evaluate(request=1, whole=True))
     with pytest.raises(JobError, match="failed on outputs"):
         bench.run()
 
 
-def test_data_that_fails_keeps_its_own_words() -> None:
+def test_errors_of_the_data_set_are_passed_on() -> None:
     bench = Bench(EvaluatorConfig())
     bench.dataset.inputs = torch.zeros(3, 4)
     bench.ask(Evaluate(request=1, whole=True))
@@ -263,7 +263,7 @@ def test_data_that_fails_keeps_its_own_words() -> None:
         bench.run()
 
 
-def test_messages_for_others_are_refused() -> None:
+def test_unexpected_messages_are_rejected() -> None:
     with pytest.raises(RemoteProtocolError, match="sent the evaluator StartTraining"):
         Bench(EvaluatorConfig()).ask(StartTraining())
 

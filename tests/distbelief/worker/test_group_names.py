@@ -1,4 +1,4 @@
-"""Names of machines, there and back."""
+"""Names of ranks, to and from group and rank."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from distbelief.worker.group import (
 )
 
 
-def test_a_name_says_which_machine() -> None:
+def test_a_name_gives_group_and_rank() -> None:
     assert rank_name(3, 0) == "replica-3.0"
     assert group_rank_of("replica-3.12") == GroupRank("replica-3", 12)
     assert GroupRank("replica-3", 12).replica == 3
@@ -25,5 +25,5 @@ def test_a_name_says_which_machine() -> None:
 @pytest.mark.parametrize(
     "name", ["replica-3", "shard-0", "evaluator.0", "evaluator.01", "replica-x.1", ""]
 )
-def test_other_names_are_no_machines(name: str) -> None:
+def test_other_names_are_no_ranks(name: str) -> None:
     assert group_rank_of(name) is None

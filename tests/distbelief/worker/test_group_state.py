@@ -1,4 +1,4 @@
-"""What a machine obeys, and what it refuses."""
+"""A rank's state: messages of the leader that it applies or rejects."""
 
 import math
 
@@ -10,60 +10,62 @@ from distbelief.protocol import GrantSteps, StartEpoch
 from distbelief.worker.group import GroupState, Phase
 
 
-def living() -> GroupState:
-    """A machine that runs in life 5."""
-    found = GroupState("replica-0.1", plan="p")
-    assert found.gather(StartEpoch(life=5, plan="p"))
-    found.phase = Phase.GATHERED
-    assert found.proceed(proceed(5, steps=2))
-    return found
+def running_state() -> GroupState:
+    """Return the state of a rank that runs in generation 5."""
+    state = GroupState("replica-0.1", plan="p")
+    assert state.start_epoch(StartEpoch(life=5, plan="p"))
+    state.phase = Phase.GATHERED
+    assert state.grant(grant(5, steps=2))
+    return state
 
 
-def proceed(life: int, *, steps: int, is_last: bool = False) -> GrantSteps:
+def grant(life: int, *, steps: int, is_last: bool = False) -> GrantSteps:
     return GrantSteps(life=life, position=0, steps=steps, is_last=is_last, ended=False)
 
 
 def test_grants_only_rise() -> None:
-    machine = living()
-    assert not machine.proceed(proceed(5, steps=4, is_last=True))
-    assert not machine.proceed(proceed(5, steps=3))
-    assert machine.granted == 4
-    assert machine.is_over(4)
-    assert not machine.is_over(3)
+    state = running_state()
+    assert not state.grant(grant(5, steps=4, is_last=True))
+    assert not state.grant(grant(5, steps=3))
+    assert state.granted == 4
+    assert state.is_over(4)
+    assert not state.is_over(3)
 
 
 def test_losses_are_summed_where_they_are_computed() -> None:
-    machine = living()
+    state = running_state()
     for loss in (None, 3.0, math.nan):
-        machine.add(StepResult(loss=loss, averages={}, outputs=()), 4)
-    stepped = machine.stepped(2, clock=None, square=3.0)
+        state.add(StepResult(loss=loss, averages={}, outputs=()), 4)
+    stepped = state.steps_message(2, clock=None, square=3.0)
     assert stepped.square == 3.0
     assert (stepped.loss, stepped.samples, stepped.no_loss) == (3.0, 4, 4)
     assert (stepped.steps, stepped.clock, stepped.ended) == (2, -1.0, False)
-    machine.gather(StartEpoch(life=6, plan="p"))
-    assert machine.stepped(0, clock=2.0, square=0.0).samples == 0
-    assert machine.gathered(None).pushes is False
-    assert machine.gathered(8).samples == 8
+    state.start_epoch(StartEpoch(life=6, plan="p"))
+    assert state.steps_message(0, clock=2.0, square=0.0).samples == 0
+    assert state.ready_message(None).pushes is False
+    assert state.ready_message(8).samples == 8
 
 
-def test_what_is_of_a_life_that_is_over_is_refused() -> None:
-    machine = living()
-    with pytest.raises(RemoteProtocolError, match="sent StartEpoch of life 4, after life 5"):
-        machine.gather(StartEpoch(life=4, plan="p"))
-    with pytest.raises(RemoteProtocolError, match="sent GrantSteps of life 4"):
-        machine.proceed(proceed(4, steps=9))
+def test_messages_of_an_earlier_generation_are_rejected() -> None:
+    state = running_state()
+    with pytest.raises(
+        RemoteProtocolError, match="sent StartEpoch of generation 4, after generation 5"
+    ):
+        state.start_epoch(StartEpoch(life=4, plan="p"))
+    with pytest.raises(RemoteProtocolError, match="sent GrantSteps of generation 4"):
+        state.grant(grant(4, steps=9))
 
 
-def test_nobody_proceeds_who_has_not_gathered() -> None:
-    machine = living()
-    with pytest.raises(RemoteProtocolError, match="life 6 before it has gathered"):
-        machine.proceed(proceed(6, steps=1))
-    machine.gather(StartEpoch(life=6, plan="p"))
-    with pytest.raises(RemoteProtocolError, match="life 6 before it has gathered"):
-        machine.proceed(proceed(6, steps=1))
-    assert not machine.gather(StartEpoch(life=6, plan="p"))
+def test_a_grant_before_the_rank_is_ready_is_rejected() -> None:
+    state = running_state()
+    with pytest.raises(RemoteProtocolError, match="generation 6 before it was ready"):
+        state.grant(grant(6, steps=1))
+    state.start_epoch(StartEpoch(life=6, plan="p"))
+    with pytest.raises(RemoteProtocolError, match="generation 6 before it was ready"):
+        state.grant(grant(6, steps=1))
+    assert not state.start_epoch(StartEpoch(life=6, plan="p"))
 
 
-def test_another_plan_is_the_job_s_fault() -> None:
+def test_a_different_plan_is_a_job_error() -> None:
     with pytest.raises(JobError, match=r"has plan q, replica-0\.1 has p: start all"):
-        living().gather(StartEpoch(life=6, plan="q"))
+        running_state().start_epoch(StartEpoch(life=6, plan="q"))

@@ -1,4 +1,4 @@
-"""All machines of a plan in one process, against one process that has no plan."""
+"""All ranks of a plan in one process, compared with one process without a plan."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from distbelief.program.placement import Placement
 from distbelief.task.task import input_names
 from distbelief.worker.batches import micro_sizes
 from tests.distbelief.program.plans import random_plan
-from tests.distbelief.worker.in_process import Crew, Together
+from tests.distbelief.worker.in_process import LocalGroup, StepOutput
 
 
 def net(*, dropout: float = 0.0) -> nn.Module:
@@ -61,16 +61,18 @@ def step(
     dtype: torch.dtype = torch.float64,
     micro_batches: int = 1,
     n_machines: int = 4,
-) -> Together:
+) -> StepOutput:
     n = len(next(iter(batch.values())))
     compiled = compile_plan(graph, placements, batch=n // micro_batches, n_machines=n_machines)
-    crew = Crew(compiled=compiled, dtype=dtype, micro_batches=micro_batches, loss=graph.outputs[-1])
+    group = LocalGroup(
+        compiled=compiled, dtype=dtype, micro_batches=micro_batches, loss=graph.outputs[-1]
+    )
     tensors = {name: value.to(dtype) for name, value in module.named_parameters()}
     given = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in batch.items()
     }
-    return crew.step(given, tensors, seed=7)
+    return group.step(given, tensors, seed=7)
 
 
 def plain(
@@ -134,9 +136,9 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_norm_that_is_called_twice_averages_twice(seed: int) -> None:
-    """The second call's average began where the first one's had: that one was lost.
+    """Regression: the second call's average started where the first one's had, and replaced it.
 
-    Gradients were right; what the trained model computed for others was not.
+    Gradients were right; evaluation of the trained model was not.
     """
     torch.manual_seed(1)
     module = Twice().double()
@@ -145,9 +147,9 @@ def test_a_norm_that_is_called_twice_averages_twice(seed: int) -> None:
     batch = batch_of(graph, 7)
     placements = random_plan(graph, np.random.default_rng(seed), n_machines=4)
     compiled = compile_plan(graph, placements, batch=7, n_machines=4)
-    crew = Crew(compiled=compiled, dtype=torch.float64, loss=graph.outputs[-1])
+    group = LocalGroup(compiled=compiled, dtype=torch.float64, loss=graph.outputs[-1])
     tensors = {name: value.clone() for name, value in module.state_dict().items()}
-    found = crew.step(batch, tensors)
+    found = group.step(batch, tensors)
     functional.cross_entropy(module(batch[names[0]]), batch[names[1]]).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
@@ -176,7 +178,7 @@ def test_dropout_does_not_depend_on_plan_or_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_links_carry_the_bytes_that_the_plan_says(micro_batches: int) -> None:
+def test_messages_have_the_bytes_that_the_plan_predicts(micro_batches: int) -> None:
     module = net()
     graph, batch = captured(module), batch_of(captured(module), 8)
     placements = random_plan(graph, np.random.default_rng(0), n_machines=4)
@@ -193,7 +195,7 @@ def test_links_carry_the_bytes_that_the_plan_says(micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_inference_leaves_out_the_loss_and_ends_on_machine_0(seed: int) -> None:
+def test_inference_leaves_out_the_loss_and_ends_on_rank_0(seed: int) -> None:
     module = net(dropout=0.5).eval()
     graph = captured(module.train())
     batch = batch_of(graph, 5)
@@ -202,24 +204,26 @@ def test_inference_leaves_out_the_loss_and_ends_on_machine_0(seed: int) -> None:
     (end,) = compiled.graph.outputs
     assert compiled.placements[end].computing == {0}
     assert len([layer for layer in compiled.graph.layers if layer.kind == INPUT]) == 1
-    crew = Crew(compiled=compiled, dtype=torch.float64, training=False, outputs=frozenset({end}))
+    group = LocalGroup(
+        compiled=compiled, dtype=torch.float64, training=False, outputs=frozenset({end})
+    )
     inputs, _ = batch.values()
     tensors = {name: value.double() for name, value in module.named_parameters()}
-    found = crew.step({input_names(graph)[0]: inputs}, tensors)
+    found = group.step({input_names(graph)[0]: inputs}, tensors)
     expected = module.eval().double()(inputs)
     torch.testing.assert_close(found.outputs[end], expected.detach())
     assert found.loss is None
     assert not found.gradients
 
 
-def test_only_what_there_is_can_be_inferred() -> None:
+def test_inference_needs_existing_layers() -> None:
     graph = captured(net())
     with pytest.raises(GraphError, match="no layer 'nothing'"):
         inference_of(graph, {}, outputs=["nothing"], batch=1, n_machines=1)
     with pytest.raises(GraphError, match="no output is named"):
         inference_of(graph, {}, outputs=[], batch=1, n_machines=1)
     several = LayerGraph(graph.layers, ("0", *graph.outputs))
-    with pytest.raises(GraphError, match="only one can be measured"):
+    with pytest.raises(GraphError, match="only one can be evaluated"):
         model_output(several)
 
 
@@ -228,8 +232,8 @@ def test_no_micro_batch_is_empty() -> None:
     assert micro_sizes(2, 5) == [1, 1]
 
 
-def test_what_fails_in_a_layer_is_told_with_its_name() -> None:
-    """Machines said "step 3 failed: IndexError: index out of range in self"."""
+def test_a_failing_layer_is_named() -> None:
+    """Regression: ranks reported "step 3 failed: IndexError: index out of range in self"."""
     module = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 5))
     graph = append_loss(capture(module, [InputSpec(shape=(2,), n_values=5)]), "cross_entropy")
     inputs, targets = input_names(graph)

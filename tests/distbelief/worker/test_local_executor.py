@@ -1,4 +1,4 @@
-"""A model as flat tensors, against the same model trained by plain torch."""
+"""A model as flat tensors, compared with the same model trained by plain torch."""
 
 import copy
 
@@ -64,7 +64,7 @@ def test_a_transposed_parameter_is_flat_in_row_major_order() -> None:
     assert not module.transposed.any()
 
 
-def test_shared_tensors_have_one_name_and_tell_the_others() -> None:
+def test_shared_tensors_have_one_name_and_aliases() -> None:
     model = FlatModel(everything())
     assert model.aliases() == {
         "again.weight": "first.weight",
@@ -179,7 +179,7 @@ def test_views_stay_those_of_the_module_whatever_forward_does() -> None:
 
 
 def test_what_is_fetched_is_what_the_module_uses() -> None:
-    """Through a layout of two shards and back, integers and all."""
+    """Through a layout of two shards and back, integers included."""
     model, other = FlatModel(everything()), FlatModel(Everything(4, 2))
     model.gradient(*batch(), cross_entropy)
     layout = Layout.of(model.specs(), n_shards=2)

@@ -57,9 +57,9 @@ def worker() -> LoopWorker:
 
 
 def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: LoopWorker) -> None:
-    """It beat on, and the new server knew of nobody whom it could have answered.
+    """Regression: it only sent heartbeats, which the new server ignored, not knowing the worker.
 
-    So a loop that could have gone on waited for a minute, and ended.
+    The loop waited for a minute and failed.
     """
     beat = TimerFired(name=BEAT)
     for now in (1.0, 2.0, 3.0):

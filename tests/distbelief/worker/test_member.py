@@ -40,7 +40,7 @@ from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, JobMember, 
 
 
 class Inner:
-    """Remembers what it is told; says "heard" to each; fails when asked to."""
+    """Records events; logs "heard" for each; fails on request."""
 
     accepts = ALL_MESSAGES
 
@@ -63,7 +63,7 @@ class Inner:
 
 
 class Driver:
-    """One member, and what it has asked for."""
+    """One member and its actions."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ def driver() -> Driver:
     return Driver()
 
 
-def test_it_joins_and_says_that_it_lives_while_it_is_being_built(driver: Driver) -> None:
+def test_a_member_joins_and_sends_heartbeats_while_it_is_built(driver: Driver) -> None:
     said = messages(driver.start())
     join, heartbeat = said
     assert isinstance(join, Join)
@@ -133,14 +133,14 @@ def test_it_joins_and_says_that_it_lives_while_it_is_being_built(driver: Driver)
     assert SetTimer(name=TIMER, at=100.5) in driver.actions
 
 
-def test_what_it_warns_of_is_told_as_it_joins(driver: Driver) -> None:
+def test_warnings_are_sent_with_join(driver: Driver) -> None:
     driver.member.warn("snapshot 00005 is damaged")
     join, _ = messages(driver.start())
     assert isinstance(join, Join)
     assert join.warnings == ("snapshot 00005 is damaged",)
 
 
-def test_it_joins_again_until_it_is_introduced(driver: Driver) -> None:
+def test_join_is_repeated_until_peers_are_known(driver: Driver) -> None:
     driver.start()
     assert isinstance(messages(driver.beat())[0], Join)
     driver.say(peers("shard-0"))
@@ -148,7 +148,7 @@ def test_it_joins_again_until_it_is_introduced(driver: Driver) -> None:
     assert isinstance(heartbeat, Heartbeat)
 
 
-def test_the_role_within_starts_once_it_is_built_and_introduced(driver: Driver) -> None:
+def test_the_wrapped_role_starts_once_built_and_introduced(driver: Driver) -> None:
     driver.start()
     driver.say(peers("shard-0"))
     assert driver.inner.events == []
@@ -161,7 +161,7 @@ def test_the_role_within_starts_once_it_is_built_and_introduced(driver: Driver) 
     assert driver.member.status() == ("busy", {"n": 2.0})
 
 
-def test_or_the_other_way_round(driver: Driver) -> None:
+def test_the_wrapped_role_starts_once_introduced_and_built(driver: Driver) -> None:
     driver.start()
     driver.build()
     assert driver.member.status()[0] == "joining"
@@ -171,10 +171,11 @@ def test_or_the_other_way_round(driver: Driver) -> None:
     assert driver.inner.events[0] == Started(incarnation=2)
 
 
-def test_an_early_message_that_is_refused_takes_no_other_along(driver: Driver) -> None:
-    """Of a machine that leads a model replica: it was killed and started again, was
-    sent a transfer of its former life while it was built, and with the refusal lost
-    its first Hello and every timer, so that its replica stood still for ever."""
+def test_a_rejected_early_message_drops_no_other(driver: Driver) -> None:
+    """Regression: a restarted leader got a transfer for its earlier incarnation while being built.
+
+    The rejection discarded its first OpenSession and every timer, so its replica hung for ever.
+    """
     driver.start()
     stale = Received(sender=Address("replica-0.1"), incarnation=1, message=StartTraining())
     driver.handle(stale)
@@ -199,7 +200,7 @@ def test_a_message_that_the_role_within_does_not_accept_never_reaches_it(driver:
     assert driver.inner.events == seen
 
 
-def test_what_comes_early_waits_for_the_role_within(driver: Driver) -> None:
+def test_early_messages_wait_for_the_wrapped_role(driver: Driver) -> None:
     driver.start()
     early = Received(sender=Address("shard-0"), incarnation=1, message=HeartbeatAck())
     driver.handle(early)
@@ -210,7 +211,7 @@ def test_what_comes_early_waits_for_the_role_within(driver: Driver) -> None:
     assert kinds == [Started, Received, Received, PeerJoined]
 
 
-def test_changes_among_peers_are_told_to_the_role_within(driver: Driver) -> None:
+def test_the_wrapped_role_learns_of_changed_peers(driver: Driver) -> None:
     driver.start()
     driver.build()
     driver.say(peers("shard-0", "shard-1"))
@@ -226,8 +227,8 @@ def test_changes_among_peers_are_told_to_the_role_within(driver: Driver) -> None
     assert [type(event) for event in driver.inner.events] == [PeerJoined, PeerJoined]
 
 
-def test_a_peer_that_is_gone_for_good_is_told_of_once(driver: Driver) -> None:
-    """Also if it has never been there in this life."""
+def test_a_peer_lost_for_good_is_reported_once(driver: Driver) -> None:
+    """Also if it never joined while this incarnation ran."""
     driver.start()
     driver.build()
     driver.say(peers("replica-0.1"))
@@ -239,16 +240,19 @@ def test_a_peer_that_is_gone_for_good_is_told_of_once(driver: Driver) -> None:
     assert told == [("replica-0.1", 1, True), ("replica-0.2", 0, True)]
 
 
-def test_an_older_word_about_a_peer_is_not_heard(driver: Driver) -> None:
+def test_older_news_of_a_peer_is_ignored(driver: Driver) -> None:
     driver.start()
     driver.build()
     driver.say(peers("shard-0", incarnation=2))
     assert not [a for a in driver.say(peers("shard-0")) if isinstance(a, Connect)]
 
 
-def test_a_silence_of_minutes_is_waited_out() -> None:
-    """After 15 s without a word every role ended: the supervisor had been stopped for
-    25 s, or waited for a disk, and 9,773 acknowledged pushes were lost."""
+def test_a_member_waits_minutes_for_a_silent_supervisor() -> None:
+    """Regression: every role exited after 15 s without a message.
+
+    The supervisor had been paused for 25 s, or waited for a disk: 9,773
+    acknowledged pushes were lost.
+    """
     driver = Driver(patience=JobMemberConfig(name="replica-0").patience_seconds)
     driver.start()
     driver.say(HeartbeatAck())
@@ -257,7 +261,7 @@ def test_a_silence_of_minutes_is_waited_out() -> None:
 
 
 def running(name: str) -> Driver:
-    """Return a role of this name that is built, introduced, and hears nothing more."""
+    """Return a role of this name that is built, introduced, and receives nothing more."""
     driver = Driver(name=name)
     driver.start()
     driver.build()
@@ -266,8 +270,8 @@ def running(name: str) -> Driver:
     return driver
 
 
-def test_a_shard_is_told_of_the_silence_and_ends_by_itself_once_it_has_saved() -> None:
-    """It ended at once, and with it all that it had acknowledged since it saved."""
+def test_a_shard_without_supervisor_saves_and_then_exits() -> None:
+    """Regression: it exited at once and lost every push since its last checkpoint."""
     driver = running("shard-0")
     for _ in range(30):
         driver.beat()
@@ -276,14 +280,14 @@ def test_a_shard_is_told_of_the_silence_and_ends_by_itself_once_it_has_saved() -
     (lost,) = driver.inner.events
     assert isinstance(lost, PeerLost)
     assert (lost.peer, lost.for_good) == (SUPERVISOR, True)
-    assert lost.reason == "no word from the supervisor for 15.5 s"
+    assert lost.reason == "no message from the supervisor for 15.5 s"
     for _ in range(10):
         actions += driver.beat()
     assert not [a for a in actions if isinstance(a, Exit)]
     assert driver.inner.events == [lost]  # once
 
 
-def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
+def test_a_shard_that_cannot_save_in_time_exits_anyway() -> None:
     driver = running("shard-0")
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
     driver.handle(gone)
@@ -291,43 +295,43 @@ def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
     while not actions:
         actions = [a for a in driver.beat() if isinstance(a, Exit)]
         assert driver.now < 100.0 + SAVE_SECONDS_MAX + 1.0
-    assert actions == [Exit(error="the last snapshot was not saved in 300 s")]
+    assert actions == [Exit(error="the last checkpoint was not saved in 300 s")]
 
 
 @pytest.mark.parametrize("name", ["replica-0", "evaluator", "coordinator"])
-def test_a_role_without_values_ends_when_its_supervisor_is_gone(name: str) -> None:
+def test_a_role_without_values_exits_without_its_supervisor(name: str) -> None:
     driver = running(name)
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
     assert driver.handle(gone) == [Exit(error="the supervisor was killed")]
     assert driver.inner.events == []
 
 
-def test_so_does_a_shard_that_has_not_begun() -> None:
+def test_a_shard_that_has_not_started_exits_without_its_supervisor() -> None:
     driver = Driver(name="shard-0")
     driver.start()
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
     assert driver.handle(gone) == [Exit(error="the supervisor was killed")]
 
 
-def test_it_ends_when_the_supervisor_is_gone(driver: Driver) -> None:
+def test_a_member_exits_when_the_supervisor_is_lost(driver: Driver) -> None:
     driver.start()
     driver.say(HeartbeatAck())
     for _ in range(30):
         assert not [a for a in driver.beat() if isinstance(a, Exit)]
     *_, halt = driver.beat()
     assert isinstance(halt, Exit)
-    assert "no word from the supervisor for 15." in (halt.error or "")
+    assert "no message from the supervisor for 15." in (halt.error or "")
 
 
-def test_it_lives_as_long_as_the_supervisor_answers(driver: Driver) -> None:
+def test_a_member_runs_as_long_as_the_supervisor_answers(driver: Driver) -> None:
     driver.start()
     for _ in range(100):
         driver.say(HeartbeatAck())
         assert not [a for a in driver.beat() if isinstance(a, Exit)]
 
 
-def test_time_in_which_it_stood_still_itself_does_not_count(driver: Driver) -> None:
-    """A laptop that slept, Ctrl+Z: nobody was there to hear anything."""
+def test_time_in_which_the_member_was_paused_does_not_count(driver: Driver) -> None:
+    """A laptop that slept, or Ctrl+Z."""
     driver.start()
     assert not [a for a in driver.beat(after=3600.0) if isinstance(a, Exit)]
 
@@ -339,7 +343,7 @@ def test_time_in_which_it_stood_still_itself_does_not_count(driver: Driver) -> N
         (PeerLostError("shard-0 silent"), "PeerLostError: shard-0 silent", False),
     ],
 )
-def test_a_role_that_cannot_go_on_says_why(
+def test_a_failing_role_reports_why(
     driver: Driver, error: Exception, text: str, *, culprit_is_job: bool
 ) -> None:
     driver.start()
@@ -354,7 +358,7 @@ def test_a_role_that_cannot_go_on_says_why(
     assert driver.member.told_failure
 
 
-def test_so_does_one_that_cannot_be_built() -> None:
+def test_a_role_that_cannot_be_built_reports_why() -> None:
     def build() -> Role:
         raise JobError("[data.train] no such file")
 
@@ -365,7 +369,7 @@ def test_so_does_one_that_cannot_be_built() -> None:
     assert failed[0].culprit_is_job
 
 
-def test_a_bug_while_building_is_told_too() -> None:
+def test_a_bug_while_building_is_reported_too() -> None:
     driver = Driver(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     driver.start()
     (failed,) = messages(driver.build())
@@ -374,7 +378,7 @@ def test_a_bug_while_building_is_told_too() -> None:
     assert not failed.culprit_is_job
 
 
-def test_what_a_peer_did_wrong_is_the_drivers_to_log(driver: Driver) -> None:
+def test_protocol_errors_of_peers_are_left_to_the_driver(driver: Driver) -> None:
     driver.start()
     driver.build()
     driver.say(peers())
@@ -383,14 +387,14 @@ def test_what_a_peer_did_wrong_is_the_drivers_to_log(driver: Driver) -> None:
         driver.say(StartTraining())
 
 
-def test_told_to_stop_before_it_runs_it_just_ends(driver: Driver) -> None:
+def test_stop_before_the_start_just_exits(driver: Driver) -> None:
     driver.start()
     actions = driver.say(Stop(reason="enough"))
     assert isinstance(messages(actions)[0], Finished)
     assert actions[-1] == Exit()
 
 
-def test_told_to_stop_later_it_leaves_that_to_the_role_within(driver: Driver) -> None:
+def test_stop_after_the_start_goes_to_the_wrapped_role(driver: Driver) -> None:
     driver.start()
     driver.build()
     driver.say(peers())
@@ -398,6 +402,6 @@ def test_told_to_stop_later_it_leaves_that_to_the_role_within(driver: Driver) ->
     assert actions == [Report(text="heard")]
 
 
-def test_a_heartbeat_slower_than_the_patience_is_refused() -> None:
+def test_a_heartbeat_slower_than_the_patience_is_rejected() -> None:
     with pytest.raises(ValueError, match="heartbeat_seconds is 20"):
         JobMemberConfig(name="x", heartbeat_seconds=20.0, patience_seconds=15.0)

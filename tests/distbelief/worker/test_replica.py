@@ -87,11 +87,11 @@ def test_a_blocking_replica_fetches_when_its_push_is_applied() -> None:
     bench.deliver()
     assert not bench.sent(Fetch)
     for message in bench.shard.acknowledge():
-        bench.tell(message, sender="shard-0")
+        bench.receive(message, sender="shard-0")
     assert len(bench.sent(Fetch)) == 1
 
 
-def test_two_pushes_may_be_under_way_and_the_third_waits() -> None:
+def test_two_pushes_may_be_in_flight_and_the_third_waits() -> None:
     bench = Bench().start()
     bench.shard.acknowledges = False
     bench.run_until_step(3)
@@ -101,7 +101,7 @@ def test_two_pushes_may_be_under_way_and_the_third_waits() -> None:
     assert "replica:push" not in bench.pending
     assert bench.state == "waiting for shard-0"
     for message in bench.shard.acknowledge():
-        bench.tell(message, sender="shard-0")
+        bench.receive(message, sender="shard-0")
     assert "replica:push" in bench.pending
 
 
@@ -114,7 +114,7 @@ def test_only_two_batches_are_held() -> None:
     assert bench.pending == []
 
 
-def test_work_is_priced() -> None:
+def test_work_has_a_cost() -> None:
     bench = Bench().start()
     bench.deliver()
     bench.compute("read")
@@ -124,23 +124,23 @@ def test_work_is_priced() -> None:
     assert read.cost.n_bytes == 2 * 4 * (4 * 4 + 8)
 
 
-def test_no_step_begins_beyond_the_samples_that_are_allowed() -> None:
-    """It trained on until Stop came, however late that was."""
+def test_no_step_begins_beyond_the_allowed_samples() -> None:
+    """Regression: it trained on until Stop came, however late."""
     bench = Bench(await_begin=True).start()
-    bench.tell(StartTraining(samples=7))
+    bench.receive(StartTraining(samples=7))
     bench.run_while_it_can()
     assert bench.replica.counters.steps == 2  # a batch of 4 begins at 4, none at 8
     assert bench.state == "waiting for more samples"
-    last = bench.told[-1]
+    last = bench.reported[-1]
     assert isinstance(last, Progress)  # at once: the supervisor waits for it
     assert last.samples == 8
     assert bench.replica.status()[1]["samples_allowed"] == 7
-    bench.tell(StartTraining(samples=9))
+    bench.receive(StartTraining(samples=9))
     bench.run_while_it_can()
     assert bench.replica.counters.steps == 3
-    bench.tell(Stop(reason="that is all"))
+    bench.receive(Stop(reason="that is all"))
     bench.run_while_it_can()
-    assert isinstance(bench.told[-1], Finished)
+    assert isinstance(bench.reported[-1], Finished)
 
 
 # ---------------------------------------------------------------------- what is pushed
@@ -163,15 +163,15 @@ def test_a_push_names_the_clock_of_its_oldest_gradient() -> None:
     assert clocks == [0, 0, 1, 2]  # the fetch for step 1 began before push 1 was sent
 
 
-def test_where_local_steps_are_kept_a_fetch_follows_every_push_that_is_sent() -> None:
-    """Else nobody knew whether it contains that push, and whose steps to take again."""
+def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
+    """Otherwise it is unknown whether the fetch contains that push, and which steps to repeat."""
     bench = Bench(config=config(n_push=3, max_steps=8)).start()
     bench.run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
     assert clocks == [0, 1, 2, 3]
 
 
-def test_a_fetch_that_is_torn_and_repeated_puts_back_local_steps_once() -> None:
+def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
     model = FlatModel(net())
     before = [value.clone() for value in model.values]
     batch = Frames().inputs[:4], Frames().targets[:4]
@@ -201,15 +201,15 @@ def test_a_fetch_that_is_torn_and_repeated_puts_back_local_steps_once() -> None:
 
 
 @pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
-def test_samples_of_all_lives_count_towards_the_bound(done: int, pushed: list[int]) -> None:
-    """A life that began late did all of its share once more."""
+def test_samples_of_all_incarnations_count_towards_the_bound(done: int, pushed: list[int]) -> None:
+    """Regression: a late incarnation did its whole share once more."""
     bench = Bench(config=replace(config(), max_samples=16))
     bench.shard.samples = done
     bench.start().run_to_the_end()
     assert [push.samples for push, _ in bench.shard.pushed] == pushed
     assert len(bench.sent(Fetch)) <= max(1, len(pushed))
-    assert not bench.told[:-1] or pushed
-    assert isinstance(bench.told[-1], Finished)
+    assert not bench.reported[:-1] or pushed
+    assert isinstance(bench.reported[-1], Finished)
 
 
 def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:
@@ -272,7 +272,7 @@ def spoilt_steps(steps: list[int]) -> Spoilt:
 
 
 @pytest.mark.parametrize("n_push", [1, 3])
-def test_a_gradient_that_is_no_number_is_skipped_counted_and_named(n_push: int) -> None:
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_named(n_push: int) -> None:
     dataset = spoilt_steps([2])
     bench = Bench(dataset=dataset, config=config(n_push=n_push, max_steps=7)).start()
     bench.run_to_the_end()
@@ -311,7 +311,7 @@ def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
         bench.run_until_step(9)
     assert str(caught.value) == (
         "3 gradients in a row were NaN or infinite (step 5): [data.train] sample 11 "
-        "has NaN or infinite inputs: mend or leave out such samples"
+        "has NaN or infinite inputs: fix or remove such samples"
     )
 
 
@@ -333,7 +333,7 @@ def test_a_label_out_of_range_is_named_with_its_sample() -> None:
         bench.run_until_step(1)
 
 
-def test_a_failure_that_does_not_repeat_is_told_as_it_was() -> None:
+def test_a_failure_that_does_not_repeat_is_reported_as_it_was() -> None:
     class Once(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -352,7 +352,7 @@ def test_a_failure_that_does_not_repeat_is_told_as_it_was() -> None:
         Bench(module=Once()).start().run_until_step(1)
 
 
-def test_running_out_of_memory_is_told_with_the_batch_size() -> None:
+def test_running_out_of_memory_is_reported_with_the_batch_size() -> None:
     class Huge(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -377,9 +377,9 @@ def test_data_that_fails_is_named() -> None:
 
 
 @pytest.mark.parametrize("message", [Evaluate(request=1, whole=True), HeartbeatAck()])
-def test_messages_for_others_are_refused(message: Evaluate | HeartbeatAck) -> None:
+def test_unexpected_messages_are_rejected(message: Evaluate | HeartbeatAck) -> None:
     with pytest.raises(RemoteProtocolError, match="sent a replica"):
-        Bench().start().tell(message)
+        Bench().start().receive(message)
 
 
 # ---------------------------------------------------------------- beginning and ending
@@ -389,22 +389,22 @@ def test_it_waits_for_begin() -> None:
     bench = Bench(await_begin=True).start()
     assert bench.state == "waiting for begin"
     assert bench.pending == []
-    bench.tell(StartTraining())
+    bench.receive(StartTraining())
     assert bench.pending == ["replica:read"]
     assert bench.state == "waiting for shard-0"  # whose values are on their way
 
 
 def test_stop_before_begin_ends_it_at_once() -> None:
     bench = Bench(await_begin=True).start()
-    bench.tell(Stop(reason="enough"))
+    bench.receive(Stop(reason="enough"))
     assert bench.has_halted()
-    assert isinstance(bench.told[-1], Finished)
+    assert isinstance(bench.reported[-1], Finished)
 
 
 def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
     bench = Bench(config=config(n_push=4)).start()
     bench.run_until_step(2)
-    bench.tell(Stop(reason="enough"))
+    bench.receive(Stop(reason="enough"))
     assert not bench.has_halted()
     bench.shard.acknowledges = False
     while bench.computes:
@@ -413,30 +413,30 @@ def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
     assert bench.state == "finishing"
     assert not bench.has_halted()  # not before the shard has it
     for message in bench.shard.acknowledge():
-        bench.tell(message, sender="shard-0")
+        bench.receive(message, sender="shard-0")
     assert bench.has_halted()
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (
         bench.replica.counters.gradients
     )
-    progress, finished = bench.told[-2:]
+    progress, finished = bench.reported[-2:]
     assert isinstance(progress, Progress)
     assert isinstance(finished, Finished)
     assert finished.counters["samples"] == progress.samples
 
 
-def test_progress_is_told_at_most_twice_a_second() -> None:
+def test_progress_is_reported_at_most_twice_a_second() -> None:
     bench = Bench().start()
     for step in range(1, 11):
         bench.now = 0.2 * step
         bench.run_until_step(step)
-    told = [m for m in bench.told if isinstance(m, Progress)]
-    assert [m.step for m in told] == [1, 4, 7, 10]
-    assert [m.samples for m in told] == [4, 16, 28, 40]
-    assert all(0.0 < m.loss < 2.0 for m in told)
+    reported = [m for m in bench.reported if isinstance(m, Progress)]
+    assert [m.step for m in reported] == [1, 4, 7, 10]
+    assert [m.samples for m in reported] == [4, 16, 28, 40]
+    assert all(0.0 < m.loss < 2.0 for m in reported)
 
 
 def test_seconds_computing_are_those_of_the_work() -> None:
     bench = Bench(config=config(max_steps=2)).start()
     bench.run_to_the_end()
-    progress = [m for m in bench.told if isinstance(m, Progress)][-1]
+    progress = [m for m in bench.reported if isinstance(m, Progress)][-1]
     assert progress.seconds_computing == 2 * (0.25 + 0.25)

@@ -1,4 +1,4 @@
-"""Transfers that a machine takes, keeps for later, or refuses."""
+"""Transfers that a rank takes, keeps for later, or rejects."""
 
 import numpy as np
 import pytest
@@ -18,11 +18,11 @@ from distbelief.worker.steps import StepRunner
 from tests.distbelief.program.plans import chain
 
 
-LIFE = 9
+GENERATION = 9
 
 
-def second_of_two() -> tuple[StepRunner, int]:
-    """Machine 1 of a net of two layers, and the index of what machine 0 sends it."""
+def rank_1_of_2() -> tuple[StepRunner, int]:
+    """Return rank 1 of a model of two layers, and the index of the message from rank 0."""
     graph = chain([6, 5, 4])
     places = {
         "fc0": Placement(cuts=((),), machines=(0,)),
@@ -31,24 +31,24 @@ def second_of_two() -> tuple[StepRunner, int]:
     compiled = compile_plan(graph, places, batch=3, n_machines=2)
     flow = dataflow(compiled, 1, loss="fc1")
     shard = DataShard(30, replica_index=0, n_replicas=1, seed=0)
-    course = TrainingPlan(shard, batch_size=3)
-    course.start(0)
-    stepping = StepRunner(
+    batch_plan = TrainingPlan(shard, batch_size=3)
+    batch_plan.start(0)
+    runner = StepRunner(
         PartitionExecutor(flow),
         couriers={0: ReliableSender(Address("replica-0.0"))},
-        course=course,
+        course=batch_plan,
         micro_batches=1,
         training=True,
         seed=(0,),
     )
-    stepping.begin(LIFE)
+    runner.begin(GENERATION)
     ((way, sender),) = flow.received
     assert sender == 0
-    return stepping, way
+    return runner, way
 
 
 def transfer(
-    way: int, *, step: int = 0, life: int = LIFE, micro_batch: int = 0, n: int = 15
+    way: int, *, step: int = 0, life: int = GENERATION, micro_batch: int = 0, n: int = 15
 ) -> TransferBlock:
     return TransferBlock(
         life=life,
@@ -62,63 +62,63 @@ def transfer(
     )
 
 
-def open_step(stepping: StepRunner) -> None:
-    stepping.open(
-        BatchSlice(life=LIFE, step=0),
+def open_step(runner: StepRunner) -> None:
+    runner.open(
+        BatchSlice(life=GENERATION, step=0),
         [torch.ones(4, 5), torch.ones(4)],
         put=lambda _item, _gradient: None,
         close=lambda found: found,
     )
 
 
-def test_what_comes_early_is_kept_for_its_step() -> None:
-    stepping, way = second_of_two()
-    stepping.take(0, transfer(way), 0.0)  # it is not known yet where the life begins
-    stepping.place(0.0)
-    stepping.take(0, transfer(way, step=1), 0.0)
-    open_step(stepping)
-    assert stepping.is_open
-    assert stepping.awaited is None
-    assert stepping.chain()
+def test_early_transfers_are_kept_for_their_step() -> None:
+    runner, way = rank_1_of_2()
+    runner.take(0, transfer(way), 0.0)  # it is not known yet where the life begins
+    runner.place(0.0)
+    runner.take(0, transfer(way, step=1), 0.0)
+    open_step(runner)
+    assert runner.is_open
+    assert runner.awaited is None
+    assert runner.chain()
 
 
-def awaited(stepping: StepRunner) -> int | None:
-    return stepping.awaited
+def awaited(runner: StepRunner) -> int | None:
+    return runner.awaited
 
 
-def test_who_is_waited_for_is_known() -> None:
-    stepping, way = second_of_two()
-    stepping.place(0.0)
-    assert stepping.chain() == []
-    open_step(stepping)
-    assert awaited(stepping) == 0
-    stepping.chain()
-    assert stepping.chain() == []
-    stepping.take(0, transfer(way), 0.0)
-    assert awaited(stepping) is None
-    assert stepping.chain()
+def test_the_awaited_rank_is_known() -> None:
+    runner, way = rank_1_of_2()
+    runner.place(0.0)
+    assert runner.chain() == []
+    open_step(runner)
+    assert awaited(runner) == 0
+    runner.chain()
+    assert runner.chain() == []
+    runner.take(0, transfer(way), 0.0)
+    assert awaited(runner) is None
+    assert runner.chain()
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"life": LIFE - 1}, "transfer of life 8; the present one is 9"),
-        ({"step": 2}, "no step so far ahead"),
+        ({"life": GENERATION - 1}, "transfer of generation 8; the current one is 9"),
+        ({"step": 2}, "step is too far ahead"),
         ({"micro_batch": 1}, "micro-batch 1 of a step of 1"),
         ({"n": 14}, "has 14 numbers"),
     ],
 )
-def test_what_is_not_of_the_program_is_refused(changes: dict[str, int], text: str) -> None:
-    stepping, way = second_of_two()
-    stepping.place(0.0)
+def test_transfers_outside_the_program_are_rejected(changes: dict[str, int], text: str) -> None:
+    runner, way = rank_1_of_2()
+    runner.place(0.0)
     with pytest.raises(RemoteProtocolError, match=text):
-        stepping.take(0, transfer(way, **changes), 0.0)
+        runner.take(0, transfer(way, **changes), 0.0)
     with pytest.raises(RemoteProtocolError, match="no such message"):
-        stepping.take(0, transfer(way + 1), 0.0)
+        runner.take(0, transfer(way + 1), 0.0)
 
 
-def test_words_of_another_life_are_not_heard() -> None:
-    stepping, _ = second_of_two()
-    assert stepping.taken(0, TransferAck(life=LIFE - 1, taken=5), 0.0) == []
+def test_acknowledgements_of_another_generation_are_ignored() -> None:
+    runner, _ = rank_1_of_2()
+    assert runner.taken(0, TransferAck(life=GENERATION - 1, taken=5), 0.0) == []
     with pytest.raises(RemoteProtocolError, match="acknowledged 5"):
-        stepping.taken(0, TransferAck(life=LIFE, taken=5), 0.0)
+        runner.taken(0, TransferAck(life=GENERATION, taken=5), 0.0)
