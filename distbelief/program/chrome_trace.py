@@ -1,8 +1,7 @@
-"""A priced step as events: its critical path, and a picture for a trace viewer.
+"""The Chrome trace and the critical path of a simulated step.
 
-chrome_trace(price)    what chrome://tracing and ui.perfetto.dev show: a process per
-machine, with a row for computing, sending and receiving
-critical_path(price)   the chain of events that makes the step as long as it is
+chrome://tracing and ui.perfetto.dev show the trace: a process per machine, with one row each for
+computing, sending and receiving.
 """
 
 from collections.abc import Iterator
@@ -22,31 +21,20 @@ _LANES: tuple[Lane, ...] = ("compute", "send", "receive")
 
 @final
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A task, or a message as one of its ends sees it.
-
-    Attributes:
-        machine: Whose.
-        lane: What of the machine it takes.
-        what: Phase of a task, kind of a message.
-        name: Of the layer or tensor.
-        start: Seconds from the start of the step.
-        seconds: How long it takes; of a message, without the latency after it.
-        peer: The other end of a message.
-        n_bytes: Of a message.
-    """
+    """A task, or a message as seen by one of its ends."""
 
     machine: int
-    lane: Lane
-    what: str
-    name: str
-    start: float
-    seconds: float
-    peer: int | None = None
-    n_bytes: int = 0
+    lane: Lane  # row in the trace
+    what: str  # phase of a task, kind of a message
+    name: str  # of the layer or tensor
+    start: float  # seconds from the start of the step
+    seconds: float  # of a message, without the latency after it
+    peer: int | None = None  # the other end of a message
+    n_bytes: int = 0  # of a message
 
 
 def events(price: StepCost) -> Iterator[Event]:
-    """Yield all events of a step, messages twice: where they leave and arrive."""
+    """Yield all events of a step; messages twice, at the sender and at the receiver."""
     for index in range(len(price.played.starts)):
         event = _event(price, index)
         yield event
@@ -57,14 +45,15 @@ def events(price: StepCost) -> Iterator[Event]:
 
 
 def critical_path(price: StepCost) -> list[Event]:
-    """Return the events of which each began when the one before let it, first to last.
+    """Return the chain of events that determines the length of the step, first to last.
 
-    The step is as long as they are, and latencies between them. Messages are seen from
+    The step lasts as long as these events and the latencies between them. Messages are seen from
     their sender.
     """
     played = price.played
     path: list[Event] = []
     index = int(played.arrivals.argmax()) if len(played.arrivals) else NOTHING
+    # Follow the causes back from the last arrival.
     while index != NOTHING:
         path.append(_event(price, index))
         index = int(played.causes[index])
@@ -72,8 +61,9 @@ def critical_path(price: StepCost) -> list[Event]:
 
 
 def chrome_trace(price: StepCost) -> list[TraceEvent]:
-    """Return a step in the trace event format: to be written as JSON."""
+    """Return a step in the Trace Event Format, ready for JSON."""
     trace: list[TraceEvent] = []
+    # "M" events name processes and threads; "X" events have a start and a duration in us.
     for machine in sorted(price.compiled.order):
         names = [("process_name", 0, f"machine {machine}")]
         names += [("thread_name", row, lane) for row, lane in enumerate(_LANES)]

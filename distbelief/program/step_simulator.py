@@ -1,17 +1,14 @@
-"""A step played through: when each task and each message begins and ends.
+"""Simulates one step of a plan: when each task and each message begins and ends.
 
-Every machine computes one task at a time, the first of the plan's order that can begin;
-it sends one message at a time and receives one at a time. A message holds both ends
-until it is sent, and is there `latency` later; what is added up, once it is. Messages
-take the time of processors too: what a machine computes when one begins, or ends, takes
-longer by half of what handling it takes. Who waits has time for it.
+Each machine computes one task, sends one message and receives one message at a time. A message
+occupies both ends while it is sent, and arrives `latency` later. Messages also use the processor:
+a task that runs when one begins or ends takes longer by half of its handling time.
 
-Nothing waits on purpose: what can begin does, the most urgent first, then the next
-machine. Ties depend on places in the plan, not on machines' numbers.
+Everything starts as early as it can: the most urgent first, then the next machine. Ties depend on
+places in the plan, not on machine numbers.
 
-Sets of machines are bits of an integer: "which receivers that I have something for are
-free?" is one `&`, for any number of machines. A fully connected layer on 144 machines
-has 20,592 messages, so what is done for each of them is kept short.
+Sets of machines are bits of an integer, so "which of my receivers are free?" is one `&`: a fully
+connected layer on 144 machines has 20,592 messages.
 """
 
 import heapq
@@ -31,66 +28,57 @@ FloatArray = npt.NDArray[np.float64]
 
 NOTHING: Final = -1
 
+# Kinds that the receiver adds to what it has. Partial outputs are added by tasks (`combine`).
 _SUMS: Final = frozenset({"gradient", "parameter_gradient"})
-"""Kinds of messages that are added to what their receiver has. Partial outputs are too,
-but by a task of their own."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedStep:
-    """When what happened. Events are tasks, then messages in the order of their start.
+    """When each event of a step happened.
 
-    Attributes:
-        starts: (n_events,) seconds.
-        ends: (n_events,) of sending, for messages, which arrive later.
-        arrivals: (n_events,) when what came of it can be used.
-        causes: (n_events,) the event after which each could begin; -1 for none.
-        n_tasks: How many events are tasks.
-        ways: (n_messages,) index of the traffic, for messages.
-        senders: (n_messages,) machine.
-        receivers: (n_messages,) machine.
+    Events are tasks, then messages in the order in which they start.
     """
 
-    starts: FloatArray
-    ends: FloatArray
-    arrivals: FloatArray
-    causes: IntArray
-    n_tasks: int
-    ways: IntArray
-    senders: IntArray
-    receivers: IntArray
+    starts: FloatArray  # (n_events,) seconds
+    ends: FloatArray  # (n_events,); of a message, the end of sending
+    arrivals: FloatArray  # (n_events,): when the result can be used
+    causes: IntArray  # (n_events,): the event that let it begin; -1 if none
+    n_tasks: int  # number of events that are tasks
+    ways: IntArray  # (n_messages,) index of the traffic
+    senders: IntArray  # (n_messages,) machine
+    receivers: IntArray  # (n_messages,) machine
 
 
 @final
 @dataclass(slots=True)
 class _Batch:
-    """Messages of one kind and name from one machine that wait for the network."""
+    # Messages of one kind and name from one machine that wait for the network.
 
     way: int
     receivers: int  # bits
     seconds: dict[int, float]  # by receiver
-    sizes: dict[int, int]  # likewise, bytes
+    sizes: dict[int, int]  # bytes, by receiver
     since: float
     cause: int
 
 
 @final
 class StepSimulator:
-    """The queues of all machines of a plan, which are numbered from 0 here.
+    """Simulates one step. Machines are numbered by their place in the plan.
 
     Args:
-        nodes: What waits for what; is used up.
-        machines: Of the plan, in its order.
-        places: Per task, the index of its machine there.
+        nodes: Dependencies; the simulation changes them.
+        machines: Those of the plan, in its order.
+        places: Per task, the place of its machine in `machines`.
         seconds: Per task.
         traffic: All messages.
-        rates: (n_machines, n_machines) bytes per second, in this order.
+        rates: Bytes per second (n_machines, n_machines), in this order.
         latency: Seconds from the end of sending to arrival.
-        overhead: Seconds of each message, beside its bytes.
-        handling: Per machine, seconds that a byte keeps its processors.
-        each: Per machine, likewise a message, however small.
-        adding: Per machine, seconds until a byte is added to a sum.
+        overhead: Seconds per message, in addition to its bytes.
+        handling: Per machine, processor seconds per byte of a message.
+        each: Per machine, processor seconds per message.
+        adding: Per machine, seconds to add one byte to a sum.
     """
 
     def __init__(  # noqa: PLR0913 -- tasks, messages, machines and network
@@ -136,25 +124,26 @@ class StepSimulator:
                 n_bytes = int(traffic[way].n_bytes[received].sum())
                 delay = n_bytes * adding[place[machine]]
                 self._adding[way][place[machine]] = delay
-        self._agenda: list[tuple[float, int]] = []  # time; node, or beyond: message
-        # Computing.
+        # Heap of (time, code): a code below the number of nodes is a node, else a message.
+        self._agenda: list[tuple[float, int]] = []
+        # --- computing ---
         self._ready: list[list[int]] = [[] for _ in range(n)]
         self._last_task = [NOTHING] * n
         self._is_busy = [False] * n
-        self._owed = [0.0] * n  # seconds that messages took of what is computed now
+        self._owed = [0.0] * n  # seconds that messages have added to the running task
         self._woken: set[int] = set()
         n_tasks = nodes.n_tasks
         self._task_starts = [0.0] * n_tasks
         self._causes = [NOTHING] * len(nodes.after)
         self._since = [0.0] * n_tasks
-        # The network.
+        # --- network ---
         self._free_senders = self._free_receivers = (1 << n) - 1
         self._touched_senders = self._touched_receivers = 0
         self._batches: list[list[_Batch]] = [[] for _ in range(n)]
-        self._incoming = [0] * n  # bits: who has something for this machine
+        self._incoming = [0] * n  # bits: senders with a message for this machine
         self._last_sent = [NOTHING] * n
         self._last_received = [NOTHING] * n
-        # Messages in the order of their start.
+        # --- messages, in the order in which they start ---
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._arrivals: list[float] = []
@@ -165,7 +154,6 @@ class StepSimulator:
         self._message_causes: list[int] = []
 
     def play(self) -> SimulatedStep:
-        """Play the step through."""
         n_nodes = len(self._nodes.after)
         n_tasks = self._nodes.n_tasks
         agenda = self._agenda
@@ -176,7 +164,7 @@ class StepSimulator:
         self._start_messages(0.0)
         while agenda:
             now = agenda[0][0]
-            # All that ends now, before anything begins: who is free, is free for all.
+            # Handle all ends at this time before any start: a free machine is free for all.
             while agenda and agenda[0][0] == now:
                 code = heapq.heappop(agenda)[1]
                 if code >= n_nodes:
@@ -213,6 +201,7 @@ class StepSimulator:
             ready = self._ready[place]
             if ready and not self._is_busy[place]:
                 task = heapq.heappop(ready)
+                # It has waited for the machine: the task before it is the cause.
                 if self._since[task] < now:
                     self._causes[task] = self._last_task[place]
                 self._is_busy[place] = True
@@ -224,6 +213,7 @@ class StepSimulator:
     def _end_task(self, task: int, now: float) -> None:
         place = self._places[task]
         owed = self._owed[place]
+        # Messages have delayed this task: it ends later.
         if owed:
             self._owed[place] = 0.0
             self._seconds[task] += owed
@@ -258,6 +248,7 @@ class StepSimulator:
         self._touched_senders |= 1 << sender
 
     def _start_messages(self, now: float) -> None:
+        # Only machines for which something has changed since the last call.
         senders = self._touched_senders & self._free_senders
         receivers = self._touched_receivers
         self._touched_senders = self._touched_receivers = 0
@@ -270,7 +261,7 @@ class StepSimulator:
             lowest = receivers & -receivers
             receivers ^= lowest
             receiver = lowest.bit_length() - 1
-            # Who sends may find something more urgent for somebody else.
+            # The sender may have something more urgent for another receiver.
             while self._free_receivers & lowest and (
                 able := self._incoming[receiver] & self._free_senders
             ):
@@ -313,7 +304,7 @@ class StepSimulator:
         heapq.heappush(self._agenda, (end, len(self._nodes.after) + index))
 
     def _handle(self, n_bytes: int, *ends: int) -> None:
-        """Let what both ends compute take longer."""
+        # The tasks at both ends take longer.
         for place in ends:
             if self._is_busy[place]:
                 taken = self._each[place] + n_bytes * self._handling[place]
@@ -322,6 +313,7 @@ class StepSimulator:
     def _cause(self, batch: _Batch, sender: int, receiver: int, now: float) -> int:
         if batch.since == now:
             return batch.cause
+        # It has waited for the network: for the last message of the end that was busy.
         last = self._last_sent[sender]
         if last == NOTHING or self._ends[last] < now:
             last = self._last_received[receiver]
@@ -338,6 +330,7 @@ class StepSimulator:
         way = self._ways[index]
         missing = self._missing[way]
         missing[receiver] -= 1
+        # The arrival node happens once the last message is there.
         if missing[receiver] == 0:
             node = self._arrival[way][receiver]
             self._nodes.n_before[node] = 0
@@ -353,7 +346,7 @@ class StepSimulator:
         causes = [*self._causes[:n_tasks], *self._message_causes]
         expected = sum(map(len, self._traffic))
         assert len(self._starts) == expected, (len(self._starts), expected)
-        assert not any(self._nodes.n_before), "a task waits for what never happens"
+        assert not any(self._nodes.n_before), "a task waits for something that never happens"
         return SimulatedStep(
             starts=starts,
             ends=np.append(task_ends, self._ends),
@@ -367,7 +360,7 @@ class StepSimulator:
 
 
 def _next(machines: int, after: int) -> int:
-    """Return the first machine of these bits after this one, round the circle."""
+    # The first machine among these bits from `after` on, wrapping around.
     later = machines >> after
     if later:
         return after + (later & -later).bit_length() - 1

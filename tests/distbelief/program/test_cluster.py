@@ -31,14 +31,14 @@ def test_a_trace_is_read_in_order_of_time() -> None:
     [
         ("", "ends without the line 'end,SECONDS'"),
         ("10,0,5", "ends without the line 'end,SECONDS'"),
-        ("10,0,5\nend,9", "ends early: an outage at 10.0 s"),
+        ("10,0,5\nend,9", "an outage at 10.0 s, after its end"),
         ("10,0\nend,9", "line 1 of a trace has 2 cells: write seconds,machine,away"),
-        ("10,2,5\nend,99", "names machine '2'; there are 2, counted from 0"),
+        ("10,2,5\nend,99", "names machine '2': use 0 to 1"),
         ("10,-1,5\nend,99", "names machine '-1'"),
-        ("-1,0,5\nend,99", "line 1 of a trace has '-1' where seconds should be"),
-        ("1,0,soon\nend,99", "has 'soon' where seconds should be"),
-        ("1,0,5\nend", "line 2 of a trace has '' where seconds should be"),
-        ("1,0,5\nend,inf", "has 'inf' where seconds should be"),
+        ("-1,0,5\nend,99", "line 1 of a trace has '-1' instead of seconds"),
+        ("1,0,soon\nend,99", "has 'soon' instead of seconds"),
+        ("1,0,5\nend", "line 2 of a trace has '' instead of seconds"),
+        ("1,0,5\nend,inf", "has 'inf' instead of seconds"),
     ],
 )
 def test_a_mistake_names_the_line_and_the_mend(text: str, says: str) -> None:

@@ -182,8 +182,8 @@ def test_plans_for_other_graphs_are_refused_with_a_word() -> None:
     for broken, words in (
         ({"fc0": plan["fc0"]}, "no placement for 'fc1'"),
         ({**plan, "x": Placement.whole(1, 0)}, "'x', an input"),
-        ({**plan, "fc7": Placement.whole(1, 0)}, "'fc7', which is no layer"),
-        ({**plan, "fc1": Placement.whole(1, 2)}, "machine 2; there are 2"),
+        ({**plan, "fc7": Placement.whole(1, 0)}, "'fc7', which is not a layer"),
+        ({**plan, "fc1": Placement.whole(1, 2)}, "machine 2: use 0 to 1"),
     ):
         with pytest.raises(GraphError, match=words):
             compile_plan(graph, broken, batch=1, n_machines=2)

@@ -61,5 +61,5 @@ def test_a_placement_that_is_known_is_checked_for_fewer_machines() -> None:
     known = CompilerCache(graph)
     compile_plan(graph, plan, batch=3, n_machines=4, known=known)
     for _ in range(2):
-        with pytest.raises(GraphError, match="placed on machine 3; there are 3"):
+        with pytest.raises(GraphError, match="placed on machine 3: use 0 to 2"):
             compile_plan(graph, plan, batch=3, n_machines=3, known=known)

@@ -335,5 +335,5 @@ def test_a_trace_is_json_with_a_process_per_machine() -> None:
 def test_a_plan_for_more_machines_than_there_are_is_refused() -> None:
     graph = chain([3, 2])
     compiled = compile_plan(graph, {"fc0": Placement.whole(1, 2)}, batch=1, n_machines=3)
-    with pytest.raises(GraphError, match="for 3 machines; cluster 'test' has 2"):
+    with pytest.raises(GraphError, match="needs 3 machines, but cluster 'test' has 2"):
         price(compiled, cluster(2), PerElement())
