@@ -1,7 +1,7 @@
-"""Placements that a user asks for: "whole@3", "rows:4", "grid:2x3", "inputs:4".
+"""Pins: placements that the user requires, like "whole@3", "rows:4", "grid:2x3", "inputs:4".
 
-They need not be among the candidates: any number of parts will do that the layer, and
-the number of machines, allow.
+A pin need not be among the candidates: any number of parts is possible that the layer and the
+number of machines allow.
 """
 
 import difflib
@@ -27,16 +27,6 @@ _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 
 
 def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
-    """Check that pins are of layers that are computed.
-
-    Args:
-        graph: Whose layers.
-        pins: Per layer its split.
-        cluster: Machines on which each has to be possible, if that is to be checked.
-
-    Raises:
-        GraphError: one is not.
-    """
     for name in pins:
         if name not in graph.by_name:
             near = difflib.get_close_matches(name, list(graph.by_name), n=3)
@@ -49,8 +39,7 @@ def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | No
             raise GraphError(f"{name!r} is pinned, but there is no such layer{hint}")
         if graph[name].kind == INPUT:
             raise GraphError(
-                f"{name!r} is pinned, but it is an input: every machine reads what it "
-                "needs of it; pin the layers that read it instead"
+                f"{name!r} is pinned, but it is an input: pin the layers that read it instead"
             )
         if cluster is not None:
             pinned(graph[name], cluster, pins[name])
@@ -62,9 +51,9 @@ def pinned(
     """Return the candidate that a pin means.
 
     Args:
-        layer: Which is pinned.
-        cluster: With all machines.
-        pin: What to.
+        layer: The pinned layer.
+        cluster: All machines.
+        pin: Its split.
         machines: In the order in which they are used.
 
     Raises:
@@ -73,15 +62,15 @@ def pinned(
     found = _whole(layer, cluster, pin) or _split(layer, cluster, pin, machines=machines)
     if found is None:
         raise GraphError(
-            f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines; "
-            f"possible are {', '.join(possible(layer, cluster))}"
+            f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines: "
+            f"use {', '.join(possible(layer, cluster))}"
             + (f" ({layer.whole})" if layer.whole else "")
         )
     return found
 
 
 def possible(layer: Layer, cluster: Cluster) -> list[str]:
-    """Return what a layer can be pinned to, for people."""
+    """Return the pins that a layer allows, for people."""
     n_machines = len(cluster)
     found = ["whole"]
     if n_machines > 1:
@@ -131,10 +120,7 @@ def _split(
 
 
 def _parts(layer: Layer, word: str, numbers: list[int]) -> list[int]:
-    """Return into how many parts each dimension is cut; nothing if that makes no sense.
-
-    A grid of fewer numbers than dimensions is one of the last dimensions.
-    """
+    # A grid with fewer numbers than dimensions means the last dimensions. Empty if impossible.
     words = dimension_words(layer)
     if word == "grid" and 1 < len(numbers) <= len(words):
         return [1] * (len(words) - len(numbers)) + numbers

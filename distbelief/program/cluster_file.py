@@ -176,50 +176,20 @@ N_BYTES_MAX: Final = 1 << 20
 N_MACHINES_MAX: Final = 10_000
 _JITTER_MAX: Final = 2  # compute times often 7 times as long, or as short
 _SUFFIX: Final = ".toml"
-# Optional keys of a cluster file, with their units:
-#
-#     message_overhead = "20 us"
-#     note = "the lab's old machines"
-#     origin = "measured"             # or "assumed"
-#
-#     [[machines]]
-#     memory = "16 GiB"
-#     message_rate = "4 GB/s"
-#     overhead = "50 us"
-#     jitter = 0.1
-#     cores = 8                       # among which flops are divided
-#     handling = "60 us"              # core time per message at each end
-#
-#     [links]                         # only those slower than their ends
-#     "0-7" = "100 Mbit/s"
-#
-#     [[switches]]                    # shared by all that enters or leaves the group
-#     machines = "0-3"
-#     bandwidth = "2 Gbit/s"
-#
-#     [failures]                      # and [preemptions]: per machine
-#     mean_time = "30 d"
-#     away = "10 min"
-#     group = 4                       # machines that fail together; 1 if left out
-#
-#     [trace]                         # recorded outages, see `OutageTrace`
-#     file = "outages.csv"            # in the same directory
-#
-#     [origins]                       # of single figures, where `origin` does not fit
-#     flops = "measured: a product of 1024 x 1024 matrices"
+# An unknown key is an error that names the nearest one.
 _KEYS: Final = (
     "name",
     "latency",
     "message_overhead",
-    "origin",
-    "note",
-    "machines",
-    "links",
-    "switches",
-    "failures",
-    "preemptions",
-    "trace",
-    "origins",
+    "origin",  # "measured" or "assumed"
+    "note",  # for the reader of a report
+    "machines",  # also count, jitter, cores
+    "links",  # "0-7" = "100 Mbit/s"; only links slower than their ends
+    "switches",  # machines = "0-3", bandwidth = "2 Gbit/s"
+    "failures",  # mean_time = "30 d", away = "10 min", group = 4; of each machine
+    "preemptions",  # the same keys
+    "trace",  # file = "outages.csv", in the same directory
+    "origins",  # flops = "measured: a product of matrices"; where `origin` does not fit
 )
 _QUANTITIES: Final[Mapping[str, Dimension]] = {
     "flops": "compute",

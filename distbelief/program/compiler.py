@@ -88,7 +88,7 @@ class Parts(Generic[_T]):
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
         # Popping and inserting again moves the entry to the end: the first one is the oldest.
         found = self._kept.pop(key) if key in self._kept else make()
-        self._kept[key] = found  # now the last to be forgotten
+        self._kept[key] = found
         if len(self._kept) > self._n_max:
             del self._kept[next(iter(self._kept))]
         return found

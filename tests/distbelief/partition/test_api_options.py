@@ -22,7 +22,7 @@ def test_a_single_number_a_sample_has_no_extents() -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "3,4", "3x", "x3", "-3", "3.5", "a", "3:x"])
 def test_what_is_no_shape_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match="is no shape"):
+    with pytest.raises(JobError, match="is not a shape"):
         input_spec(text)
 
 
@@ -39,7 +39,7 @@ def test_numbers_of_machines_ascend_and_none_is_there_twice(numbers: list[int]) 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1,,2", "1.5", "1;2", "0,1"])
 def test_what_is_no_number_of_machines_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match="are no numbers of machines"):
+    with pytest.raises(JobError, match="has no numbers of machines"):
         counts(text)
 
 

@@ -116,7 +116,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(
     told: list[str] = []
     monkeypatch.setattr(this_host_module, "seconds", lambda: 2.5e-4)
     made = order(told=told)
-    assert told[0] == "measuring this machine anew: it was 4.0 times as slow before"
+    assert told[0] == "measuring this machine again: it was 4.0 times as slow before"
     assert told[2].startswith("measuring layer 1 of ")
     assert isinstance(kept, ProfiledCosts)
     assert isinstance(made.costs, ProfiledCosts)
@@ -135,7 +135,7 @@ def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
     monkeypatch.setattr(this_host_module, "seconds", lambda: 2e-3)
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
     assert this_host().path.read_bytes() == content
-    assert "This host is 2.0 times as slow now as it was then" in outlook.origin
+    assert "This host is now 2.0 times as slow as then" in outlook.origin
     assert f"delete {this_host().path}." in outlook.origin
 
 
@@ -175,7 +175,7 @@ def test_the_remark_names_where_costs_are_from(tmp_path: Path) -> None:
     )
     said = (
         f"Costs: layer times {where} like it (measured). The network is assumed: 1 "
-        "Gbit/s, latency 100 us, and 100 us that a message keeps its ends."
+        "Gbit/s, latency 100 us, and 100 us of overhead per message."
     )
     assert outlook.remarks[-1] == said
     assert said in str(outlook)
@@ -199,8 +199,8 @@ def test_a_busy_host_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (6.2, 0.0, 0.0))
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
     busy = (
-        "Others used this host meanwhile (3.1 programs per processor), so times may be "
-        f"too long: to measure again, delete {this_host().path}."
+        "Other programs used this host during measurement (3.1 programs per processor), so "
+        f"times may be too long: to measure again, delete {this_host().path}."
     )
     assert busy in outlook.origin
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -243,8 +243,7 @@ def test_layers_that_were_not_measured_in_time_are_counted(monkeypatch: pytest.M
     outlook = distbelief.plan(net(), EXAMPLE, loss="cross_entropy", cluster="here")
     n_layers = sum(layer.kind != INPUT for layer in graph.layers)
     assert (
-        f"; {n_layers - 1} of {n_layers} layers by arithmetic: {n_layers - 1} not "
-        "measured in time, or at all."
+        f"; {n_layers - 1} of {n_layers} layers by arithmetic: {n_layers - 1} not measured."
     ) in outlook.origin
 
 
@@ -281,7 +280,7 @@ def test_a_loss_that_is_computed_whole_is_measured_if_it_takes_its_targets() -> 
 
 def test_mistakes_are_told_before_anything_is_measured() -> None:
     this_host().path.unlink()
-    with pytest.raises(GraphError, match="33 are asked for"):
+    with pytest.raises(GraphError, match="33 are requested"):
         distbelief.plan(net(), EXAMPLE, machines=33, cluster="rack-1g", profile=True)
     with pytest.raises(GraphError, match="there is no cluster 'her'"):
         distbelief.plan(net(), EXAMPLE, cluster="her", profile=True)
@@ -296,7 +295,7 @@ def test_no_machines_are_a_mistake(machines: int | tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("example", [torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
 def test_an_example_is_a_batch(example: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(GraphError, match="the example is no batch"):
+    with pytest.raises(GraphError, match="all with the same batch"):
         distbelief.plan(net(), example)
 
 

@@ -123,7 +123,7 @@ def test_an_impossible_pin_lists_what_is_possible(pin: str) -> None:
     with pytest.raises(GraphError) as caught:
         pinned(dense, equal(8), pin)
     assert str(caught.value) == (
-        f"'0' cannot be pinned to {pin!r} on 8 machines; possible are whole, "
+        f"'0' cannot be pinned to {pin!r} on 8 machines: use whole, "
         "whole@0 to whole@7, units:2 to units:8, inputs:2 to inputs:8"
     )
 

@@ -128,7 +128,7 @@ def test_a_plan_of_the_users_is_obeyed_exactly(made: Plan, tmp_path: Path) -> No
         ("algorithm.batch_size=4", "the batch is 8 in the plan and 4 here"),
         ("algorithm.loss=nll", "the loss is 'cross_entropy' in the plan and 'nll' her"),
         ("model.arguments={width=7}", "the layer graph's fingerprint is"),
-        ("cluster.partitions=3", "is for 2 machines, and partitions = 3: leave"),
+        ("cluster.partitions=3", "is for 2 machines, but partitions = 3: leave"),
         ("cluster.machines=rack-10g", "in the plan and of 'rack-10g'"),
     ],
 )
@@ -191,7 +191,7 @@ def test_machines_without_the_memory_are_refused(tmp_path: Path) -> None:
     small.write_text(file.read_text().replace('"64 GiB"', '"60 B"'))
     wanted = job(f"cluster.machines={small}")
     graph = graph_of(wanted)
-    with pytest.raises(JobError, match=r"partitions = 2: no plan .* has 60 B\. Take"):
+    with pytest.raises(JobError, match=r"partitions = 2: no plan .* has 60 B\. Use"):
         plan_for_job(wanted, graph, kept=tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
 

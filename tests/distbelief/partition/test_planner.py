@@ -137,9 +137,9 @@ def test_what_is_printed_is_what_is_played() -> None:
 
 
 def test_impossible_orders_are_refused() -> None:
-    with pytest.raises(GraphError, match="has 16 machines; 17 are asked for"):
+    with pytest.raises(GraphError, match="has 16 machines, but 17 are requested"):
         plan(order(), [1, 17])
-    with pytest.raises(GraphError, match="no number of machines"):
+    with pytest.raises(GraphError, match="machines is empty: give"):
         plan(order(), [])
     with pytest.raises(GraphError, match="cannot be pinned to 'grid:2x3'"):
         plan(order(pins={"4": "grid:2x3"}), [8])

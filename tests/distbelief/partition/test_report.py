@@ -77,5 +77,5 @@ def test_idle_machines_are_told() -> None:
 def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:
     bad = replace(FORECASTS[-1], offenders=(1, 2), memory=(0.0, 2048.0, 4096.0, 0.0))
     (text, _) = remarks([bad], caps=[1024.0] * 4, whole=[], origin="")[-2:]
-    assert "4.0 KiB do not fit machine 2 (1.0 KiB); 2 machines lack memory" in text
+    assert "machine 2 needs 4.0 KiB and has 1.0 KiB; 2 machines lack memory" in text
     assert table([bad], title="").rows[0].style == "red"

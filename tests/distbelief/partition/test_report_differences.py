@@ -48,4 +48,4 @@ def test_one_change_is_one_difference(change: dict[str, object], what: str) -> N
 def test_a_layer_that_only_one_has_is_not_there_in_the_other() -> None:
     name, *rest = ONE.placements
     less = msgspec.structs.replace(ONE, placements={other: ONE.placements[other] for other in rest})
-    assert differences(ONE, less) == [(name, "whole on machine 0", "not there")]
+    assert differences(ONE, less) == [(name, "whole on machine 0", "absent")]

@@ -96,7 +96,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for name in ("x", "y", "targets"):
         builder.input(name, (3,), is_integer=False)
     graph = builder.finish(["x"])
-    with pytest.raises(JobError, match="name the loss"):
+    with pytest.raises(JobError, match="needs a loss: name it"):
         verify._check(graph, "")
     with pytest.raises(JobError, match="one input, and this one has 2"):
         verify._check(graph, "mse")

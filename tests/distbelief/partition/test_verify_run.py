@@ -39,7 +39,7 @@ def test_a_silent_machine_is_named_and_then_ends_all(paths: list[Path]) -> None:
     pulse = ProcessHeartbeat(paths, pids=(70, 71), now=0.0)
     assert looks(pulse, 0.0, 5.0, *paths) == []
     told = looks(pulse, 5.0, 10.0, paths[0])
-    assert told == ["machine 1 (process 71) silent for 3.5 s: in 6 s giving up"]
+    assert told == ["machine 1 (process 71) silent for 3.5 s: giving up in 6 s"]
     with pytest.raises(DistBeliefError, match=r"machine 1 \(process 71\) has been sil"):
         looks(pulse, 10.0, 6.0 + DEAD_SECONDS, paths[0])
 

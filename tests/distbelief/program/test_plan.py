@@ -333,7 +333,7 @@ def test_no_byte_of_the_plan_can_be_changed(data: st.DataObject) -> None:
 
 def test_a_plan_of_another_version_says_which() -> None:
     content = with_hash(b'{"version": 2, "something": ["else"]}')
-    with pytest.raises(GraphError, match="is a plan of version 2; this program reads"):
+    with pytest.raises(GraphError, match="is a plan of version 2, this program reads"):
         decode(content)
 
 
@@ -341,7 +341,7 @@ def test_a_plan_of_another_version_says_which() -> None:
     ("old", "new", "message"),
     [
         (b'"batch": 32', b'"batch": "32"', "Expected `int`, got `str`"),
-        (b'"batch": 32', b'"batch": 1e999', "is no plan"),
+        (b'"batch": 32', b'"batch": 1e999', "is not a plan"),
         (b'"batch": 32', b'"batch": -1', "batch is -1 in the plan"),
         (b'"batch": 32,', b"", "missing required field `batch`"),
         (b'"batch": 32', b'"batch": 32, "badge": 1', "unknown field `badge`"),
@@ -409,7 +409,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
 def test_a_refusal_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(b"{}")
-    with pytest.raises(GraphError, match=re.escape(f"{path}: is no plan")):
+    with pytest.raises(GraphError, match=re.escape(f"{path}: is not a plan")):
         load(path)
     with pytest.raises(StorageError, match="cannot read the plan in"):
         load(tmp_path / "other.json")

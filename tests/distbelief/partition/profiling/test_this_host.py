@@ -50,8 +50,7 @@ def test_machines_are_alike_and_say_that_nobody_measured_their_network() -> None
     assert cluster.is_uniform
     assert cluster.machines[0].bandwidth == 1.25e8
     assert cluster.note == (
-        "The network is assumed: 1 Gbit/s, latency 100 us, and 100 us that a message "
-        "keeps its ends."
+        "The network is assumed: 1 Gbit/s, latency 100 us, and 100 us of overhead per message."
     )
 
 
@@ -153,7 +152,7 @@ def test_a_container_has_the_memory_that_it_may_use(
 
 @pytest.mark.parametrize("n", [0, 10_001])
 def test_as_many_machines_as_a_cluster_may_have(n: int) -> None:
-    with pytest.raises(GraphError, match=f"{n} machines like this one: use 1 to"):
+    with pytest.raises(GraphError, match=f"machines = {n} for cluster .here.: use 1 to"):
         here(n, clock=Clock())
 
 

@@ -67,5 +67,5 @@ def test_tables_beyond_bounds_are_refused() -> None:
         costs=(np.zeros(10),) * n,
         edges={(u, v): np.ones((10, 10)) for v in range(n) for u in range(v)},
     )
-    with pytest.raises(GraphError, match="tables of 100000000 entries"):
+    with pytest.raises(GraphError, match="a table of 100000000 entries"):
         eliminate(clique)

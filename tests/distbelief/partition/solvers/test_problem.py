@@ -74,7 +74,7 @@ def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"costs": ()}, "one node at least"),
+        ({"costs": ()}, "has no node: give at least one"),
         ({"costs": (np.zeros(0), np.zeros(2))}, r"node 0 .* shape \(0,\)"),
         ({"costs": (np.zeros(2), np.array([math.nan]))}, "node 1"),
         ({"edges": {(1, 0): np.zeros((3, 2))}}, r"edge \(1, 0\).* ascending"),
@@ -82,7 +82,7 @@ def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
         ({"edges": {(0, 1): np.full((2, 3), -math.inf)}}, "lowest -inf"),
         ({"caps": np.ones(2)}, "or neither"),
         ({"caps": np.zeros(2), "memory": ()}, "above 0"),
-        ({"caps": np.ones(2), "memory": ()}, "0 nodes have memory, 2 costs"),
+        ({"caps": np.ones(2), "memory": ()}, "0 nodes have memory, but 2 have costs"),
         (
             {"caps": np.ones(2), "memory": (np.ones((2, 2)), np.ones((2, 2)))},
             r"node 1 .* of shape \(3, 2\)",
