@@ -34,8 +34,8 @@ from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
 from distbelief.partition import report, report as report_module
 from distbelief.partition.plan_picture import draw_plan
-from distbelief.partition.planner import Planned, plan as plan_order, planning_request
-from distbelief.partition.search import PlanningRequest, Told
+from distbelief.partition.planner import Planned, plan as make_plans, planning_request
+from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.chrome_trace import chrome_trace
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import Plan, Prediction, load, plan_for
@@ -109,7 +109,7 @@ def counts_of(machines: object) -> list[int]:
     return counts
 
 
-def check_words(
+def check_types(
     *, loss: object, cluster: object, pins: object, flags: Mapping[str, object]
 ) -> None:
     """Raise GraphError if an argument has the wrong type."""
@@ -149,7 +149,7 @@ class PlanningResult:
     """Plans for several numbers of machines, in ascending order.
 
     Args:
-        order: The planning request.
+        request: The planning request.
         planned: The plans.
         model: Import path of the function that makes the model, or a name for it.
         loss: Its name; "" if there is none.
@@ -158,14 +158,14 @@ class PlanningResult:
 
     def __init__(
         self,
-        order: PlanningRequest,
+        request: PlanningRequest,
         planned: Sequence[Planned],
         *,
         model: str,
         loss: str,
         skipped: Sequence[int] = (),
     ) -> None:
-        self.order = order
+        self.request = request
         self._skipped = skipped
         self.planned = tuple(planned)
         self._model = model
@@ -177,14 +177,14 @@ class PlanningResult:
 
     @property
     def origin(self) -> str:
-        return report_module.origin(self.order)
+        return report_module.origin(self.request)
 
     @property
     def remarks(self) -> list[str]:
         remarks = report.remarks(
             [done.forecast for done in self.planned],
-            caps=[machine.memory for machine in self.order.cluster.machines],
-            whole=[(x.name, x.whole) for x in self.order.graph.layers if x.whole],
+            caps=[machine.memory for machine in self.request.cluster.machines],
+            whole=[(x.name, x.whole) for x in self.request.graph.layers if x.whole],
             origin=self.origin,
         )
         if self._skipped:
@@ -194,19 +194,19 @@ class PlanningResult:
 
     def table(self) -> Table:
         """Return a table with a row for each number of machines."""
-        order = self.order
+        request = self.request
         title = (
-            f"{self._model}: {order.graph.n_parameters:,} parameters, batch "
-            f"{order.batch}, cluster {order.cluster.name}"
+            f"{self._model}: {request.graph.n_parameters:,} parameters, batch "
+            f"{request.batch}, cluster {request.cluster.name}"
         )
         return report.table([done.forecast for done in self.planned], title=title)
 
     def plain(self) -> report.Plain:
         return {
             "model": self._model,
-            "parameters": self.order.graph.n_parameters,
-            "batch": self.order.batch,
-            "cluster": self.order.cluster.name,
+            "parameters": self.request.graph.n_parameters,
+            "batch": self.request.batch,
+            "cluster": self.request.cluster.name,
             "rows": [report.plain(done.forecast) for done in self.planned],
             "remarks": self.remarks,
         }
@@ -222,28 +222,28 @@ class PlanningResult:
     @property
     def plan(self) -> Plan:
         done = self.planned[-1]
-        forecast = done.forecast
-        p10, p50, p90 = forecast.seconds
+        estimate = done.forecast
+        p10, p50, p90 = estimate.seconds
         predicted = Prediction(
             step_seconds=p50,
             p10_seconds=p10,
             p90_seconds=p90,
-            bound_seconds=forecast.lower_bound,
-            gap=forecast.gap or 0.0,
-            solver=forecast.method,
+            bound_seconds=estimate.lower_bound,
+            gap=estimate.gap or 0.0,
+            solver=estimate.method,
             exact=done.solution.exact,
             costs=self.origin,
         )
         made = plan_for(
-            self.order.graph,
-            forecast.placements,
-            batch=self.order.batch,
+            self.request.graph,
+            estimate.placements,
+            batch=self.request.batch,
             loss=self._loss,
-            cluster=self.order.cluster.first(forecast.n_machines),
+            cluster=self.request.cluster.first(estimate.n_machines),
             predicted=predicted,
         )
         return msgspec.structs.replace(
-            made, model=self._model, micro_batches=forecast.micro_batches
+            made, model=self._model, micro_batches=estimate.micro_batches
         )
 
     def save(self, path: Path | str) -> None:
@@ -252,19 +252,19 @@ class PlanningResult:
     def draw(self, path: Path | str) -> None:
         """Draw the plan for the most machines as PNG; raise StorageError on failure."""
         done = self.planned[-1]
-        forecast = done.forecast
+        estimate = done.forecast
         crossing: dict[str, int] = {}
-        for way in done.price.traffic:
-            n_bytes = int(way.n_bytes.sum())
-            crossing[way.name] = crossing.get(way.name, 0) + n_bytes
+        for flow in done.price.traffic:
+            n_bytes = int(flow.n_bytes.sum())
+            crossing[flow.name] = crossing.get(flow.name, 0) + n_bytes
         draw_plan(
             Path(path),
-            self.order.graph,
-            forecast.placements,
+            self.request.graph,
+            estimate.placements,
             crossing=crossing,
-            title=f"{self._model} on {len(forecast.used)} machines of "
-            f"{self.order.cluster.name}: {report.seconds(forecast.median)} a step, "
-            f"{forecast.speed_up:.2f}x one machine",
+            title=f"{self._model} on {len(estimate.used)} machines of "
+            f"{self.request.cluster.name}: {report.seconds(estimate.median)} a step, "
+            f"{estimate.speed_up:.2f}x one machine",
         )
 
     def trace(self, path: Path | str) -> None:
@@ -317,10 +317,10 @@ def plan(
     check_model(model)
     examples = examples_of(example)
     counts = counts_of(machines)
-    check_words(
+    check_types(
         loss=loss, cluster=cluster, pins=pins or {}, flags={"exactly": exactly, "profile": profile}
     )
-    order = planning_request(
+    request = planning_request(
         model,
         [spec_of(x) for x in examples],
         batch=len(examples[0]),
@@ -331,29 +331,29 @@ def plan(
         exactly=exactly,
         profile=profile,
     )
-    return planning_result(order, counts, model=type(model).__name__, loss=loss)
+    return planning_result(request, counts, model=type(model).__name__, loss=loss)
 
 
 def planning_result(
-    order: PlanningRequest,
+    request: PlanningRequest,
     counts: Sequence[int],
     *,
     model: str,
     loss: str,
-    tell: Told = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> PlanningResult:
     """Plan for each number of machines, ascending."""
-    planned = plan_order(order, counts, tell=tell)
+    planned = make_plans(request, counts, notify=notify)
     done = {each.forecast.n_machines for each in planned}
     skipped = sorted(set(counts) - done)  # pins need more machines
-    return PlanningResult(order, planned, model=model, loss=loss, skipped=skipped)
+    return PlanningResult(request, planned, model=model, loss=loss, skipped=skipped)
 
 
 # --- `distbelief partition` ---
 
 DEFAULT_CLUSTER: Final = "rack-10g"
 
-_TELL_EVERY_SECONDS: Final = 2.0
+_PRINT_EVERY_SECONDS: Final = 2.0
 
 
 @final
@@ -410,7 +410,7 @@ def run(
     for path in (request.out, request.picture, request.timeline):
         _check_place(path)
     with console.status("capturing the model") as status:
-        order = planning_request(
+        planning = planning_request(
             _made(request, make),
             request.inputs,
             batch=request.batch,
@@ -420,49 +420,47 @@ def run(
             pins=request.pins,
             exactly=request.exactly,
             profile=request.profile,
-            tell=lambda what: status.update(escape(what)),
+            notify=lambda what: status.update(escape(what)),
         )
     for layer in request.explain:
-        report.check(order.graph, layer)
+        report.check(planning.graph, layer)
     with console.status("planning") as status:
-        outlook = planning_result(
-            order,
+        result = planning_result(
+            planning,
             request.counts,
             model=request.model,
             loss=request.loss,
-            tell=_Teller(console, status).tell,
+            notify=_ProgressLine(console, status).notify,
         )
-    explained = [outlook.explain(layer) for layer in request.explain]
-    trial = _tried(outlook, verify, console)
-    _print(outlook, trial, console, as_json=request.as_json)
+    explained = [result.explain(layer) for layer in request.explain]
+    trial = _tried(result, verify, console)
+    _print(result, trial, console, as_json=request.as_json)
     for table in explained:
         console.print(table)
     if request.out is not None:
-        outlook.save(request.out)
+        result.save(request.out)
     if request.timeline is not None:
-        outlook.trace(request.timeline)
+        result.trace(request.timeline)
     if request.picture is not None:
-        outlook.draw(request.picture)
-    return outlook.fits and (trial is None or trial.passed)
+        result.draw(request.picture)
+    return result.fits and (trial is None or trial.passed)
 
 
 def _tried(
-    outlook: PlanningResult, verify: Callable[[PlanningResult], Trial] | None, console: Console
+    result: PlanningResult, verify: Callable[[PlanningResult], Trial] | None, console: Console
 ) -> Trial | None:
     if verify is None:
         return None
     with console.status("running the plan"):
-        return verify(outlook)
+        return verify(result)
 
 
-def _print(
-    outlook: PlanningResult, trial: Trial | None, console: Console, *, as_json: bool
-) -> None:
+def _print(result: PlanningResult, trial: Trial | None, console: Console, *, as_json: bool) -> None:
     if as_json:
         tried = {} if trial is None else {"verified": trial.plain()}
-        print(json.dumps({**outlook.plain(), **tried}))  # noqa: T201 -- the output of the command
+        print(json.dumps({**result.plain(), **tried}))  # noqa: T201 -- the output of the command
         return
-    outlook.show(console)
+    result.show(console)
     if trial is not None:
         trial.show(console)
 
@@ -500,21 +498,21 @@ def _check_place(path: Path | None) -> None:
 
 
 @final
-class _Teller:
+class _ProgressLine:
     # Shows progress: one line that changes on a terminal, else a line every few seconds.
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console = console
         self._status = status
-        self._told = -math.inf
+        self._printed_at = -math.inf
 
-    def tell(self, what: str) -> None:
+    def notify(self, what: str) -> None:
         if self._console.is_terminal:
             self._status.update(escape(f"planning: {what}"))
             return
         now = time.monotonic()
-        if now - self._told >= _TELL_EVERY_SECONDS:
-            self._told = now
+        if now - self._printed_at >= _PRINT_EVERY_SECONDS:
+            self._printed_at = now
             print(f"planning: {what}", file=sys.stderr)  # noqa: T201 -- progress
 
 

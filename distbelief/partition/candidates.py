@@ -39,7 +39,7 @@ _CHANNELS_FIRST: Final = frozenset(
 )
 
 
-_WORDS: Final = {
+_NAMES: Final = {
     1: ("units",),
     2: ("rows", "units"),  # of a sequence
     3: ("units", "rows", "columns"),
@@ -94,12 +94,12 @@ def split(
     placement = _cut(layer.shape, cuts, cluster, parts, machines)
     if placement is None:
         return None
-    words = dimension_words(layer)
+    names = dimension_names(layer)
     in_two = [dim for dim, n_parts in enumerate(parts) if n_parts > 1]
     if not in_two:
         return whole(layer, machines[0])
     if len(in_two) == 1:
-        label = f"{words[in_two[0]]} {parts[in_two[0]]}"
+        label = f"{names[in_two[0]]} {parts[in_two[0]]}"
     elif min(in_two) >= len(parts) - 2:
         label = f"grid {parts[-2]}x{parts[-1]}"
     else:
@@ -158,12 +158,12 @@ def summed_dims(layer: Layer) -> tuple[int, ...]:
     return tuple(sorted(found, reverse=True))
 
 
-def dimension_words(layer: Layer) -> tuple[str, ...]:
+def dimension_names(layer: Layer) -> tuple[str, ...]:
     """Return the names of the output's dimensions in labels and pins."""
     n_dims = len(layer.shape)
     if n_dims == 2 and layer.kind in _CHANNELS_FIRST:
         return ("units", "rows")
-    return _WORDS.get(n_dims) or tuple(f"dimension{dim}" for dim in range(n_dims))
+    return _NAMES.get(n_dims) or tuple(f"dimension{dim}" for dim in range(n_dims))
 
 
 def sizes(n_machines: int) -> list[int]:

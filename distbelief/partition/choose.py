@@ -34,17 +34,19 @@ SOLVER_SECONDS: Final = 5.0
 # bytes that cost little, keep the planner from needless messages.
 LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5, handling=HANDLING)
 
-Told = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-def plan_for_job(job: Job, graph: LayerGraph, *, kept: Path, tell: Told = lambda _: None) -> Plan:
+def plan_for_job(
+    job: Job, graph: LayerGraph, *, kept: Path, notify: Notify = lambda _: None
+) -> Plan:
     """Return the plan of a job; it is written to `kept`.
 
     Args:
         job: The job.
         graph: Of its model and loss.
         kept: Path of plan.json, perhaps with the plan of a previous run.
-        tell: Called with a line of progress.
+        notify: Called with a line of progress.
 
     Raises:
         JobError: there is no such plan, it is for another job, or none can be made.
@@ -53,7 +55,7 @@ def plan_for_job(job: Job, graph: LayerGraph, *, kept: Path, tell: Told = lambda
     if job.cluster.plan is not None:
         plan = _given(job, graph, Path(job.cluster.plan))
     else:
-        plan = _of_before(job, graph, kept) or _made(job, graph, tell)
+        plan = _of_before(job, graph, kept) or _made(job, graph, notify)
     plan.save(kept)
     return plan
 
@@ -64,8 +66,8 @@ def draw(plan: Plan, graph: LayerGraph, path: Path) -> None:
         graph, plan.placements, batch=plan.batch, n_machines=plan.cluster.n_machines
     )
     crossing: dict[str, int] = {}
-    for way in compiled.traffic:
-        crossing[way.name] = crossing.get(way.name, 0) + int(way.n_bytes.sum())
+    for flow in compiled.traffic:
+        crossing[flow.name] = crossing.get(flow.name, 0) + int(flow.n_bytes.sum())
     noun = "machine" if plan.cluster.n_machines == 1 else "machines"
     title = f"{plan.model} on {plan.cluster.n_machines} {noun}, batch {plan.batch}"
     draw_plan(path, graph, plan.placements, crossing=crossing, title=title)
@@ -100,12 +102,12 @@ def _of_before(job: Job, graph: LayerGraph, kept: Path) -> Plan | None:
     return plan if plan.cluster.n_machines == job.cluster.partitions else None
 
 
-def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
+def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
     count, batch = job.cluster.partitions, job.batch_size
-    tell(f"planning for {count} machine{'' if count == 1 else 's'}")
+    notify(f"planning for {count} machine{'' if count == 1 else 's'}")
     cluster = _cluster(job, count)
     single = single_sample(graph)
-    order = PlanningRequest(
+    request = PlanningRequest(
         graph=graph,
         cluster=cluster,
         batch=batch,
@@ -116,29 +118,29 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
         solver_seconds=SOLVER_SECONDS,
     )
     try:
-        outlook = planning_result(
-            order,
+        result = planning_result(
+            request,
             [count],
             model=job.model.factory,
             loss=job.loss,
-            tell=lambda what: tell(f"planning: {what}"),
+            notify=lambda what: notify(f"planning: {what}"),
         )
     except GraphError as error:
         raise JobError(f"[cluster] {_asked(job)}: {error}") from error
     if job.cluster.machines != HERE:  # hosts with more memory may join
-        _check_memory(job, outlook)
-    return outlook.plan
+        _check_memory(job, result)
+    return result.plan
 
 
-def _check_memory(job: Job, outlook: PlanningResult) -> None:
-    forecast = outlook.planned[-1].forecast
-    if forecast.fits:
+def _check_memory(job: Job, result: PlanningResult) -> None:
+    estimate = result.planned[-1].forecast
+    if estimate.fits:
         return
-    caps = [machine.memory for machine in outlook.order.cluster.machines]
-    worst = max(forecast.offenders, key=lambda m: forecast.memory[m] - caps[m])
+    caps = [machine.memory for machine in result.request.cluster.machines]
+    worst = max(estimate.offenders, key=lambda m: estimate.memory[m] - caps[m])
     raise JobError(
         f"[cluster] {_asked(job)}: no plan fits the machines of {job.cluster.machines!r}: "
-        f"machine {worst} needs {size(forecast.memory[worst])} and has {size(caps[worst])}. "
+        f"machine {worst} needs {size(estimate.memory[worst])} and has {size(caps[worst])}. "
         "Use more partitions or smaller batches, or correct the memory in the cluster file"
     )
 

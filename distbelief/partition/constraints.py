@@ -13,7 +13,7 @@ from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import operator_of
 from distbelief.partition.candidates import (
     Candidate,
-    dimension_words,
+    dimension_names,
     partial_sums,
     split,
     summed_dims,
@@ -75,15 +75,15 @@ def possible(layer: Layer, cluster: Cluster) -> list[str]:
     found = ["whole"]
     if n_machines > 1:
         found.append(f"whole@0 to whole@{n_machines - 1}")
-    words, most = dimension_words(layer), {}
+    names, most = dimension_names(layer), {}
     for cut in () if layer.whole else operator_of(layer).cuts(layer):
         most[cut.dim] = min(n_machines, layer.shape[cut.dim] // cut.unit)
         if most[cut.dim] >= 2:
-            found.append(f"{words[cut.dim]}:2 to {words[cut.dim]}:{most[cut.dim]}")
+            found.append(f"{names[cut.dim]}:2 to {names[cut.dim]}:{most[cut.dim]}")
     n_dims = len(layer.shape)
     if n_dims >= 2 and min(most.get(dim, 1) for dim in (n_dims - 2, n_dims - 1)) > 1:
         found.append(
-            f"grid:AxB with {words[-2]} A <= {most[n_dims - 2]}, {words[-1]} B <= "
+            f"grid:AxB with {names[-2]} A <= {most[n_dims - 2]}, {names[-1]} B <= "
             f"{most[n_dims - 1]}, A * B <= {n_machines}"
         )
     for dim in summed_dims(layer)[:1]:
@@ -107,23 +107,23 @@ def _split(
     match = _SPLIT.fullmatch(pin)
     if match is None:
         return None
-    word, numbers = match[1], [int(number) for number in match[2].split("x")]
+    name, numbers = match[1], [int(number) for number in match[2].split("x")]
     if min(numbers) < 1:
         return None
-    if word == "inputs" and len(numbers) == 1:
+    if name == "inputs" and len(numbers) == 1:
         dims = summed_dims(layer)
         if not dims:
             return None
         return partial_sums(layer, cluster, numbers[0], dim=dims[0], machines=machines)
-    parts = _parts(layer, word, numbers)
+    parts = _parts(layer, name, numbers)
     return split(layer, cluster, parts, machines=machines) if parts else None
 
 
-def _parts(layer: Layer, word: str, numbers: list[int]) -> list[int]:
+def _parts(layer: Layer, name: str, numbers: list[int]) -> list[int]:
     # A grid with fewer numbers than dimensions means the last dimensions. Empty if impossible.
-    words = dimension_words(layer)
-    if word == "grid" and 1 < len(numbers) <= len(words):
-        return [1] * (len(words) - len(numbers)) + numbers
-    if word in words and len(numbers) == 1:
-        return [numbers[0] if word == other else 1 for other in words]
+    names = dimension_names(layer)
+    if name == "grid" and 1 < len(numbers) <= len(names):
+        return [1] * (len(names) - len(numbers)) + numbers
+    if name in names and len(numbers) == 1:
+        return [numbers[0] if name == other else 1 for other in names]
     return []

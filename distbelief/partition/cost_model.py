@@ -47,8 +47,8 @@ class Signatures:
 
 def signature(layer: Layer) -> Signature:
     """Return everything that a layer's costs depend on: all but names."""
-    tensors = {word: (use.shape, use.trains) for word, use in sorted(layer.tensors.items())}
-    options = {word: value for word, value in layer.options.items() if word != "module"}
+    tensors = {argument: (use.shape, use.trains) for argument, use in sorted(layer.tensors.items())}
+    options = {name: value for name, value in layer.options.items() if name != "module"}
     return msgspec.json.encode(
         (
             layer.kind,
@@ -131,7 +131,9 @@ def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float,
         uses = kind.uses(layer, region)
     every = sum(N_BYTES * part.n_elements for part in uses.values())
     trains = sum(
-        N_BYTES * part.n_elements for word, part in uses.items() if layer.tensors[word].trains
+        N_BYTES * part.n_elements
+        for argument, part in uses.items()
+        if layer.tensors[argument].trains
     )
     return float(every), float(trains)
 
@@ -221,7 +223,7 @@ class Variance:
 # Only whole layers are measured with fewer samples: measuring every slice again would take minutes.
 # Their share of the batch's time holds for slices too.
 
-# Shares(layer, n_samples) -> (forward, backward), or None if not measured
+# Takes a layer and a number of samples; returns (forward, backward), None if not measured.
 Shares = Callable[[Layer, int], tuple[float, float] | None]
 
 
@@ -382,8 +384,8 @@ class ProfiledCosts:
         # Cut along several dimensions: the product of the shares along each.
         for dim, (extent, whole) in enumerate(zip(region.shape, of, strict=True)):
             if extent < whole:
-                word = INPUTS if dim in summed else str(dim)
-                shares = _shares(slices.get(word), extent, whole)
+                key = INPUTS if dim in summed else str(dim)
+                shares = _shares(slices.get(key), extent, whole)
                 forward, backward = forward * shares[0], backward * shares[1]
         return _Passes(forward, backward)
 

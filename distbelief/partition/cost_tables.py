@@ -311,14 +311,14 @@ class NodeCosts:
         # Per candidate, what each machine needs of each input.
         kind = operator_of(self.layer)
         partial = kind.partial.reads if kind.partial else None
-        return self._told(kind.reads, partial)
+        return self._per_candidate(kind.reads, partial)
 
     @cached_property
     def uses(self) -> list[list[tuple[int, Mapping[str, Region]]]]:
         # Per candidate, what each machine uses of the tensors.
         kind = operator_of(self.layer)
         partial = kind.partial.uses if kind.partial else None
-        return self._told(kind.uses, partial)
+        return self._per_candidate(kind.uses, partial)
 
     @cached_property
     def writes(self) -> list[Cells]:
@@ -336,15 +336,15 @@ class NodeCosts:
         # Per candidate, the machines that add up the output, if partial.
         return [p.owners(self.layer) if p.combine else [] for p in self.placements]
 
-    def _told(
+    def _per_candidate(
         self,
         of_output: Callable[[Layer, Region], _T],
         of_part: Callable[[Layer, Region], _T] | None,
     ) -> list[list[tuple[int, _T]]]:
         found = []
         for placement, cells in zip(self.placements, self.computed, strict=True):
-            tell = of_part if placement.combine and of_part else of_output
-            found.append([(machine, tell(self.layer, cell)) for machine, cell in cells])
+            rule = of_part if placement.combine and of_part else of_output
+            found.append([(machine, rule(self.layer, cell)) for machine, cell in cells])
         return found
 
 
@@ -522,7 +522,7 @@ class Tables:
         if not layer.tensors:
             return np.zeros(len(placed.placements))
         if key not in self._numbers:
-            trains = {word: use.trains for word, use in layer.tensors.items()}
+            trains = {argument: use.trains for argument, use in layer.tensors.items()}
             self._numbers[key] = np.array(
                 [sync_seconds(ranges(uses, trains=trains), self._cluster) for uses in placed.uses]
             )
@@ -593,8 +593,8 @@ def _bytes(placed: NodeCosts, read: Sequence[float], *, own: float, n_machines: 
             )
         for machine, uses in placed.uses[index]:
             used[index, machine] += sum(
-                region.n_elements * N_BYTES * (2 if tensors[word].trains else 1)
-                for word, region in uses.items()
+                region.n_elements * N_BYTES * (2 if tensors[argument].trains else 1)
+                for argument, region in uses.items()
             )
     return used
 

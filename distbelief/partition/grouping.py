@@ -74,17 +74,17 @@ def groups(graph: LayerGraph, *, pinned: Collection[str] = ()) -> tuple[Group, .
     for layer in graph.layers:
         if layer.kind == INPUT:
             continue
-        ways = []
+        options = []
         if layer.name not in pinned:
             for index, name in enumerate(layer.inputs):
                 how = _follows(layer, index, statistics=statistics)
                 if how is not None and name in index_of:
-                    ways.append(Follower(layer, graph[name], reduces=how == "reduced"))
-        if ways:
+                    options.append(Follower(layer, graph[name], reduces=how == "reduced"))
+        if options:
             # The latest leader: the add of a residual block follows the block, not the shortcut.
-            way = max(ways, key=lambda way: index_of[way.leader.name])
-            index_of[layer.name] = index_of[way.leader.name]
-            found[index_of[layer.name]][1].append(way)
+            follower = max(options, key=lambda follower: index_of[follower.leader.name])
+            index_of[layer.name] = index_of[follower.leader.name]
+            found[index_of[layer.name]][1].append(follower)
         else:
             index_of[layer.name] = len(found)
             found.append((layer, []))

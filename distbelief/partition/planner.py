@@ -36,9 +36,9 @@ from distbelief.partition.problem import Decoder
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.this_host import HERE, here, recheck
 from distbelief.partition.search import (
+    Notify,
     PlanEstimate,
     PlanningRequest,
-    Told,
     Way,
     estimate_of,
     search,
@@ -54,7 +54,7 @@ from distbelief.program.placement import Placement
 from distbelief.program.step_graph import statistics_of
 
 
-__all__ = ["Planned", "PlanningRequest", "Told", "each_plan", "plan", "played", "simulator_of"]
+__all__ = ["Notify", "Planned", "PlanningRequest", "each_plan", "plan", "played", "simulator_of"]
 
 
 # --- orders of machines ---
@@ -62,7 +62,7 @@ __all__ = ["Planned", "PlanningRequest", "Told", "each_plan", "plan", "played", 
 _TIE: Final = 1e-9
 
 
-def arrangements(cluster: Cluster) -> list[tuple[int, ...]]:
+def machine_orders(cluster: Cluster) -> list[tuple[int, ...]]:
     """Return the orders of machines worth trying, that of the cluster first.
 
     Layers are cut over the first k machines of an order. In the second order, used if links or
@@ -186,7 +186,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
     pins: Mapping[str, str],
     exactly: bool,
     profile: bool = False,
-    tell: Told = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> PlanningRequest:
     """Return the planning request: the captured graph, the machines and the costs.
 
@@ -205,7 +205,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
         pins: Per layer, a required split.
         exactly: Use all machines of each count.
         profile: Measure layers here, for other machines too.
-        tell: Called with a line of progress.
+        notify: Called with a line of progress.
 
     Raises:
         GraphError: the model cannot be captured or split, there is no such cluster, or it has fewer
@@ -219,13 +219,13 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
     if loss:
         graph = append_loss(graph, loss)
     _check_sizes(graph, batch)
-    slower = recheck(tell) if is_here or profile else 1.0
+    slower = recheck(notify) if is_here or profile else 1.0
     if machines is None:
-        tell("measuring this machine")
+        notify("measuring this machine")
         machines = here(max([1, *counts]))
     single = single_sample(graph)
     costs = AnalyticCosts(machines, batch=batch, single=single)
-    order = PlanningRequest(
+    request = PlanningRequest(
         graph=graph,
         cluster=machines,
         batch=batch,
@@ -235,14 +235,14 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
         exactly=exactly,
     )
     if not (profile or is_here):
-        return order
+        return request
     host = None
     if not is_here:
-        tell("measuring this machine")
+        notify("measuring this machine")
         host = AnalyticCosts(here(1), batch=batch, single=single)
 
     def progress(n_done: int, n_wanted: int, name: str) -> None:
-        tell(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
+        notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
 
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
@@ -253,7 +253,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
         shares = profiled_costs.shares
         return MicroBatchScaling(profiled_costs, batch=costs, part=part, shares=shares)
 
-    return replace(order, costs=profiled_costs, costs_for=fewer)
+    return replace(request, costs=profiled_costs, costs_for=fewer)
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:
@@ -318,49 +318,51 @@ class Planned:
 
 
 def plan(
-    order: PlanningRequest, counts: Sequence[int], *, tell: Told = lambda _: None
+    request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> list[Planned]:
-    return list(each_plan(order, counts, tell=tell))
+    return list(each_plan(request, counts, notify=notify))
 
 
 def each_plan(
-    order: PlanningRequest, counts: Sequence[int], *, tell: Told = lambda _: None
+    request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> Iterator[Planned]:
     """Yield what `plan` returns, each plan as soon as it is found."""
     counts = list(counts)
     for count in counts:
-        order.cluster.first(count)  # raises before anything that takes long
+        request.cluster.first(count)  # raises before anything that takes long
     if not counts:
         raise GraphError("machines is empty: give at least one number, 1 or more")
-    check_pins(order.graph, order.pins, order.cluster.first(max(counts)))
-    planner = _Planner(order, tell=tell)
-    for count in _all_counts(counts, order):
+    check_pins(request.graph, request.pins, request.cluster.first(max(counts)))
+    planner = _Planner(request, notify=notify)
+    for count in _all_counts(counts, request):
         try:
             done = planner.plan_for(count)
         except GraphError:
-            if order.pins and count < max(counts):
+            if request.pins and count < max(counts):
                 continue  # a pin needs more machines
             raise
         if count in counts:
             yield done
 
 
-def _all_counts(counts: Sequence[int], order: PlanningRequest) -> list[int]:
+def _all_counts(counts: Sequence[int], request: PlanningRequest) -> list[int]:
     # Smaller counts are planned too: a row must not depend on the other rows, and more machines may
     # use a plan for fewer.
     most = max(counts)
-    fewer = [] if order.exactly else [n for n in _FEWER if n < most]
+    fewer = [] if request.exactly else [n for n in _FEWER if n < most]
     return sorted({*counts, *fewer})
 
 
 def played(
-    order: PlanningRequest,
+    request: PlanningRequest,
     placements: Mapping[str, Placement],
     *,
     n_machines: int,
     micro_batches: int = 1,
 ) -> StepCost:
-    return simulator_of(order).price(placements, n_machines=n_machines, micro_batches=micro_batches)
+    return simulator_of(request).price(
+        placements, n_machines=n_machines, micro_batches=micro_batches
+    )
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:
@@ -371,45 +373,47 @@ def divisors(batch: int, *, n_machines: int) -> list[int]:
 
 @final
 class _Planner:
-    def __init__(self, order: PlanningRequest, *, tell: Told) -> None:
-        self._order = order
-        self._tell = tell
-        self._player = simulator_of(order)
+    def __init__(self, request: PlanningRequest, *, notify: Notify) -> None:
+        self._request = request
+        self._notify = notify
+        self._simulator = simulator_of(request)
         self._best: Way | None = None
         whole = {
             layer.name: Placement.whole(len(layer.shape), 0)
-            for layer in order.graph.layers
+            for layer in request.graph.layers
             if layer.kind != INPUT
         }
-        self._alone = self._player.way("one machine", whole, n_machines=1).seconds[1]
+        self._alone = self._simulator.way("one machine", whole, n_machines=1).seconds[1]
 
     def plan_for(self, count: int) -> Planned:
-        order, cluster = self._order, self._order.cluster.first(count)
-        self._tell(f"{count} machine{'' if count == 1 else 's'}")
-        baselines = [] if order.pins else self._baselines(cluster)
+        request, cluster = self._request, self._request.cluster.first(count)
+        self._notify(f"{count} machine{'' if count == 1 else 's'}")
+        baselines = [] if request.pins else self._baselines(cluster)
         others = [*baselines, *self._before(count)]
-        in_orders = arrangements(cluster)
-        posed = [
+        orders = machine_orders(cluster)
+        solved = [
             solve_problem(
-                order,
+                request,
                 cluster,
                 machines=machines,
                 others=others,
-                player=self._player,
-                tell=self._tell,
+                simulator=self._simulator,
+                notify=self._notify,
             )
-            for machines in in_orders
+            for machines in orders
         ]
-        found = [way for each in posed for way in each.ways.values()]
+        found = [way for each in solved for way in each.ways.values()]
         # `min` takes the first of equals: the search result, then the solver's, then the simplest.
-        best = min(posed, key=lambda each: each.rank)
+        best = min(solved, key=lambda each: each.rank)
         better = (
-            search(best, cluster, player=self._player, tell=self._tell) if order.search else None
+            search(best, cluster, simulator=self._simulator, notify=self._notify)
+            if request.search
+            else None
         )
         ways = [*([better] if better else []), *found, *others]
-        if not order.pins:
-            ways += self._stages(cluster, in_orders)
-        if order.exactly:
+        if not request.pins:
+            ways += self._stages(cluster, orders)
+        if request.exactly:
             ways = _of_most(ways, count)
         chosen = self._best = min(ways, key=lambda way: way.rank)
         return Planned(
@@ -417,8 +421,8 @@ class _Planner:
                 chosen,
                 cluster,
                 alone=self._alone,
-                model_bound=min(each.solution.bound for each in posed),
-                lower_bound=lower_bound(order.graph, cluster, order.costs),
+                model_bound=min(each.solution.bound for each in solved),
+                lower_bound=lower_bound(request.graph, cluster, request.costs),
             ),
             price=chosen.price,
             problem=best.problem,
@@ -428,36 +432,36 @@ class _Planner:
         )
 
     def _baselines(self, cluster: Cluster) -> list[Way]:
-        order, count = self._order, len(cluster)
-        layers = whole_layers(order.graph, cluster, costs=order.costs)
+        request, count = self._request, len(cluster)
+        layers = whole_layers(request.graph, cluster, costs=request.costs)
         return [
-            self._player.way("even", even(order.graph, cluster), n_machines=count),
-            self._player.way("whole layers", layers, n_machines=count),
+            self._simulator.way("even", even(request.graph, cluster), n_machines=count),
+            self._simulator.way("whole layers", layers, n_machines=count),
         ]
 
     def _before(self, count: int) -> list[Way]:
         # The best plan for fewer machines, on these.
         best = self._best
-        if best is None or self._order.exactly:
+        if best is None or self._request.exactly:
             return []
-        again = self._player.way(
+        again = self._simulator.way(
             best.method, best.placements, n_machines=count, micro_batches=best.micro_batches
         )
         return [replace(again, model_seconds=best.model_seconds)]
 
-    def _stages(self, cluster: Cluster, in_orders: Sequence[Sequence[int]]) -> list[Way]:
+    def _stages(self, cluster: Cluster, orders: Sequence[Sequence[int]]) -> list[Way]:
         # Pipelines of whole layers with several micro-batches.
-        order, count = self._order, len(cluster)
-        if order.costs_for is None or count == 1 or statistics_of(order.graph):
+        request, count = self._request, len(cluster)
+        if request.costs_for is None or count == 1 or statistics_of(request.graph):
             return []
         # The last machines of the second order are the most expensive to talk to: try without.
-        fewer = {machines[:n] for machines in in_orders[1:] for n in (count - 1, count // 2)}
-        lines = [tuple(in_orders[0]), *sorted(map(tuple, fewer))]
+        fewer = {machines[:n] for machines in orders[1:] for n in (count - 1, count // 2)}
+        lines = [tuple(orders[0]), *sorted(map(tuple, fewer))]
         return [
-            self._player.way(f"stages, {n} parts", layers, n_machines=count, micro_batches=n)
+            self._simulator.way(f"stages, {n} parts", layers, n_machines=count, micro_batches=n)
             for line in lines
-            for layers in [whole_layers(order.graph, cluster, costs=order.costs, machines=line)]
-            for n in divisors(order.batch, n_machines=count)
+            for layers in [whole_layers(request.graph, cluster, costs=request.costs, machines=line)]
+            for n in divisors(request.batch, n_machines=count)
         ]
 
 

@@ -57,10 +57,10 @@ class Decoder:
         chosen: list[int] = []
         for node in self.nodes:
             placement = placements[node.group.root.name]
-            ways = [candidate.placement for candidate in node.candidates]
-            if placement not in ways:
+            options = [candidate.placement for candidate in node.candidates]
+            if placement not in options:
                 return None
-            chosen.append(ways.index(placement))
+            chosen.append(options.index(placement))
         # Followers may be placed differently in that plan: compare all layers.
         return tuple(chosen) if self(chosen) == placements else None
 
@@ -101,14 +101,14 @@ def build(
     for group in found:
         root = group.root
         if root.name in pins:
-            ways = [pinned(root, cluster, pins[root.name], machines=machines)]
+            options = [pinned(root, cluster, pins[root.name], machines=machines)]
         else:
-            ways = candidates(root, cluster, machines=machines)
-            ways += _missing(ways, [plan[root.name] for plan in also])
-        nodes.append(Node(group, tuple(ways)))
+            options = candidates(root, cluster, machines=machines)
+            options += _missing(options, [plan[root.name] for plan in also])
+        nodes.append(Node(group, tuple(options)))
     tables = Tables(graph, cluster, batch=batch, costs=costs)
     for node in nodes:
-        tables.place(node.group, [way.placement for way in node.candidates])
+        tables.place(node.group, [option.placement for option in node.candidates])
     # Several values may go from one group to another: their costs add up.
     edges: dict[tuple[int, int], Floats] = {}
     for pair, table in tables.transfers(found):
@@ -127,7 +127,7 @@ def build(
     )
 
 
-def _missing(ways: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
-    known = {candidate.placement for candidate in ways}
+def _missing(options: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
+    known = {candidate.placement for candidate in options}
     wanted = dict.fromkeys(p for p in placements if p not in known)
     return [Candidate(placement, str(placement)) for placement in wanted]

@@ -72,31 +72,31 @@ def _placed(placement: object) -> str:
 LOAD_MAX: Final = 1.5  # programs per processor; above it measurements are unreliable
 
 
-def origin(order: PlanningRequest) -> str:
+def origin(request: PlanningRequest) -> str:
     """Return where the costs are from, in a sentence for the table and the plan."""
-    cluster, costs = order.cluster, order.costs
+    cluster, costs = request.cluster, request.costs
     if isinstance(costs, ProfiledCosts):
-        said = f"{_profiled(costs, cluster)}{_left(order, costs)}."
+        text = f"{_profiled(costs, cluster)}{_left(request, costs)}."
         if costs.profile.replaced:
-            said += (
+            text += (
                 " It replaced a profile from when this host was "
                 f"{costs.profile.replaced:.1f} times as slow."
             )
         if costs.slower > 1.0:
-            said += (
+            text += (
                 f" This host is now {costs.slower:.1f} times as slow as then, "
                 "perhaps because of other programs: to measure again, delete "
                 f"{costs.profile.host.path}."
             )
         if costs.profile.load > LOAD_MAX:
-            said += (
+            text += (
                 f" Other programs used this host during measurement ({costs.profile.load:.1f} "
                 "programs per processor), so times may be too long: to measure again, delete "
                 f"{costs.profile.host.path}."
             )
     else:
-        said = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
-    return f"{said} {cluster.note}".strip()
+        text = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
+    return f"{text} {cluster.note}".strip()
 
 
 def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
@@ -114,13 +114,13 @@ def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
     )
 
 
-def _left(order: PlanningRequest, costs: ProfiledCosts) -> str:
+def _left(request: PlanningRequest, costs: ProfiledCosts) -> str:
     # How many layers have costs by arithmetic, and why.
-    layers = [layer for layer in order.graph.layers if layer.kind != INPUT]
+    layers = [layer for layer in request.graph.layers if layer.kind != INPUT]
     unknown = [layer for layer in layers if not costs.knows(layer)]
     if not unknown:
         return ""
-    n_large = sum(is_too_large(layer, batch=order.batch) for layer in unknown)
+    n_large = sum(is_too_large(layer, batch=request.batch) for layer in unknown)
     reasons = [
         f"{count} {why}"
         for count, why in (
@@ -137,7 +137,7 @@ def _left(order: PlanningRequest, costs: ProfiledCosts) -> str:
 Plain = dict[str, object]
 
 
-def table(forecasts: Sequence[PlanEstimate], *, title: str) -> Table:
+def table(estimates: Sequence[PlanEstimate], *, title: str) -> Table:
     """Return one row per number of machines; rows that do not fit are red.
 
     `bound` is a lower bound for every plan; `gap` is how far the plan may be from the best of the
@@ -159,53 +159,53 @@ def table(forecasts: Sequence[PlanEstimate], *, title: str) -> Table:
     ):
         left = column == "by"
         shown.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for forecast in forecasts:
-        shares = forecast.shares
+    for estimate in estimates:
+        shares = estimate.shares
         parts = (shares.compute, shares.communication, shares.sync, shares.wait)
-        p10, p50, p90 = forecast.seconds
+        p10, p50, p90 = estimate.seconds
         shown.add_row(
-            str(forecast.n_machines),
-            str(len(forecast.used)),
+            str(estimate.n_machines),
+            str(len(estimate.used)),
             seconds(p50),
             _range(p10, p90),
-            f"{forecast.speed_up:.2f}x",
-            f"{forecast.efficiency:.0%}",
+            f"{estimate.speed_up:.2f}x",
+            f"{estimate.efficiency:.0%}",
             " ".join(f"{abs(100 * share):.0f}" for share in parts) + " %",
-            size(max(forecast.memory)) + ("" if forecast.fits else "!"),
-            seconds(forecast.lower_bound),
-            "-" if forecast.gap is None else f"{forecast.gap:.1%}",
-            forecast.method.replace("elimination", "exact").replace(" + ", "+"),
-            style="" if forecast.fits else "red",
+            size(max(estimate.memory)) + ("" if estimate.fits else "!"),
+            seconds(estimate.lower_bound),
+            "-" if estimate.gap is None else f"{estimate.gap:.1%}",
+            estimate.method.replace("elimination", "exact").replace(" + ", "+"),
+            style="" if estimate.fits else "red",
         )
     return shown
 
 
-def plain(forecast: PlanEstimate) -> Plain:
+def plain(estimate: PlanEstimate) -> Plain:
     """Return a row for JSON; times in seconds, memory in bytes."""
-    p10, p50, p90 = forecast.seconds
-    shares = forecast.shares
+    p10, p50, p90 = estimate.seconds
+    shares = estimate.shares
     return {
-        "machines": forecast.n_machines,
-        "used": list(forecast.used),
+        "machines": estimate.n_machines,
+        "used": list(estimate.used),
         "step_seconds": {"p10": p10, "p50": p50, "p90": p90},
-        "speed_up": forecast.speed_up,
-        "efficiency": forecast.efficiency,
+        "speed_up": estimate.speed_up,
+        "efficiency": estimate.efficiency,
         "compute": shares.compute,
         "communication": shares.communication,
         "sync": shares.sync,
         "wait": shares.wait,
-        "memory_bytes": list(forecast.memory),
-        "fits": forecast.fits,
-        "offenders": list(forecast.offenders),
-        "lower_bound_seconds": forecast.lower_bound,
-        "in_model_gap": forecast.gap,
-        "method": forecast.method,
-        "bytes": sum(forecast.link_bytes.values()),
+        "memory_bytes": list(estimate.memory),
+        "fits": estimate.fits,
+        "offenders": list(estimate.offenders),
+        "lower_bound_seconds": estimate.lower_bound,
+        "in_model_gap": estimate.gap,
+        "method": estimate.method,
+        "bytes": sum(estimate.link_bytes.values()),
     }
 
 
 def remarks(
-    forecasts: Sequence[PlanEstimate],
+    estimates: Sequence[PlanEstimate],
     *,
     caps: Sequence[float],
     whole: Sequence[tuple[str, str]],
@@ -214,28 +214,28 @@ def remarks(
     """Return notes for the reader of the table, a sentence each.
 
     Args:
-        forecasts: The rows.
+        estimates: The rows.
         caps: Bytes that each machine has.
         whole: Layers computed whole on one machine, and why.
         origin: Where the costs are from.
     """
-    said = []
-    for forecast in forecasts:
-        idle = forecast.n_machines - len(forecast.used)
+    notes = []
+    for estimate in estimates:
+        idle = estimate.n_machines - len(estimate.used)
         if idle:
-            said.append(
-                f"{forecast.n_machines} machines: {idle} left idle, because no faster plan "
+            notes.append(
+                f"{estimate.n_machines} machines: {idle} left idle, because no faster plan "
                 "that uses them was found"
             )
-        if not forecast.fits:
-            worst = max(forecast.offenders, key=lambda m: forecast.memory[m] - caps[m])
-            said.append(
-                f"{forecast.n_machines} machines: machine {worst} needs "
-                f"{size(forecast.memory[worst])} and has {size(caps[worst])}; "
-                f"{len(forecast.offenders)} machines lack memory: this plan does not fit"
+        if not estimate.fits:
+            worst = max(estimate.offenders, key=lambda m: estimate.memory[m] - caps[m])
+            notes.append(
+                f"{estimate.n_machines} machines: machine {worst} needs "
+                f"{size(estimate.memory[worst])} and has {size(caps[worst])}; "
+                f"{len(estimate.offenders)} machines lack memory: this plan does not fit"
             )
-    said += [f"{name} is computed whole on one machine: {why}" for name, why in whole]
-    return [*said, origin]
+    notes += [f"{name} is computed whole on one machine: {why}" for name, why in whole]
+    return [*notes, origin]
 
 
 def seconds(value: float) -> str:
@@ -278,7 +278,7 @@ class Alternative:
     own: float  # seconds of computing and synchronising
     transfers: float  # seconds of transfers from and to its neighbours
     chosen: bool  # by the solver
-    verdict: str  # why not, for people
+    reason: str  # why not, for people
 
 
 def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
@@ -305,7 +305,7 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
             own=own,
             transfers=transfers,
             chosen=index == chosen,
-            verdict=_verdict(planned, node, index, cost - total),
+            reason=_reason(planned, node, index, cost - total),
         )
         for cost, index, own, transfers, label in sorted(rows)
     ]
@@ -325,7 +325,7 @@ def show_alternatives(planned: Planned, name: str) -> Table:
             seconds(row.own),
             seconds(row.transfers),
             seconds(row.own + row.transfers),
-            row.verdict,
+            row.reason,
             style="bold" if row.chosen else "",
         )
     return table
@@ -355,7 +355,7 @@ def _node(planned: Planned, name: str) -> int:
     )
 
 
-def _verdict(planned: Planned, node: int, index: int, more: float) -> str:
+def _reason(planned: Planned, node: int, index: int, more: float) -> str:
     problem, choice = planned.problem, list(planned.solution.choice)
     if index == choice[node]:
         return "chosen"

@@ -81,8 +81,8 @@ class PlanSimulator:
         self._batch = batch
         self._costs = {1: costs}
         self._costs_for = costs_for
-        self._known: dict[int, CompilerCache] = {}
-        self._jitter = Variance(graph, cluster)
+        self._caches: dict[int, CompilerCache] = {}
+        self._variance = Variance(graph, cluster)
 
     def price(
         self, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
@@ -91,9 +91,9 @@ class PlanSimulator:
         if micro_batches not in self._costs:
             assert self._costs_for is not None
             self._costs[micro_batches] = self._costs_for(self._batch // micro_batches)
-        if micro_batches not in self._known:
+        if micro_batches not in self._caches:
             # With micro-batches there is one plan each and no search: a small cache is enough.
-            self._known[micro_batches] = CompilerCache(
+            self._caches[micro_batches] = CompilerCache(
                 self._graph, n_plans=4 if micro_batches == 1 else 1
             )
         compiled = compile_plan(
@@ -101,7 +101,7 @@ class PlanSimulator:
             placements,
             batch=self._batch // micro_batches,
             n_machines=n_machines,
-            known=self._known[micro_batches],
+            cache=self._caches[micro_batches],
         )
         return price(
             compiled,
@@ -120,7 +120,7 @@ class PlanSimulator:
     ) -> Way:
         """Simulate a plan on the first `n_machines` machines."""
         done = self.price(placements, n_machines=n_machines, micro_batches=micro_batches)
-        p10, p50, p90 = self._jitter.quantiles(done)
+        p10, p50, p90 = self._variance.quantiles(done)
         caps = [machine.memory for machine in self._cluster.machines[:n_machines]]
         return Way(
             method=method,
@@ -244,7 +244,7 @@ def estimate_of(
 
 SOLVER_SECONDS: Final = 10.0
 
-Told = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @final
@@ -264,9 +264,13 @@ class PlanningRequest:
     solver_seconds: float = SOLVER_SECONDS  # for each number of machines
 
 
-def simulator_of(order: PlanningRequest) -> PlanSimulator:
+def simulator_of(request: PlanningRequest) -> PlanSimulator:
     return PlanSimulator(
-        order.graph, order.cluster, batch=order.batch, costs=order.costs, costs_for=order.costs_for
+        request.graph,
+        request.cluster,
+        batch=request.batch,
+        costs=request.costs,
+        costs_for=request.costs_for,
     )
 
 
@@ -332,7 +336,7 @@ _EVENTS_MAX: Final = 250_000  # tasks and messages that one search simulates: a 
 
 _LAYERS_MAX: Final = 8_000  # layers of all plans that one search compiles: some seconds
 
-_TELL_EVERY: Final = 5  # simulated plans
+_NOTIFY_EVERY: Final = 5  # simulated plans
 _SEARCHED: Final = " + search"
 
 
@@ -352,46 +356,46 @@ class SolvedProblem:
 
 
 def solve_problem(
-    order: PlanningRequest,
+    request: PlanningRequest,
     cluster: Cluster,
     *,
     machines: Sequence[int],
     others: Sequence[Way],
-    player: PlanSimulator,
-    tell: Told,
+    simulator: PlanSimulator,
+    notify: Notify,
 ) -> SolvedProblem:
     """Build and solve the problem for one order of machines, and simulate its solution.
 
     Args:
-        order: The planning request.
+        request: The planning request.
         cluster: The machines that a plan may use.
         machines: All of them, in the order in which they are used.
         others: Plans whose cuts become candidates.
-        player: Simulates plans.
-        tell: Called with a line of progress.
+        simulator: Simulates plans.
+        notify: Called with a line of progress.
     """
     count = len(cluster)
-    tell(f"{count} machines: what each split of a layer costs")
+    notify(f"{count} machines: what each split of a layer costs")
     others = [way for way in others if way.micro_batches == 1]
     problem, decoder = build(
-        order.graph,
+        request.graph,
         cluster,
-        batch=order.batch,
-        costs=order.costs,
-        pins=order.pins,
+        batch=request.batch,
+        costs=request.costs,
+        pins=request.pins,
         machines=machines,
         also=[way.placements for way in others],
     )
-    tell(f"{count} machines: the best choice among {sum(problem.sizes)} splits")
-    solution = solve(problem, seconds=order.solver_seconds)
+    notify(f"{count} machines: the best choice among {sum(problem.sizes)} splits")
+    solution = solve(problem, seconds=request.solver_seconds)
     solved = {solution.choice: solution.solver}
     if problem.caps is not None:
         # The best choice without caps may fit in the simulation, or after the search.
         free = replace(problem, memory=None, caps=None)
-        unbound = solve(free, seconds=order.solver_seconds)
+        unbound = solve(free, seconds=request.solver_seconds)
         solved.setdefault(unbound.choice, unbound.solver)
     ways = {
-        choice: player.way(solver, decoder(choice), n_machines=count)
+        choice: simulator.way(solver, decoder(choice), n_machines=count)
         for choice, solver in solved.items()
     }
     for way in others:
@@ -409,7 +413,7 @@ def solve_problem(
 
 
 def search(
-    posed: SolvedProblem, cluster: Cluster, *, player: PlanSimulator, tell: Told
+    solved: SolvedProblem, cluster: Cluster, *, simulator: PlanSimulator, notify: Notify
 ) -> Way | None:
     """Improve the best plan by local search; None if nothing better was found.
 
@@ -418,13 +422,13 @@ def search(
     measure is enough.
 
     Args:
-        posed: The problem and the plans to begin with.
+        solved: The problem and the plans to begin with.
         cluster: The machines that a plan may use.
-        player: Simulates plans.
-        tell: Called with a line of progress.
+        simulator: Simulates plans.
+        notify: Called with a line of progress.
     """
     count = len(cluster)
-    start, first = min(posed.ways.items(), key=lambda item: item[1].rank)
+    start, first = min(solved.ways.items(), key=lambda item: item[1].rank)
     compiled = first.price.compiled
     tries = min(
         TRIES_MAX,
@@ -437,18 +441,20 @@ def search(
     n_played = 0
 
     def way_of(choice: Choice) -> Way:
-        return posed.ways.get(choice) or player.way(method, posed.decoder(choice), n_machines=count)
+        return solved.ways.get(choice) or simulator.way(
+            method, solved.decoder(choice), n_machines=count
+        )
 
     def seconds_of(choice: Choice) -> float:
         nonlocal n_played
-        if n_played % _TELL_EVERY == 0:
-            tell(f"{count} machines: search, {n_played} of {tries} plans")
+        if n_played % _NOTIFY_EVERY == 0:
+            notify(f"{count} machines: search, {n_played} of {tries} plans")
         n_played += 1
         return way_of(choice).penalised
 
-    better, _ = improve(posed.problem, start, seconds_of, tries=tries)
+    better, _ = improve(solved.problem, start, seconds_of, tries=tries)
     if better == start:
         return None
     # Simulated again: keeping all simulated plans takes too much memory.
-    cost = posed.problem.cost(better)
+    cost = solved.problem.cost(better)
     return replace(way_of(better), method=method, model_seconds=cost)

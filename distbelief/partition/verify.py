@@ -94,7 +94,6 @@ class SharedDropoutMasks(TorchDispatchMode):
         )
 
     def check(self) -> None:
-        """Check, after the pass, that all masks were drawn; raise JobError if not."""
         if self._left:
             raise _refusal(repr(self._left[0].name))
 
@@ -244,12 +243,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def verify(
-    outlook: PlanningResult, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
+    result: PlanningResult, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
 ) -> VerificationResult:
     """Run a plan for some steps, and compare.
 
     Args:
-        outlook: The planning result; the plan for the most machines is run.
+        result: The planning result; the plan for the most machines is run.
         factory: Import path of the function that makes the model, without arguments.
         loss: Its name.
         n_cores: Of this host.
@@ -259,7 +258,7 @@ def verify(
         JobError: the model has no loss, or several inputs, or draws random numbers other than
             dropout masks.
     """
-    graph, plan = outlook.order.graph, outlook.plan
+    graph, plan = result.request.graph, result.plan
     _check(graph, loss)
     sample = _sample(graph)
     spec = ModelSpec(factory=factory)
@@ -319,7 +318,9 @@ def _check(graph: LayerGraph, loss: str) -> None:
         raise JobError("--verify needs a loss: name it, as in --loss cross_entropy")
     inputs = [layer.name for layer in graph.layers if layer.kind == "input"]
     if len(inputs) != 2:
-        raise JobError(f"--verify supports models with one input, this one has {len(inputs) - 1}")
+        raise JobError(
+            f"--verify supports models with one input, but this one has {len(inputs) - 1}"
+        )
 
 
 def _sample(graph: LayerGraph) -> Sample:

@@ -13,10 +13,10 @@ from distbelief.program.cost import StepCost
 from distbelief.program.step_simulator import NOTHING
 
 
-Lane = Literal["compute", "send", "receive"]
+Track = Literal["compute", "send", "receive"]
 TraceEvent = dict[str, str | int | float | dict[str, str | int]]
 
-_LANES: tuple[Lane, ...] = ("compute", "send", "receive")
+_TRACKS: tuple[Track, ...] = ("compute", "send", "receive")
 
 
 @final
@@ -24,7 +24,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """A task, or a message as seen by one of its ends."""
 
     machine: int
-    lane: Lane  # row in the trace
+    track: Track  # row in the trace
     what: str  # phase of a task, kind of a message
     name: str  # of the layer or tensor
     start: float  # seconds from the start of the step
@@ -40,7 +40,7 @@ def events(price: StepCost) -> Iterator[Event]:
         yield event
         if event.peer is not None:
             yield msgspec.structs.replace(
-                event, machine=event.peer, peer=event.machine, lane="receive"
+                event, machine=event.peer, peer=event.machine, track="receive"
             )
 
 
@@ -66,7 +66,7 @@ def chrome_trace(price: StepCost) -> list[TraceEvent]:
     # "M" events name processes and threads; "X" events have a start and a duration in us.
     for machine in sorted(price.compiled.order):
         names = [("process_name", 0, f"machine {machine}")]
-        names += [("thread_name", row, lane) for row, lane in enumerate(_LANES)]
+        names += [("thread_name", row, track) for row, track in enumerate(_TRACKS)]
         trace += [
             {"ph": "M", "pid": machine, "tid": row, "name": name, "args": {"name": text}}
             for name, row, text in names
@@ -79,7 +79,7 @@ def chrome_trace(price: StepCost) -> list[TraceEvent]:
             {
                 "ph": "X",
                 "pid": event.machine,
-                "tid": _LANES.index(event.lane),
+                "tid": _TRACKS.index(event.track),
                 "name": f"{event.name} {event.what}",
                 "cat": event.what,
                 "ts": event.start * 1e6,
@@ -97,22 +97,22 @@ def _event(price: StepCost, index: int) -> Event:
         task = price.tasks[index]
         return Event(
             machine=task.machine,
-            lane="compute",
+            track="compute",
             what=task.phase,
             name=task.layer,
             start=start,
             seconds=end - start,
         )
     message = index - played.n_tasks
-    way = price.traffic[int(played.ways[message])]
+    flow = price.traffic[int(played.flows[message])]
     sender, receiver = int(played.senders[message]), int(played.receivers[message])
     return Event(
         machine=sender,
-        lane="send",
-        what=way.kind,
-        name=way.name,
+        track="send",
+        what=flow.kind,
+        name=flow.name,
         start=start,
         seconds=end - start,
         peer=receiver,
-        n_bytes=way.n_bytes_between(sender, receiver),
+        n_bytes=flow.n_bytes_between(sender, receiver),
     )

@@ -55,17 +55,17 @@ def with_gradient(graph: LayerGraph) -> frozenset[str]:
     wanting: set[str] = set()
     for layer in graph.layers:
         trains = any(use.trains for use in layer.tensors.values())
-        if _flows(layer) and (trains or not wanting.isdisjoint(layer.inputs)):
+        if _has_gradient(layer) and (trains or not wanting.isdisjoint(layer.inputs)):
             wanting.add(layer.name)
     reached = set(graph.outputs)
     # An output must depend on the layer, or its gradient is never used.
     for layer in reversed(graph.layers):
-        if layer.name in reached and _flows(layer):
+        if layer.name in reached and _has_gradient(layer):
             reached.update(layer.inputs)
     return frozenset(wanting & reached)
 
 
-def _flows(layer: Layer) -> bool:
+def _has_gradient(layer: Layer) -> bool:
     # Integers have no gradient.
     if layer.kind == INPUT or layer.is_integer:
         return False
@@ -78,7 +78,7 @@ _T = TypeVar("_T")
 
 
 @final
-class Parts(Generic[_T]):
+class LruCache(Generic[_T]):
     """A cache with a size limit that drops the least recently used entry."""
 
     def __init__(self, n_max: int) -> None:
@@ -115,7 +115,11 @@ class Demands:
 
 
 def check(
-    graph: LayerGraph, placements: Mapping[str, Placement], *, n_machines: int, known: Parts[None]
+    graph: LayerGraph,
+    placements: Mapping[str, Placement],
+    *,
+    n_machines: int,
+    cache: LruCache[None],
 ) -> None:
     """Check that every layer has a valid placement.
 
@@ -123,7 +127,7 @@ def check(
         graph: The layer graph.
         placements: By layer.
         n_machines: Number of machines in the plan.
-        known: Cache of checks that have passed.
+        cache: Cache of checks that have passed.
 
     Raises:
         GraphError: a layer has no valid placement, or a placement has no layer.
@@ -150,7 +154,7 @@ def check(
         )
     for name, placement in placements.items():
         check_one = partial(placement.check, graph[name], n_machines=n_machines)
-        known.get((name, placement, n_machines), check_one)
+        cache.get((name, placement, n_machines), check_one)
 
 
 _Found = dict[str, dict[int, set[Region]]]
@@ -159,19 +163,19 @@ _Sort = Literal["states", "tensors", "contributions"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Entered:
+class _LayerDemands:
     forward: tuple[Task, ...]
     backward: tuple[Task, ...]  # the last cell first
     needs: Mapping[_Sort, _Found]
 
 
 @final
-class KnownDemands:
+class DemandsCache:
     """Cache of `Demands` parts for one graph and batch, shared by all its plans."""
 
     def __init__(self, n_max: int) -> None:
-        self.layers = Parts[_Entered](n_max)
-        self.unions = Parts[Mapping[int, tuple[Region, ...]]](n_max)
+        self.layers = LruCache[_LayerDemands](n_max)
+        self.unions = LruCache[Mapping[int, tuple[Region, ...]]](n_max)
 
 
 def demands(
@@ -180,7 +184,7 @@ def demands(
     *,
     batch: int,
     gradients: frozenset[str],
-    known: KnownDemands,
+    cache: DemandsCache,
 ) -> Demands:
     """Return what each rank computes and needs.
 
@@ -189,9 +193,9 @@ def demands(
         placements: By layer, checked.
         batch: Samples of a step.
         gradients: Layers with a backward pass.
-        known: Cache for this graph, batch and gradients.
+        cache: Cache for this graph, batch and gradients.
     """
-    entered: dict[str, _Entered] = {}
+    by_layer: dict[str, _LayerDemands] = {}
     once = joined(graph)
     for layer in graph.layers:
         if layer.kind == INPUT:
@@ -199,19 +203,21 @@ def demands(
         name = layer.name
         # A batch statistic has one sample, but it reads all of them.
         n_samples = 1 if once.issuperset((name, *layer.inputs)) else batch
-        enter = partial(
-            _entered, layer, placements[name], batch=n_samples, backward=name in gradients
+        make = partial(
+            _layer_demands, layer, placements[name], batch=n_samples, backward=name in gradients
         )
-        entered[name] = known.layers.get((name, placements[name]), enter)
-    united = {sort: _united(entered, sort, placements, known=known) for sort in get_args(_Sort)}
+        by_layer[name] = cache.layers.get((name, placements[name]), make)
+    united = {sort: _united(by_layer, sort, placements, cache=cache) for sort in get_args(_Sort)}
     return Demands(
-        forward=tuple(task for each in entered.values() for task in each.forward),
-        backward=tuple(task for each in reversed(entered.values()) for task in each.backward),
+        forward=tuple(task for each in by_layer.values() for task in each.forward),
+        backward=tuple(task for each in reversed(by_layer.values()) for task in each.backward),
         **united,
     )
 
 
-def _entered(layer: Layer, placement: Placement, *, batch: int, backward: bool) -> _Entered:
+def _layer_demands(
+    layer: Layer, placement: Placement, *, batch: int, backward: bool
+) -> _LayerDemands:
     tasks = list(tasks_of(layer, placement, batch=batch))
     # Combining adds up messages; it reads no layer and no tensor.
     computing = [task for task in tasks if task.phase != "combine"]
@@ -225,7 +231,7 @@ def _entered(layer: Layer, placement: Placement, *, batch: int, backward: bool) 
         if found.writes is not None:
             _add(needs["contributions"], task.layer, task.machine, found.writes)
     back = [backward_of(task, layer, batch=batch) for task in computing]
-    return _Entered(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
+    return _LayerDemands(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
 
 
 def _add(found: _Found, name: str, machine: int, region: Region) -> None:
@@ -234,28 +240,28 @@ def _add(found: _Found, name: str, machine: int, region: Region) -> None:
 
 
 def _united(
-    entered: Mapping[str, _Entered],
+    by_layer: Mapping[str, _LayerDemands],
     sort: _Sort,
     placements: Mapping[str, Placement],
     *,
-    known: KnownDemands,
+    cache: DemandsCache,
 ) -> Needs:
     # Per name, what each rank needs for all layers together.
     users: dict[str, list[str]] = {}
-    for layer, each in entered.items():
+    for layer, each in by_layer.items():
         for name in each.needs[sort]:
             users.setdefault(name, []).append(layer)
 
     def union(name: str, layers: Sequence[str]) -> dict[int, tuple[Region, ...]]:
         found: dict[int, set[Region]] = {}
         for layer in layers:
-            for machine, regions in entered[layer].needs[sort][name].items():
+            for machine, regions in by_layer[layer].needs[sort][name].items():
                 found.setdefault(machine, set()).update(regions)
         return {machine: disjoint(regions) for machine, regions in found.items()}
 
     # The union depends only on the placements of these layers: plans share it.
     return {
-        name: known.unions.get(
+        name: cache.unions.get(
             (sort, name, tuple((layer, placements[layer]) for layer in layers)),
             partial(union, name, layers),
         )
@@ -308,7 +314,7 @@ def route(
     *,
     batch: int,
     gradients: frozenset[str],
-    known: Parts[Traffic],
+    cache: LruCache[Traffic],
 ) -> tuple[Traffic, ...]:
     """Return all messages of a step, the most urgent first.
 
@@ -324,52 +330,52 @@ def route(
         kept: Per tensor, its owners and their pieces.
         batch: Samples of a step.
         gradients: Layers with a backward pass.
-        known: Cache for this graph and batch.
+        cache: Cache for this graph and batch.
     """
     n_bytes = index_bytes(graph, batch=batch)
 
     # Input layers are left out: each rank reads its part from the data.
-    def ways(kind: MessageKind, wanted: Needs) -> dict[str, Traffic]:
+    def flows(kind: MessageKind, wanted: Needs) -> dict[str, Traffic]:
         return {
-            layer.name: _way(
+            layer.name: _flow(
                 (kind, layer.name),
                 placements[layer.name].owners(layer),
                 wanted.get(layer.name, {}),
                 n_bytes=n_bytes[layer.name],
                 n_dims=len(layer.shape),
-                known=known,
+                cache=cache,
             )
             for layer in graph.layers
             if layer.kind != INPUT
         }
 
-    states = ways("state", needs.states)
-    sums = ways("partial_gradient", needs.contributions)
+    states = flows("state", needs.states)
+    sums = flows("partial_gradient", needs.contributions)
     parameters = {
-        name: _way(
+        name: _flow(
             ("parameter", name),
             kept[name],
             by_machine,
             n_bytes=NUMBER_BYTES,
             n_dims=len(graph.tensors[name].shape),
-            known=known,
+            cache=cache,
         )
         for name, by_machine in needs.tensors.items()
     }
     found = _Routes(graph, needs, gradients, states, sums, parameters)
-    return tuple(way for way in (*found.forward(), *found.back()) if len(way))
+    return tuple(flow for flow in (*found.forward(), *found.back()) if len(flow))
 
 
-def _way(
+def _flow(
     subject: tuple[MessageKind, str],
     owners: Sequence[tuple[int, Region]],
     needs: Mapping[int, tuple[Region, ...]],
     *,
     n_bytes: int,
     n_dims: int,
-    known: Parts[Traffic],
+    cache: LruCache[Traffic],
 ) -> Traffic:
-    return known.get(
+    return cache.get(
         (subject, tuple(owners), tuple(needs.items())),
         lambda: Traffic.between(subject, owners, needs, n_bytes=n_bytes, n_dims=n_dims),
     )
@@ -412,10 +418,10 @@ class _Routes:
             readers = self.graph.consumers[layer.name]
             yield self.states[layer.name].back("gradient", senders=_machines(going_back, readers))
             yield self.sums[layer.name]
-        for name, way in reversed(list(self.parameters.items())):
+        for name, flow in reversed(list(self.parameters.items())):
             if self.graph.tensors[name].trains:
                 senders = _machines(going_back, users.get(name, []))
-                yield way.back("parameter_gradient", senders=senders)
+                yield flow.back("parameter_gradient", senders=senders)
 
 
 def _machines(by_layer: Mapping[str, set[int]], layers: Iterable[Layer]) -> set[int]:
@@ -444,14 +450,14 @@ def write(
     """
     inbox: _Mail = defaultdict(list)
     outbox: _Mail = defaultdict(list)
-    for way in traffic:
-        subject = (way.kind, way.name)
-        received = way.receiving.get(machine, ())
-        inbox[subject] += [way.message(int(index)) for index in received]
-        sent = way.sending.get(machine, ())
+    for flow in traffic:
+        subject = (flow.kind, flow.name)
+        received = flow.receiving.get(machine, ())
+        inbox[subject] += [flow.message(int(index)) for index in received]
+        sent = flow.sending.get(machine, ())
         # Start with the next rank: else all would send to the first one at the same time.
         outbox[subject] += sorted(
-            [way.message(index) for index in sent],
+            [flow.message(index) for index in sent],
             key=lambda message: (message.receiver < machine, message.receiver),
         )
     own = {
@@ -605,7 +611,7 @@ class Compiled:
 
     @cached_property  # slow if there are many
     def messages(self) -> tuple[Message, ...]:
-        return tuple(way.message(i) for way in self.traffic for i in range(len(way)))
+        return tuple(flow.message(i) for flow in self.traffic for i in range(len(flow)))
 
     @cached_property  # slow if there are many messages
     def programs(self) -> tuple[Program, ...]:
@@ -622,10 +628,10 @@ class CompilerCache:
     def __init__(self, graph: LayerGraph, *, n_plans: int = 4) -> None:
         # Room for `n_plans` plans that share nothing.
         n_parts = n_plans * (2 * len(graph.layers) + len(graph.tensors))
-        self.checked = Parts[None](n_parts)
-        self.demands = KnownDemands(n_parts)
-        self.pieces = Parts[list[tuple[int, Region]]](n_parts)
-        self.traffic = Parts[Traffic](n_parts)
+        self.checked = LruCache[None](n_parts)
+        self.demands = DemandsCache(n_parts)
+        self.pieces = LruCache[list[tuple[int, Region]]](n_parts)
+        self.traffic = LruCache[Traffic](n_parts)
         self.gradients = with_gradient(graph)
 
 
@@ -635,7 +641,7 @@ def compile_plan(
     *,
     batch: int,
     n_machines: int,
-    known: CompilerCache | None = None,
+    cache: CompilerCache | None = None,
 ) -> Compiled:
     """Compile a plan.
 
@@ -644,16 +650,16 @@ def compile_plan(
         placements: Of every layer except inputs.
         batch: Samples of a step.
         n_machines: Number of machines.
-        known: Cache of other plans of this graph and batch.
+        cache: Cache of other plans of this graph and batch.
 
     Raises:
         GraphError: a layer is unknown, has no placement, or cannot be computed there.
     """
-    known = known or CompilerCache(graph, n_plans=1)
-    check(graph, placements, n_machines=n_machines, known=known.checked)
+    cache = cache or CompilerCache(graph, n_plans=1)
+    check(graph, placements, n_machines=n_machines, cache=cache.checked)
     order = _order(graph, placements)
-    gradients = known.gradients
-    needs = demands(graph, placements, batch=batch, gradients=gradients, known=known.demands)
+    gradients = cache.gradients
+    needs = demands(graph, placements, batch=batch, gradients=gradients, cache=cache.demands)
     kept = {}
     averages = running_averages(graph)
     for name, by_machine in needs.tensors.items():
@@ -664,7 +670,7 @@ def compile_plan(
         # In the order of the plan, so that the numbers of the machines do not matter.
         users = {m: by_machine[m] for m in order if m in by_machine}
         n_dims = len(graph.tensors[name].shape)
-        kept[name] = known.pieces.get(
+        kept[name] = cache.pieces.get(
             (name, tuple(users.items())), partial(pieces, users, n_dims=n_dims)
         )
     return Compiled(
@@ -677,7 +683,7 @@ def compile_plan(
         demands=needs,
         kept=kept,
         traffic=route(
-            graph, placements, needs, kept, batch=batch, gradients=gradients, known=known.traffic
+            graph, placements, needs, kept, batch=batch, gradients=gradients, cache=cache.traffic
         ),
     )
 

@@ -82,11 +82,11 @@ def _states(compiled: Compiled) -> Iterator[tuple[int, int]]:
 
 
 def _received(compiled: Compiled) -> Iterator[tuple[int, int]]:
-    for way in compiled.traffic:
-        if way.kind == "state":
-            both = 2 if way.name in compiled.gradients else 1
-            for machine, which in way.receiving.items():
-                yield machine, both * int(way.n_bytes[which].sum())
+    for flow in compiled.traffic:
+        if flow.kind == "state":
+            both = 2 if flow.name in compiled.gradients else 1
+            for machine, which in flow.receiving.items():
+                yield machine, both * int(flow.n_bytes[which].sum())
 
 
 def _n_elements(regions: Sequence[Region]) -> int:
@@ -115,11 +115,11 @@ def shares(
 ) -> list[Seconds]:
     """Return the seconds of every rank of a simulated step."""
     # A message appears twice, at its sender and at its receiver.
-    n_tasks, n_messages = played.n_tasks, len(played.ways)
+    n_tasks, n_messages = played.n_tasks, len(played.flows)
     messages = np.arange(n_tasks, n_tasks + n_messages)
     is_sync = np.zeros(n_tasks + n_messages, dtype=np.bool_)
-    kinds = [way.kind in {"parameter", "parameter_gradient"} for way in traffic]
-    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[played.ways]
+    kinds = [flow.kind in {"parameter", "parameter_gradient"} for flow in traffic]
+    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[played.flows]
     events = np.concatenate([np.arange(n_tasks), messages, messages])
     machines = np.concatenate(
         [
@@ -210,8 +210,8 @@ class StepCost:
     def link_bytes(self) -> Mapping[tuple[int, int], int]:
         n = self.compiled.n_machines
         totals = np.zeros(n * n, dtype=np.int64)
-        for way in self.traffic:
-            np.add.at(totals, way.senders * n + way.receivers, way.n_bytes)
+        for flow in self.traffic:
+            np.add.at(totals, flow.senders * n + flow.receivers, flow.n_bytes)
         used = np.flatnonzero(totals)
         pairs = zip(used.tolist(), totals[used].tolist(), strict=True)
         return {divmod(pair, n): n_bytes for pair, n_bytes in pairs}

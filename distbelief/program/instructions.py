@@ -216,7 +216,7 @@ def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
         writes = None
     return Needed(
         reads=list(zip(layer.inputs, reads, strict=True)),
-        uses=[(layer.tensors[word].name, used) for word, used in uses.items()],
+        uses=[(layer.tensors[argument].name, used) for argument, used in uses.items()],
         writes=writes,
     )
 

@@ -68,13 +68,13 @@ class _Builder:
         self._nodes = Dependencies(n_tasks, [0] * n_tasks, [[] for _ in range(n_tasks)])
         self._sending: dict[tuple[MessageKind, str], dict[int, int]] = {}
         self._arrival: dict[tuple[MessageKind, str], dict[int, int]] = {}
-        for index, way in enumerate(compiled.traffic):
+        for index, flow in enumerate(compiled.traffic):
             for found, numbered, machines in (
-                (self._sending, self._nodes.sending, way.sending),
-                (self._arrival, self._nodes.arrival, way.receiving),
+                (self._sending, self._nodes.sending, flow.sending),
+                (self._arrival, self._nodes.arrival, flow.receiving),
             ):
                 nodes = {machine: self._nodes.new() for machine in machines}
-                found[way.kind, way.name] = nodes
+                found[flow.kind, flow.name] = nodes
                 numbered |= {(index, machine): node for machine, node in nodes.items()}
         for node in self._nodes.arrival.values():
             self._nodes.n_before[node] = 1  # the last of its messages
@@ -248,7 +248,7 @@ class _Repeated:
     def __init__(self, once: Schedule, n: int) -> None:
         self._once = once
         self._n = n
-        each = [i for i, way in enumerate(once.traffic) if way.kind not in _ONCE]
+        each = [i for i, flow in enumerate(once.traffic) if flow.kind not in _ONCE]
         self._each = {index: place for place, index in enumerate(each)}
         self._nodes = Dependencies(0, [], [])
         self._shared: dict[int, int] = {}
@@ -262,18 +262,18 @@ class _Repeated:
         shared = {
             node
             for numbered in (once.nodes.sending, once.nodes.arrival)
-            for (way, _), node in numbered.items()
-            if once.traffic[way].kind in _ONCE
+            for (flow, _), node in numbered.items()
+            if once.traffic[flow].kind in _ONCE
         }
         for copy in range(self._n):
             self._add(copy, shared)
         return Schedule(
             tasks=once.tasks * self._n,
-            traffic=(*once.traffic, *self._ways() * (self._n - 1)),
+            traffic=(*once.traffic, *self._flows() * (self._n - 1)),
             nodes=nodes,
         )
 
-    def _ways(self) -> tuple[Traffic, ...]:
+    def _flows(self) -> tuple[Traffic, ...]:
         return tuple(self._once.traffic[index] for index in self._each)
 
     def _add(self, copy: int, shared: Container[int]) -> None:
@@ -304,16 +304,16 @@ class _Repeated:
         # Registers the sending and arrival nodes of this micro-batch.
         once, nodes = self._once.nodes, self._nodes
         for numbered, mine in ((once.sending, nodes.sending), (once.arrival, nodes.arrival)):
-            for (way, machine), node in numbered.items():
+            for (flow, machine), node in numbered.items():
                 if copy and node in shared:
                     continue
-                mine[self._way(copy, way), machine] = here[node]
+                mine[self._flow(copy, flow), machine] = here[node]
                 if numbered is once.arrival:
                     nodes.n_before[here[node]] = 1  # the last of its messages
 
-    def _way(self, copy: int, way: int) -> int:
+    def _flow(self, copy: int, flow: int) -> int:
         # The index of the traffic in this micro-batch.
         if copy == 0:
-            return way
+            return flow
         n_before = len(self._once.traffic) + (copy - 1) * len(self._each)
-        return n_before + self._each[way]
+        return n_before + self._each[flow]

@@ -45,7 +45,7 @@ class SimulatedStep:
     arrivals: FloatArray  # (n_events,): when the result can be used
     causes: IntArray  # (n_events,): the event that let it begin; -1 if none
     n_tasks: int  # number of events that are tasks
-    ways: IntArray  # (n_messages,) index of the traffic
+    flows: IntArray  # (n_messages,) index of the traffic
     senders: IntArray  # (n_messages,) machine
     receivers: IntArray  # (n_messages,) machine
 
@@ -55,7 +55,7 @@ class SimulatedStep:
 class _Batch:
     # Messages of one kind and name from one machine that wait for the network.
 
-    way: int
+    flow: int
     receivers: int  # bits
     seconds: dict[int, float]  # by receiver
     sizes: dict[int, int]  # bytes, by receiver
@@ -112,20 +112,20 @@ class StepSimulator:
         self._handles = any(handling) or any(each)
         self._adding = [dict[int, float]() for _ in traffic]
         self._sending = {
-            node: (way, place[machine]) for (way, machine), node in nodes.sending.items()
+            node: (flow, place[machine]) for (flow, machine), node in nodes.sending.items()
         }
         self._arrival = [dict[int, int]() for _ in traffic]
         self._missing = [[0] * n for _ in traffic]
-        for (way, machine), node in nodes.arrival.items():
-            self._arrival[way][place[machine]] = node
-            received = traffic[way].receiving[machine]
-            self._missing[way][place[machine]] = len(received)
-            if traffic[way].kind in _SUMS:
-                n_bytes = int(traffic[way].n_bytes[received].sum())
+        for (flow, machine), node in nodes.arrival.items():
+            self._arrival[flow][place[machine]] = node
+            received = traffic[flow].receiving[machine]
+            self._missing[flow][place[machine]] = len(received)
+            if traffic[flow].kind in _SUMS:
+                n_bytes = int(traffic[flow].n_bytes[received].sum())
                 delay = n_bytes * adding[place[machine]]
-                self._adding[way][place[machine]] = delay
+                self._adding[flow][place[machine]] = delay
         # Heap of (time, code): a code below the number of nodes is a node, else a message.
-        self._agenda: list[tuple[float, int]] = []
+        self._queue: list[tuple[float, int]] = []
         # --- computing ---
         self._ready: list[list[int]] = [[] for _ in range(n)]
         self._last_task = [NOTHING] * n
@@ -148,7 +148,7 @@ class StepSimulator:
         self._ends: list[float] = []
         self._arrivals: list[float] = []
         self._sizes: list[int] = []
-        self._ways: list[int] = []
+        self._flows: list[int] = []
         self._senders: list[int] = []
         self._receivers: list[int] = []
         self._message_causes: list[int] = []
@@ -156,17 +156,17 @@ class StepSimulator:
     def play(self) -> SimulatedStep:
         n_nodes = len(self._nodes.after)
         n_tasks = self._nodes.n_tasks
-        agenda = self._agenda
+        queue = self._queue
         first = [node for node, n in enumerate(self._nodes.n_before) if n == 0]
         for node in first:
             self._happen(node, 0.0, NOTHING)
         self._start_tasks(0.0)
         self._start_messages(0.0)
-        while agenda:
-            now = agenda[0][0]
+        while queue:
+            now = queue[0][0]
             # Handle all ends at this time before any start: a free machine is free for all.
-            while agenda and agenda[0][0] == now:
-                code = heapq.heappop(agenda)[1]
+            while queue and queue[0][0] == now:
+                code = heapq.heappop(queue)[1]
                 if code >= n_nodes:
                     self._end_message(code - n_nodes, now)
                 elif code < n_tasks:
@@ -207,7 +207,7 @@ class StepSimulator:
                 self._is_busy[place] = True
                 self._last_task[place] = task
                 self._task_starts[task] = now
-                heapq.heappush(self._agenda, (now + self._seconds[task], task))
+                heapq.heappush(self._queue, (now + self._seconds[task], task))
         self._woken.clear()
 
     def _end_task(self, task: int, now: float) -> None:
@@ -217,14 +217,14 @@ class StepSimulator:
         if owed:
             self._owed[place] = 0.0
             self._seconds[task] += owed
-            heapq.heappush(self._agenda, (now + owed, task))
+            heapq.heappush(self._queue, (now + owed, task))
             return
         self._is_busy[place] = False
         self._woken.add(place)
         self._follow(task, now, task)
 
-    def _offer(self, way: int, sender: int, now: float, cause: int) -> None:
-        traffic = self._traffic[way]
+    def _offer(self, flow: int, sender: int, now: float, cause: int) -> None:
+        traffic = self._traffic[flow]
         which = traffic.sending[int(self._machines[sender])]
         part = slice(which.start, which.stop)
         receivers = [self._place[q] for q in traffic.receivers[part].tolist()]
@@ -235,7 +235,7 @@ class StepSimulator:
             bits |= 1 << receiver
             self._incoming[receiver] |= 1 << sender
         batch = _Batch(
-            way=way,
+            flow=flow,
             receivers=bits,
             seconds=dict(zip(receivers, seconds.tolist(), strict=True)),
             sizes=dict(zip(receivers, sizes.tolist(), strict=True)),
@@ -244,7 +244,7 @@ class StepSimulator:
         )
         batches = self._batches[sender]
         batches.append(batch)
-        batches.sort(key=lambda each: each.way)
+        batches.sort(key=lambda each: each.flow)
         self._touched_senders |= 1 << sender
 
     def _start_messages(self, now: float) -> None:
@@ -298,10 +298,10 @@ class StepSimulator:
         self._sizes.append(n_bytes)
         if self._handles:
             self._handle(n_bytes, sender, receiver)
-        self._ways.append(batch.way)
+        self._flows.append(batch.flow)
         self._senders.append(sender)
         self._receivers.append(receiver)
-        heapq.heappush(self._agenda, (end, len(self._nodes.after) + index))
+        heapq.heappush(self._queue, (end, len(self._nodes.after) + index))
 
     def _handle(self, n_bytes: int, *ends: int) -> None:
         # The tasks at both ends take longer.
@@ -327,17 +327,17 @@ class StepSimulator:
         self._free_receivers |= 1 << receiver
         self._touched_senders |= 1 << sender
         self._touched_receivers |= 1 << receiver
-        way = self._ways[index]
-        missing = self._missing[way]
+        flow = self._flows[index]
+        missing = self._missing[flow]
         missing[receiver] -= 1
         # The arrival node happens once the last message is there.
         if missing[receiver] == 0:
-            node = self._arrival[way][receiver]
+            node = self._arrival[flow][receiver]
             self._nodes.n_before[node] = 0
             self._causes[node] = self._nodes.n_tasks + index
-            arrival = now + self._latency + self._adding[way].get(receiver, 0.0)
+            arrival = now + self._latency + self._adding[flow].get(receiver, 0.0)
             self._arrivals[index] = arrival
-            heapq.heappush(self._agenda, (arrival, node))
+            heapq.heappush(self._queue, (arrival, node))
 
     def _played(self) -> SimulatedStep:
         n_tasks = self._nodes.n_tasks
@@ -353,7 +353,7 @@ class StepSimulator:
             arrivals=np.append(task_ends, self._arrivals),
             causes=np.array(causes, dtype=np.int64),
             n_tasks=n_tasks,
-            ways=np.array(self._ways, dtype=np.int64),
+            flows=np.array(self._flows, dtype=np.int64),
             senders=self._machines[np.array(self._senders, dtype=np.int64)],
             receivers=self._machines[np.array(self._receivers, dtype=np.int64)],
         )

@@ -140,7 +140,7 @@ class Bench:
         until = min(self._deadline, now + self._limits.seconds * _SHARE_MAX)
         whole = self._time(layer, layer.region)
         found = {WHOLE: _slices([(1, self._operations(layer, layer.region), whole)])}
-        for word, partial, regions in _cuts(layer):
+        for dim, partial, regions in _cuts(layer):
             rows = []
             for extent, region in regions:
                 if self._limits.clock() >= until:
@@ -148,7 +148,7 @@ class Bench:
                 taken = self._time(layer, region, partial=partial)
                 operations = self._operations(layer, region, partial=partial)
                 rows.append((extent, operations, taken))
-            found[word] = _slices(rows)
+            found[dim] = _slices(rows)
         rows = []
         for n_samples in sorted({self._batch // n for n in _N_MICRO_BATCHES} - {0}):
             if self._limits.clock() >= until:
@@ -185,8 +185,8 @@ class Bench:
             for name, part in zip(layer.inputs, rule.reads(layer, region), strict=True)
         ]
         tensors = {
-            word: self._random(part.shape, trains=layer.tensors[word].trains)
-            for word, part in rule.uses(layer, region).items()
+            argument: self._random(part.shape, trains=layer.tensors[argument].trains)
+            for argument, part in rule.uses(layer, region).items()
         }
         leaves = [value for value in (*inputs, *tensors.values()) if value.requires_grad]
         return inputs, tensors, leaves
@@ -266,9 +266,9 @@ Pass = Mapping[str, Slices]  # slices of one layer, by dimension; some are missi
 def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
     """Return the median of each slice."""
     found = {}
-    for word in passes[0]:
-        slices = _of(word, passes)
-        found[word] = msgspec.structs.replace(
+    for dim in passes[0]:
+        slices = _of(dim, passes)
+        found[dim] = msgspec.structs.replace(
             slices[0],
             forward=tuple(median(times) for times in _forward(slices)),
             backward=tuple(median(times) for times in _backward(slices)),
@@ -278,8 +278,8 @@ def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
 
 def differ(passes: Sequence[Pass]) -> bool:
     """Return whether the best two measurements of a slice differ by more than `DIFFERENCE_MAX`."""
-    for word in passes[0]:
-        slices = _of(word, passes)
+    for dim in passes[0]:
+        slices = _of(dim, passes)
         for times in (*_forward(slices), *_backward(slices)):
             best = _best(times)
             if best[-1] > (1.0 + DIFFERENCE_MAX) * best[0]:
@@ -291,8 +291,8 @@ def _best(times: Sequence[float]) -> list[float]:
     return sorted(times)[:2]
 
 
-def _of(word: str, passes: Sequence[Pass]) -> list[Slices]:
-    return [slices[word] for slices in passes if word in slices]
+def _of(dim: str, passes: Sequence[Pass]) -> list[Slices]:
+    return [slices[dim] for slices in passes if dim in slices]
 
 
 def _forward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:

@@ -256,7 +256,7 @@ _BATCH: Final = 256
 _N_PROBE_COPIED: Final = 1 << 22  # numbers, 16 MiB, from one place to another
 
 
-def recheck(tell: Callable[[str], None]) -> float:
+def recheck(notify: Callable[[str], None]) -> float:
     """Discard the profile of this host if it was measured when the host was slower.
 
     A profile measured beside other programs would spoil all later plans. If the probe is much
@@ -264,7 +264,7 @@ def recheck(tell: Callable[[str], None]) -> float:
     may be running now: the profile stays, and the report says so.
 
     Args:
-        tell: Called with a line if the profile is discarded.
+        notify: Called with a line if the profile is discarded.
 
     Returns:
         How many times as long the probe takes now; 1 if the difference is small.
@@ -277,7 +277,7 @@ def recheck(tell: Callable[[str], None]) -> float:
         return 1.0
     if known.probe > (1.0 + DIFFERENCE_MAX) * now:
         ratio = known.probe / now
-        tell(f"measuring this machine again: it was {ratio:.1f} times as slow before")
+        notify(f"measuring this machine again: it was {ratio:.1f} times as slow before")
         anew = Profile(host=host, date=known.date, layers={}, probe=now, replaced=ratio)
         with suppress(StorageError):  # a read-only home keeps the old profile
             anew.save()

@@ -12,7 +12,7 @@ from distbelief.program.placement import Placement
 from tests.distbelief.partition.plans import equal, fully_connected
 
 
-def order(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRequest:
+def make_request(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRequest:
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     return PlanningRequest(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
 
@@ -21,7 +21,7 @@ def order(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRe
 def planned(*counts: int, memory: float | None = None) -> tuple[Planned, ...]:
     """Three layers on equal machines."""
     graph = fully_connected(40, 600, 400, 50)
-    return tuple(plan(order(graph, equal(max(counts), memory=memory)), counts))
+    return tuple(plan(make_request(graph, equal(max(counts), memory=memory)), counts))
 
 
 def permuted(placements: Mapping[str, Placement], to: Mapping[int, int]) -> dict[str, Placement]:

@@ -46,7 +46,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
-def order(
+def make_request(
     model: nn.Module | None = None,
     *,
     cluster: str | Cluster = HERE,
@@ -65,12 +65,12 @@ def order(
         pins={},
         exactly=False,
         profile=profile,
-        tell=(told if told is not None else []).append,
+        notify=(told if told is not None else []).append,
     )
 
 
 def test_machines_like_this_one_take_the_times_measured_here() -> None:
-    made = order()
+    made = make_request()
     assert made.cluster == here(2)
     assert isinstance(made.costs, ProfiledCosts)
     assert made.costs.is_absolute
@@ -86,7 +86,7 @@ def test_machines_like_this_one_take_the_times_measured_here() -> None:
 
 def test_the_step_of_one_machine_is_the_sum_of_its_layers() -> None:
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
-    made = outlook.order
+    made = outlook.request
     total = sum(
         made.costs.forward(x, x.region, 0) + made.costs.backward(x, x.region, 0)
         for x in made.graph.layers
@@ -99,11 +99,11 @@ def test_the_step_of_one_machine_is_the_sum_of_its_layers() -> None:
 
 def test_a_second_planning_measures_nothing() -> None:
     told: list[str] = []
-    order(told=told)
+    make_request(told=told)
     assert told[0] == "measuring this machine"
     assert told[1].startswith(f"measuring layer 1 of {len(told) - 1}: ")
     content, again = this_host().path.read_bytes(), list[str]()
-    order(told=again)
+    make_request(told=again)
     assert again == told[:1]
     assert this_host().path.read_bytes() == content
 
@@ -112,10 +112,10 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Such a profile was once kept for good.
-    kept = order().costs
+    kept = make_request().costs
     told: list[str] = []
     monkeypatch.setattr(this_host_module, "seconds", lambda: 2.5e-4)
-    made = order(told=told)
+    made = make_request(told=told)
     assert told[0] == "measuring this machine again: it was 4.0 times as slow before"
     assert told[2].startswith("measuring layer 1 of ")
     assert isinstance(kept, ProfiledCosts)
@@ -130,7 +130,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(
 def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order()
+    make_request()
     content = this_host().path.read_bytes()
     monkeypatch.setattr(this_host_module, "seconds", lambda: 2e-3)
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
@@ -140,23 +140,26 @@ def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
 
 
 def test_a_little_slower_or_faster_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    order()
+    make_request()
     content = this_host().path.read_bytes()
     for now in (0.85e-3, 1.2e-3):
         monkeypatch.setattr(this_host_module, "seconds", lambda now=now: now)
-        order()
+        make_request()
         assert this_host().path.read_bytes() == content
 
 
 def test_other_machines_are_as_much_slower_as_layers_are_here() -> None:
-    plain, profiled_order = (order(cluster="rack-1g"), order(cluster="rack-1g", profile=True))
-    same = order(cluster=here(2), profile=True)
-    measured = order()
-    assert isinstance(profiled_order.costs, ProfiledCosts)
-    assert not profiled_order.costs.is_absolute
+    plain, profiled = (
+        make_request(cluster="rack-1g"),
+        make_request(cluster="rack-1g", profile=True),
+    )
+    same = make_request(cluster=here(2), profile=True)
+    measured = make_request()
+    assert isinstance(profiled.costs, ProfiledCosts)
+    assert not profiled.costs.is_absolute
     layer = plain.graph["0"]
     ratios = []
-    for made in (plain, profiled_order, same, measured):
+    for made in (plain, profiled, same, measured):
         forward = made.costs.forward(layer, layer.region, 0)
         ratios.append(forward)
     arithmetic_here = 1e-5 + 4 * 4 * (12 + 8) / 1e10 + 4 * (12 * 8 + 8) / 1e10
@@ -233,7 +236,7 @@ def test_layers_too_large_to_be_measured_are_counted() -> None:
 
 
 def test_layers_that_were_not_measured_in_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = order(cluster="rack-1g").graph
+    graph = make_request(cluster="rack-1g").graph
     few = profiled(graph, batch=4)
     key, *_ = few.layers
     this_host().path.unlink()
@@ -263,7 +266,7 @@ class Recurrent(nn.Module):
 def test_modules_that_are_called_whole_are_measured_and_left_as_they_were() -> None:
     model = Recurrent()
     model.lstm.eval()
-    made = order(model, shape=(7, 6), loss="")
+    made = make_request(model, shape=(7, 6), loss="")
     assert isinstance(made.costs, ProfiledCosts)
     whole = [layer for layer in made.graph.layers if layer.whole]
     assert whole
@@ -273,7 +276,7 @@ def test_modules_that_are_called_whole_are_measured_and_left_as_they_were() -> N
 
 
 def test_a_loss_that_is_computed_whole_is_measured_if_it_takes_its_targets() -> None:
-    made = order(loss="multilabel_soft_margin")
+    made = make_request(loss="multilabel_soft_margin")
     assert isinstance(made.costs, ProfiledCosts)
     assert made.costs.knows(made.graph["loss"])
 

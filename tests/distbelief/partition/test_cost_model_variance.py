@@ -8,7 +8,7 @@ from distbelief.partition.planner import played
 from distbelief.program.cluster import Cluster, uniform
 from distbelief.program.cost import StepCost
 from tests.distbelief.partition.plans import MACHINE, fully_connected
-from tests.distbelief.partition.requests import order
+from tests.distbelief.partition.requests import make_request
 
 
 GRAPH = fully_connected(40, 600, 400, 50)
@@ -20,7 +20,7 @@ def cluster(jitter: float, n: int = 4) -> Cluster:
 
 
 def evenly(on: Cluster, n: int) -> StepCost:
-    return played(order(GRAPH, on), even(GRAPH, on.first(n)), n_machines=n)
+    return played(make_request(GRAPH, on), even(GRAPH, on.first(n)), n_machines=n)
 
 
 def test_equal_machines_always_take_the_simulated_step() -> None:

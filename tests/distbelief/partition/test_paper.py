@@ -17,7 +17,7 @@ from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster_file import load_cluster
 from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net
-from tests.distbelief.partition.requests import order
+from tests.distbelief.partition.requests import make_request
 
 
 pytestmark = pytest.mark.untraced
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.untraced
 
 def paper_order(net: nn.Module, *shape: int, loss: str) -> PlanningRequest:
     graph = append_loss(capture(net, [InputSpec(shape=shape)]), loss)
-    return order(graph, load_cluster("commodity-2012"), batch=100)
+    return make_request(graph, load_cluster("commodity-2012"), batch=100)
 
 
 def speech() -> PlanningRequest:

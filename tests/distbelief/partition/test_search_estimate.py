@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from distbelief.partition.planner import played
 from distbelief.partition.problem import build
 from tests.distbelief.partition.plans import equal, zoo
-from tests.distbelief.partition.requests import order, permuted, planned
+from tests.distbelief.partition.requests import make_request, permuted, planned
 
 
 pytestmark = pytest.mark.untraced
@@ -46,7 +46,7 @@ def test_it_fits_unless_somebody_offends() -> None:
 def test_equal_machines_may_be_numbered_otherwise(data: st.DataObject, to: list[int]) -> None:
     choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in DECODER.nodes]
     placements = DECODER(choice)
-    asked = order(GRAPH, CLUSTER)
+    asked = make_request(GRAPH, CLUSTER)
     one = played(asked, placements, n_machines=4)
     other = played(asked, permuted(placements, dict(enumerate(to))), n_machines=4)
     assert other.step_seconds == pytest.approx(one.step_seconds, rel=1e-12)

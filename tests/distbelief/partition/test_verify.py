@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     graph = builder.finish(["x"])
     with pytest.raises(JobError, match="needs a loss: name it"):
         verify._check(graph, "")
-    with pytest.raises(JobError, match="one input, and this one has 2"):
+    with pytest.raises(JobError, match="one input, but this one has 2"):
         verify._check(graph, "mse")
 
 
@@ -124,7 +124,7 @@ def net() -> nn.Module:
 
 def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended a verification at once; the folder with all weights stayed in /tmp."""
-    outlook = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
+    result = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
     folders: list[Path] = []
 
     def end(rehearsal: VerificationRun, *, n_machines: int) -> None:
@@ -135,6 +135,6 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(verify, "run_verification", end)
     with pytest.raises(SystemExit) as caught:
-        verify.verify(outlook, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
+        verify.verify(result, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
     assert caught.value.code == 143
     assert not folders[0].exists()

@@ -82,7 +82,7 @@ def test_a_step_drawn_by_hand() -> None:
         ("send", 0, "fc0", 5.5, 1.0),
         ("send", 1, "fc0", 1.0, 1.0),
     ]
-    seen = [(e.lane, e.machine, e.name, e.start, e.seconds) for e in events(found)]
+    seen = [(e.track, e.machine, e.name, e.start, e.seconds) for e in events(found)]
     assert sorted(seen) == sorted(drawing)
     assert found.step_seconds == 9.0
     assert [tuple(each) for each in found.seconds] == [(6, 1, 0, 2), (3, 2, 0, 4)]
@@ -162,18 +162,18 @@ def test_no_lane_does_two_things_at_once_and_nothing_begins_early(name: str) -> 
     graph = captured(name)[1]
     plan = drawn(name, 3, n_machines=n)
     found = priced(graph, plan, cluster(n, bandwidth=16.0, latency=latency))
-    lanes: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    tracks: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for event in events(found):
-        lane = lanes.setdefault((event.machine, event.lane), [])
-        lane.append((event.start, event.start + event.seconds))
-    for lane in lanes.values():
-        lane.sort()
-        for (_, end), (start, _) in pairwise(lane):
+        track = tracks.setdefault((event.machine, event.track), [])
+        track.append((event.start, event.start + event.seconds))
+    for track in tracks.values():
+        track.sort()
+        for (_, end), (start, _) in pairwise(track):
             assert start >= end - 1e-9
     for machine, seconds in enumerate(found.seconds):
         assert sum(seconds) == pytest.approx(found.step_seconds)
         assert min(seconds) >= -1e-9
-        own = [end - start for start, end in lanes.get((machine, "compute"), [])]
+        own = [end - start for start, end in tracks.get((machine, "compute"), [])]
         assert seconds.compute == pytest.approx(sum(own))
     played = found.played
     for index, cause in enumerate(played.causes):
@@ -193,7 +193,7 @@ def test_links_carry_what_messages_hold(name: str) -> None:
         pair = (message.sender, message.receiver)
         totals[pair] = totals.get(pair, 0) + message.n_bytes
     assert found.link_bytes == totals
-    sent = [event for event in events(found) if event.lane == "send"]
+    sent = [event for event in events(found) if event.track == "send"]
     assert sum(event.n_bytes for event in sent) == sum(totals.values())
     for event in sent:
         assert event.seconds == pytest.approx(event.n_bytes / 8.0)
@@ -207,7 +207,7 @@ def test_the_critical_path_is_as_long_as_the_step(name: str) -> None:
     found = priced(graph, plan, cluster(n, bandwidth=32.0, latency=latency))
     path = critical_path(found)
     assert path[0].start == 0.0
-    last = path[-1].start + path[-1].seconds + latency * (path[-1].lane == "send")
+    last = path[-1].start + path[-1].seconds + latency * (path[-1].track == "send")
     assert last == found.step_seconds
     for event, following in pairwise(path):
         pause = following.start - event.start - event.seconds

@@ -41,15 +41,15 @@ def graph() -> LayerGraph:
 def test_alike_layers_are_measured_once_and_kept(graph: LayerGraph) -> None:
     told: list[str] = []
 
-    def tell(n_done: int, n_wanted: int, name: str) -> None:
+    def notify(n_done: int, n_wanted: int, name: str) -> None:
         assert n_done == len(told) < n_wanted
         told.append(name)
 
-    first = profiled(graph, batch=3, limits=limits(), progress=tell)
+    first = profiled(graph, batch=3, limits=limits(), progress=notify)
     assert "2" in told
     assert "4" not in told  # as the one before
     assert load(this_host()) == first
-    again = profiled(graph, batch=3, limits=limits(), progress=tell)
+    again = profiled(graph, batch=3, limits=limits(), progress=notify)
     assert again.layers == first.layers
     n_told = len(told)
     other = profiled(graph, batch=4, limits=limits(), progress=lambda *_: None)
