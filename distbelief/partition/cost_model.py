@@ -181,11 +181,11 @@ class Variance:
         self._drawn: dict[tuple[int, bool], Floats] = {}
 
     def quantiles(
-        self, price: StepCost, quantiles: Sequence[float] = QUANTILES
+        self, step_cost: StepCost, quantiles: Sequence[float] = QUANTILES
     ) -> tuple[float, ...]:
         """Return these quantiles of the seconds of a step."""
-        tasks = price.tasks
-        durations = price.played.ends[: len(tasks)] - price.played.starts[: len(tasks)]
+        tasks = step_cost.tasks
+        durations = step_cost.played.ends[: len(tasks)] - step_cost.played.starts[: len(tasks)]
         rows: dict[tuple[int, bool], dict[int, float]] = {}
         for task, seconds in zip(tasks, durations.tolist(), strict=True):
             backward = task.phase in {"backward", "partial_backward"}
@@ -199,7 +199,7 @@ class Variance:
             factors = self._factors(layer, backward=backward)[:, machines]
             added += (factors * seconds_each).max(axis=1) - seconds_each.max()
         # Only what the draws add to phases, as if they followed each other, is added to the step.
-        totals = price.step_seconds + added
+        totals = step_cost.step_seconds + added
         return tuple(float(q) for q in np.quantile(totals, quantiles))
 
     def _factors(self, layer: int, *, backward: bool) -> Floats:

@@ -18,7 +18,7 @@ from distbelief.partition.solvers.problem import Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import CompilerCache, compile_plan
-from distbelief.program.cost import Costs, StepCost, price
+from distbelief.program.cost import Costs, StepCost, step_cost
 from distbelief.program.placement import Placement
 
 
@@ -103,7 +103,7 @@ class PlanSimulator:
             n_machines=n_machines,
             cache=self._caches[micro_batches],
         )
-        return price(
+        return step_cost(
             compiled,
             self._cluster.first(n_machines),
             self._costs[micro_batches],

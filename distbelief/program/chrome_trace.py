@@ -33,10 +33,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     n_bytes: int = 0  # of a message
 
 
-def events(price: StepCost) -> Iterator[Event]:
+def events(step_cost: StepCost) -> Iterator[Event]:
     """Yield all events of a step; messages twice, at the sender and at the receiver."""
-    for index in range(len(price.played.starts)):
-        event = _event(price, index)
+    for index in range(len(step_cost.played.starts)):
+        event = _event(step_cost, index)
         yield event
         if event.peer is not None:
             yield msgspec.structs.replace(
@@ -44,34 +44,34 @@ def events(price: StepCost) -> Iterator[Event]:
             )
 
 
-def critical_path(price: StepCost) -> list[Event]:
+def critical_path(step_cost: StepCost) -> list[Event]:
     """Return the chain of events that determines the length of the step, first to last.
 
     The step lasts as long as these events and the latencies between them. Messages are seen from
     their sender.
     """
-    played = price.played
+    played = step_cost.played
     path: list[Event] = []
     index = int(played.arrivals.argmax()) if len(played.arrivals) else NOTHING
     # Follow the causes back from the last arrival.
     while index != NOTHING:
-        path.append(_event(price, index))
+        path.append(_event(step_cost, index))
         index = int(played.causes[index])
     return path[::-1]
 
 
-def chrome_trace(price: StepCost) -> list[TraceEvent]:
+def chrome_trace(step_cost: StepCost) -> list[TraceEvent]:
     """Return a step in the Trace Event Format, ready for JSON."""
     trace: list[TraceEvent] = []
     # "M" events name processes and threads; "X" events have a start and a duration in us.
-    for machine in sorted(price.compiled.order):
+    for machine in sorted(step_cost.compiled.order):
         names = [("process_name", 0, f"machine {machine}")]
         names += [("thread_name", row, track) for row, track in enumerate(_TRACKS)]
         trace += [
             {"ph": "M", "pid": machine, "tid": row, "name": name, "args": {"name": text}}
             for name, row, text in names
         ]
-    for event in events(price):
+    for event in events(step_cost):
         details: dict[str, str | int] = {"kind": event.what}
         if event.peer is not None:
             details |= {"peer": event.peer, "bytes": event.n_bytes}
@@ -90,11 +90,11 @@ def chrome_trace(price: StepCost) -> list[TraceEvent]:
     return trace
 
 
-def _event(price: StepCost, index: int) -> Event:
-    played = price.played
+def _event(step_cost: StepCost, index: int) -> Event:
+    played = step_cost.played
     start, end = float(played.starts[index]), float(played.ends[index])
     if index < played.n_tasks:
-        task = price.tasks[index]
+        task = step_cost.tasks[index]
         return Event(
             machine=task.machine,
             track="compute",
@@ -104,7 +104,7 @@ def _event(price: StepCost, index: int) -> Event:
             seconds=end - start,
         )
     message = index - played.n_tasks
-    flow = price.traffic[int(played.flows[message])]
+    flow = step_cost.traffic[int(played.flows[message])]
     sender, receiver = int(played.senders[message]), int(played.receivers[message])
     return Event(
         machine=sender,

@@ -217,7 +217,7 @@ class StepCost:
         return {divmod(pair, n): n_bytes for pair, n_bytes in pairs}
 
 
-def price(
+def step_cost(
     compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1
 ) -> StepCost:
     """Simulate a step of a plan and return its cost.

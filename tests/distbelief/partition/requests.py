@@ -1,4 +1,4 @@
-"""What is planned in tests of the planner: a small net on a few machines."""
+"""Planning requests for tests: a small net on a few machines."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -25,7 +25,7 @@ def planned(*counts: int, memory: float | None = None) -> tuple[Planned, ...]:
 
 
 def permuted(placements: Mapping[str, Placement], to: Mapping[int, int]) -> dict[str, Placement]:
-    """The same plan, its machines numbered otherwise."""
+    """The same plan with other machine numbers."""
     return {name: _permuted(placement, to) for name, placement in placements.items()}
 
 

@@ -1,4 +1,4 @@
-"""Wrong types and empty things in `distbelief.plan`: one message each."""
+"""Wrong types and empty values in `distbelief.plan`: one message each."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ def test_an_example_is_a_batch_of_tensors(example: object, message: str) -> None
         examples_of(example)
 
 
-def test_of_whole_numbers_the_largest_counts() -> None:
+def test_the_largest_integer_counts() -> None:
     assert spec_of(torch.tensor([[3, 9]])) == InputSpec(shape=(2,), n_values=10)
     assert spec_of(BATCH) == InputSpec(shape=(6,))
     no_values = torch.empty(5, 6, dtype=torch.int64, device="meta")
@@ -53,7 +53,7 @@ def test_machines_are_numbers(machines: object) -> None:
 
 
 @pytest.mark.parametrize("machines", [(1, 2), [1, 2]])
-def test_or_several_of_them(machines: Sequence[int]) -> None:
+def test_counts_may_be_one_number_or_several(machines: Sequence[int]) -> None:
     assert counts_of(machines) == [1, 2]
     assert counts_of(3) == [3]
 

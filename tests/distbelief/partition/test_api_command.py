@@ -36,7 +36,7 @@ FIGURES = Figures(
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, where this machine's figures are already."""
+    """A separate cache that has this machine's figures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
@@ -254,7 +254,7 @@ def test_a_mistake_is_one_message(arguments: tuple[str, ...], name: str, message
     assert "planning" not in result.stderr or "--exactly" in arguments
 
 
-def test_a_cluster_nobody_can_talk_in_is_refused(tmp_path: Path) -> None:
+def test_a_cluster_without_bandwidth_is_rejected(tmp_path: Path) -> None:
     cluster = tmp_path / "mute.toml"
     cluster.write_text(
         '[[machines]]\nflops = "1 GFLOP/s"\nmemory_rate = "1 GB/s"\nbandwidth = "0 Gbit/s"\n'

@@ -1,4 +1,4 @@
-"""`distbelief.plan`: whose times it plans with, and what it says of that."""
+"""`distbelief.plan`: the times it uses, and what the report says about them."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ EXAMPLE = torch.zeros(4, 12)
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, where this machine's figures are already."""
+    """A separate cache that has this machine's figures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
@@ -111,7 +111,7 @@ def test_a_second_planning_measures_nothing() -> None:
 def test_what_was_measured_on_a_busy_machine_is_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Such a profile was once kept for good.
+    # Such a profile was once kept forever.
     kept = make_request().costs
     told: list[str] = []
     monkeypatch.setattr(this_host_module, "seconds", lambda: 2.5e-4)
@@ -127,7 +127,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(
     assert "from when this host was 4.0 times as slow." in outlook.origin
 
 
-def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
+def test_a_busy_machine_keeps_its_profile_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_request()
@@ -197,7 +197,7 @@ def test_the_remark_names_where_costs_are_from(tmp_path: Path) -> None:
     )
 
 
-def test_a_busy_host_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_mentions_a_busy_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("os.getloadavg", lambda: (6.2, 0.0, 0.0))
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
@@ -213,7 +213,7 @@ def test_a_busy_host_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy not in distbelief.plan(net(), EXAMPLE, cluster="here").origin
 
 
-def test_where_nobody_knows_the_load_none_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_load_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> None:
         raise OSError
 
@@ -221,7 +221,7 @@ def test_where_nobody_knows_the_load_none_is_remarked_on(monkeypatch: pytest.Mon
     assert "Others" not in distbelief.plan(net(), EXAMPLE, cluster="here").origin
 
 
-def test_a_network_of_ones_own_between_machines_like_this_one() -> None:
+def test_a_custom_network_between_machines_like_this_one() -> None:
     network = Network(bandwidth=1.25e9, latency=1e-5, message_overhead=0.0)
     cluster = here(2, network=network)
     outlook = distbelief.plan(net(), EXAMPLE, cluster=cluster, profile=True)
@@ -263,7 +263,7 @@ class Recurrent(nn.Module):
         return result
 
 
-def test_modules_that_are_called_whole_are_measured_and_left_as_they_were() -> None:
+def test_opaque_modules_are_measured_and_not_changed() -> None:
     model = Recurrent()
     model.lstm.eval()
     made = make_request(model, shape=(7, 6), loss="")
@@ -281,7 +281,7 @@ def test_a_loss_that_is_computed_whole_is_measured_if_it_takes_its_targets() -> 
     assert made.costs.knows(made.graph["loss"])
 
 
-def test_mistakes_are_told_before_anything_is_measured() -> None:
+def test_mistakes_are_reported_before_anything_is_measured() -> None:
     this_host().path.unlink()
     with pytest.raises(GraphError, match="33 are requested"):
         distbelief.plan(net(), EXAMPLE, machines=33, cluster="rack-1g", profile=True)

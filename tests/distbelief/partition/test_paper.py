@@ -52,7 +52,7 @@ def test_speech_is_fastest_on_8_machines() -> None:
 
 
 @pytest.mark.slow
-def test_images_gain_from_16_machines_where_speech_gains_no_more() -> None:
+def test_images_gain_from_16_machines_and_speech_does_not() -> None:
     unsearched = replace(images(), search=False)
     found = [done.forecast for done in plan(unsearched, (1, 4, 16))]
     assert [len(forecast.used) for forecast in found] == [1, 4, 16]

@@ -1,4 +1,4 @@
-"""Machines that are bad company come last."""
+"""Machines behind slow links come last."""
 
 import dataclasses
 
@@ -29,13 +29,13 @@ def test_a_machine_behind_slow_links_comes_last() -> None:
     assert machine_orders(far_away(4, machine=1, rate=1e6)) == [(0, 1, 2, 3), (0, 2, 3, 1)]
 
 
-def test_so_does_one_that_can_send_little() -> None:
+def test_a_machine_with_a_slow_network_is_last() -> None:
     slow = msgspec.structs.replace(MACHINE, bandwidth=1e6)
     cluster = Cluster(name="tests", machines=(slow, MACHINE, MACHINE))
     assert machine_orders(cluster) == [(0, 1, 2), (1, 2, 0)]
 
 
-def test_of_two_ends_of_a_slow_link_the_slower_machine_goes_last() -> None:
+def test_the_slower_end_of_a_slow_link_is_last() -> None:
     machines = (MACHINE, MACHINE, SLOW, SLOW, SLOW)
     cluster = Cluster(name="tests", machines=machines, links={"0-3": 1e5})
     assert machine_orders(cluster)[1][-1] == 3
@@ -49,7 +49,7 @@ def test_a_rack_stays_together() -> None:
 
 
 def test_one_slow_link_does_not_stop_the_others() -> None:
-    # It once did: only the first k machines were tried, and number 1 is among them.
+    # Once only the first k machines were tried, and machine 1 is among them.
     asked = make_request(GRAPH, far_away(4, machine=1, rate=1e6), batch=256)
     asked = dataclasses.replace(asked, search=False)
     done = plan(asked, [4])[0]

@@ -122,7 +122,7 @@ def test_partial_sums_and_replicated_weights_cost_messages() -> None:
     assert each.costs[0][labels.index("rows 4")] == pytest.approx(12.0, abs=0.1)
 
 
-def test_memory_is_told_where_it_is_short() -> None:
+def test_lack_of_memory_is_reported() -> None:
     graph = fully_connected(40, 24, 16, 12)
     problem, decode = build(graph, equal(4, memory=1e5), batch=8)
     assert problem.memory is not None

@@ -18,7 +18,7 @@ CLUSTER = equal(4, latency=1e-4)
 _, DECODER = build(GRAPH, CLUSTER, batch=32)
 
 
-def test_its_figures_are_those_of_the_step() -> None:
+def test_an_estimate_has_the_figures_of_the_step() -> None:
     for forecast in FORECASTS:
         assert forecast.seconds == tuple(sorted(forecast.seconds))
         assert forecast.speed_up * forecast.median == pytest.approx(forecast.one_machine_seconds)
@@ -36,7 +36,7 @@ def test_the_gap_is_what_the_model_has_above_its_bound() -> None:
     assert replace(forecast, model_bound=0.0).gap is None
 
 
-def test_it_fits_unless_somebody_offends() -> None:
+def test_a_plan_fits_if_no_machine_lacks_memory() -> None:
     assert FORECASTS[0].fits
     assert not replace(FORECASTS[0], offenders=(0,)).fits
 

@@ -1,4 +1,4 @@
-"""Traces of outages as text, and what is said of mistakes in them."""
+"""Outage traces as text, and errors in them."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_a_trace_is_read_in_order_of_time() -> None:
         ("1,0,5\nend,inf", "has 'inf' instead of seconds"),
     ],
 )
-def test_a_mistake_names_the_line_and_the_mend(text: str, says: str) -> None:
+def test_a_mistake_names_the_line_and_the_fix(text: str, says: str) -> None:
     with pytest.raises(GraphError, match=says):
         read_trace(text, n_machines=2)
 
@@ -53,7 +53,7 @@ def test_a_trace_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_process_that_cannot_be_is_refused(seconds: float) -> None:
+def test_an_impossible_outage_process_is_rejected(seconds: float) -> None:
     with pytest.raises(GraphError, match="mean_time"):
         Outages(mean_time=seconds, away=1.0)
     with pytest.raises(GraphError, match="group"):

@@ -1,4 +1,4 @@
-"""Clusters as files: what they say, and what is said of mistakes in them."""
+"""Cluster files, and errors in them."""
 
 import re
 from contextlib import suppress
@@ -62,7 +62,7 @@ def test_every_figure_is_read_in_its_unit() -> None:
     assert cluster.note == "the old machines"
 
 
-def test_a_cluster_is_called_like_its_file_unless_it_says_so(tmp_path: Path) -> None:
+def test_a_cluster_without_a_name_has_that_of_its_file(tmp_path: Path) -> None:
     path = tmp_path / "attic.toml"
     path.write_text(MACHINE)
     cluster = load_cluster(path)
@@ -75,7 +75,7 @@ def test_a_cluster_is_called_like_its_file_unless_it_says_so(tmp_path: Path) -> 
     ("name", "n_machines", "bandwidth"),
     [("commodity-2012", 144, 125e6), ("rack-1g", 32, 125e6), ("rack-10g", 32, 1.25e9)],
 )
-def test_clusters_that_come_along(name: str, n_machines: int, bandwidth: float) -> None:
+def test_clusters_of_this_package(name: str, n_machines: int, bandwidth: float) -> None:
     assert name in names()
     cluster = load_cluster(name)
     assert (cluster.name, len(cluster)) == (name, n_machines)
@@ -86,7 +86,7 @@ def test_clusters_that_come_along(name: str, n_machines: int, bandwidth: float) 
 
 
 @pytest.mark.parametrize("name", names())
-def test_each_constant_of_those_says_where_it_is_from(name: str) -> None:
+def test_each_figure_of_package_clusters_has_an_origin(name: str) -> None:
     directory = Path(cluster_file.__file__).parent / "clusters"
     lines = (directory / f"{name}.toml").read_text().splitlines()
     known = ("latency", "count", "flops", "memory", "bandwidth", "overhead", "jitter")
@@ -103,8 +103,8 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         load_cluster("moon/base.toml")
 
 
-def test_what_is_no_file_is_explained(tmp_path: Path) -> None:
-    """A mistake in what was given, it ended with the exit code of a job that failed."""
+def test_an_unreadable_path_is_explained(tmp_path: Path) -> None:
+    """Once this ended with the exit code of a failed job."""
     with pytest.raises(GraphError, match=f"{tmp_path}: the cluster cannot be read: Is"):
         load_cluster(tmp_path)
     with pytest.raises(GraphError, match="is not a path"):
@@ -112,7 +112,7 @@ def test_what_is_no_file_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_cluster_without_a_name_is_unknown() -> None:
-    """It was taken for the present directory: "cannot read the cluster from ."."""
+    """Once "" was the current directory: "cannot read the cluster from ."."""
     with pytest.raises(GraphError, match=r"there is no cluster '': .* It knows"):
         load_cluster("")
 
@@ -177,7 +177,7 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
         ('"lab"', '"lab', "is not TOML"),
     ],
 )
-def test_a_mistake_names_the_key_and_the_mend(old: str, new: str, message: str) -> None:
+def test_a_mistake_names_the_key_and_the_fix(old: str, new: str, message: str) -> None:
     assert old in TWO_GROUPS
     with pytest.raises(GraphError, match=re.escape(message)):
         read_cluster(TWO_GROUPS.replace(old, new).encode(), name="file")
@@ -198,7 +198,7 @@ def test_a_mistake_names_the_key_and_the_mend(old: str, new: str, message: str) 
         (b"#" * (1 << 20) + b"#", "larger than"),
     ],
 )
-def test_documents_that_are_no_cluster_are_refused(content: bytes, message: str) -> None:
+def test_documents_that_are_no_cluster_are_rejected(content: bytes, message: str) -> None:
     with pytest.raises(GraphError, match=re.escape(message)):
         read_cluster(content, name="file")
 
@@ -222,7 +222,7 @@ _VALUES = st.recursive(
     st.sampled_from(["name", "latency", "origin", "note", "machines", "links", "count", "flops"]),
     _VALUES,
 )
-def test_any_value_of_a_key_is_taken_or_refused_in_words(key: str, value: object) -> None:
+def test_any_value_of_a_key_is_accepted_or_rejected_with_a_message(key: str, value: object) -> None:
     text = f"{key} = {_toml(value)}\n" + (MACHINE if key != "machines" else "")
     if key in ("count", "flops"):
         text = MACHINE.replace('flops = "100 GFLOP/s"', f"{key} = {_toml(value)}")
@@ -247,7 +247,7 @@ def _toml(value: object) -> str:
             return str(value)
 
 
-# ------------------------------------------------------- what only simulations ask for
+# ------------------------------------------------------- keys for simulations only
 
 
 SIMULATED = """
@@ -280,8 +280,8 @@ flops = "measured: a product"
 """
 
 
-def test_what_simulations_ask_for_is_read_and_no_plan_depends_on_it() -> None:
-    """But for what a message takes of a core, which plans pay for too."""
+def test_switches_and_outages_are_read_and_no_plan_depends_on_them() -> None:
+    """Except `handling`, on which plans depend too."""
     cluster = read_cluster(SIMULATED.encode(), name="lab")
     assert cluster.machines[0].cores == 4
     assert cluster.machines[0].handling == 50e-6
@@ -300,7 +300,7 @@ def test_what_simulations_ask_for_is_read_and_no_plan_depends_on_it() -> None:
     assert plain.failures is None
 
 
-def test_of_fewer_machines_switches_keep_their_ends() -> None:
+def test_switches_are_cut_to_fewer_machines() -> None:
     cluster = read_cluster(SIMULATED.encode(), name="lab")
     assert cluster.first(6).switches[-1] == Switch(first=0, last=3, bandwidth=250e6)
     # Both are of machines 0 to 2 then: the narrower one counts.
@@ -308,7 +308,7 @@ def test_of_fewer_machines_switches_keep_their_ends() -> None:
 
 
 def test_a_name_of_a_trace_that_no_file_can_have_is_a_mistake(tmp_path: Path) -> None:
-    """It was "ValueError: embedded null byte", not foreseen."""
+    """Once this was an unexpected "ValueError: embedded null byte"."""
     path = tmp_path / "lab.toml"
     path.write_text(f'{MACHINE}\n[trace]\nfile = "a\\u0000b"\n')
     with pytest.raises(GraphError, match="is not a path"):
@@ -364,7 +364,9 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
         ("[origins]", '[trace]\nfile = "a.csv"\n[origins]', "in the same directory"),
     ],
 )
-def test_a_mistake_in_those_names_the_key_and_the_mend(old: str, new: str, message: str) -> None:
+def test_a_mistake_in_switches_and_outages_names_the_key_and_the_fix(
+    old: str, new: str, message: str
+) -> None:
     text = SIMULATED.replace(old, new, 1)
     if old == "[[switches]]":  # both, or it is not TOML
         text = SIMULATED.split(old, maxsplit=1)[0] + '[switches]\nmachines = "0-1"\n'
@@ -372,6 +374,6 @@ def test_a_mistake_in_those_names_the_key_and_the_mend(old: str, new: str, messa
         read_cluster(text.encode(), name="lab")
 
 
-def test_a_machine_without_cores_is_refused() -> None:
+def test_a_machine_without_cores_is_rejected() -> None:
     with pytest.raises(GraphError, match="cores of a machine is 0: use 1 or more"):
         Machine(flops=1.0, memory_rate=1.0, bandwidth=1.0, cores=0)

@@ -1,4 +1,4 @@
-"""What is kept of plans changes none of them."""
+"""The compiler cache changes no plan."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from distbelief.program.placement import Placement
 from tests.distbelief.program.plans import captured, random_placement, random_plan
 
 
-def test_what_was_not_asked_for_longest_is_forgotten() -> None:
+def test_the_least_recently_used_entry_is_dropped() -> None:
     made: list[int] = []
     parts = LruCache[int](2)
 
@@ -37,7 +37,7 @@ def same(one: Compiled, other: Compiled) -> bool:
 
 
 @pytest.mark.parametrize("name", ["mobilenet", "vision transformer", "unet"])
-def test_plans_compiled_with_what_is_known_are_the_same(name: str) -> None:
+def test_plans_compiled_with_a_cache_are_equal(name: str) -> None:
     _, graph = captured(name)
     generator = np.random.default_rng(list(name.encode()))
     cache = CompilerCache(graph, n_plans=2)

@@ -61,7 +61,7 @@ def test_ties_go_to_the_first_candidate() -> None:
     assert eliminate(level) == eliminate(level)
 
 
-def test_tables_beyond_bounds_are_refused() -> None:
+def test_tables_beyond_bounds_are_rejected() -> None:
     n = 8
     clique = Problem(
         costs=(np.zeros(10),) * n,

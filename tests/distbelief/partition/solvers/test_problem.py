@@ -67,7 +67,7 @@ def test_a_restriction_keeps_rows_and_columns() -> None:
     assert few.overrun((0, 0)) == 1
 
 
-def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
+def test_the_first_of_ties_is_lowest_despite_rounding() -> None:
     assert first_lowest(np.array([3.0, 0.1 + 0.2, 0.3])) == 1
 
 
@@ -90,7 +90,7 @@ def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
         ({"caps": np.ones(1), "memory": (np.full((2, 1), -1.0), np.ones((3, 1)))}, "node 0"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(
+def test_numbers_that_do_not_fit_together_are_rejected(
     fields: dict[str, object], message: str
 ) -> None:
     whole = {"costs": PAIR.costs, "edges": PAIR.edges, "memory": None, "caps": None} | fields
