@@ -60,7 +60,7 @@ def whole_layers(
     return placed
 
 
-# Names in reports
+# Names in reports.
 BASELINES: Mapping[str, str] = {
     "even": "every layer over all machines",
     "whole layers": "runs of whole layers, balanced",

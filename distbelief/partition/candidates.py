@@ -25,7 +25,7 @@ from distbelief.program.placement import Placement, grid
 
 N_CANDIDATES_MAX: Final = 60
 _N_WHOLE_MAX: Final = 8
-# Elements per machine; with fewer, one machine combines all partial sums
+# Elements per machine; with fewer, one machine combines all partial sums.
 _N_COMBINED_MIN: Final = 8
 _CHANNELS_FIRST: Final = frozenset(
     {

@@ -100,7 +100,7 @@ def _phase_seconds(one: Range, cluster: Cluster) -> float:
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
-# Disjoint regions and their machines; a machine may have several
+# Disjoint regions and their machines; a machine may have several.
 Cells = Sequence[tuple[int, Region]]
 
 _CODE: Final = np.array([1 << 31, 1])  # an interval as one number

@@ -35,7 +35,7 @@ class Way:
     price: StepCost
     seconds: tuple[float, float, float]  # of a step; quantiles 10 %, 50 % and 90 %
     overrun: float  # share by which the fullest machine exceeds its memory; 0 if none does
-    # Cost in the solver's model; None if it is not a choice there
+    # Cost in the solver's model; None if it is not a choice there.
     model_seconds: float | None = None
 
     @property
@@ -166,7 +166,7 @@ class PlanEstimate:
     memory: tuple[float, ...]  # bytes of each machine
     offenders: tuple[int, ...]  # machines whose memory is too small
     link_bytes: Mapping[tuple[int, int], int]  # of a step, by (sender, receiver)
-    # Cost in the solver's model, without overlap of phases; None if it is not a choice there
+    # Cost in the solver's model, without overlap of phases; None if it is not a choice there.
     model_seconds: float | None
     model_bound: float  # lower bound for plans of the candidates, in that model
     lower_bound: float  # for every plan: by the total work, and by the longest chain of layers
@@ -257,7 +257,7 @@ class PlanningRequest:
     batch: int  # samples of a step
     costs: Costs  # of computing, on those machines
     pins: Mapping[str, str]  # by layer, a required split: "rows:4"
-    # Costs with this number of samples; None: no micro-batches
+    # Costs with this number of samples; None: no micro-batches.
     costs_for: Callable[[int], Costs] | None = None
     exactly: bool = False  # use all machines allowed, even if fewer were faster
     search: bool = True  # search on simulated time after the solver

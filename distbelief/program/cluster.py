@@ -119,7 +119,7 @@ Origin = Literal["measured", "assumed"]
 
 UNLIMITED: Final = math.inf
 
-# The figures of a machine on which a plan depends
+# The figures of a machine on which a plan depends.
 _PRICED: Final = (
     "flops",
     "memory_rate",
@@ -137,15 +137,15 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     flops: float  # floating point operations per second in a large matrix product
     memory_rate: float  # bytes per second to and from memory
-    # Bytes per second of messages that keep its processors busy; tasks meanwhile take longer
+    # Bytes per second of messages that keep its processors busy; tasks meanwhile take longer.
     message_rate: float = UNLIMITED
     memory: float = UNLIMITED  # bytes for parameters, gradients and activations
     overhead: float = 0.0  # seconds per layer, however small
-    # Standard deviation of the logarithm of compute times: 0.1 is often 10 % faster or slower
+    # Standard deviation of the logarithm of compute times: 0.1 is often 10 % faster or slower.
     jitter: float = 0.0
     bandwidth: float  # bytes per second that it can send, and also receive
     cores: int = 1  # `flops` are divided evenly among them
-    # Core seconds per message at each end; simulations charge it to the process that receives
+    # Core seconds per message at each end; simulations charge it to the process that receives.
     handling: float = 0.0
 
     def __post_init__(self) -> None:

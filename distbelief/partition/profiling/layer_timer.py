@@ -46,7 +46,7 @@ from distbelief.program.instructions import work_of
 N_RUNS: Final = 3
 _N_PARTS: Final = (2, 4, 8, 16, 32, 64)
 _N_MICRO_BATCHES: Final = (8, 4, 2)
-# A slice that takes longer runs once after warming up: it is measured again later anyway
+# A slice that takes longer runs once after warming up: it is measured again later anyway.
 _SECONDS_ENOUGH: Final = 0.1
 
 _SHARE_MAX: Final = 0.25  # of the total time, for one layer
@@ -306,7 +306,7 @@ def _backward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:
 N_PASSES_MAX: Final = 4
 _N_BYTES_MAX: Final = 1 << 30  # memory of one measurement
 
-# A module may reject random numbers, or memory may be too small
+# A module may reject random numbers, or memory may be too small.
 _FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError)
 
 Progress = Callable[[int, int, str], None]  # progress(n_done, n_layers, next layer)

@@ -271,12 +271,11 @@ def test_samples_drawn_at_random_are_rejected(
     numpy: bool,  # noqa: FBT001
     when: str,
 ) -> None:
-    """Machines read each for itself, one the inputs and another the targets.
+    """Each rank reads for itself, one the inputs and another the targets.
 
-    On one host they are forked from one process, so numpy drew the same on each, until
-    one was killed: started again it drew from the beginning, and computed with other
-    samples than the rest, to the end of the run. Accuracy fell from 97.8 % to 59.2 %,
-    and nobody said why.
+    On one host they are forked from one process, so numpy drew the same on each, until one was
+    killed: after its restart it drew from the beginning, and computed with other samples than the
+    rest, to the end of the run. Accuracy fell from 97.8 % to 59.2 %, without a message.
     """
     arguments = f"{{ anew = {str(anew).lower()}, numpy = {str(numpy).lower()} }}"
     task = job(f'data.train={{factory = "{HERE}:Drawn", arguments = {arguments}}}').task
@@ -302,10 +301,10 @@ class Scaled(nn.Module):
 
 
 def test_a_buffer_that_is_not_saved_is_rejected() -> None:
-    """Tables of positions are often kept so, and in one process they may be.
+    """Position tables are often not persistent, which is fine in one process.
 
-    Shards hold what is saved, so the machine that needed it failed as it was made:
-    "the layout has no tensor 'table'", which says neither why nor what to do.
+    Shards hold persistent tensors only, so the rank that needed the table failed at its start with
+    "the layout has no tensor 'table'": neither a reason nor a fix.
     """
     saved, unsaved = (
         job(f"model.factory={HERE}:Scaled", f"model.arguments={{ saved = {word} }}").task

@@ -60,7 +60,7 @@ def plan_of(**changes: object) -> Plan:
 
 
 def with_hash(body: bytes) -> bytes:
-    """A file that only its content can give away."""
+    """A file with the right hash: only its content can be wrong."""
     digest = hashlib.sha256(body).hexdigest().encode()
     return b'{"sha256": "%s", "plan": %s}' % (digest, body)
 

@@ -4,7 +4,7 @@ from distbelief.partition.profiling import this_host
 
 
 def test_the_probe_is_the_median_of_its_runs() -> None:
-    """The minimum once hid that a machine was shared: steps were predicted at 0.75 of their time."""
+    """The minimum hid that a machine was shared: steps were predicted at 0.75 of their time."""
     ticks = iter(range(10_000))
     n = this_host._N_PROBE_RUNS
     taken = this_host.seconds(clock=lambda: float(next(ticks)) ** 2)
