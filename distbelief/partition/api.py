@@ -217,6 +217,11 @@ class PlanningResult:
             console.print(f" {remark}", style="dim", markup=False, soft_wrap=True)
 
     def explain(self, layer: str) -> Table:
+        """Return every split of a layer, for the most machines, and why it was not chosen.
+
+        Raises:
+            GraphError: there is no such layer.
+        """
         return report_module.show_alternatives(self.planned[-1], layer)
 
     @property
@@ -247,6 +252,7 @@ class PlanningResult:
         )
 
     def save(self, path: Path | str) -> None:
+        """Write the plan for the most machines; raise StorageError on failure."""
         self.plan.save(path)
 
     def draw(self, path: Path | str) -> None:

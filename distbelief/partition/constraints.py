@@ -27,6 +27,16 @@ _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 
 
 def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
+    """Check that pins name layers that are computed.
+
+    Args:
+        graph: The layer graph.
+        pins: Per layer, its split.
+        cluster: If given, each pin must be possible on these machines.
+
+    Raises:
+        GraphError: a pin names no such layer, or is impossible.
+    """
     for name in pins:
         if name not in graph.by_name:
             near = difflib.get_close_matches(name, list(graph.by_name), n=3)

@@ -171,7 +171,7 @@ def _splits(layer: Layer) -> bool:
 
 # --- planning request ---
 
-# 1 PiB for one layer: above it, sums over layers and machines might overflow
+# 1 PiB for one layer: above it, sums over layers and machines might overflow.
 _N_BYTES_MAX: Final = 1 << 50
 
 
@@ -320,6 +320,16 @@ class Planned:
 def plan(
     request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> list[Planned]:
+    """Return the best plan for each number of machines, ascending.
+
+    Args:
+        request: The planning request.
+        counts: Numbers of machines: the first ones of the cluster.
+        notify: Called with a line of progress.
+
+    Raises:
+        GraphError: an impossible number of machines or pin.
+    """
     return list(each_plan(request, counts, notify=notify))
 
 
@@ -403,7 +413,7 @@ class _Planner:
             for machines in orders
         ]
         found = [way for each in solved for way in each.ways.values()]
-        # `min` takes the first of equals: the search result, then the solver's, then the simplest.
+        # Of equals `min` takes the first: the machine order of the cluster.
         best = min(solved, key=lambda each: each.rank)
         better = (
             search(best, cluster, simulator=self._simulator, notify=self._notify)
@@ -415,6 +425,7 @@ class _Planner:
             ways += self._stages(cluster, orders)
         if request.exactly:
             ways = _of_most(ways, count)
+        # Of equals `min` takes the first: of the search, the solver, the baselines, in this order.
         chosen = self._best = min(ways, key=lambda way: way.rank)
         return Planned(
             forecast=estimate_of(

@@ -47,6 +47,7 @@ class Decoder:
     nodes: tuple[Node, ...]  # in the order of the problem's
 
     def __call__(self, choice: Sequence[int]) -> dict[str, Placement]:
+        """Return the placement of every layer except inputs."""
         placed: dict[str, Placement] = {}
         for node, index in zip(self.nodes, choice, strict=True):
             placed |= node.group.placements(node.candidates[index].placement)

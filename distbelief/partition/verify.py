@@ -94,6 +94,7 @@ class SharedDropoutMasks(TorchDispatchMode):
         )
 
     def check(self) -> None:
+        """Check, after the pass, that all masks were drawn; raise JobError if not."""
         if self._left:
             raise _refusal(repr(self._left[0].name))
 

@@ -188,7 +188,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     name: str
     machines: tuple[Machine, ...]
     latency: float = 0.0  # seconds from the end of sending a message to its arrival
-    # seconds per message during which neither end sends or receives another
+    # Seconds per message during which neither end sends or receives another.
     message_overhead: float = 0.0
     # "0-5": bytes per second in both directions, if less than both ends can do
     links: Mapping[str, float] = msgspec.field(default_factory=dict)

@@ -39,7 +39,7 @@ from distbelief.program.cluster import (
 
 Table = Mapping[str, object]
 
-# two machines, or the first and the last of a group: "0-15"
+# Two machines, or the first and the last of a group: "0-15".
 ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
 
 
@@ -84,6 +84,7 @@ def table_of(value: object, keys: Iterable[str], where: str) -> Table:
 
 
 def check_keys(table: Table, known: Iterable[str], where: str) -> None:
+    """Raise GraphError for a key that is not known, with the nearest known key."""
     for key in table:
         if key not in known:
             raise GraphError(f"{where} has no key '{key}'. {nearest(key, known)}")

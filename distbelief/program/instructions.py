@@ -45,7 +45,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Fetch(msgspec.Struct, frozen=True):
-    # Parameter server -> rank: the regions of a tensor that it owns.
+    """Parameter server -> rank: the regions of a tensor that it owns."""
 
     tensor: str
     regions: tuple[Region, ...]
@@ -53,7 +53,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
 @final
 class Read(msgspec.Struct, frozen=True):
-    # Data -> rank: the regions of an input layer that it needs.
+    """Data -> rank: the regions of an input layer that it needs."""
 
     layer: str
     regions: tuple[Region, ...]
@@ -61,21 +61,21 @@ class Read(msgspec.Struct, frozen=True):
 
 @final
 class Send(msgspec.Struct, frozen=True):
-    # Does not wait.
+    """Does not wait."""
 
     message: Message
 
 
 @final
 class Receive(msgspec.Struct, frozen=True):
-    # Waits. Gradients and partial outputs are added to what the rank has.
+    """Waits. Gradients and partial outputs are added to what the rank has."""
 
     message: Message
 
 
 @final
 class Forward(msgspec.Struct, frozen=True):
-    # Computes a region of the output.
+    """Computes a region of the output."""
 
     layer: str
     region: Region
@@ -83,7 +83,7 @@ class Forward(msgspec.Struct, frozen=True):
 
 @final
 class Partial(msgspec.Struct, frozen=True):
-    # Computes what a part of the first input contributes to the output.
+    """Computes what a part of the first input contributes to the output."""
 
     layer: str
     part: Region
@@ -91,7 +91,7 @@ class Partial(msgspec.Struct, frozen=True):
 
 @final
 class Combine(msgspec.Struct, frozen=True):
-    # Adds up contributions, its own and those received: a region of the output.
+    """Adds up contributions, its own and those received: a region of the output."""
 
     layer: str
     region: Region
@@ -108,7 +108,7 @@ class Backward(msgspec.Struct, frozen=True):
 
 @final
 class Reduce(msgspec.Struct, frozen=True):
-    # Adds up its own gradient of an owned tensor and those of other ranks.
+    """Adds up its own gradient of an owned tensor and those of other ranks."""
 
     tensor: str
     regions: tuple[Region, ...]
@@ -116,7 +116,7 @@ class Reduce(msgspec.Struct, frozen=True):
 
 @final
 class Push(msgspec.Struct, frozen=True):
-    # Rank -> parameter server: the gradient of the regions of a tensor that it owns.
+    """Rank -> parameter server: the gradient of the regions of a tensor that it owns."""
 
     tensor: str
     regions: tuple[Region, ...]

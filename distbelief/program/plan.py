@@ -206,7 +206,7 @@ def encode(plan: Plan) -> bytes:
         for name in plan.__struct_fields__
         if name != "placements"
     } | {"placements": b"{\n%s\n}" % b",\n".join(placements)}
-    # msgspec writes one line: put together by hand, so that each layer has a line.
+    # One line per msgspec document: put together by hand, so that each layer has a line.
     lines = [b'"%s": %s' % (name.encode(), value) for name, value in values.items()]
     body = b"{\n%s\n}" % b",\n".join(lines)
     return b'{"sha256": "%s",\n"plan": %s}\n' % (_hash(body).encode(), body)

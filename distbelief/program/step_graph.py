@@ -36,9 +36,9 @@ class Dependencies:
     n_tasks: int
     n_before: list[int]  # per node, the number of nodes that it waits for
     after: list[list[int]]  # per node, the nodes that wait for it
-    # by index of the traffic and rank
+    # By index of the traffic and rank.
     sending: dict[tuple[int, int], int] = field(default_factory=dict)
-    # by index of the traffic and rank
+    # By index of the traffic and rank.
     arrival: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def new(self) -> int:
@@ -57,7 +57,7 @@ def dependencies(compiled: Compiled) -> Dependencies:
     return _Builder(compiled).build()
 
 
-_Nodes = dict[str, dict[int, int]]  # by layer and machine
+_Nodes = dict[str, dict[int, int]]  # by layer and rank
 
 
 @final
@@ -195,7 +195,7 @@ def _by_machine(tasks: Iterable[tuple[int, Task]]) -> dict[int, list[int]]:
     return found
 
 
-# kinds that are sent once per step, not once per micro-batch
+# Kinds that are sent once per step, not once per micro-batch.
 _ONCE: Final = frozenset({"parameter", "parameter_gradient"})
 
 

@@ -103,6 +103,7 @@ class Problem:
         return np.asarray(np.sum([shares[index] for shares, index in rows], axis=0))
 
     def overrun(self, choice: Sequence[int]) -> float:
+        """Return the largest share of its cap that any machine uses; 0 without caps."""
         return float(self.used(choice).max(initial=0.0))
 
     def restricted(self, kept: Sequence[Indices]) -> "Problem":
