@@ -1,4 +1,4 @@
-"""Plans without planning, for others to be measured against.
+"""Baseline plans, made without a search; the planner is compared with them.
 
 even           every layer over all machines: images in a grid, neurons in parts
 whole layers   runs of whole layers on one machine after the other: a pipeline
@@ -17,10 +17,10 @@ from distbelief.program.placement import Placement
 
 
 def even(graph: LayerGraph, cluster: Cluster) -> dict[str, Placement]:
-    """Return every layer cut into as many parts as there are machines, if it can be.
+    """Return each layer cut into as many parts as there are machines, if possible.
 
-    A layer of images is cut into the grid nearest to squares, others along the first
-    dimension that has room for all, or for most.
+    Images are cut into the grid nearest to squares, other layers along the first dimension that has
+    room for all parts, or for most.
     """
     placed: dict[str, Placement] = {}
     for group in groups(graph):
@@ -31,15 +31,15 @@ def even(graph: LayerGraph, cluster: Cluster) -> dict[str, Placement]:
 def whole_layers(
     graph: LayerGraph, cluster: Cluster, *, costs: Costs, machines: Sequence[int] | None = None
 ) -> dict[str, Placement]:
-    """Return runs of whole layers, one per machine, the longest as short as can be.
+    """Return runs of whole layers, one per machine; the longest run is as short as possible.
 
-    Layers are in their order in the graph, those that follow another stay with it.
+    Layers keep their order in the graph; followers stay with their leader.
 
     Args:
-        graph: What is to be placed.
-        cluster: With all machines.
+        graph: The layer graph.
+        cluster: All machines.
         costs: Of computing.
-        machines: Which are used, in this order; by default all as they stand.
+        machines: Those to use, in this order; default: all, as in the cluster.
     """
     machines = machines or range(len(cluster))
     found = groups(graph)
@@ -60,11 +60,11 @@ def whole_layers(
     return placed
 
 
+# Names in reports.
 BASELINES: Mapping[str, str] = {
     "even": "every layer over all machines",
     "whole layers": "runs of whole layers, balanced",
 }
-"""What they are called in reports."""
 
 
 def _even(layer: Layer, cluster: Cluster) -> Placement:
@@ -81,7 +81,7 @@ def _even(layer: Layer, cluster: Cluster) -> Placement:
             for a in range(1, min(rows, n_machines) + 1)
             for b in [min(columns, n_machines // a)]
         ]
-        # As many cells as can be; of these the squarest.
+        # As many cells as possible; of these the squarest.
         a, b = max(
             pairs, key=lambda ab: (ab[0] * ab[1], -abs(math.log(rows * ab[1] / columns / ab[0])))
         )
@@ -99,15 +99,9 @@ def _even(layer: Layer, cluster: Cluster) -> Placement:
 
 
 def _balanced(seconds: Sequence[Sequence[float]]) -> list[int]:
-    """Return on which machine each item is, so that the busiest has least to do.
-
-    Items are in order, and so are machines. The best of all such: found by halving
-    the interval that the busiest one's time lies in.
-
-    Args:
-        seconds: Of each machine, for each item.
-    """
-    low, high = 0.0, math.fsum(seconds[0]) * (1 + 1e-9)  # rounding apart
+    # The machine of each item, so that the busiest has least to do; `seconds` is by machine, then
+    # item. Items and machines keep their order. Optimal: bisection over the busiest machine's time.
+    low, high = 0.0, math.fsum(seconds[0]) * (1 + 1e-9)  # room for rounding
     best = _filled(seconds, high)
     assert best is not None
     for _ in range(50):
@@ -121,7 +115,7 @@ def _balanced(seconds: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _filled(seconds: Sequence[Sequence[float]], limit: float) -> list[int] | None:
-    """Return which machine has each item if none takes longer; None if one must."""
+    # The machine of each item if no machine takes longer than `limit`; None if impossible.
     chosen: list[int] = []
     machine, busy = 0, 0.0
     for item in range(len(seconds[0])):

@@ -1,14 +1,13 @@
-"""The ways to place one layer that are looked at, and what they are called.
+"""Candidates: the placements of one layer that the planner considers, and their labels.
 
     whole       all of it on one machine; whole@3 on machine 3
-    units 4     neurons, channels or heads, cut in 4; likewise rows, columns, depth
+    units 4     neurons, channels or heads, cut in 4; also rows, columns, depth
     grid 2x3    rows and columns; of three numbers the first is for units
     inputs 4    partial sums over 4 parts of the first input, combined by the same 4
 
-Region i is on machine i, and k regions are on the first k machines, so that layers that
-are cut alike exchange little; which machines are the first is for the caller to say
-(see `arrangements`). Extents are in proportion to the machines' speeds. Equal machines
-are interchangeable: whole layers go to the first one, unless memory is short.
+Region i is on machine i of the given order, so layers that are cut alike exchange little. Extents
+are in proportion to the machines' speeds. Equal machines are interchangeable: whole layers go to
+the first one, unless memory is limited.
 """
 
 import math
@@ -26,8 +25,8 @@ from distbelief.program.placement import Placement, grid
 
 N_CANDIDATES_MAX: Final = 60
 _N_WHOLE_MAX: Final = 8
+# Elements per machine; with fewer, one machine combines all partial sums.
 _N_COMBINED_MIN: Final = 8
-"""Elements for each machine, below which one machine combines all partial sums."""
 _CHANNELS_FIRST: Final = frozenset(
     {
         "convolution",
@@ -40,7 +39,7 @@ _CHANNELS_FIRST: Final = frozenset(
 )
 
 
-_WORDS: Final = {
+_NAMES: Final = {
     1: ("units",),
     2: ("rows", "units"),  # of a sequence
     3: ("units", "rows", "columns"),
@@ -49,12 +48,7 @@ _WORDS: Final = {
 
 
 class Candidate(NamedTuple):
-    """One way to place a layer.
-
-    Attributes:
-        placement: Who computes what.
-        label: For people.
-    """
+    """One placement of a layer, and its label for people."""
 
     placement: Placement
     label: str
@@ -63,13 +57,12 @@ class Candidate(NamedTuple):
 def candidates(
     layer: Layer, cluster: Cluster, *, machines: Sequence[int] | None = None
 ) -> list[Candidate]:
-    """Return the ways to place a layer, whole ones first: at most `N_CANDIDATES_MAX`.
+    """Return the candidates of a layer, whole ones first: at most `N_CANDIDATES_MAX`.
 
     Args:
         layer: Not an input.
         cluster: Machines, fastest first.
-        machines: All of them in the order in which they are used; by default as they
-            stand in the cluster.
+        machines: All of them, in the order in which they are used; default: as in the cluster.
     """
     machines = machines or range(len(cluster))
     wholes = [whole(layer, machine) for machine in _whole_machines(cluster, machines)]
@@ -78,7 +71,6 @@ def candidates(
 
 
 def whole(layer: Layer, machine: int) -> Candidate:
-    """Return all of a layer on one machine."""
     label = f"whole@{machine}" if machine else "whole"
     return Candidate(Placement.whole(len(layer.shape), machine), label)
 
@@ -86,12 +78,12 @@ def whole(layer: Layer, machine: int) -> Candidate:
 def split(
     layer: Layer, cluster: Cluster, parts: Sequence[int], *, machines: Sequence[int] | None = None
 ) -> Candidate | None:
-    """Return a layer's output cut into so many parts along each dimension.
+    """Return a layer whose output is cut into this number of parts along each dimension.
 
     Args:
-        layer: Whose output.
-        cluster: With all machines.
-        parts: Of each dimension.
+        layer: The layer.
+        cluster: All machines.
+        parts: Per dimension of the output.
         machines: In the order in which they are used.
 
     Returns:
@@ -102,12 +94,12 @@ def split(
     placement = _cut(layer.shape, cuts, cluster, parts, machines)
     if placement is None:
         return None
-    words = dimension_words(layer)
+    names = dimension_names(layer)
     in_two = [dim for dim, n_parts in enumerate(parts) if n_parts > 1]
     if not in_two:
         return whole(layer, machines[0])
     if len(in_two) == 1:
-        label = f"{words[in_two[0]]} {parts[in_two[0]]}"
+        label = f"{names[in_two[0]]} {parts[in_two[0]]}"
     elif min(in_two) >= len(parts) - 2:
         label = f"grid {parts[-2]}x{parts[-1]}"
     else:
@@ -120,8 +112,7 @@ def partial_sums(
 ) -> Candidate | None:
     """Return a layer as partial sums over parts of dimension `dim` of its first input.
 
-    They are combined where they are computed, a part of the output on each machine, if
-    there is enough of it to share.
+    The machines that compute them combine them, each a part of the output if it is large enough.
 
     Returns:
         None if there are no such sums, or too few machines.
@@ -151,7 +142,7 @@ def partial_sums(
 
 
 def summed_dims(layer: Layer) -> tuple[int, ...]:
-    """Return along which dimensions of the first input it is a sum, the last first."""
+    """Return the dimensions of the first input over which a layer sums, the last first."""
     partial = None if layer.whole else operator_of(layer).partial
     if partial is None:
         return ()
@@ -161,22 +152,22 @@ def summed_dims(layer: Layer) -> tuple[int, ...]:
         parts = whole_input.cut(cut.dim, [1.0, 1.0], unit=cut.unit)
         if not all(part.n_elements for part in parts):
             continue
-        # Cut along a dimension that is kept, both would write a part of their own.
+        # Parts along a dimension that is not summed write different parts of the output.
         if len({partial.writes(layer, part) for part in parts}) == 1:
             found.append(cut.dim)
     return tuple(sorted(found, reverse=True))
 
 
-def dimension_words(layer: Layer) -> tuple[str, ...]:
-    """Return what the dimensions of a layer's output are called in labels and pins."""
+def dimension_names(layer: Layer) -> tuple[str, ...]:
+    """Return the names of the output's dimensions in labels and pins."""
     n_dims = len(layer.shape)
     if n_dims == 2 and layer.kind in _CHANNELS_FIRST:
         return ("units", "rows")
-    return _WORDS.get(n_dims) or tuple(f"dimension{dim}" for dim in range(n_dims))
+    return _NAMES.get(n_dims) or tuple(f"dimension{dim}" for dim in range(n_dims))
 
 
 def sizes(n_machines: int) -> list[int]:
-    """Return the numbers of parts that are looked at: 2, 3, 4, 6, 8, 12, ..., all."""
+    """Return the numbers of parts to try: 2, 3, 4, 6, 8, 12, ..., all."""
     if n_machines <= 12:
         return list(range(2, n_machines + 1))
     powers = {2**i for i in range(1, 20)} | {3 * 2**i for i in range(20)}
@@ -185,7 +176,7 @@ def sizes(n_machines: int) -> list[int]:
 
 
 def _whole_machines(cluster: Cluster, machines: Sequence[int]) -> list[int]:
-    """Return which machines may have a whole layer: some of each sort."""
+    # Some machines of each sort; equal machines are interchangeable.
     if any(machine.memory < UNLIMITED for machine in cluster.machines):
         return list(machines[:_N_WHOLE_MAX])
     first_of_sort: dict[object, int] = {}
@@ -198,14 +189,14 @@ def _whole_machines(cluster: Cluster, machines: Sequence[int]) -> list[int]:
 
 
 def _families(layer: Layer, cluster: Cluster, machines: Sequence[int]) -> Iterator[list[Candidate]]:
-    """Yield candidates of each sort, in order of their number of parts."""
+    # Candidates of each sort, by number of parts.
     n_dims = len(layer.shape)
     cuttable = [cut.dim for cut in operator_of(layer).cuts(layer)]
     counts = sizes(len(cluster))
     tried: list[list[tuple[int, ...]]] = []
     for dim in cuttable:
         if dim == n_dims - 1 and n_dims > 2 and layer.shape[-1] <= layer.shape[-2]:
-            continue  # columns are no better than rows
+            continue  # columns would be no better than rows
         tried.append([_parts(n_dims, {dim: k}) for k in counts])
     if n_dims >= 2 and {n_dims - 2, n_dims - 1} <= set(cuttable):
         tried.append(_grids(layer.shape, n_dims - 2, n_dims - 1, counts, n_each=2))
@@ -226,16 +217,14 @@ def _parts(n_dims: int, parts: dict[int, int]) -> tuple[int, ...]:
 def _grids(
     shape: Shape, one: int, other: int, counts: Sequence[int], *, n_each: int
 ) -> list[tuple[int, ...]]:
-    """Return, for each number of cells, the grids over two dimensions nearest squares.
-
-    Halos are shortest around squares; of channels and rows none is better than another.
-    """
+    # For each number of cells, the grids nearest to squares: they have the shortest halos. For
+    # channels and rows no shape is better than another.
     found = []
     for count in counts:
         pairs = [(a, count // a) for a in range(2, count // 2 + 1) if count % a == 0]
         pairs = [(a, b) for a, b in pairs if a <= shape[one] and b <= shape[other]]
         pairs.sort(key=lambda ab: abs(math.log(shape[one] * ab[1] / shape[other] / ab[0])))
-        # The best one last: it stays when every other one goes.
+        # The best one last: thinning keeps the last.
         best = reversed(pairs[:n_each])
         found += [_parts(len(shape), {one: a, other: b}) for a, b in best]
     return found
@@ -248,7 +237,7 @@ def _cut(
     parts: Sequence[int],
     machines: Sequence[int],
 ) -> Placement | None:
-    """Return the first machines' cells, as large as their machines are fast."""
+    # One cell for each of the first machines, as large as the machine is fast.
     units = {cut.dim: cut.unit for cut in cuts}
     n_cells = math.prod(parts)
     if n_cells > len(cluster):
@@ -264,12 +253,12 @@ def _cut(
 
 
 def _thinned(families: list[list[Candidate]], limit: int) -> list[Candidate]:
-    """Return at most `limit` of them: every other of the largest families goes."""
+    # Drop every second candidate of the largest family until `limit` is met.
     families = [family for family in families if family]
     while sum(map(len, families)) > limit:
         largest = max(range(len(families)), key=lambda i: len(families[i]))
         family = families[largest]
-        # The last one is on the most machines: it stays.
+        # The last one uses the most machines: keep it.
         families[largest] = family[(len(family) + 1) % 2 :: 2]
     distinct = {c.placement: c for family in families for c in family}
     return list(distinct.values())

@@ -1,12 +1,12 @@
-"""The plan of a job whose replicas are split over machines: made, or obeyed.
+"""Chooses the plan of a job with partitioned replicas.
 
-    partitions = 4            the planner is asked, for machines like this one
-    pins = ["conv1=rows:4"]   and told how some layers must be split
-    plan = "plan.json"        obeyed exactly, or refused: for another model, batch, loss
-    --resume                  the plan of the run's last life, if it still fits
+    partitions = 4            the planner makes one, for machines like this one
+    pins = ["conv1=rows:4"]   required splits of some layers
+    plan = "plan.json"        this plan, or an error if it is for another model, batch or loss
+    --resume                  the plan of the previous run, if it still fits
 
-Whatever it is, it ends as plan.json in the run directory, with a picture beside it. No
-process here builds the net: it is captured on the meta device.
+The plan is saved as plan.json in the run directory, with a picture. No process here builds the
+model: it is captured on the meta device.
 """
 
 from collections.abc import Callable
@@ -30,21 +30,23 @@ from distbelief.program.plan import Plan, load
 
 SOLVER_SECONDS: Final = 5.0
 
-# Between two processes of one host. Nothing depends on it finely: that a message costs
-# something, and bytes do not cost much, is what keeps plans from needless messages.
+# Between two processes of one host. Exact figures do not matter: messages that cost something, and
+# bytes that cost little, keep the planner from needless messages.
 LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5, handling=HANDLING)
 
-Told = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
-def plan_for_job(job: Job, graph: LayerGraph, *, kept: Path, tell: Told = lambda _: None) -> Plan:
-    """Return the plan that a job runs by; it is written to `kept`.
+def plan_for_job(
+    job: Job, graph: LayerGraph, *, kept: Path, notify: Notify = lambda _: None
+) -> Plan:
+    """Return the plan of a job; it is written to `kept`.
 
     Args:
-        job: Which asks for machines.
+        job: The job.
         graph: Of its model and loss.
-        kept: Path of plan.json; one of an earlier life may be there.
-        tell: Told what is being done, for people who wait.
+        kept: Path of plan.json, perhaps with the plan of a previous run.
+        notify: Called with a line of progress.
 
     Raises:
         JobError: there is no such plan, it is for another job, or none can be made.
@@ -53,30 +55,25 @@ def plan_for_job(job: Job, graph: LayerGraph, *, kept: Path, tell: Told = lambda
     if job.cluster.plan is not None:
         plan = _given(job, graph, Path(job.cluster.plan))
     else:
-        plan = _of_before(job, graph, kept) or _made(job, graph, tell)
+        plan = _of_before(job, graph, kept) or _made(job, graph, notify)
     plan.save(kept)
     return plan
 
 
 def draw(plan: Plan, graph: LayerGraph, path: Path) -> None:
-    """Draw who computes what.
-
-    Raises:
-        StorageError: the picture cannot be written.
-    """
+    """Draw a plan as PNG; raise StorageError if it cannot be written."""
     compiled = compile_plan(
         graph, plan.placements, batch=plan.batch, n_machines=plan.cluster.n_machines
     )
     crossing: dict[str, int] = {}
-    for way in compiled.traffic:
-        crossing[way.name] = crossing.get(way.name, 0) + int(way.n_bytes.sum())
+    for flow in compiled.traffic:
+        crossing[flow.name] = crossing.get(flow.name, 0) + int(flow.n_bytes.sum())
     noun = "machine" if plan.cluster.n_machines == 1 else "machines"
     title = f"{plan.model} on {plan.cluster.n_machines} {noun}, batch {plan.batch}"
     draw_plan(path, graph, plan.placements, crossing=crossing, title=title)
 
 
 def _given(job: Job, graph: LayerGraph, path: Path) -> Plan:
-    """Return the plan of the user, checked."""
     wanted, machines = job.cluster.partitions, job.cluster.machines
     try:
         plan = load(path)
@@ -87,31 +84,30 @@ def _given(job: Job, graph: LayerGraph, path: Path) -> Plan:
     planned = plan.cluster.n_machines
     if wanted not in {1, planned}:
         raise JobError(
-            f"[cluster] plan = {str(path)!r} is for {planned} machines, and partitions "
+            f"[cluster] plan = {str(path)!r} is for {planned} machines, but partitions "
             f"= {wanted}: leave partitions out, or plan again"
         )
     return plan
 
 
 def _of_before(job: Job, graph: LayerGraph, kept: Path) -> Plan | None:
-    """Return the plan of the run's last life, if there is one and it still fits."""
+    # The plan of the previous run, if it still fits.
     if not kept.is_file():
         return None
     try:
         plan = load(kept)
         plan.check(graph, batch=job.batch_size, loss=job.loss, cluster=None)
     except GraphError:
-        return None  # another is made
+        return None  # the planner makes another
     return plan if plan.cluster.n_machines == job.cluster.partitions else None
 
 
-def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
-    """Ask the planner."""
+def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
     count, batch = job.cluster.partitions, job.batch_size
-    tell(f"planning for {count} machine{'' if count == 1 else 's'}")
+    notify(f"planning for {count} machine{'' if count == 1 else 's'}")
     cluster = _cluster(job, count)
     single = single_sample(graph)
-    order = PlanningRequest(
+    request = PlanningRequest(
         graph=graph,
         cluster=cluster,
         batch=batch,
@@ -122,43 +118,41 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
         solver_seconds=SOLVER_SECONDS,
     )
     try:
-        outlook = planning_result(
-            order,
+        result = planning_result(
+            request,
             [count],
             model=job.model.factory,
             loss=job.loss,
-            tell=lambda what: tell(f"planning: {what}"),
+            notify=lambda what: notify(f"planning: {what}"),
         )
     except GraphError as error:
         raise JobError(f"[cluster] {_asked(job)}: {error}") from error
-    if job.cluster.machines != HERE:  # others may join that have more than this one
-        _check_memory(job, outlook)
-    return outlook.plan
+    if job.cluster.machines != HERE:  # hosts with more memory may join
+        _check_memory(job, result)
+    return result.plan
 
 
-def _check_memory(job: Job, outlook: PlanningResult) -> None:
-    """Refuse the best plan if it asks for more memory than the machines have."""
-    forecast = outlook.planned[-1].forecast
-    if forecast.fits:
+def _check_memory(job: Job, result: PlanningResult) -> None:
+    estimate = result.planned[-1].forecast
+    if estimate.fits:
         return
-    caps = [machine.memory for machine in outlook.order.cluster.machines]
-    worst = max(forecast.offenders, key=lambda m: forecast.memory[m] - caps[m])
+    caps = [machine.memory for machine in result.request.cluster.machines]
+    worst = max(estimate.offenders, key=lambda m: estimate.memory[m] - caps[m])
     raise JobError(
-        f"[cluster] {_asked(job)}: no plan was found that fits the machines of "
-        f"{job.cluster.machines!r}: machine {worst} would need "
-        f"{size(forecast.memory[worst])} and has {size(caps[worst])}. Take more "
-        "partitions or smaller batches, or mend their memory in the cluster file"
+        f"[cluster] {_asked(job)}: no plan fits the machines of {job.cluster.machines!r}: "
+        f"machine {worst} needs {size(estimate.memory[worst])} and has {size(caps[worst])}. "
+        "Use more partitions or smaller batches, or correct the memory in the cluster file"
     )
 
 
 def _pins(job: Job) -> dict[str, str]:
-    """Return what the job pins, per layer; that it is well formed is known."""
+    # The job file has been checked: each pin has a layer and a split.
     parts = [pin.partition("=") for pin in job.cluster.pins]
     return {name: split for name, _, split in parts}
 
 
 def _asked(job: Job) -> str:
-    """Return what the planner was asked for, as it stands in the job file."""
+    # The request as it stands in the job file.
     pins = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
     return f"partitions = {job.cluster.partitions}{pins}"
 

@@ -1,7 +1,7 @@
-"""Placements that a user asks for: "whole@3", "rows:4", "grid:2x3", "inputs:4".
+"""Pins: placements that the user requires, like "whole@3", "rows:4", "grid:2x3", "inputs:4".
 
-They need not be among the candidates: any number of parts will do that the layer, and
-the number of machines, allow.
+A pin need not be among the candidates: any number of parts is possible that the layer and the
+number of machines allow.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import operator_of
 from distbelief.partition.candidates import (
     Candidate,
-    dimension_words,
+    dimension_names,
     partial_sums,
     split,
     summed_dims,
@@ -27,15 +27,15 @@ _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 
 
 def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
-    """Check that pins are of layers that are computed.
+    """Check that pins name layers that are computed.
 
     Args:
-        graph: Whose layers.
-        pins: Per layer its split.
-        cluster: Machines on which each has to be possible, if that is to be checked.
+        graph: The layer graph.
+        pins: Per layer, its split.
+        cluster: If given, each pin must be possible on these machines.
 
     Raises:
-        GraphError: one is not.
+        GraphError: a pin names no such layer, or is impossible.
     """
     for name in pins:
         if name not in graph.by_name:
@@ -49,8 +49,7 @@ def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | No
             raise GraphError(f"{name!r} is pinned, but there is no such layer{hint}")
         if graph[name].kind == INPUT:
             raise GraphError(
-                f"{name!r} is pinned, but it is an input: every machine reads what it "
-                "needs of it; pin the layers that read it instead"
+                f"{name!r} is pinned, but it is an input: pin the layers that read it instead"
             )
         if cluster is not None:
             pinned(graph[name], cluster, pins[name])
@@ -62,9 +61,9 @@ def pinned(
     """Return the candidate that a pin means.
 
     Args:
-        layer: Which is pinned.
-        cluster: With all machines.
-        pin: What to.
+        layer: The pinned layer.
+        cluster: All machines.
+        pin: Its split.
         machines: In the order in which they are used.
 
     Raises:
@@ -73,28 +72,28 @@ def pinned(
     found = _whole(layer, cluster, pin) or _split(layer, cluster, pin, machines=machines)
     if found is None:
         raise GraphError(
-            f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines; "
-            f"possible are {', '.join(possible(layer, cluster))}"
+            f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines: "
+            f"use {', '.join(possible(layer, cluster))}"
             + (f" ({layer.whole})" if layer.whole else "")
         )
     return found
 
 
 def possible(layer: Layer, cluster: Cluster) -> list[str]:
-    """Return what a layer can be pinned to, for people."""
+    """Return the pins that a layer allows, for people."""
     n_machines = len(cluster)
     found = ["whole"]
     if n_machines > 1:
         found.append(f"whole@0 to whole@{n_machines - 1}")
-    words, most = dimension_words(layer), {}
+    names, most = dimension_names(layer), {}
     for cut in () if layer.whole else operator_of(layer).cuts(layer):
         most[cut.dim] = min(n_machines, layer.shape[cut.dim] // cut.unit)
         if most[cut.dim] >= 2:
-            found.append(f"{words[cut.dim]}:2 to {words[cut.dim]}:{most[cut.dim]}")
+            found.append(f"{names[cut.dim]}:2 to {names[cut.dim]}:{most[cut.dim]}")
     n_dims = len(layer.shape)
     if n_dims >= 2 and min(most.get(dim, 1) for dim in (n_dims - 2, n_dims - 1)) > 1:
         found.append(
-            f"grid:AxB with {words[-2]} A <= {most[n_dims - 2]}, {words[-1]} B <= "
+            f"grid:AxB with {names[-2]} A <= {most[n_dims - 2]}, {names[-1]} B <= "
             f"{most[n_dims - 1]}, A * B <= {n_machines}"
         )
     for dim in summed_dims(layer)[:1]:
@@ -118,26 +117,23 @@ def _split(
     match = _SPLIT.fullmatch(pin)
     if match is None:
         return None
-    word, numbers = match[1], [int(number) for number in match[2].split("x")]
+    name, numbers = match[1], [int(number) for number in match[2].split("x")]
     if min(numbers) < 1:
         return None
-    if word == "inputs" and len(numbers) == 1:
+    if name == "inputs" and len(numbers) == 1:
         dims = summed_dims(layer)
         if not dims:
             return None
         return partial_sums(layer, cluster, numbers[0], dim=dims[0], machines=machines)
-    parts = _parts(layer, word, numbers)
+    parts = _parts(layer, name, numbers)
     return split(layer, cluster, parts, machines=machines) if parts else None
 
 
-def _parts(layer: Layer, word: str, numbers: list[int]) -> list[int]:
-    """Return into how many parts each dimension is cut; nothing if that makes no sense.
-
-    A grid of fewer numbers than dimensions is one of the last dimensions.
-    """
-    words = dimension_words(layer)
-    if word == "grid" and 1 < len(numbers) <= len(words):
-        return [1] * (len(words) - len(numbers)) + numbers
-    if word in words and len(numbers) == 1:
-        return [numbers[0] if word == other else 1 for other in words]
+def _parts(layer: Layer, name: str, numbers: list[int]) -> list[int]:
+    # A grid with fewer numbers than dimensions means the last dimensions. Empty if impossible.
+    names = dimension_names(layer)
+    if name == "grid" and 1 < len(numbers) <= len(names):
+        return [1] * (len(names) - len(numbers)) + numbers
+    if name in names and len(numbers) == 1:
+        return [numbers[0] if name == other else 1 for other in names]
     return []

@@ -1,11 +1,9 @@
-"""How long a machine computes a region of a layer, from what has been measured here.
+"""Cost models: seconds that a machine computes a region of a layer.
 
-A region that is cut along several dimensions takes the product of the shares of slices
-along each. For machines that are not this host, what it takes longer than arithmetic
-says, they do too.
-
-A part never takes less than its share of the whole. Measurements may say so, by chance
-or by the grace of a cache, but nobody could say then what no plan beats.
+AnalyticCosts       a roofline with the figures of the cluster (Williams et al. 2009)
+ProfiledCosts       times measured on this host, scaled to other machines
+MicroBatchScaling   measured times, scaled to fewer samples
+Variance            quantiles of a step, because machines vary
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,40 +23,32 @@ from distbelief.program.cost import Costs, StepCost
 from distbelief.program.instructions import work_of
 
 
-# How long a machine computes a region of a layer: by arithmetic, without measuring.
-#
-#     seconds = overhead + max(operations / flops, bytes / memory rate)
-#
-# which is a roofline (Williams et al. 2009). Whoever has measured gives better times by
-# the same protocol, `pricing.Costs`: see `profile`.
+# --- by arithmetic ---
 
-N_BYTES: Final = 4
-"""Of a number."""
+N_BYTES: Final = 4  # per number
 
-Signature = bytes
-"""What a layer's costs depend on: everything but names."""
+Signature = bytes  # everything that a layer's costs depend on
 
 
 @final
 class Signatures:
-    """Signatures of layers, each made once."""
+    """Cache of layer signatures."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Layer, Signature]] = {}
 
     def of(self, layer: Layer) -> Signature:
-        """Return what layers have in common that cost the same."""
         known = self._known.get(id(layer))
         if known is None:
-            # The layer is kept, so that nobody else gets its id.
+            # The layer is kept, so that no other object gets its id.
             known = self._known[id(layer)] = (layer, signature(layer))
         return known[1]
 
 
 def signature(layer: Layer) -> Signature:
-    """Return what layers have in common that cost the same."""
-    tensors = {word: (use.shape, use.trains) for word, use in sorted(layer.tensors.items())}
-    options = {word: value for word, value in layer.options.items() if word != "module"}
+    """Return everything that a layer's costs depend on: all but names."""
+    tensors = {argument: (use.shape, use.trains) for argument, use in sorted(layer.tensors.items())}
+    options = {name: value for name, value in layer.options.items() if name != "module"}
     return msgspec.json.encode(
         (
             layer.kind,
@@ -74,19 +64,21 @@ def signature(layer: Layer) -> Signature:
 
 
 def single_sample(graph: LayerGraph) -> frozenset[str]:
-    """Return the layers that read statistics only, and compute them for one sample."""
+    """Return the layers that read only statistics: they compute one sample."""
     single = joined(graph)
     return frozenset(name for name in single if single.issuperset(graph[name].inputs))
 
 
 @final
 class AnalyticCosts:
-    """Costs from figures of the machines.
+    """Costs by arithmetic.
+
+        seconds = overhead + max(operations / flops, bytes / memory rate)
 
     Args:
         cluster: The machines.
         batch: Samples of a step.
-        single: Layers that are computed for one sample, of `single_sample`.
+        single: Layers with one sample, see `single_sample`.
     """
 
     def __init__(
@@ -94,7 +86,7 @@ class AnalyticCosts:
     ) -> None:
         self.batch = batch
         self._machines = cluster.machines
-        # Equal machines by the first of them: a number is quicker to look up.
+        # Equal machines share the index of the first: it is a quicker key than the machine.
         self._first = [cluster.machines.index(machine) for machine in cluster.machines]
         self._single = single
         self._signatures = Signatures()
@@ -103,13 +95,11 @@ class AnalyticCosts:
     def forward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> float:
-        """Return the seconds of the forward pass."""
         return self._seconds(layer, region, machine, partial=partial)[0]
 
     def backward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> float:
-        """Return the seconds of the backward pass."""
         return self._seconds(layer, region, machine, partial=partial)[1]
 
     def _seconds(
@@ -129,9 +119,9 @@ class AnalyticCosts:
 
 
 def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float, float]:
-    """Return the bytes of the tensors that a region uses: of all, of those that train.
+    """Return the bytes of the tensors that a region uses: of all, and of those that train.
 
-    Every use counts; whether another layer uses the same tensor is not known here.
+    A tensor that several layers use counts for each of them.
     """
     kind = operator_of(layer)
     if partial:
@@ -141,7 +131,9 @@ def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float,
         uses = kind.uses(layer, region)
     every = sum(N_BYTES * part.n_elements for part in uses.values())
     trains = sum(
-        N_BYTES * part.n_elements for word, part in uses.items() if layer.tensors[word].trains
+        N_BYTES * part.n_elements
+        for argument, part in uses.items()
+        if layer.tensors[argument].trains
     )
     return float(every), float(trains)
 
@@ -155,7 +147,7 @@ def _roofline(
     forward = machine.overhead + max(
         work.forward * n_samples / machine.flops, (n_bytes + every) / machine.memory_rate
     )
-    # Values are read again, and gradients read and written: twice the traffic.
+    # Backward reads values again, and reads and writes gradients: twice the traffic.
     backward = machine.overhead + max(
         work.backward * n_samples / machine.flops,
         (2 * n_bytes + every + trains) / machine.memory_rate,
@@ -163,15 +155,7 @@ def _roofline(
     return forward, backward
 
 
-# How much longer a step takes because machines vary.
-#
-# "The typical cause of less-than-ideal speedups is variance in processing times across
-# the different machines, leading to many machines waiting for the single slowest machine
-# to finish a given phase of computation" (Dean et al. 2012, section 3). So each layer's
-# times are multiplied by numbers drawn per machine, and each phase waits for its slowest.
-#
-# The draws are those of a machine and a layer, whatever the plan: plans are compared
-# under the same luck.
+# --- variance ---
 
 N_DRAWS: Final = 100
 QUANTILES: Final = (0.1, 0.5, 0.9)
@@ -181,12 +165,13 @@ Floats = NDArray[np.float64]
 
 @final
 class Variance:
-    """Draws for one graph on one cluster.
+    """Quantiles of a step under variance of the machines.
 
-    Args:
-        graph: Whose layers have draws of their own.
-        cluster: All its machines; how much each varies.
-        seed: Of the draws.
+    "The typical cause of less-than-ideal speedups is variance in processing times across the
+    different machines, leading to many machines waiting for the single slowest machine to finish a
+    given phase of computation" (Dean et al. 2012, section 3). So the times of each layer are
+    multiplied by draws per machine, and each phase waits for its slowest machine. The draws depend
+    on machine and layer only: all plans are compared with the same draws.
     """
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, *, seed: int = 0) -> None:
@@ -196,19 +181,16 @@ class Variance:
         self._drawn: dict[tuple[int, bool], Floats] = {}
 
     def quantiles(
-        self, price: StepCost, quantiles: Sequence[float] = QUANTILES
+        self, step_cost: StepCost, quantiles: Sequence[float] = QUANTILES
     ) -> tuple[float, ...]:
-        """Return the seconds of a step that so many of the draws do not exceed.
-
-        What the draws add to phases that follow each other is added to the simulated
-        step. A machine that computes more regions of a layer draws once for all.
-        """
-        tasks = price.tasks
-        durations = price.played.ends[: len(tasks)] - price.played.starts[: len(tasks)]
+        """Return these quantiles of the seconds of a step."""
+        tasks = step_cost.tasks
+        durations = step_cost.played.ends[: len(tasks)] - step_cost.played.starts[: len(tasks)]
         rows: dict[tuple[int, bool], dict[int, float]] = {}
         for task, seconds in zip(tasks, durations.tolist(), strict=True):
             backward = task.phase in {"backward", "partial_backward"}
             row = rows.setdefault((self._layers[task.layer], backward), {})
+            # One draw for all regions of a layer on a machine.
             row[task.machine] = row.get(task.machine, 0.0) + seconds
         added: Floats = np.zeros(N_DRAWS)
         for (layer, backward), row in rows.items():
@@ -216,37 +198,33 @@ class Variance:
             seconds_each = np.array(list(row.values()))
             factors = self._factors(layer, backward=backward)[:, machines]
             added += (factors * seconds_each).max(axis=1) - seconds_each.max()
-        totals = price.step_seconds + added
+        # Only what the draws add to phases, as if they followed each other, is added to the step.
+        totals = step_cost.step_seconds + added
         return tuple(float(q) for q in np.quantile(totals, quantiles))
 
     def _factors(self, layer: int, *, backward: bool) -> Floats:
-        """Return the draws of a phase, (N_DRAWS, n_machines), the first ones shared."""
+        # Cached draws of a phase, (N_DRAWS, n_machines).
         if (layer, backward) not in self._drawn:
             self._drawn[layer, backward] = self._draw(layer, backward=backward)
         return self._drawn[layer, backward]
 
     def _draw(self, layer: int, *, backward: bool) -> Floats:
         generator = np.random.default_rng((self._seed, layer, int(backward)))
-        # One row per machine: those of fewer machines are the first rows of more.
+        # One row per machine: fewer machines have the first rows of more.
         half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
-        # Each with its mirror image, and a median of 1: jitter makes a machine uneven;
-        # that a step becomes slower is because somebody waits for the slowest.
+        # Antithetic, with a median of 1: a machine does not become slower by itself, a step does
+        # because it waits for the slowest machine.
         normal = np.concatenate([half, -half])
         return np.asarray(np.exp(self._sigmas * normal))
 
 
-# Costs of a micro-batch, from what a whole batch has been measured to take.
+# --- micro-batches ---
 #
-# Measuring every slice again for each number of parts would take minutes. What share of a
-# layer's time fewer samples take is measured of the whole layer (a quarter of them takes
-# more than a quarter: the weights are read all the same), and holds for its slices.
-#
-# Where that has not been measured: a layer that takes twice as long as by arithmetic does
-# so for reasons that are there with fewer samples too. So arithmetic says what fewer
-# samples take, and measurement how much longer than that it takes here.
+# Only whole layers are measured with fewer samples: measuring every slice again would take minutes.
+# Their share of the batch's time holds for slices too.
 
+# Takes a layer and a number of samples; returns (forward, backward), None if not measured.
 Shares = Callable[[Layer, int], tuple[float, float] | None]
-"""shares(layer, n_samples) -> of forward and backward pass, or None if not measured."""
 
 
 @final
@@ -255,9 +233,9 @@ class MicroBatchScaling:
 
     Args:
         measured: Costs of the batch.
-        batch: By arithmetic, of as many samples.
+        batch: By arithmetic, of the batch.
         part: By arithmetic, of the micro-batch.
-        shares: What share of the batch's time so many samples take.
+        shares: Measured share of the batch's time for this number of samples, or None.
     """
 
     def __init__(
@@ -276,7 +254,6 @@ class MicroBatchScaling:
     def forward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> float:
-        """Return the seconds of the forward pass."""
         measured = self._measured.forward(layer, region, machine, partial=partial)
         shares = self._shares(layer, self._part.batch)
         if shares is not None:
@@ -290,7 +267,6 @@ class MicroBatchScaling:
     def backward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> float:
-        """Return the seconds of the backward pass."""
         measured = self._measured.backward(layer, region, machine, partial=partial)
         shares = self._shares(layer, self._part.batch)
         if shares is not None:
@@ -302,28 +278,27 @@ class MicroBatchScaling:
         )
 
 
+# A layer that takes twice as long as by arithmetic does so with fewer samples too: arithmetic gives
+# the share of fewer samples, the measurement the factor.
 def _scaled(measured: float, part: float, batch: float) -> float:
     return measured * part / batch if batch else measured
 
 
 class _Passes(NamedTuple):
-    """Seconds."""
-
     forward: float
     backward: float
 
 
 @final
 class ProfiledCosts:
-    """Costs as measured; by arithmetic where nothing has been measured.
+    """Measured costs; by arithmetic where nothing has been measured.
 
     Args:
-        profile: What has been measured.
+        profile: The measurements.
         machines: Costs by arithmetic.
-        host: Costs by arithmetic of the host of the profile, its only machine, if the
-            machines are others: what it takes longer than by arithmetic, they do too.
-            If absent, each machine is such a host.
-        slower: How many times as slow the host is now as when it was measured.
+        host: Costs by arithmetic of the measured host, if the machines are others: measured /
+            arithmetic is the same for them. None: each machine is such a host.
+        slower: How much slower the host is now than when it was measured.
     """
 
     def __init__(
@@ -347,7 +322,6 @@ class ProfiledCosts:
     def forward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> float:
-        """Return the seconds of the forward pass."""
         if not self.knows(layer) or not region.n_elements:
             return self._machines.forward(layer, region, machine, partial=partial)
         return self._passes(layer, region, machine, partial=partial).forward
@@ -355,17 +329,15 @@ class ProfiledCosts:
     def backward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> float:
-        """Return the seconds of the backward pass."""
         if not self.knows(layer) or not region.n_elements:
             return self._machines.backward(layer, region, machine, partial=partial)
         return self._passes(layer, region, machine, partial=partial).backward
 
     def knows(self, layer: Layer) -> bool:
-        """Whether this layer has been measured."""
         return WHOLE in self._slices(layer)
 
     def shares(self, layer: Layer, n_samples: int) -> tuple[float, float] | None:
-        """Return what share of its passes' seconds fewer samples take, if measured."""
+        """Return the measured shares of the batch's time for this number of samples."""
         slices = self._slices(layer).get(SAMPLES)
         if slices is None:
             return None
@@ -378,6 +350,8 @@ class ProfiledCosts:
             of = Region.of(*layer.input_shapes[0]) if partial else layer.region
             if partial or region != of:
                 whole = self._passes(layer, layer.region, machine, partial=False)
+                # Never less than its share of the whole: a measurement may be less by chance, or
+                # because it fits a cache, and then no lower bound would hold.
                 share = region.n_elements / of.n_elements
                 taken = _Passes(
                     max(taken.forward, share * whole.forward),
@@ -387,7 +361,7 @@ class ProfiledCosts:
         return self._known[key]
 
     def _scaled(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> _Passes:
-        """Return what has been measured, as it would be on that machine."""
+        # The measured times, as they would be on that machine.
         measured = self._measured(layer, region, partial=partial)
         if self._host is None:
             return measured
@@ -407,10 +381,11 @@ class ProfiledCosts:
         summed = self._summed(layer) if partial else ()
         base = slices.get(INPUTS, slices[WHOLE]) if partial else slices[WHOLE]
         forward, backward = base.forward[-1], base.backward[-1]
+        # Cut along several dimensions: the product of the shares along each.
         for dim, (extent, whole) in enumerate(zip(region.shape, of, strict=True)):
             if extent < whole:
-                word = INPUTS if dim in summed else str(dim)
-                shares = _shares(slices.get(word), extent, whole)
+                key = INPUTS if dim in summed else str(dim)
+                shares = _shares(slices.get(key), extent, whole)
                 forward, backward = forward * shares[0], backward * shares[1]
         return _Passes(forward, backward)
 
@@ -428,10 +403,7 @@ class ProfiledCosts:
 
 
 def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, float]:
-    """Return what share of the whole's times a slice takes.
-
-    Below the smallest that has been measured it is as slow as that.
-    """
+    # A slice smaller than the smallest measured one takes the time of that one.
     if slices is None:
         return extent / whole, extent / whole
     return (
@@ -441,6 +413,6 @@ def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, floa
 
 
 def _interpolated(extent: int, extents: tuple[int, ...], seconds: tuple[float, ...]) -> float:
-    if not seconds[-1]:
+    if not seconds[-1]:  # no backward pass
         return 0.0
     return float(np.interp(extent, extents, seconds)) / seconds[-1]

@@ -1,7 +1,7 @@
-"""The numbers of all candidates of all groups: vectors and matrices, each made once.
+"""Cost tables: vectors and matrices of the costs of all candidates of all groups.
 
-Networks repeat themselves: whatever follows from a layer's signature and its placements
-is kept by these, so that fifty alike layers cost as much as one.
+Networks repeat layers. Everything that depends only on a layer's signature and its placements is
+cached by these: fifty equal layers cost as much as one.
 """
 
 from collections import defaultdict
@@ -24,33 +24,24 @@ from distbelief.program.cost import Costs
 from distbelief.program.placement import Placement
 
 
-# What replicated parameters cost: several machines use the same range of a tensor.
+# --- replicated parameters ---
 #
-# Rows of a convolution's image on four machines, say: all four use its whole weight. The
-# range is cut into a piece for each of its users. A piece's owner fetches it, broadcasts
-# it to the others before the forward pass, and adds up their gradients after the backward
-# pass: one owner, one version, one gradient. That is as much traffic, in both phases and
-# for each user, as the range has bytes.
+# Each user owns a piece of the range: it broadcasts the piece to the other users before the forward
+# pass, and adds up their gradients after the backward pass.
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """A range of a tensor, and who uses it.
+    """A range of a tensor, and the machines that use it."""
 
-    Attributes:
-        region: Of the tensor.
-        users: Machines, ascending.
-        trains: Whether it has a gradient.
-    """
-
-    region: Region
-    users: tuple[int, ...]
-    trains: bool
+    region: Region  # of the tensor
+    users: tuple[int, ...]  # machines, ascending
+    trains: bool  # has a gradient
 
     @property
     def n_owners(self) -> int:
-        """How many own a piece of it, cut along dimension 0."""
+        # The range is cut along dimension 0 into a piece per user, as far as it has rows.
         extents = self.region.shape[:1]
         return min(len(self.users), *extents) if extents else 1
 
@@ -58,11 +49,11 @@ class Range:
 def ranges(
     used: Iterable[tuple[int, Mapping[str, Region]]], *, trains: Mapping[str, bool]
 ) -> list[Range]:
-    """Return the ranges that machines use, of all tensors.
+    """Return the ranges of all tensors that machines use.
 
     Args:
-        used: Machines, and which region of which tensor each uses.
-        trains: Which tensors have a gradient.
+        used: Pairs of a machine and the region that it uses of each tensor.
+        trains: Whether each tensor has a gradient.
     """
     users: defaultdict[tuple[str, Region], set[int]] = defaultdict(set)
     for machine, uses in used:
@@ -76,15 +67,11 @@ def ranges(
 
 
 def sync_seconds(found: Iterable[Range], cluster: Cluster) -> float:
-    """Return the seconds of broadcasts and reductions, of the busiest machine.
-
-    Args:
-        found: What is used.
-        cluster: The machines.
-    """
+    """Return the seconds of all broadcasts and reductions on the busiest machine."""
     seconds: defaultdict[int, float] = defaultdict(float)
     for one in found:
         if len(one.users) > 1:
+            # Broadcast before the forward pass; reduction of gradients after the backward pass.
             each = _phase_seconds(one, cluster) * (2 if one.trains else 1)
             for machine in one.users:
                 seconds[machine] += each
@@ -92,10 +79,10 @@ def sync_seconds(found: Iterable[Range], cluster: Cluster) -> float:
 
 
 def _phase_seconds(one: Range, cluster: Cluster) -> float:
-    """Return the seconds of a broadcast, of the user that owns most: the first."""
+    # A broadcast or a reduction by the first user, who owns most.
     n_others, n_owners = len(one.users) - 1, one.n_owners
     n_bytes = float(N_BYTES * one.region.n_elements)
-    # Along dimension 0 a piece is of whole rows.
+    # Pieces are cut along dimension 0, so they have whole rows.
     rows = one.region.shape[0] if one.region.shape else 1
     largest = n_bytes * -(-rows // n_owners) / rows
     received = n_bytes - (n_bytes / n_owners if len(one.users) == n_owners else 0)
@@ -109,52 +96,28 @@ def _phase_seconds(one: Range, cluster: Cluster) -> float:
     return max(sending, receiving) + cluster.latency
 
 
-# What it costs that a layer reads what other machines have: all candidates at once.
-#
-#     owned by machine  0        1        2
-#                       |--------|--------|--------|
-#     needed by      0  |------------|             receives a bit of 1's
-#                    1         |-----------|       receives a bit of 0's and of 2's
-#
-# Machine q receives from p what p owns and q needs: an overlap of two boxes. Overlaps of
-# boxes are products of overlaps of intervals, so all pairs of all candidates are a few
-# outer products. Each value goes once to each machine that needs it, in one message.
-#
-# The price of a phase is that of its busiest machine, as if all waited for it:
-#
-#     max over machines of max(sending, receiving),
-#     each of them bytes / rate + overhead * messages
-#
-# and the latency, once. The gradients travel the same way back, which costs the same.
+# --- transfers ---
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+# Disjoint regions and their machines; a machine may have several.
 Cells = Sequence[tuple[int, Region]]
-"""Machines and their regions, which are disjoint; a machine may have several."""
 
 _CODE: Final = np.array([1 << 31, 1])  # an interval as one number
-_N_BOXES_MAX: Final = 256
-"""Boxes of readers that are looked at together: what fits into a cache."""
+_N_BOXES_MAX: Final = 256  # readers' boxes handled together, so that they fit in a cache
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """What is between machines.
+    """Bandwidths and delays between machines."""
 
-    Attributes:
-        rates: Bytes per second between each two (machines, machines), or () if equal.
-        latency: Seconds that a message takes to arrive once it is sent.
-        overhead: Seconds of each message, beside its bytes.
-    """
-
-    rates: Floats
-    latency: float
-    overhead: float = 0.0
+    rates: Floats  # bytes per second (machines, machines), or () if all are equal
+    latency: float  # seconds from the end of sending to arrival
+    overhead: float = 0.0  # seconds per message, in addition to its bytes
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
-        """Return the network of a cluster."""
         bandwidths = np.array([machine.bandwidth for machine in cluster.machines])
         rates = np.minimum.outer(bandwidths, bandwidths)
         for ends in cluster.links:
@@ -171,27 +134,19 @@ class Network:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Which machine has, or needs, which boxes, in each of several candidates.
+    """The boxes that each machine owns, or needs, in each of several candidates.
 
     Sorted by candidate, then by machine; every candidate has at least one box.
-
-    Attributes:
-        intervals: [start, stop) of each box (boxes, dims, 2).
-        counts: 1, or 0 for boxes that are empty (boxes,).
-        candidates: Of each box (boxes,).
-        machines: Of each box (boxes,).
-        n_candidates: How many there are.
     """
 
-    intervals: Indices
-    counts: Floats
-    candidates: Indices
-    machines: Indices
+    intervals: Indices  # [start, stop) of each box: (boxes, dims, 2)
+    counts: Floats  # (boxes,): 0 for empty boxes, else 1
+    candidates: Indices  # (boxes,)
+    machines: Indices  # (boxes,)
     n_candidates: int
 
     @classmethod
     def of(cls, candidates: Sequence[Cells], *, n_dims: int) -> Self:
-        """Return the boxes of these candidates."""
         rows: list[tuple[int, int, float]] = []
         intervals: list[tuple[tuple[int, int], ...]] = []
         for index, cells in enumerate(candidates):
@@ -213,7 +168,7 @@ class Boxes:
         )
 
     def part(self, first: int, last: int) -> "Boxes":
-        """Return candidates [first, last) only, counted from 0."""
+        """Return candidates [first, last), renumbered from 0."""
         low, high = np.searchsorted(self.candidates, [first, last])
         return Boxes(
             intervals=self.intervals[low:high],
@@ -225,11 +180,20 @@ class Boxes:
 
 
 def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
-    """Return what one phase costs: (candidates of who owns, of who needs).
+    """Return the cost of one phase: (candidates of the owner, candidates of the reader).
+
+        owned by machine  0        1        2
+                          |--------|--------|--------|
+        needed by      0  |------------|             receives a part of 1's
+                       1         |-----------|       receives parts of 0's and 2's
+
+    Machine q receives from p the overlap of p's boxes and q's: a product of overlaps of intervals,
+    so all pairs of all candidates are a few outer products. A phase costs as much as its busiest
+    machine, bytes / rate + overhead * messages for sending or receiving, plus one latency.
 
     Args:
-        owned: Of the layer that is read; boxes of a candidate are disjoint.
-        needed: Of those who read it, likewise for each machine.
+        owned: Of the layer that is read; the boxes of a candidate are disjoint.
+        needed: Of the readers; the boxes of a machine are disjoint.
         network: Between the machines.
         bytes_each: Bytes of one element, in all samples.
     """
@@ -241,7 +205,7 @@ def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_eac
 
 
 def own_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
-    """Return what one phase costs if both have the same candidate: (candidates,)."""
+    """Return the cost of one phase if both have the same candidate: (candidates,)."""
     assert owned.n_candidates == needed.n_candidates
     result = np.empty(owned.n_candidates)
     for index in range(owned.n_candidates):
@@ -255,7 +219,7 @@ def _machine(cell: tuple[int, object]) -> int:
 
 
 def _blocks(boxes: Boxes) -> Iterator[tuple[int, int]]:
-    """Yield ranges of candidates that have few boxes together."""
+    # Ranges of candidates with few boxes in total.
     ends = np.searchsorted(boxes.candidates, np.arange(1, boxes.n_candidates + 1))
     first = 0
     for index in range(boxes.n_candidates):
@@ -270,6 +234,7 @@ def _phase(owned: Boxes, needed: Boxes, network: Network, bytes_each: float) -> 
     shared = _overlaps(owned, needed)
     shared, sender, of_owner = _per_machine(shared, owned, axis=0)
     shared, receiver, of_reader = _per_machine(shared, needed, axis=1)
+    # What a machine owns itself needs no message.
     shared[sender[:, np.newaxis] == receiver] = 0.0
     rates = network.rates
     if rates.ndim:
@@ -287,11 +252,11 @@ def _phase(owned: Boxes, needed: Boxes, network: Network, bytes_each: float) -> 
 
 
 def _overlaps(owned: Boxes, needed: Boxes) -> Floats:
-    """Return how many indices each two boxes share: (boxes owned, boxes needed)."""
+    # The number of indices that two boxes share: (boxes owned, boxes needed).
     shared = np.outer(owned.counts, needed.counts)
     for dim in range(owned.intervals.shape[1]):
         own, other = owned.intervals[:, dim], needed.intervals[:, dim]
-        # A table of few rows, each then copied to where it is wanted.
+        # Few intervals are distinct: compute a table of those, then copy its rows.
         codes, which = np.unique(own @ _CODE, return_inverse=True)
         starts, stops = np.divmod(codes, _CODE[0])
         table = np.minimum.outer(stops, other[:, 1])
@@ -301,11 +266,8 @@ def _overlaps(owned: Boxes, needed: Boxes) -> Floats:
 
 
 def _per_machine(shared: Floats, boxes: Boxes, *, axis: int) -> tuple[Floats, Indices, Indices]:
-    """Add up the boxes of each machine in each candidate.
-
-    Returns:
-        The sums; the machine of each; where each candidate begins.
-    """
+    # Adds up the boxes of each machine in each candidate. Returns the sums, their machines, and
+    # where each candidate begins.
     change = np.diff(boxes.candidates) | np.diff(boxes.machines)
     starts = np.flatnonzero(np.concatenate([[1], change]))
     if len(starts) < len(boxes.machines):
@@ -314,20 +276,16 @@ def _per_machine(shared: Floats, boxes: Boxes, *, axis: int) -> tuple[Floats, In
     return shared, boxes.machines[starts], begins
 
 
-# A layer in all candidates at once: who computes, has, reads and uses what.
+# --- one layer, all candidates ---
 
 _T = TypeVar("_T")
 
 
 @final
 class NodeCosts:
-    """A layer in the candidates of its group.
+    """A layer in all candidates of its group.
 
-    Equal layers with equal placements share one of these, and all that follows from it.
-
-    Args:
-        layer: Which.
-        placements: Of each candidate.
+    Equal layers with equal placements share one object, and all that is computed from it.
     """
 
     def __init__(self, layer: Layer, placements: Sequence[Placement]) -> None:
@@ -336,7 +294,7 @@ class NodeCosts:
 
     @cached_property
     def computed(self) -> list[list[tuple[int, Region]]]:
-        """Per candidate the cells, of the output or, if partial, the first input."""
+        # Per candidate, the cells: of the output or, if partial, of the first input.
         layer = self.layer
         return [
             list(p.cells(layer.input_shapes[0] if p.combine else layer.shape))
@@ -345,27 +303,26 @@ class NodeCosts:
 
     @cached_property
     def owned(self) -> Boxes:
-        """Who has what of the output."""
         cells = [placement.owners(self.layer) for placement in self.placements]
         return Boxes.of(cells, n_dims=len(self.layer.shape))
 
     @cached_property
     def reads(self) -> list[list[tuple[int, tuple[Region, ...]]]]:
-        """Per candidate what each machine needs of each input."""
+        # Per candidate, what each machine needs of each input.
         kind = operator_of(self.layer)
         partial = kind.partial.reads if kind.partial else None
-        return self._told(kind.reads, partial)
+        return self._per_candidate(kind.reads, partial)
 
     @cached_property
     def uses(self) -> list[list[tuple[int, Mapping[str, Region]]]]:
-        """Per candidate what each machine uses of the tensors."""
+        # Per candidate, what each machine uses of the tensors.
         kind = operator_of(self.layer)
         partial = kind.partial.uses if kind.partial else None
-        return self._told(kind.uses, partial)
+        return self._per_candidate(kind.uses, partial)
 
     @cached_property
     def writes(self) -> list[Cells]:
-        """Per candidate what each machine adds to the output, if it is partial."""
+        # Per candidate, the part of the output to which each machine adds, if partial.
         partial = operator_of(self.layer).partial
         return [
             [(m, partial.writes(self.layer, cell)) for m, cell in cells]
@@ -376,27 +333,27 @@ class NodeCosts:
 
     @cached_property
     def combined(self) -> list[Cells]:
-        """Per candidate who adds up which part of the output; nobody if not partial."""
+        # Per candidate, the machines that add up the output, if partial.
         return [p.owners(self.layer) if p.combine else [] for p in self.placements]
 
-    def _told(
+    def _per_candidate(
         self,
         of_output: Callable[[Layer, Region], _T],
         of_part: Callable[[Layer, Region], _T] | None,
     ) -> list[list[tuple[int, _T]]]:
         found = []
         for placement, cells in zip(self.placements, self.computed, strict=True):
-            tell = of_part if placement.combine and of_part else of_output
-            found.append([(machine, tell(self.layer, cell)) for machine, cell in cells])
+            rule = of_part if placement.combine and of_part else of_output
+            found.append([(machine, rule(self.layer, cell)) for machine, cell in cells])
         return found
 
 
 def needed(readers: Sequence[tuple[NodeCosts, Sequence[int]]], *, n_dims: int) -> Boxes:
-    """Return which part of a layer each machine needs, all that it reads it for.
+    """Return what each machine needs of a layer, for all its readers.
 
     Args:
-        readers: Of one group; each with the indices of the inputs that are this layer.
-        n_dims: Of the layer that is read.
+        readers: In one group; each with the indices of those inputs that are this layer.
+        n_dims: Number of dimensions of the layer.
     """
     found: list[Cells] = []
     for candidate in range(len(readers[0][0].placements)):
@@ -422,8 +379,8 @@ class Tables:
     """Costs of placing groups, in seconds, and the memory they take, in bytes.
 
     Args:
-        graph: What is to be placed.
-        cluster: On which machines.
+        graph: The layer graph.
+        cluster: The machines.
         batch: Samples of a step.
         costs: Of computing.
     """
@@ -445,7 +402,7 @@ class Tables:
         self._numbers: dict[Hashable, Floats] = {}
 
     def place(self, group: Group, placements: Sequence[Placement]) -> None:
-        """Say in which ways the root of a group may be placed."""
+        """Set the candidates of the root of a group."""
         self._placed[group.root.name] = self._shared(group.root, placements)
         for follower in group.followers:
             leader = self._placed[follower.leader.name]
@@ -456,7 +413,7 @@ class Tables:
             self._placed[follower.layer.name] = placed
 
     def costs(self, group: Group) -> Floats:
-        """Return the seconds of each candidate of a group, edges apart."""
+        """Return the seconds of each candidate of a group, without transfers to other groups."""
         computing = sum(map(self._computing, group.members), np.zeros(()))
         total: Floats = computing.max(axis=1)
         for layer in group.members:
@@ -469,9 +426,9 @@ class Tables:
         return total
 
     def transfers(self, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, int], Floats]]:
-        """Yield pairs of groups and what their candidates cost each other, in seconds.
+        """Yield pairs of groups and the cost of transfers between their candidates, in seconds.
 
-        A pair comes once for each value that goes from one to the other.
+        A pair occurs once for each value that goes from one to the other.
         """
         whose = {layer.name: index for index, group in enumerate(groups) for layer in group.members}
         for name, own in whose.items():
@@ -490,8 +447,8 @@ class Tables:
     def memory(self, group: Group) -> Floats:
         """Return the bytes on each machine: (candidates, machines).
 
-        Tensors and their gradients, states that are computed, and those that are read,
-        also where they are the machine's own if another layer's: an upper limit.
+        Tensors and their gradients, states that are computed, and states that are read, even if the
+        machine itself owns them: an upper limit.
         """
         total = np.zeros(())
         for layer in group.members:
@@ -506,12 +463,11 @@ class Tables:
         return self._alike[key]
 
     def _bytes_each(self, layer: Layer) -> float:
-        """Return the bytes of an element of its output, in all samples."""
         n_samples = 1 if layer.name in self._joined else self._batch
         return float(n_samples * (N_BYTES_INTEGER if layer.is_integer else N_BYTES))
 
     def _computing(self, layer: Layer) -> Floats:
-        """Return the seconds of each machine: (candidates, machines)."""
+        # Seconds of each machine: (candidates, machines).
         placed, backward = self._placed[layer.name], layer.name in self._backward
         key = ("computing", placed, backward, layer.name in self._single)
         if key in self._numbers:
@@ -528,7 +484,7 @@ class Tables:
         return seconds
 
     def _combining(self, layer: Layer) -> Floats:
-        """Return the seconds of sending and adding partial outputs: (candidates,)."""
+        # Sending partial outputs and adding them up: (candidates,).
         placed, backward = self._placed[layer.name], layer.name in self._backward
         each = self._bytes_each(layer)
         key = ("combining", placed, backward, each)
@@ -560,28 +516,25 @@ class Tables:
         return seconds
 
     def _sync(self, layer: Layer) -> Floats:
-        """Return the seconds of synchronising replicated tensors: (candidates,)."""
+        # Synchronising replicated tensors: (candidates,).
         placed = self._placed[layer.name]
         key = ("sync", placed)
         if not layer.tensors:
             return np.zeros(len(placed.placements))
         if key not in self._numbers:
-            trains = {word: use.trains for word, use in layer.tensors.items()}
+            trains = {argument: use.trains for argument, use in layer.tensors.items()}
             self._numbers[key] = np.array(
                 [sync_seconds(ranges(uses, trains=trains), self._cluster) for uses in placed.uses]
             )
         return self._numbers[key]
 
     def _transfer(self, layer: Layer, readers: Sequence[Layer], *, inside: bool = False) -> Floats:
-        """Return the seconds of sending a layer's output to its readers in one group.
-
-        Returns:
-            (candidates, candidates of the readers); (candidates,) if they are `inside`
-            its own group.
-        """
+        # Seconds to send a layer to its readers in one group: (candidates, candidates of the
+        # readers), or (candidates,) if they are `inside` its own group.
         owner = self._placed[layer.name]
         reading = tuple((self._placed[reader.name], _indices(reader, layer)) for reader in readers)
         passes = {layer.name} | {reader.name for reader in readers} & self._backward
+        # The gradient takes the same way back, at the same cost.
         n_phases = 2 if layer.name in self._backward and len(passes) > 1 else 1
         each = self._bytes_each(layer)
         key = (owner, reading, n_phases, each, inside)
@@ -604,7 +557,7 @@ class Tables:
 
     def _memory(self, layer: Layer, leader: str | None) -> Floats:
         placed = self._placed[layer.name]
-        # A state is kept with its gradient.
+        # A state is stored with its gradient: twice the bytes.
         sizes = {
             name: self._bytes_each(self._graph[name]) * (2 if name in self._backward else 1)
             for name in (layer.name, *layer.inputs)
@@ -626,14 +579,7 @@ class Tables:
 
 
 def _bytes(placed: NodeCosts, read: Sequence[float], *, own: float, n_machines: int) -> Floats:
-    """Return the bytes on each machine: (candidates, machines).
-
-    Args:
-        placed: A layer.
-        read: Bytes of an element of each input.
-        own: Bytes of an element of its output.
-        n_machines: How many there are.
-    """
+    # The bytes on each machine, (candidates, machines); `read` and `own` are bytes per element.
     used = np.zeros((len(placed.placements), n_machines))
     tensors = placed.layer.tensors
     for index, placement in enumerate(placed.placements):
@@ -647,8 +593,8 @@ def _bytes(placed: NodeCosts, read: Sequence[float], *, own: float, n_machines: 
             )
         for machine, uses in placed.uses[index]:
             used[index, machine] += sum(
-                region.n_elements * N_BYTES * (2 if tensors[word].trains else 1)
-                for word, region in uses.items()
+                region.n_elements * N_BYTES * (2 if tensors[argument].trains else 1)
+                for argument, region in uses.items()
             )
     return used
 
@@ -658,7 +604,7 @@ def _indices(reader: Layer, layer: Layer) -> tuple[int, ...]:
 
 
 def _all_follow(readers: Sequence[Layer], layer: Layer, group: Group) -> bool:
-    """Return whether each of them reads but what its machine has."""
+    # Whether each reader reads only what its machine owns.
     leaders = {follower.layer.name: follower.leader for follower in group.followers}
     return all(
         leaders[reader.name] == layer

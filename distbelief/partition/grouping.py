@@ -1,17 +1,15 @@
-"""Layers that go with another one: their cells are its cells, without a message.
+"""Groups of layers that are placed together: followers use the cells of a root, without messages.
 
     conv1 --> batch norm: mean, variance, normalise --> relu --> conv2
       ^          |                   |                   |
       '-- root   '----- follow ------'-------------------'
 
-Two sorts of layers follow one that they read:
+    elementwise   relu, dropout, normalise, add: a region reads that same region
+    reduced       sums over what each machine owns: statistics, the sum of a softmax, a loss;
+                  partial sums if cells are cut along what is summed
 
-    place by place   relu, dropout, normalise, add: their regions read that very region
-    reduced          sums over what each machine has anyway: statistics, a softmax's, a
-                     loss; as partial sums where cells are cut along what is summed
-
-A planner then decides for roots only. What follows may be too much to ask in theory
-(an add might better follow its other input), but hardly ever in practice.
+The planner then places roots only. In theory another input may be the better leader, in practice
+hardly ever.
 """
 
 import math
@@ -29,20 +27,14 @@ from distbelief.program.placement import Cuts, Placement
 @final
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A layer, and which of its inputs it follows.
-
-    Attributes:
-        layer: Which.
-        leader: The input.
-        reduces: Whether it sums over it; else it goes place by place.
-    """
+    """A layer that follows one of its inputs."""
 
     layer: Layer
-    leader: Layer
-    reduces: bool
+    leader: Layer  # the input
+    reduces: bool  # sums over the input; else elementwise
 
     def placement(self, leader: Placement) -> Placement:
-        """Return where the layer is if its leader is placed so."""
+        """Return the placement of the layer, given that of its leader."""
         layout = leader if leader.combine is None else leader.combine
         if self.reduces:
             return _reduced(self.layer, self.leader.shape, layout)
@@ -57,18 +49,17 @@ class Follower:
 @final
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A layer that is placed, and those that follow it, in topological order."""
+    """A root and its followers, in topological order."""
 
     root: Layer
     followers: tuple[Follower, ...]
 
     @property
     def members(self) -> tuple[Layer, ...]:
-        """All of them."""
         return (self.root, *(follower.layer for follower in self.followers))
 
     def placements(self, placement: Placement) -> dict[str, Placement]:
-        """Return where all of them are if the root is placed so."""
+        """Return the placement of each member, given that of the root."""
         placed = {self.root.name: placement}
         for follower in self.followers:
             placed[follower.layer.name] = follower.placement(placed[follower.leader.name])
@@ -76,24 +67,24 @@ class Group:
 
 
 def groups(graph: LayerGraph, *, pinned: Collection[str] = ()) -> tuple[Group, ...]:
-    """Return all layers but inputs, each in one group; pinned ones follow nobody."""
+    """Return all layers except inputs, each in one group; pinned layers are roots."""
     statistics = joined(graph)
     found: list[tuple[Layer, list[Follower]]] = []
     index_of: dict[str, int] = {}
     for layer in graph.layers:
         if layer.kind == INPUT:
             continue
-        ways = []
+        options = []
         if layer.name not in pinned:
             for index, name in enumerate(layer.inputs):
                 how = _follows(layer, index, statistics=statistics)
                 if how is not None and name in index_of:
-                    ways.append(Follower(layer, graph[name], reduces=how == "reduced"))
-        if ways:
-            # The latest one: so a shortcut is added to what it goes around.
-            way = max(ways, key=lambda way: index_of[way.leader.name])
-            index_of[layer.name] = index_of[way.leader.name]
-            found[index_of[layer.name]][1].append(way)
+                    options.append(Follower(layer, graph[name], reduces=how == "reduced"))
+        if options:
+            # The latest leader: the add of a residual block follows the block, not the shortcut.
+            follower = max(options, key=lambda follower: index_of[follower.leader.name])
+            index_of[layer.name] = index_of[follower.leader.name]
+            found[index_of[layer.name]][1].append(follower)
         else:
             index_of[layer.name] = len(found)
             found.append((layer, []))
@@ -103,11 +94,11 @@ def groups(graph: LayerGraph, *, pinned: Collection[str] = ()) -> tuple[Group, .
 def _follows(
     layer: Layer, index: int, *, statistics: Collection[str]
 ) -> Literal["alike", "reduced"] | None:
-    """Return how a layer may follow one of its inputs, if it may."""
+    # How a layer may follow one of its inputs; None if it may not.
     if layer.whole:
         return None
     if reads_its_own(layer, index):
-        # Statistics are one for the batch: what reads samples too goes with samples.
+        # Statistics have one value per batch: a layer that also reads samples follows the samples.
         same = (layer.inputs[index] in statistics) == (layer.name in statistics)
         return "alike" if same else None
     reduces = operator_of(layer).partial is not None and not layer.tensors
@@ -117,10 +108,7 @@ def _follows(
 
 
 def reads_its_own(layer: Layer, index: int) -> bool:
-    """Return whether every region reads just that region of one input.
-
-    Dimensions of extent 1 may be there or not.
-    """
+    """Return whether every region reads that same region of an input, extents of 1 aside."""
     shape = layer.input_shapes[index]
     if _squeezed(layer.shape) != _squeezed(shape):
         return False
@@ -135,7 +123,7 @@ def reads_its_own(layer: Layer, index: int) -> bool:
 
 
 def _probes(region: Region) -> Iterator[Region]:
-    """Yield regions that give away a halo, a permutation or a broadcast."""
+    # Regions that reveal a halo, a permutation or a broadcast.
     yield region
     for dim, (_, extent) in enumerate(region):
         if extent > 1:
@@ -149,17 +137,15 @@ def _squeezed(shape: Shape) -> Shape:
 
 
 def _moved(region: Region, *, of: Shape, to: Shape) -> Region:
-    """Return it in a shape with other dimensions of extent 1."""
+    # The same region in a shape with other dimensions of extent 1.
     pairs = zip(region, of, strict=True)
     kept: Iterator[Interval] = (interval for interval, extent in pairs if extent != 1)
     return Region(tuple((0, 1) if extent == 1 else next(kept) for extent in to))
 
 
 def _reduced(layer: Layer, shape: Shape, layout: Placement) -> Placement:
-    """Return where a sum over what is placed so is computed: there, if that can be.
-
-    Each part of the sum is combined by the first machine that contributes to it.
-    """
+    # The sum is computed where its summands are, if possible; the first machine that contributes to
+    # a part of the sum combines it.
     partial = operator_of(layer).partial
     assert partial is not None, layer.name
     whole = Placement.whole(len(layer.shape), layout.machines[0])
@@ -174,7 +160,7 @@ def _reduced(layer: Layer, shape: Shape, layout: Placement) -> Placement:
     combine = _grid_of(first, len(layer.shape))
     units = {cut.dim: cut.unit for cut in operator_of(layer).cuts(layer)}
     if len(first) == len(cells) and _allows(units, combine.cuts):
-        return combine  # nothing to combine: each writes a part of its own
+        return combine  # nothing to combine: each cell writes a part of its own
     return Placement(cuts=layout.cuts, machines=layout.machines, combine=combine)
 
 
@@ -187,7 +173,7 @@ def _allows(units: dict[int, int], cuts: Cuts) -> bool:
 
 
 def _grid_of(cells: dict[Region, int], n_dims: int) -> Placement:
-    """Return the placement of cells that are a grid already."""
+    # The cells are known to form a grid.
     starts = [sorted({region.intervals[dim][0] for region in cells}) for dim in range(n_dims)]
     machine_at = {tuple(start for start, _ in region): machine for region, machine in cells.items()}
     return Placement(

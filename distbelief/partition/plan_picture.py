@@ -1,8 +1,7 @@
-"""The picture of a plan: every layer a strip, every machine a colour.
+"""Draws a plan: every layer a strip, every machine a colour (compare Figure 1 of Dean et al. 2012).
 
-In the spirit of Figure 1 of Dean et al. 2012: layers from the inputs at the bottom to
-the loss at the top, each cut where the plan cuts it. Beside each strip stands what of
-it crosses to other machines.
+Inputs are at the bottom, the loss is at the top; each strip is cut where the plan cuts the layer.
+Beside it stand the bytes that cross to other machines.
 """
 
 import math
@@ -21,8 +20,7 @@ from distbelief.graph.graph import LayerGraph
 from distbelief.program.placement import Placement
 
 
-ROWS_MAX: Final = 60
-"""Layers drawn at the most; of longer graphs those with the most elements."""
+ROWS_MAX: Final = 60  # layers drawn; of larger graphs those with the most elements
 
 _SPACE: Final = 0.2  # between strips
 _HEIGHT_MAX: Final = 4.0
@@ -36,14 +34,14 @@ def draw_plan(
     crossing: Mapping[str, int],
     title: str,
 ) -> None:
-    """Draw who owns what of every layer.
+    """Draw the placement of every layer.
 
     Args:
         path: Of the PNG file.
-        graph: What is computed.
-        placements: By layer; those without one (inputs) are not drawn.
-        crossing: Per layer, bytes of it that travel to other machines in a step.
-        title: Stands above.
+        graph: The layer graph.
+        placements: By layer; layers without one (inputs) are not drawn.
+        crossing: Per layer, bytes sent to other machines in a step.
+        title: Above the picture.
 
     Raises:
         StorageError: the file cannot be written.
@@ -80,20 +78,19 @@ def draw_plan(
 
 
 def _upwards(placement: Placement) -> int | None:
-    """Return the dimension drawn upwards: the first of two or more that are cut."""
+    # The dimension drawn upwards: the first cut one, if two or more are cut.
     cut = [dim for dim, n in enumerate(placement.grid) if n > 1]
     return cut[0] if len(cut) > 1 else None
 
 
 def _height(placement: Placement) -> float:
-    """Return how high a strip is, the space above it included."""
+    # Including the space above.
     dim = _upwards(placement)
     n_up = placement.grid[dim] if dim is not None else 1
     return _SPACE + min(_HEIGHT_MAX, max(0.8, 0.35 * n_up))
 
 
 def _strip(axes: Axes, bottom: float, high: float, placement: Placement) -> None:
-    """Draw the cells of one layer."""
     grid, dim = placement.grid, _upwards(placement)
     n_up = grid[dim] if dim is not None else 1
     n_across = math.prod(grid) // n_up
@@ -120,8 +117,8 @@ def _strip(axes: Axes, bottom: float, high: float, placement: Placement) -> None
 
 
 def colour(machine: int) -> tuple[float, float, float, float]:
-    """Return the colour of a machine: neighbours differ, and it is always the same."""
-    golden = 0.618033988749895  # hues that follow each other lie far apart
+    """Return the colour of a machine: always the same, and unlike its neighbours."""
+    golden = 0.618033988749895  # consecutive hues are far apart
     red, green, blue, _ = colormaps["hsv"](machine * golden % 1.0)
     pale = 0.45
     return (red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale, 1.0)

@@ -1,12 +1,11 @@
-"""The best plan for each number of machines, and what it is expected to do.
+"""The planner: the best plan for each number of machines, and its estimated step time.
 
-    candidates --> solver --> compiled, played through --> local search --> forecast
+    candidates --> solver --> compiled, simulated --> local search --> estimate
     baselines, the best plan for fewer machines ----^
 
-The solver is exact in a simpler model; what is printed is the simulation. So the
-baselines and the best plan for fewer machines are played through as well; their cuts
-are candidates too, and search begins from the best of all. So more machines are never
-expected to be slower, and no baseline is faster.
+The solver is exact in a simpler model; the estimate is the simulation. So the baselines and the
+best plan for fewer machines are simulated too, their cuts are candidates, and the search begins
+with the best of all. Hence more machines are never estimated slower, and no baseline faster.
 """
 
 import copy
@@ -37,9 +36,9 @@ from distbelief.partition.problem import Decoder
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.this_host import HERE, here, recheck
 from distbelief.partition.search import (
+    Notify,
     PlanEstimate,
     PlanningRequest,
-    Told,
     Way,
     estimate_of,
     search,
@@ -55,24 +54,23 @@ from distbelief.program.placement import Placement
 from distbelief.program.step_graph import statistics_of
 
 
-__all__ = ["Planned", "PlanningRequest", "Told", "each_plan", "plan", "played", "simulator_of"]
+__all__ = ["Notify", "Planned", "PlanningRequest", "each_plan", "plan", "played", "simulator_of"]
 
 
-# In which order machines are used, so that the first k of them are good company.
-#
-#     0 --- 2 --- 3      1 hangs on links a hundredth as fast: 0 2 3 1, so that three
-#      . . 1 . .         machines do without it
-#
-# Layers are cut over the first k machines of an order, whatever k is. As they stand in
-# the cluster, the fastest first, is one order. Where links or bandwidths differ there is
-# another one: the machine that costs the others most to talk to comes last, and so on
-# with those that are left.
+# --- orders of machines ---
 
 _TIE: Final = 1e-9
 
 
-def arrangements(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return the orders of machines that are worth a try, as they stand first."""
+def machine_orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Return the orders of machines worth trying, that of the cluster first.
+
+    Layers are cut over the first k machines of an order. In the second order, used if links or
+    bandwidths differ, the machine most expensive for the others to talk to is last, and so on:
+
+        0 --- 2 --- 3      1 is behind slow links: 0 2 3 1, so that three
+         . . 1 . .         machines do without it
+    """
     standing = tuple(range(len(cluster)))
     rates = Network.of(cluster).rates
     if not rates.ndim:
@@ -85,7 +83,7 @@ def arrangements(cluster: Cluster) -> list[tuple[int, ...]]:
     while left:
         talking = seconds[np.ix_(left, left)].sum(axis=1)
         computing = slowness[left]
-        # Both matter, and nobody has said yet how much of either there will be.
+        # Both count the same: how much of each there will be is not known yet.
         costs = talking / max(np.median(talking), 1e-300)
         costs = costs + computing / np.median(computing)
         worst = np.flatnonzero(costs >= costs.max() * (1 - _TIE))[-1]
@@ -94,38 +92,34 @@ def arrangements(cluster: Cluster) -> list[tuple[int, ...]]:
     return [standing] if order == standing else [standing, order]
 
 
-# No plan takes less: what all layers cost together, and what must follow each other.
-#
-# Communication and waiting are left out, and machines are credited with splitting
-# everything that can be split without loss. So no overlap of phases, however clever, can
-# take less; how far a plan lies above it is not how far it can be improved.
-#
-# Machine p alone takes t[v, p] for layer v, beyond an overhead o[p]; for a share x of it
-# at least x t[v, p]. So with any weights w >= 0 that sum to 1 (of machines' busy times)
-#
-#     step >= sum_v ( min_p w[p] t[v, p]  +  min_p w[p] o[p] )
-#
-# and a layer by itself takes at least 1 / sum_p 1 / t[v, p].
+# --- lower bound ---
 
 Floats = NDArray[np.float64]
 
 
 def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
-    """Return seconds that every plan takes at the least.
+    """Return seconds that every plan takes at least.
+
+    Communication and waiting are left out, and everything that can be split without loss counts as
+    split over all machines. Machine p alone takes t[v, p] for layer v beyond an overhead o[p], and
+    at least x t[v, p] for a share x of it. So for weights w >= 0 that sum to 1
+
+        step >= sum_v ( min_p w[p] t[v, p]  +  min_p w[p] o[p] )
+
+    and a single layer takes at least 1 / sum_p 1 / t[v, p].
 
     Args:
         graph: With its loss.
         cluster: The machines that a plan may use.
-        costs: Of computing. The bound holds if a layer in parts costs no less, summed
-            over the parts, than whole: so it is by arithmetic; measured slices may be
-            more efficient.
+        costs: The bound holds if the parts of a layer together cost no less than the whole. That
+            holds by arithmetic; measured slices may be more efficient.
     """
     gradients = with_gradient(graph)
     layers = [layer for layer in graph.layers if layer.kind != INPUT]
     overheads = np.array([machine.overhead for machine in cluster.machines])
     passes = {layer.name: 1 + (layer.name in gradients) for layer in layers}
     whole = {layer.name: _seconds(layer, cluster, costs, passes[layer.name]) for layer in layers}
-    # Beyond the overhead; rounding must not lift it.
+    # Seconds beyond the overhead, rounded down: it must stay a bound.
     beyond = {
         name: np.maximum(seconds - passes[name] * overheads, 0.0) * (1 - 1e-12)
         for name, seconds in whole.items()
@@ -142,7 +136,7 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
 
 
 def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> Floats:
-    """Return what each machine takes for all of a layer: (n_machines,)."""
+    # What each machine takes for a whole layer: (n_machines,).
     known: dict[object, float] = {}
     for index, machine in enumerate(cluster.machines):
         if machine not in known:
@@ -153,16 +147,16 @@ def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> Float
 
 
 def _together(seconds: Floats) -> float:
-    """Return what all machines take for what each alone takes these seconds for."""
+    # What all machines together take for work that each alone does in these seconds.
     if not seconds.all():
         return 0.0
     return float(1.0 / np.sum(1.0 / seconds))
 
 
 def _busy(beyond: dict[str, Floats], passes: dict[str, int], overheads: Floats) -> float:
-    """Return the bound by what machines do altogether, whatever follows what."""
+    # The bound by the total work, whatever its order.
     totals: Floats = np.sum(list(beyond.values()), axis=0)
-    # The faster, the more a second of it counts.
+    # A second of a faster machine counts more.
     weights = 1.0 / np.maximum(totals, 1e-300)
     weights /= weights.sum()
     work = sum(float((weights * seconds).min()) for seconds in beyond.values())
@@ -170,19 +164,15 @@ def _busy(beyond: dict[str, Floats], passes: dict[str, int], overheads: Floats) 
 
 
 def _splits(layer: Layer) -> bool:
+    # Partial sums count too.
     kind = operator_of(layer)
     return bool(kind.cuts(layer)) or kind.partial is not None
 
 
-# From what a person asks to what is to be planned: the graph, machines, costs.
-#
-# cluster     profile    seconds of a layer
-# "here"      any        as measured on this machine
-# another     no         arithmetic with the figures of the cluster
-# another     yes        the same, times measured / arithmetic on this machine
+# --- planning request ---
 
+# 1 PiB for one layer: above it, sums over layers and machines might overflow.
 _N_BYTES_MAX: Final = 1 << 50
-"""Of one layer, a petabyte: beyond, sums over layers and machines might overflow."""
 
 
 def planning_request(  # noqa: PLR0913 -- all that a plan depends on
@@ -196,41 +186,46 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
     pins: Mapping[str, str],
     exactly: bool,
     profile: bool = False,
-    tell: Told = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> PlanningRequest:
-    """Return what is to be planned.
+    """Return the planning request: the captured graph, the machines and the costs.
+
+        cluster     profile    seconds of a layer
+        "here"      any        as measured on this machine
+        another     no         arithmetic with the figures of the cluster
+        another     yes        the same, times measured / arithmetic on this machine
 
     Args:
-        model: On any device; nothing of it is changed.
+        model: On any device; it is not changed.
         inputs: Of the model.
         batch: Samples of a step.
         loss: Its name; "" for none.
         counts: Numbers of machines.
-        cluster: A ready-made one's name, the path of a file, a cluster, or "here".
-        pins: Per layer how it must be split.
+        cluster: A name, the path of a file, a cluster, or "here".
+        pins: Per layer, a required split.
         exactly: Use all machines of each count.
-        profile: Measure layers here, also for other machines.
-        tell: Told what is being measured, for people who wait.
+        profile: Measure layers here, for other machines too.
+        notify: Called with a line of progress.
 
     Raises:
-        GraphError: the model cannot be captured, or all of it is one layer that cannot
-            be split; there is no such cluster, or it has fewer machines.
+        GraphError: the model cannot be captured or split, there is no such cluster, or it has fewer
+            machines.
     """
     is_here = cluster == HERE
-    # What is wrong is said before anything takes long.
+    # Errors in the cluster are reported before anything that takes long.
     machines = None if is_here else _named(cluster, counts)
     graph = capture(model, inputs)
     _refuse_indivisible(graph)
     if loss:
         graph = append_loss(graph, loss)
     _check_sizes(graph, batch)
-    slower = recheck(tell) if is_here or profile else 1.0
+    slower = recheck(notify) if is_here or profile else 1.0
     if machines is None:
-        tell("measuring this machine")
+        notify("measuring this machine")
         machines = here(max([1, *counts]))
     single = single_sample(graph)
     costs = AnalyticCosts(machines, batch=batch, single=single)
-    order = PlanningRequest(
+    request = PlanningRequest(
         graph=graph,
         cluster=machines,
         batch=batch,
@@ -240,14 +235,14 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
         exactly=exactly,
     )
     if not (profile or is_here):
-        return order
+        return request
     host = None
     if not is_here:
-        tell("measuring this machine")
+        notify("measuring this machine")
         host = AnalyticCosts(here(1), batch=batch, single=single)
 
     def progress(n_done: int, n_wanted: int, name: str) -> None:
-        tell(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
+        notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
 
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
@@ -258,28 +253,22 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
         shares = profiled_costs.shares
         return MicroBatchScaling(profiled_costs, batch=costs, part=part, shares=shares)
 
-    return replace(order, costs=profiled_costs, costs_for=fewer)
+    return replace(request, costs=profiled_costs, costs_for=fewer)
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:
-    """Check that bytes can be counted.
-
-    Raises:
-        GraphError: a layer of so many samples is larger than anything there is.
-    """
     for layer in graph.layers:
         n_bytes = 8 * batch * math.prod(layer.shape)
         if n_bytes > _N_BYTES_MAX:
             raise GraphError(
                 f"layer {layer.name!r} of shape {list(layer.shape)} takes "
-                f"{n_bytes:.2g} bytes with a batch of {batch:.3g}: use fewer samples, "
-                "or a smaller input"
+                f"{n_bytes:.2g} bytes with a batch of {batch:.3g}: use a smaller batch or input"
             )
     for name, use in graph.tensors.items():
         if 8 * math.prod(use.shape) > _N_BYTES_MAX:
             raise GraphError(
-                f"tensor {name!r} of shape {list(use.shape)} is larger than anything "
-                "there is: use a smaller model"
+                f"tensor {name!r} of shape {list(use.shape)} takes more than "
+                f"{_N_BYTES_MAX:.2g} bytes: use a smaller model"
             )
 
 
@@ -291,7 +280,7 @@ def _named(cluster: str | Path | Cluster, counts: Sequence[int]) -> Cluster:
 
 
 def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.Module]:
-    """Return copies of the modules that are called whole, by their paths."""
+    # Copies of the modules of opaque layers, by path.
     found: dict[str, nn.Module] = {}
     for layer in graph.layers:
         if "module" not in layer.options or layer.text("module") in found:
@@ -299,7 +288,7 @@ def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.
         path = layer.text("module")
         try:
             found[path] = copy.deepcopy(model.get_submodule(path))
-        except AttributeError:  # no part of the model
+        except AttributeError:  # a module of the loss, not of the model
             module = whole_loss(loss) if loss else None
             if module is not None:
                 found[path] = module
@@ -307,160 +296,144 @@ def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.
 
 
 def _refuse_indivisible(graph: LayerGraph) -> None:
-    """Check that there is anything to plan.
-
-    Raises:
-        GraphError: all of it is one layer that one machine has to compute.
-    """
     layers = [layer for layer in graph.layers if layer.inputs]
     if len(layers) == 1 and layers[0].whole:
-        raise GraphError(f"nothing of this model can be split: {layers[0].whole}")
+        raise GraphError(f"no layer of this model can be split: {layers[0].whole}")
 
 
-_FEWER: Final = (1, 2, 4, 8, 16)
-"""Numbers of machines that are planned whether or not anybody asks for them."""
+_FEWER: Final = (1, 2, 4, 8, 16)  # numbers of machines that are always planned
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One number of machines, planned.
+    """The plan for one number of machines, and how it was found."""
 
-    Attributes:
-        forecast: What is expected of the best plan.
-        price: How it was played through.
-        problem: What the solver was given.
-        decoder: What its choices mean.
-        solution: What it returned.
-        baselines: Seconds of a step of each, in simulation.
-    """
-
-    forecast: PlanEstimate
-    price: StepCost
-    problem: Problem
-    decoder: Decoder
-    solution: Solution
-    baselines: Mapping[str, float]
+    forecast: PlanEstimate  # the estimate of the best plan
+    price: StepCost  # its simulated step
+    problem: Problem  # the solver's problem
+    decoder: Decoder  # from its choices to placements
+    solution: Solution  # the solver's solution
+    baselines: Mapping[str, float]  # simulated seconds of a step, by name
 
 
 def plan(
-    order: PlanningRequest, counts: Sequence[int], *, tell: Told = lambda _: None
+    request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> list[Planned]:
     """Return the best plan for each number of machines, ascending.
 
     Args:
-        order: What is to be planned.
+        request: The planning request.
         counts: Numbers of machines: the first ones of the cluster.
-        tell: Told what is being done, for people who wait.
+        notify: Called with a line of progress.
 
     Raises:
-        GraphError: no such number of machines, or an impossible pin.
+        GraphError: an impossible number of machines or pin.
     """
-    return list(each_plan(order, counts, tell=tell))
+    return list(each_plan(request, counts, notify=notify))
 
 
 def each_plan(
-    order: PlanningRequest, counts: Sequence[int], *, tell: Told = lambda _: None
+    request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> Iterator[Planned]:
     """Yield what `plan` returns, each plan as soon as it is found."""
     counts = list(counts)
     for count in counts:
-        order.cluster.first(count)  # says what is wrong before anything takes long
+        request.cluster.first(count)  # raises before anything that takes long
     if not counts:
-        raise GraphError("no number of machines is given: use 1 or more")
-    check_pins(order.graph, order.pins, order.cluster.first(max(counts)))
-    planner = _Planner(order, tell=tell)
-    for count in _all_counts(counts, order):
+        raise GraphError("machines is empty: give at least one number, 1 or more")
+    check_pins(request.graph, request.pins, request.cluster.first(max(counts)))
+    planner = _Planner(request, notify=notify)
+    for count in _all_counts(counts, request):
         try:
             done = planner.plan_for(count)
         except GraphError:
-            if order.pins and count < max(counts):
-                continue  # a pin wants more machines
+            if request.pins and count < max(counts):
+                continue  # a pin needs more machines
             raise
         if count in counts:
             yield done
 
 
-def _all_counts(counts: Sequence[int], order: PlanningRequest) -> list[int]:
-    """Return what is planned: so that a row does not depend on which others there are.
-
-    What fewer machines are best at, more may do as well.
-    """
+def _all_counts(counts: Sequence[int], request: PlanningRequest) -> list[int]:
+    # Smaller counts are planned too: a row must not depend on the other rows, and more machines may
+    # use a plan for fewer.
     most = max(counts)
-    fewer = [] if order.exactly else [n for n in _FEWER if n < most]
+    fewer = [] if request.exactly else [n for n in _FEWER if n < most]
     return sorted({*counts, *fewer})
 
 
 def played(
-    order: PlanningRequest,
+    request: PlanningRequest,
     placements: Mapping[str, Placement],
     *,
     n_machines: int,
     micro_batches: int = 1,
 ) -> StepCost:
-    """Return the price of one plan on the first machines."""
-    return simulator_of(order).price(placements, n_machines=n_machines, micro_batches=micro_batches)
+    return simulator_of(request).price(
+        placements, n_machines=n_machines, micro_batches=micro_batches
+    )
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:
-    """Return into how many micro-batches it is worth trying to cut a batch."""
+    """Return the numbers of micro-batches worth trying."""
     most = min(batch, 4 * n_machines)
     return [n for n in (2**power for power in range(1, 8)) if n <= most and not batch % n]
 
 
 @final
 class _Planner:
-    """Plans for one number of machines after the other, ascending."""
-
-    def __init__(self, order: PlanningRequest, *, tell: Told) -> None:
-        self._order = order
-        self._tell = tell
-        self._player = simulator_of(order)
+    def __init__(self, request: PlanningRequest, *, notify: Notify) -> None:
+        self._request = request
+        self._notify = notify
+        self._simulator = simulator_of(request)
         self._best: Way | None = None
         whole = {
             layer.name: Placement.whole(len(layer.shape), 0)
-            for layer in order.graph.layers
+            for layer in request.graph.layers
             if layer.kind != INPUT
         }
-        self._alone = self._player.way("one machine", whole, n_machines=1).seconds[1]
+        self._alone = self._simulator.way("one machine", whole, n_machines=1).seconds[1]
 
     def plan_for(self, count: int) -> Planned:
-        """Return the best plan for so many machines."""
-        order, cluster = self._order, self._order.cluster.first(count)
-        self._tell(f"{count} machine{'' if count == 1 else 's'}")
-        baselines = [] if order.pins else self._baselines(cluster)
+        request, cluster = self._request, self._request.cluster.first(count)
+        self._notify(f"{count} machine{'' if count == 1 else 's'}")
+        baselines = [] if request.pins else self._baselines(cluster)
         others = [*baselines, *self._before(count)]
-        in_orders = arrangements(cluster)
-        posed = [
+        orders = machine_orders(cluster)
+        solved = [
             solve_problem(
-                order,
+                request,
                 cluster,
                 machines=machines,
                 others=others,
-                player=self._player,
-                tell=self._tell,
+                simulator=self._simulator,
+                notify=self._notify,
             )
-            for machines in in_orders
+            for machines in orders
         ]
-        found = [way for each in posed for way in each.ways.values()]
-        # The first of equals: the solver's own, then the simplest.
-        best = min(posed, key=lambda each: each.rank)
+        found = [way for each in solved for way in each.ways.values()]
+        # Of equals `min` takes the first: the machine order of the cluster.
+        best = min(solved, key=lambda each: each.rank)
         better = (
-            search(best, cluster, player=self._player, tell=self._tell) if order.search else None
+            search(best, cluster, simulator=self._simulator, notify=self._notify)
+            if request.search
+            else None
         )
         ways = [*([better] if better else []), *found, *others]
-        if not order.pins:
-            ways += self._stages(cluster, in_orders)
-        if order.exactly:
+        if not request.pins:
+            ways += self._stages(cluster, orders)
+        if request.exactly:
             ways = _of_most(ways, count)
+        # Of equals `min` takes the first: of the search, the solver, the baselines, in this order.
         chosen = self._best = min(ways, key=lambda way: way.rank)
         return Planned(
             forecast=estimate_of(
                 chosen,
                 cluster,
                 alone=self._alone,
-                model_bound=min(each.solution.bound for each in posed),
-                lower_bound=lower_bound(order.graph, cluster, order.costs),
+                model_bound=min(each.solution.bound for each in solved),
+                lower_bound=lower_bound(request.graph, cluster, request.costs),
             ),
             price=chosen.price,
             problem=best.problem,
@@ -470,49 +443,44 @@ class _Planner:
         )
 
     def _baselines(self, cluster: Cluster) -> list[Way]:
-        order, count = self._order, len(cluster)
-        layers = whole_layers(order.graph, cluster, costs=order.costs)
+        request, count = self._request, len(cluster)
+        layers = whole_layers(request.graph, cluster, costs=request.costs)
         return [
-            self._player.way("even", even(order.graph, cluster), n_machines=count),
-            self._player.way("whole layers", layers, n_machines=count),
+            self._simulator.way("even", even(request.graph, cluster), n_machines=count),
+            self._simulator.way("whole layers", layers, n_machines=count),
         ]
 
     def _before(self, count: int) -> list[Way]:
-        """Return the best plan for fewer machines, on these."""
+        # The best plan for fewer machines, on these.
         best = self._best
-        if best is None or self._order.exactly:
+        if best is None or self._request.exactly:
             return []
-        again = self._player.way(
+        again = self._simulator.way(
             best.method, best.placements, n_machines=count, micro_batches=best.micro_batches
         )
         return [replace(again, model_seconds=best.model_seconds)]
 
-    def _stages(self, cluster: Cluster, in_orders: Sequence[Sequence[int]]) -> list[Way]:
-        """Return whole layers as a pipeline, the batch in several parts."""
-        order, count = self._order, len(cluster)
-        if order.costs_for is None or count == 1 or statistics_of(order.graph):
+    def _stages(self, cluster: Cluster, orders: Sequence[Sequence[int]]) -> list[Way]:
+        # Pipelines of whole layers with several micro-batches.
+        request, count = self._request, len(cluster)
+        if request.costs_for is None or count == 1 or statistics_of(request.graph):
             return []
-        # The last of another order than their own are those one can do without.
-        fewer = {machines[:n] for machines in in_orders[1:] for n in (count - 1, count // 2)}
-        lines = [tuple(in_orders[0]), *sorted(map(tuple, fewer))]
+        # The last machines of the second order are the most expensive to talk to: try without.
+        fewer = {machines[:n] for machines in orders[1:] for n in (count - 1, count // 2)}
+        lines = [tuple(orders[0]), *sorted(map(tuple, fewer))]
         return [
-            self._player.way(f"stages, {n} parts", layers, n_machines=count, micro_batches=n)
+            self._simulator.way(f"stages, {n} parts", layers, n_machines=count, micro_batches=n)
             for line in lines
-            for layers in [whole_layers(order.graph, cluster, costs=order.costs, machines=line)]
-            for n in divisors(order.batch, n_machines=count)
+            for layers in [whole_layers(request.graph, cluster, costs=request.costs, machines=line)]
+            for n in divisors(request.batch, n_machines=count)
         ]
 
 
 def _of_most(ways: Sequence[Way], count: int) -> list[Way]:
-    """Return the ways that use most machines.
-
-    Raises:
-        GraphError: that is not all.
-    """
     most = max(len(way.price.compiled.order) for way in ways)
     if most < count:
         raise GraphError(
-            f"no plan was found that uses exactly {count} machines, only {most}: ask "
-            "for that many, or let machines be idle"
+            f"no plan uses exactly {count} machines, only {most}: request {most}, or allow "
+            "idle machines"
         )
     return [way for way in ways if len(way.price.compiled.order) == most]

@@ -1,18 +1,15 @@
-"""From a layer graph and a cluster to the numbers that a solver chooses by.
+"""Builds the placement problem: from a layer graph and a cluster to numbers for the solvers.
 
-A node is a group of layers: one that is placed, and those that follow it. What a
-candidate of it costs:
+A node is a group of layers. The cost of a candidate:
 
     computing   forward and backward, of the machine that has most of it
     combining   partial sums sent and added up
     inside      messages between layers of the group: statistics
     sync        replicated parameters broadcast, their gradients reduced
 
-and what two nodes cost: the transfers from layers of one to layers of the other,
-forward and back. A value that two nodes read is counted for both, also where one
-machine needs it for both, and gets it once: the price is then a little too high, and
-the bound with it one of this model only. Layers that share a tensor are synchronised
-apart.
+The cost of an edge: transfers between two nodes, forward and back. A value that two nodes read
+counts for both, even if one machine gets it once for both: costs, and the bound, are slightly too
+high.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +33,7 @@ from distbelief.program.placement import Placement
 @final
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is decided together."""
+    """A group that is placed together, and its candidates."""
 
     group: Group
     candidates: tuple[Candidate, ...]
@@ -45,34 +42,30 @@ class Node:
 @final
 @dataclass(frozen=True)
 class Decoder:
-    """What a choice means.
+    """Converts choices of the problem to placements."""
 
-    Attributes:
-        nodes: In the order of the problem's.
-    """
-
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # in the order of the problem's
 
     def __call__(self, choice: Sequence[int]) -> dict[str, Placement]:
-        """Return the placement of every layer but inputs."""
+        """Return the placement of every layer except inputs."""
         placed: dict[str, Placement] = {}
         for node, index in zip(self.nodes, choice, strict=True):
             placed |= node.group.placements(node.candidates[index].placement)
         return placed
 
     def choice(self, placements: Mapping[str, Placement]) -> tuple[int, ...] | None:
-        """Return the choice that means this plan, or None if none does."""
+        """Return the choice that means this plan; None if there is none."""
         chosen: list[int] = []
         for node in self.nodes:
             placement = placements[node.group.root.name]
-            ways = [candidate.placement for candidate in node.candidates]
-            if placement not in ways:
+            options = [candidate.placement for candidate in node.candidates]
+            if placement not in options:
                 return None
-            chosen.append(ways.index(placement))
+            chosen.append(options.index(placement))
+        # Followers may be placed differently in that plan: compare all layers.
         return tuple(chosen) if self(chosen) == placements else None
 
     def labels(self, choice: Sequence[int]) -> dict[str, str]:
-        """Return what the placement of each root is called."""
         pairs = zip(self.nodes, choice, strict=True)
         return {node.group.root.name: node.candidates[index].label for node, index in pairs}
 
@@ -87,16 +80,16 @@ def build(
     machines: Sequence[int] | None = None,
     also: Sequence[Mapping[str, Placement]] = (),
 ) -> tuple[Problem, Decoder]:
-    """Return the choice to be made, and what it means.
+    """Return the problem, and the decoder of its choices.
 
     Args:
-        graph: With its loss, if it is to be trained.
+        graph: With its loss, for training.
         cluster: Machines, fastest first.
         batch: Samples of a step.
-        costs: Of computing; by default from the machines' figures.
-        pins: Per layer what it is pinned to: "rows:4"; see `pins`.
-        machines: All of them in the order in which they are used.
-        also: Plans whose placements are candidates too, so that they can be chosen.
+        costs: Of computing; default: by arithmetic.
+        pins: Per layer, a required split: "rows:4".
+        machines: All of them, in the order in which they are used.
+        also: Plans whose placements become candidates.
 
     Raises:
         GraphError: a pin is impossible.
@@ -109,19 +102,21 @@ def build(
     for group in found:
         root = group.root
         if root.name in pins:
-            ways = [pinned(root, cluster, pins[root.name], machines=machines)]
+            options = [pinned(root, cluster, pins[root.name], machines=machines)]
         else:
-            ways = candidates(root, cluster, machines=machines)
-            ways += _missing(ways, [plan[root.name] for plan in also])
-        nodes.append(Node(group, tuple(ways)))
+            options = candidates(root, cluster, machines=machines)
+            options += _missing(options, [plan[root.name] for plan in also])
+        nodes.append(Node(group, tuple(options)))
     tables = Tables(graph, cluster, batch=batch, costs=costs)
     for node in nodes:
-        tables.place(node.group, [way.placement for way in node.candidates])
+        tables.place(node.group, [option.placement for option in node.candidates])
+    # Several values may go from one group to another: their costs add up.
     edges: dict[tuple[int, int], Floats] = {}
     for pair, table in tables.transfers(found):
         edges[pair] = edges[pair] + table if pair in edges else table
     caps = np.array([machine.memory for machine in cluster.machines])
     limited = bool((caps < UNLIMITED).any())
+    # Without limits the problem has no memory: solvers then need no caps.
     return (
         Problem(
             costs=tuple(tables.costs(group) for group in found),
@@ -133,8 +128,7 @@ def build(
     )
 
 
-def _missing(ways: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
-    """Return those placements that are no candidates yet."""
-    known = {candidate.placement for candidate in ways}
+def _missing(options: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
+    known = {candidate.placement for candidate in options}
     wanted = dict.fromkeys(p for p in placements if p not in known)
     return [Candidate(placement, str(placement)) for placement in wanted]

@@ -1,8 +1,8 @@
-"""Why a layer is split as it is: every candidate, what it costs, and why it lost.
+"""Reports of the planner: the table, JSON, remarks, explanations, and differences of plans.
 
-Costs are those of the solver's model: computing, and transfers from and to neighbours
-as these are placed in its choice. So a candidate that looks cheaper than the chosen one
-would have made a neighbour dearer, or the search on simulated time found otherwise.
+Explanations show the costs of the solver's model: computing, and transfers from and to neighbours
+as placed in its choice. A candidate that looks cheaper than the chosen one would make a neighbour
+more expensive, or lost in the simulation.
 """
 
 import difflib
@@ -24,11 +24,11 @@ from distbelief.program.cluster import Cluster
 from distbelief.program.plan import Plan
 
 
-# Where two plans differ, layer by layer.
+# --- differences of two plans ---
 
 
 def differences(one: Plan, other: Plan) -> list[tuple[str, str, str]]:
-    """Return what is not the same: what, in the first plan, in the second."""
+    """Return the differences: what, in the first plan, in the second."""
     found = [
         (word, str(first), str(second))
         for word, first, second in (
@@ -49,7 +49,6 @@ def differences(one: Plan, other: Plan) -> list[tuple[str, str, str]]:
 
 
 def show_differences(one: Plan, other: Plan, *, names: tuple[str, str]) -> Table:
-    """Return the differences as a table."""
     table = Table(title="what differs" if one != other else "the plans are equal")
     for column in ("", *names):
         table.add_column(Text(column))
@@ -65,40 +64,39 @@ def _step(plan: Plan) -> str:
 
 
 def _placed(placement: object) -> str:
-    return "not there" if placement is None else str(placement)
+    return "absent" if placement is None else str(placement)
 
 
-# Where costs are from: measured or assumed, which machine, when; in a sentence.
+# --- origin of the costs ---
 
-LOAD_MAX: Final = 1.5
-"""Programs per processor above which measurements are not to be trusted."""
+LOAD_MAX: Final = 1.5  # programs per processor; above it measurements are unreliable
 
 
-def origin(order: PlanningRequest) -> str:
-    """Say it, for below the table and for the plan."""
-    cluster, costs = order.cluster, order.costs
+def origin(request: PlanningRequest) -> str:
+    """Return where the costs are from, in a sentence for the table and the plan."""
+    cluster, costs = request.cluster, request.costs
     if isinstance(costs, ProfiledCosts):
-        said = f"{_profiled(costs, cluster)}{_left(order, costs)}."
+        text = f"{_profiled(costs, cluster)}{_left(request, costs)}."
         if costs.profile.replaced:
-            said += (
+            text += (
                 " It replaced a profile from when this host was "
                 f"{costs.profile.replaced:.1f} times as slow."
             )
         if costs.slower > 1.0:
-            said += (
-                f" This host is {costs.slower:.1f} times as slow now as it was then, "
-                "perhaps because others use it: to measure again, delete "
+            text += (
+                f" This host is now {costs.slower:.1f} times as slow as then, "
+                "perhaps because of other programs: to measure again, delete "
                 f"{costs.profile.host.path}."
             )
         if costs.profile.load > LOAD_MAX:
-            said += (
-                f" Others used this host meanwhile ({costs.profile.load:.1f} programs "
-                "per processor), so times may be too long: to measure again, delete "
+            text += (
+                f" Other programs used this host during measurement ({costs.profile.load:.1f} "
+                "programs per processor), so times may be too long: to measure again, delete "
                 f"{costs.profile.host.path}."
             )
     else:
-        said = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
-    return f"{said} {cluster.note}".strip()
+        text = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
+    return f"{text} {cluster.note}".strip()
 
 
 def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
@@ -116,34 +114,34 @@ def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
     )
 
 
-def _left(order: PlanningRequest, costs: ProfiledCosts) -> str:
-    """Say how many layers are left to arithmetic, and why."""
-    layers = [layer for layer in order.graph.layers if layer.kind != INPUT]
+def _left(request: PlanningRequest, costs: ProfiledCosts) -> str:
+    # How many layers have costs by arithmetic, and why.
+    layers = [layer for layer in request.graph.layers if layer.kind != INPUT]
     unknown = [layer for layer in layers if not costs.knows(layer)]
     if not unknown:
         return ""
-    n_large = sum(is_too_large(layer, batch=order.batch) for layer in unknown)
+    n_large = sum(is_too_large(layer, batch=request.batch) for layer in unknown)
     reasons = [
         f"{count} {why}"
         for count, why in (
             (n_large, "too large to be measured here"),
-            (len(unknown) - n_large, "not measured in time, or at all"),
+            (len(unknown) - n_large, "not measured"),
         )
         if count
     ]
     return f"; {len(unknown)} of {len(layers)} layers by arithmetic: " + ", ".join(reasons)
 
 
-# The table of a planning, and the same as JSON.
+# --- table and JSON ---
 
 Plain = dict[str, object]
 
 
-def table(forecasts: Sequence[PlanEstimate], *, title: str) -> Table:
-    """Return one row per machine count; rows that do not fit are red.
+def table(estimates: Sequence[PlanEstimate], *, title: str) -> Table:
+    """Return one row per number of machines; rows that do not fit are red.
 
-    Columns that are not of the table itself: `bound` is what no plan beats, `gap` how
-    far the solver's model lets the plan be from the best of its candidates.
+    `bound` is a lower bound for every plan; `gap` is how far the plan may be from the best of the
+    candidates, in the solver's model.
     """
     shown = Table(title=Text(title), box=SIMPLE, pad_edge=False, title_justify="left")
     for column in (
@@ -161,103 +159,102 @@ def table(forecasts: Sequence[PlanEstimate], *, title: str) -> Table:
     ):
         left = column == "by"
         shown.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for forecast in forecasts:
-        shares = forecast.shares
+    for estimate in estimates:
+        shares = estimate.shares
         parts = (shares.compute, shares.communication, shares.sync, shares.wait)
-        p10, p50, p90 = forecast.seconds
+        p10, p50, p90 = estimate.seconds
         shown.add_row(
-            str(forecast.n_machines),
-            str(len(forecast.used)),
+            str(estimate.n_machines),
+            str(len(estimate.used)),
             seconds(p50),
             _range(p10, p90),
-            f"{forecast.speed_up:.2f}x",
-            f"{forecast.efficiency:.0%}",
+            f"{estimate.speed_up:.2f}x",
+            f"{estimate.efficiency:.0%}",
             " ".join(f"{abs(100 * share):.0f}" for share in parts) + " %",
-            size(max(forecast.memory)) + ("" if forecast.fits else "!"),
-            seconds(forecast.lower_bound),
-            "-" if forecast.gap is None else f"{forecast.gap:.1%}",
-            forecast.method.replace("elimination", "exact").replace(" + ", "+"),
-            style="" if forecast.fits else "red",
+            size(max(estimate.memory)) + ("" if estimate.fits else "!"),
+            seconds(estimate.lower_bound),
+            "-" if estimate.gap is None else f"{estimate.gap:.1%}",
+            estimate.method.replace("elimination", "exact").replace(" + ", "+"),
+            style="" if estimate.fits else "red",
         )
     return shown
 
 
-def plain(forecast: PlanEstimate) -> Plain:
-    """Return a row as JSON has it; times in seconds, memory in bytes."""
-    p10, p50, p90 = forecast.seconds
-    shares = forecast.shares
+def plain(estimate: PlanEstimate) -> Plain:
+    """Return a row for JSON; times in seconds, memory in bytes."""
+    p10, p50, p90 = estimate.seconds
+    shares = estimate.shares
     return {
-        "machines": forecast.n_machines,
-        "used": list(forecast.used),
+        "machines": estimate.n_machines,
+        "used": list(estimate.used),
         "step_seconds": {"p10": p10, "p50": p50, "p90": p90},
-        "speed_up": forecast.speed_up,
-        "efficiency": forecast.efficiency,
+        "speed_up": estimate.speed_up,
+        "efficiency": estimate.efficiency,
         "compute": shares.compute,
         "communication": shares.communication,
         "sync": shares.sync,
         "wait": shares.wait,
-        "memory_bytes": list(forecast.memory),
-        "fits": forecast.fits,
-        "offenders": list(forecast.offenders),
-        "lower_bound_seconds": forecast.lower_bound,
-        "in_model_gap": forecast.gap,
-        "method": forecast.method,
-        "bytes": sum(forecast.link_bytes.values()),
+        "memory_bytes": list(estimate.memory),
+        "fits": estimate.fits,
+        "offenders": list(estimate.offenders),
+        "lower_bound_seconds": estimate.lower_bound,
+        "in_model_gap": estimate.gap,
+        "method": estimate.method,
+        "bytes": sum(estimate.link_bytes.values()),
     }
 
 
 def remarks(
-    forecasts: Sequence[PlanEstimate],
+    estimates: Sequence[PlanEstimate],
     *,
     caps: Sequence[float],
     whole: Sequence[tuple[str, str]],
     origin: str,
 ) -> list[str]:
-    """Return what a reader should know beside the table, a sentence each.
+    """Return notes for the reader of the table, a sentence each.
 
     Args:
-        forecasts: The rows.
+        estimates: The rows.
         caps: Bytes that each machine has.
-        whole: Layers that are computed whole on one machine, and why.
+        whole: Layers computed whole on one machine, and why.
         origin: Where the costs are from.
     """
-    said = []
-    for forecast in forecasts:
-        idle = forecast.n_machines - len(forecast.used)
+    notes = []
+    for estimate in estimates:
+        idle = estimate.n_machines - len(estimate.used)
         if idle:
-            said.append(
-                f"{forecast.n_machines} machines: {idle} left idle, for nothing was "
-                "found that uses them and is faster"
+            notes.append(
+                f"{estimate.n_machines} machines: {idle} left idle, because no faster plan "
+                "that uses them was found"
             )
-        if not forecast.fits:
-            worst = max(forecast.offenders, key=lambda m: forecast.memory[m] - caps[m])
-            said.append(
-                f"{forecast.n_machines} machines: {size(forecast.memory[worst])} do "
-                f"not fit machine {worst} ({size(caps[worst])}); "
-                f"{len(forecast.offenders)} machines lack memory: this row is a what-if"
+        if not estimate.fits:
+            worst = max(estimate.offenders, key=lambda m: estimate.memory[m] - caps[m])
+            notes.append(
+                f"{estimate.n_machines} machines: machine {worst} needs "
+                f"{size(estimate.memory[worst])} and has {size(caps[worst])}; "
+                f"{len(estimate.offenders)} machines lack memory: this plan does not fit"
             )
-    said += [f"{name} is computed whole on one machine: {why}" for name, why in whole]
-    return [*said, origin]
+    notes += [f"{name} is computed whole on one machine: {why}" for name, why in whole]
+    return [*notes, origin]
 
 
 def seconds(value: float) -> str:
-    """Write a time for people."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if value >= scale:
+            # Three significant digits.
             digits = max(0, 2 - math.floor(math.log10(value / scale)))
             return f"{value / scale:.{digits}f} {unit}"
     return f"{value * 1e6:.0f} us"
 
 
 def _range(low: float, high: float) -> str:
-    """Write two times, the unit once if it is the same."""
+    # The unit once if both have the same.
     first, last = seconds(low), seconds(high)
     number, unit = first.split()
     return f"{number}-{last}" if last.endswith(f" {unit}") else f"{first}-{last}"
 
 
 def size(n_bytes: float) -> str:
-    """Write a number of bytes for people."""
     if math.isinf(n_bytes):
         return "unlimited"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -267,27 +264,21 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.1f} TiB"
 
 
+# --- explanation of one layer ---
+
 _N_NAMED: Final = 20  # layers in a message
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One way to place a layer.
+    """One candidate of a layer."""
 
-    Attributes:
-        label: "whole", "rows 4".
-        own: Seconds of computing and synchronising.
-        transfers: Seconds of what passes from and to its neighbours.
-        chosen: Whether the solver chose it.
-        verdict: Why not, in words.
-    """
-
-    label: str
-    own: float
-    transfers: float
-    chosen: bool
-    verdict: str
+    label: str  # "whole", "rows 4"
+    own: float  # seconds of computing and synchronising
+    transfers: float  # seconds of transfers from and to its neighbours
+    chosen: bool  # by the solver
+    reason: str  # why not, for people
 
 
 def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
@@ -314,7 +305,7 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
             own=own,
             transfers=transfers,
             chosen=index == chosen,
-            verdict=_verdict(planned, node, index, cost - total),
+            reason=_reason(planned, node, index, cost - total),
         )
         for cost, index, own, transfers, label in sorted(rows)
     ]
@@ -322,7 +313,6 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
 
 
 def show_alternatives(planned: Planned, name: str) -> Table:
-    """Return the candidates of a layer as a table."""
     root, alternatives = explain(planned, name)
     follows = "" if root == name else f" (it follows {root})"
     n_machines = planned.forecast.n_machines
@@ -335,18 +325,14 @@ def show_alternatives(planned: Planned, name: str) -> Table:
             seconds(row.own),
             seconds(row.transfers),
             seconds(row.own + row.transfers),
-            row.verdict,
+            row.reason,
             style="bold" if row.chosen else "",
         )
     return table
 
 
 def check(graph: LayerGraph, name: str) -> None:
-    """Check that a layer can be explained, before anything is planned.
-
-    Raises:
-        GraphError: there is no such layer, or it is an input.
-    """
+    """Raise GraphError if there is no such layer, or it is an input."""
     known = [layer.name for layer in graph.layers if layer.kind != INPUT]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
@@ -364,12 +350,12 @@ def _node(planned: Planned, name: str) -> int:
             return index
     known = [node.group.root.name for node in planned.decoder.nodes]
     raise GraphError(
-        f"there is no layer {name!r} to explain; there are {', '.join(known)}, and "
-        "those that follow them"
+        f"there is no layer {name!r} to explain: use {', '.join(known)}, or a layer that "
+        "follows one of them"
     )
 
 
-def _verdict(planned: Planned, node: int, index: int, more: float) -> str:
+def _reason(planned: Planned, node: int, index: int, more: float) -> str:
     problem, choice = planned.problem, list(planned.solution.choice)
     if index == choice[node]:
         return "chosen"
@@ -383,4 +369,4 @@ def _verdict(planned: Planned, node: int, index: int, more: float) -> str:
         return f"{seconds(more)} more"
     if more == 0:
         return "as good"
-    return f"{seconds(-more)} less here, but more elsewhere"
+    return f"{seconds(-more)} less, but more elsewhere"

@@ -1,8 +1,6 @@
-"""A plan run for real, on processes of this host, beside one process that needs none.
+"""Plan verification (`distbelief partition --verify`): runs a plan and compares with one process.
 
-What `distbelief partition --verify` does. Outputs, loss and gradients of every tensor
-are compared; seconds of a step and bytes of every link, with what was predicted. What
-is found, and whether it is as it should be: `verified`.
+Outputs, loss and gradients are compared; step seconds and bytes per link, with their prediction.
 """
 
 import secrets
@@ -45,25 +43,16 @@ from distbelief.task.task import DataSpec, ModelSpec, Sample, TaskSpec, build_mo
 from distbelief.worker.batches import step_seed
 
 
-# The masks of dropout that machines draw, for the process they are compared with.
-#
-# torch draws every mask by one operation, `bernoulli_`. In a forward
-# pass these are the graph's layers that drop, in this order. A machine computes its part
-# of a mask by a hash of each element's place (`kinds.dropout`); so can one process. All
-# else that is drawn differs from process to process, and is refused.
-
 _DRAW: Final = torch.ops.aten.bernoulli_.float
-_USUAL: Final = 0.5
-"""Its probability where none is said."""
+_USUAL: Final = 0.5  # default probability
 
 
 @final
 class SharedDropoutMasks(TorchDispatchMode):
-    """Lets one forward pass of a model drop what machines drop.
+    """Draws in one process the dropout masks that ranks draw, for one forward pass.
 
-    Args:
-        graph: Of the model.
-        seed: Of the machines' step.
+    Ranks compute masks by a hash of each index. torch draws every mask by `bernoulli_`, in
+    the order of the graph; all other random numbers are rejected.
     """
 
     def __init__(self, graph: LayerGraph, *, seed: int) -> None:
@@ -90,7 +79,7 @@ class SharedDropoutMasks(TorchDispatchMode):
         probability = args[1] if len(args) > 1 else _USUAL
         kept = self._mask(layer, drawn)
         if kept.numel() != drawn.numel() or probability != 1 - _probability(layer):
-            raise _refusal(repr(layer.name))  # it is of another layer
+            raise _refusal(repr(layer.name))  # the mask of another layer
         return drawn.copy_(kept.view_as(drawn) != 0)
 
     def _mask(self, layer: Layer, like: torch.Tensor) -> torch.Tensor:
@@ -105,71 +94,54 @@ class SharedDropoutMasks(TorchDispatchMode):
         )
 
     def check(self) -> None:
-        """Check, after the pass, that all masks were drawn.
-
-        Raises:
-            JobError: one was not.
-        """
+        """Check, after the pass, that all masks were drawn; raise JobError if not."""
         if self._left:
             raise _refusal(repr(self._left[0].name))
 
 
 def _refusal(culprit: str) -> JobError:
     return JobError(
-        f"--verify cannot compare {culprit}: its random numbers differ from process to "
-        "process; use torch.nn.Dropout for them, or make the model without"
+        f"--verify cannot compare {culprit}: its random numbers differ between processes; "
+        "use torch.nn.Dropout, or a model without"
     )
 
 
 def _probability(layer: Layer) -> float:
-    """Return with which probability a layer drops; 0 if it does not."""
+    # 0 if the layer drops nothing.
     word = {Dropout.name: "probability", Attention.name: "dropout"}.get(layer.kind)
     return layer.number(word) if word else 0.0
 
 
 def _fates(layer: Layer) -> Shape:
-    """Return the shape of what has a fate of its own, without the batch."""
+    # The shape of what is dropped independently, without the batch.
     if layer.kind == Attention.name:
         return scores_shape(layer)
     return layer.shape[: len(layer.shape) - layer.integer("n_shared")]
 
 
-# What came of running a plan for real: what agrees with one process, and how fast.
-#
-# Both compute in float32. How far the one process itself is from float64 says how large
-# an error is rounding: a plan that is no more than `ROUNDING` times as far agrees.
+# --- result ---
 
-ROUNDING: Final = 3.0
-SMALLEST: Final = 1e-6
-"""An error, relative to the largest number, that is rounding in any case."""
+ROUNDING: Final = 3.0  # a plan agrees if its error is at most this many times that of one process
+SMALLEST: Final = 1e-6  # relative error that always counts as rounding
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """One quantity, of the plan and of one process.
+    """One quantity of the plan, compared with one process."""
 
-    Attributes:
-        name: "outputs", "loss", or a tensor, whose gradient it is.
-        error: Largest distance from float64, relative to its largest number.
-        rounding: The same of the one process.
-    """
-
-    name: str
-    error: float
-    rounding: float
+    name: str  # "outputs", "loss", or the tensor of a gradient
+    error: float  # largest distance from float64, relative to its largest number
+    rounding: float  # the same of one process
 
     @property
     def agrees(self) -> bool:
-        """Whether the plan computes the same."""
         return self.error <= max(ROUNDING * self.rounding, SMALLEST)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """From one machine to another, in a step."""
-
     sender: int
     receiver: int
     predicted: int
@@ -179,36 +151,23 @@ class Link:
 @final
 @dataclass(frozen=True, kw_only=True)
 class VerificationResult:
-    """What was found.
-
-    Attributes:
-        n_machines: Of the plan.
-        agreements: The worst last.
-        links: All of them.
-        predicted_seconds: Of a step; None if nobody said.
-        measured_seconds: Of a step.
-        alone_seconds: Of a step of one process.
-        cluster: What the prediction is for.
-        n_cores: Of this host.
-    """
+    """The result of plan verification."""
 
     n_machines: int
-    agreements: Sequence[Agreement]
+    agreements: Sequence[Agreement]  # the worst last
     links: Sequence[Link]
-    predicted_seconds: float | None
-    measured_seconds: float
-    alone_seconds: float
-    cluster: str
-    n_cores: int
+    predicted_seconds: float | None  # of a step
+    measured_seconds: float  # of a step
+    alone_seconds: float  # of a step of one process
+    cluster: str  # of the prediction
+    n_cores: int  # of this host
 
     @property
     def passed(self) -> bool:
-        """Whether numbers and bytes are as they should be."""
         exact = all(link.predicted == link.sent for link in self.links)
         return exact and all(each.agrees for each in self.agreements)
 
     def plain(self) -> dict[str, object]:
-        """Return all of it as JSON has it."""
         return {
             "passed": self.passed,
             "machines": self.n_machines,
@@ -233,7 +192,6 @@ class VerificationResult:
         }
 
     def show(self, console: Console) -> None:
-        """Print a table, and what to think of it."""
         table = Table(title=f"the plan for {self.n_machines} machines, run here")
         table.add_column("what")
         for column in ("plan", "one process", ""):
@@ -271,8 +229,7 @@ class VerificationResult:
             )
         if self.n_machines > self.n_cores:
             lines.append(
-                f"{self.n_machines} machines share {self.n_cores} cores here: times "
-                "are those of a crowd."
+                f"{self.n_machines} machines share {self.n_cores} cores here: steps take longer."
             )
         lines.append("All agrees." if self.passed else "The plan is NOT right here.")
         return lines
@@ -280,36 +237,35 @@ class VerificationResult:
 
 N_STEPS: Final = 12
 N_WARM: Final = 3
-SHARE: Final = 1e-3
-"""Of the largest number of all, the least that an error is relative to."""
+SHARE: Final = 1e-3  # of the largest number: errors are relative to at least this
 
 Array = NDArray[np.float32 | np.float64]
 Tensors = Mapping[str, torch.Tensor]
 
 
 def verify(
-    outlook: PlanningResult, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
+    result: PlanningResult, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
 ) -> VerificationResult:
-    """Run the plan of an outlook for some steps, and compare.
+    """Run a plan for some steps, and compare.
 
     Args:
-        outlook: Whose plan, the one for the most machines.
-        factory: Import path of what makes the model, without arguments.
+        result: The planning result; the plan for the most machines is run.
+        factory: Import path of the function that makes the model, without arguments.
         loss: Its name.
         n_cores: Of this host.
-        n_steps: How many count.
+        n_steps: Number of steps after the warm-up.
 
     Raises:
-        JobError: the model cannot be run so: it has no loss, several inputs, or draws
-            random numbers that are no masks of dropout.
+        JobError: the model has no loss, or several inputs, or draws random numbers other than
+            dropout masks.
     """
-    graph, plan = outlook.order.graph, outlook.plan
+    graph, plan = result.request.graph, result.plan
     _check(graph, loss)
     sample = _sample(graph)
     spec = ModelSpec(factory=factory)
     inputs, targets = _batch(graph, sample, batch=plan.batch, loss=loss)
     with ended_by_signals(), scratch() as folder:
-        # As the machines compute, whatever the model is made in.
+        # float32, as ranks compute, whatever dtype the model is made in.
         module = build_model(spec).train().float()
         tensors = {key: value.clone() for key, value in module.state_dict().items()}
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors")
@@ -338,7 +294,7 @@ def verify(
     torch.set_num_threads(1)
     try:
         alone = _seconds(module, inputs, targets, function, n_steps=n_steps)
-        # Of the machines' last step, which is the one that is compared.
+        # The last step is compared.
         seed = step_seed(SEED, (rehearsal.n_steps - 1) * plan.batch)
         single = _reference(module, inputs, targets, function, graph=graph, seed=seed)
         exact = _reference(
@@ -360,10 +316,12 @@ def verify(
 
 def _check(graph: LayerGraph, loss: str) -> None:
     if not loss:
-        raise JobError("--verify takes steps: name the loss, as in --loss cross_entropy")
+        raise JobError("--verify needs a loss: name it, as in --loss cross_entropy")
     inputs = [layer.name for layer in graph.layers if layer.kind == "input"]
     if len(inputs) != 2:
-        raise JobError(f"--verify gives a model one input, and this one has {len(inputs) - 1}")
+        raise JobError(
+            f"--verify supports models with one input, but this one has {len(inputs) - 1}"
+        )
 
 
 def _sample(graph: LayerGraph) -> Sample:
@@ -379,7 +337,7 @@ def _sample(graph: LayerGraph) -> Sample:
 def _batch(
     graph: LayerGraph, sample: Sample, *, batch: int, loss: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random samples: numbers from 0 to 1, labels of all classes."""
+    # Random inputs from 0 to 1, labels of all classes.
     generator = torch.Generator().manual_seed(0)
     classes = graph[graph.outputs[0]].shape[0] if sample.target_is_integer else 0
     inputs = torch.rand(batch, *sample.input_shape, generator=generator)
@@ -394,7 +352,7 @@ def _batch(
 
 
 def _n_words(graph: LayerGraph) -> int:
-    """Return how many words every table of the model has; 1 if nobody knows."""
+    # The number of rows of every embedding; 1 if unknown.
     known = [
         layer.tensors["weight"].shape[0] for layer in graph.layers if layer.kind == Embedding.name
     ]
@@ -406,7 +364,6 @@ def _n_words(graph: LayerGraph) -> int:
 
 
 def _make_room(rehearsal: VerificationRun, graph: LayerGraph, tensors: Tensors) -> None:
-    """Make the files that machines write into."""
     shape = (rehearsal.n_samples, *graph[graph.outputs[0]].shape)
     names = [(OUTPUT, shape)] + [
         (gradient_file(index), tuple(tensors[name].shape))
@@ -419,7 +376,6 @@ def _make_room(rehearsal: VerificationRun, graph: LayerGraph, tensors: Tensors) 
 def _found(
     rehearsal: VerificationRun, graph: LayerGraph, tensors: Tensors, seen: Sequence[Seen]
 ) -> dict[str, torch.Tensor]:
-    """Return what the machines have computed, put together."""
     losses = [machine.loss for machine in seen if machine.loss is not None]
     found = {
         "outputs": _load(rehearsal, OUTPUT),
@@ -439,7 +395,6 @@ def _load(rehearsal: VerificationRun, name: str) -> torch.Tensor:
 def _seconds(
     module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss, *, n_steps: int
 ) -> float:
-    """Return what a step takes in one process."""
     times: list[float] = []
     for _ in range(1 + n_steps):
         module.zero_grad()
@@ -458,7 +413,7 @@ def _reference(
     graph: LayerGraph,
     seed: int,
 ) -> dict[str, torch.Tensor]:
-    """Return what one process computes that drops what machines drop in this step."""
+    # One process, with the dropout masks of this step.
     module.zero_grad()
     masks = SharedDropoutMasks(graph, seed=seed)
     with masks:
@@ -482,8 +437,7 @@ def _compared(found: Tensors, single: Tensors, exact: Tensors) -> list[Agreement
     largest = max(_largest(exact[name]) for name in names if name != "outputs")
     agreements = []
     for name in names:
-        # A gradient that is zero but for rounding (of a bias before normalisation) is
-        # measured by the others.
+        # A gradient that is only rounding (a bias before normalisation) is relative to the others.
         scale = max(_largest(exact[name]), SHARE * largest)
         error = _distance(found[name], exact[name]) / scale
         rounding = _distance(single[name], exact[name]) / scale

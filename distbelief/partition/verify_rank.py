@@ -1,4 +1,4 @@
-"""One machine of a rehearsal: a process that computes its part of some steps, and ends.
+"""One rank of a plan verification: a process that computes its part of some steps.
 
 python -m distbelief.partition.verify_rank SPEC.json MACHINE N_MACHINES
 """
@@ -54,26 +54,18 @@ from distbelief.worker.partition import PartitionWorker, RankConfig
 from distbelief.worker.steps import StepRunner
 
 
-# What a machine of a rehearsal computes for: some steps on arrays, kept in files.
-
 OUTPUT: Final = "output.npy"
 
 Array = NDArray[np.float32 | np.float64 | np.int64]
 
 
 def gradient_file(tensor: int) -> str:
-    """Return the name of the file of a tensor's gradient."""
     return f"gradient-{tensor}.npy"
 
 
 @final
 class Pairs:
-    """Arrays as a data set; targets of zeros where there are none.
-
-    Args:
-        inputs: (n_samples, *shape).
-        targets: (n_samples, *shape).
-    """
+    """Arrays as a data set; targets are zeros if there are none."""
 
     def __init__(self, inputs: Array, targets: Array | None) -> None:
         self._inputs, self._targets = inputs, targets
@@ -82,12 +74,10 @@ class Pairs:
         return len(self._inputs)
 
     def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one sample."""
         inputs, targets = self.__getitems__([index])
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: list[int], /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch."""
         inputs = torch.from_numpy(np.array(self._inputs[indices]))
         if self._targets is None:
             return inputs, torch.zeros(len(indices))
@@ -96,38 +86,21 @@ class Pairs:
 
 @final
 class FixedBatchPlan:
-    """All samples, at every step.
-
-    Args:
-        n_samples: How many.
-    """
+    """All samples in every step."""
 
     def __init__(self, n_samples: int) -> None:
         self._indices: Indices = np.arange(n_samples, dtype=np.int64)
 
     def start(self, position: int) -> None:
-        """Begin anywhere: all steps are alike."""
+        pass  # all steps are equal
 
     def batch(self, step: int) -> BatchIndices:
-        """Return all samples."""
         return BatchIndices(position=step * len(self._indices), indices=self._indices)
 
 
 @final
 class VerificationObjective:
-    """What a machine of a rehearsal computes for; see `runtime.machine.Duty`.
-
-    Args:
-        rehearsal: What it is told.
-        flow: What it computes.
-        values: Flat, one per item.
-
-    Attributes:
-        values: Likewise.
-        n_done: Steps it has taken.
-        ends: When each step was over.
-        loss: Of the last step, summed over its samples, if it is known here.
-    """
+    """The objective of a rank in a plan verification: writes results to files."""
 
     def __init__(
         self, rehearsal: VerificationRun, flow: Dataflow, values: Sequence[torch.Tensor]
@@ -143,53 +116,44 @@ class VerificationObjective:
 
     @property
     def pushed(self) -> int | None:
-        """Nothing is pushed."""
         return None
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is under way."""
         return True
 
     @property
     def is_due(self) -> bool:
-        """Nothing is to be waited for."""
         return False
 
     @property
     def clock(self) -> float | None:
-        """No shards, no clocks."""
         return None
 
     def may_fetch(self, *, ahead: bool) -> bool:
-        """Never fetch: all values are here."""
         del ahead
         return False
 
     def begin(self, position: int, now: Seconds) -> None:
-        """Begin; time counts from here."""
+        # Time counts from here.
         del position
         self.ends = [now]
 
     def drop(self) -> None:
-        """Nothing has accrued."""
+        pass
 
     def fetches_at(self, step: int) -> bool:
-        """Never fetch: all values are here."""
         del step
         return False
 
     def installing(self, work: Install) -> Install:
-        """Return the work of an install as it is."""
         return work
 
     def fetched(self, seconds: Seconds) -> bool:
-        """Never called."""
         del seconds
         return True
 
     def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
-        """Keep the gradients of this step."""
         del step, portion
         self._chosen = chosen
         self._gradients = {}
@@ -199,7 +163,6 @@ class VerificationObjective:
         self._gradients[item] = gradient
 
     def close(self, found: StepResult) -> object:
-        """Write what is wanted of this step."""
         assert self._chosen is not None
         rehearsal, rows = self._rehearsal, self._chosen.indices
         is_last = self.n_done + 1 == rehearsal.n_steps
@@ -231,7 +194,6 @@ class VerificationObjective:
     def closed(
         self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
-        """A step is over."""
         del result, chosen
         self.n_done += 1
         self.ends.append(now)
@@ -240,36 +202,30 @@ class VerificationObjective:
         return []
 
     def work(self, *, final: bool) -> Sequence[Action]:
-        """Nothing comes between steps."""
         del final
         return []
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Never called."""
         del event, now
         return []
 
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
-        """Nobody commands here."""
         del leader, message, now
         return []
 
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
-        """Nobody is told."""
         del leader, now, final
         return [], []
 
     def figures(self) -> Mapping[str, float]:
-        """No counters."""
         return {}
 
 
 def _order(rehearsal: VerificationRun) -> dict[str, int]:
-    """Return the number of each tensor's file."""
     with safe_open(rehearsal.weights, framework="pt") as file:
         return {name: index for index, name in enumerate(sorted(file.keys()))}
 
@@ -279,7 +235,7 @@ MEET_SECONDS: Final = 120.0
 
 
 def main(spec: str, machine: int, n_machines: int) -> int:
-    """Be this machine; return the process's exit status."""
+    """Run this rank; return the exit status of the process."""
     rehearsal = msgspec.json.decode(Path(spec).read_bytes(), type=VerificationRun)
     _end_with_parent()
     beat(rehearsal.path(f"{machine}.alive"))
@@ -300,8 +256,7 @@ def main(spec: str, machine: int, n_machines: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """End as soon as the process that started this one is gone."""
-
+    # Standard input closes when the parent process ends.
     def wait() -> None:
         while os.read(0, 1):  # not by `sys.stdin`, whose lock it would hold at the end
             pass
@@ -347,12 +302,12 @@ def _tell_endpoint(rehearsal: VerificationRun, machine: int, endpoint: str) -> N
 
 
 def _endpoint(rehearsal: VerificationRun, machine: int) -> str:
-    """Wait until another machine says where it is."""
+    # Waits until the other rank has written its endpoint.
     path = rehearsal.path(f"{machine}.endpoint")
     deadline = time.monotonic() + MEET_SECONDS
     while not path.is_file():
         if time.monotonic() > deadline:
-            raise DistBeliefError(f"machine {machine} is not there: see its log")
+            raise DistBeliefError(f"machine {machine} has not started: see its log")
         time.sleep(0.01)
     return path.read_text()
 
@@ -409,7 +364,7 @@ def _role(
 
 
 def graph_of(rehearsal: VerificationRun) -> tuple[LayerGraph, Mapping[str, torch.nn.Module], str]:
-    """Return the layer graph, modules that are called whole, and the output layer."""
+    """Return the layer graph, the modules of opaque layers, and the output layer."""
     if rehearsal.trains:
         captured = capture_for(rehearsal.task, rehearsal.sample)
         return captured.graph, captured.modules, captured.graph.outputs[0]
@@ -436,11 +391,10 @@ def compiled_for(plan: Plan, graph: LayerGraph) -> Compiled:
 
 
 def _values(rehearsal: VerificationRun, flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return what this machine keeps of each tensor, read from the file."""
     with safe_open(rehearsal.weights, framework="pt") as file:
         found: list[torch.Tensor] = []
         for name, region in flow.items:
-            # A slice cannot be taken of a tensor without dimensions.
+            # A tensor without dimensions has no slices.
             value = (
                 file.get_slice(name)[region.slices] if region.intervals else file.get_tensor(name)
             )

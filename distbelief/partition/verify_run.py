@@ -1,18 +1,13 @@
-"""The machines of one plan as processes of this host, without parameter servers.
+"""Runs the ranks of one plan as processes of this host, without parameter servers.
 
-    folder/spec.json            what they are told
-    folder/.ROLE.1              the socket where each can be reached
-    folder/MACHINE.endpoint     that it can be
-    folder/output.npy           what they compute, each its own regions
-    folder/gradient-K.npy       of tensor K, likewise
-    folder/MACHINE.json         what each has measured
-    folder/MACHINE.alive        that each lives (`pulse`)
-    folder/MACHINE.log          what each has to say
+    folder/spec.json            the run's specification
+    folder/.ROLE.1              socket of each rank
+    folder/MACHINE.endpoint     its endpoint, once it listens
+    folder/output.npy           outputs, each rank its own regions
+    folder/gradient-K.npy       gradient of tensor K
+    folder/MACHINE.json, .alive, .log    measurements, heartbeat, log
 
-For `distbelief predict`, and for `distbelief partition --verify`. They are the machines
-of a job (`runtime.machine`), talk over ZeroMQ as those do, and differ in what they
-compute for (`hand`). Values come from a file of whole tensors, of which each reads its
-regions. If one of them ends too early, or is silent for too long, all are ended.
+If a rank fails, or is silent for too long, all are ended.
 """
 
 import subprocess
@@ -31,27 +26,20 @@ from distbelief.roles.role import Seconds
 from distbelief.task.task import Sample, TaskSpec
 
 
-# Signs of life of the machines of a rehearsal: a file of each, touched twice a second.
-#
-# A machine whose file is not touched any more is named, and after longer silence taken
-# for dead, as in a job; the thread that touches it needs nothing of what is computed.
+# --- heartbeats ---
 
 BEAT_SECONDS: Final = 0.5
-SILENT_SECONDS: Final = 3.0
-"""After which a machine is named."""
+SILENT_SECONDS: Final = 3.0  # a rank is reported
 
-DEAD_SECONDS: Final = 10.0
-"""After which all are ended."""
+DEAD_SECONDS: Final = 10.0  # all are ended
 
-START_SECONDS_MAX: Final = 120.0
-"""Until the first sign of life: it imports torch before."""
+START_SECONDS_MAX: Final = 120.0  # until the first heartbeat: importing torch takes long
 
-STILL_SECONDS: Final = 1.0
-"""Between two looks, after which whoever looks stood still itself."""
+STILL_SECONDS: Final = 1.0  # a longer gap between two looks is our own delay
 
 
 def beat(path: Path) -> None:
-    """Touch this file from now on, as long as the process lives."""
+    """Touch this file twice a second, as long as the process lives."""
 
     def touch() -> None:
         while True:
@@ -64,13 +52,7 @@ def beat(path: Path) -> None:
 
 @final
 class ProcessHeartbeat:
-    """What is known of the signs of life of some machines.
-
-    Args:
-        paths: The file of each.
-        pids: The process of each.
-        now: They were started.
-    """
+    """Checks the heartbeat files of some ranks."""
 
     def __init__(self, paths: Sequence[Path], *, pids: Sequence[int], now: Seconds) -> None:
         self._paths = paths
@@ -81,19 +63,15 @@ class ProcessHeartbeat:
         self._looked_at = now
 
     def look(self, now: Seconds, *, left: Sequence[int]) -> list[str]:
-        """Look at the files; return what is to be told of who is silent, or back.
-
-        Args:
-            now: The time.
-            left: Machines that have not ended.
+        """Look at the files; return lines about ranks that are silent, or back.
 
         Raises:
-            DistBeliefError: one has been silent for too long; it is named.
+            DistBeliefError: a rank has been silent for too long.
         """
         gap, self._looked_at = now - self._looked_at, now
         told = []
         for machine in left:
-            if gap > STILL_SECONDS:  # nobody else is to blame
+            if gap > STILL_SECONDS:  # our own delay, not theirs
                 self._heard_at[machine] += gap
             text = self._look_at(machine, now)
             if text is not None:
@@ -113,17 +91,17 @@ class ProcessHeartbeat:
         bound = DEAD_SECONDS if stamp else START_SECONDS_MAX
         if silence > bound:
             raise DistBeliefError(
-                f"{label} has been silent for {silence:.1f} s, and all are ended with "
-                "it: it was stopped, or its host is overloaded. Try again"
+                f"{label} has been silent for {silence:.1f} s: it was stopped, or the host is "
+                "overloaded. Try again"
             )
         if not stamp or silence <= SILENT_SECONDS or machine in self._named:
             return None
         self._named.add(machine)
-        return f"{label} silent for {silence:.1f} s: in {bound - silence:.0f} s giving up"
+        return f"{label} silent for {silence:.1f} s: giving up in {bound - silence:.0f} s"
 
 
 def _stamp(path: Path) -> int:
-    """Return when this file was touched; 0 if there is none."""
+    # 0 if the file is missing.
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -133,89 +111,61 @@ def _stamp(path: Path) -> int:
 END_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.02
 SECONDS_MAX: Final = 24 * 3600.0
-SEED: Final = (0, 0)
-"""Of the randomness of all steps."""
+SEED: Final = (0, 0)  # of all steps
 
 _LOG_MAX: Final = 2000  # characters of it that are shown
 
 
 @final
 class VerificationRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What all machines are told.
+    """The specification of a run, the same for all ranks."""
 
-    Attributes:
-        folder: Where files lie.
-        run: Name of this rehearsal, which is in every message.
-        task: Model and loss.
-        sample: What the data are like.
-        plan: Path of the plan.
-        weights: Path of whole tensors by name (.safetensors).
-        inputs: Path of all inputs: (n_samples, *shape), .npy.
-        targets: Of their targets; "" to predict.
-        n_samples: How many there are.
-        n_steps: Steps to take. To predict: as many as it takes to have seen all.
-        n_warm: Steps at the beginning that do not count.
-        dtype: "float32" or "float64".
-        device: What machines compute on.
-        threads: Of torch, in each process.
-        import_paths: Directories where import paths are looked up first.
-    """
-
-    folder: str
-    run: str
+    folder: str  # for all files
+    run: str  # in every message
     task: TaskSpec
     sample: Sample
     plan: str
-    weights: str
-    inputs: str
-    targets: str = ""
+    weights: str  # path of whole tensors by name (.safetensors)
+    inputs: str  # path of (n_samples, *shape), .npy
+    targets: str = ""  # path; "" to predict
     n_samples: int
     n_steps: int
-    n_warm: int = 0
+    n_warm: int = 0  # steps at the start that do not count
     dtype: str = "float32"
     device: str = "cpu"
-    threads: int = 1
+    threads: int = 1  # of torch, per process
     import_paths: tuple[str, ...] = ()
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are wanted."""
         return bool(self.targets)
 
     def path(self, name: str) -> Path:
-        """Return where one of its files lies."""
         return Path(self.folder) / name
 
 
 @final
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What one machine has measured.
+    """The measurements of one rank."""
 
-    Attributes:
-        seconds: Of each step that counts, from the end of the one before to its own.
-        n_bytes: Sent in all steps, by receiver.
-        loss: Sum over the samples of a step, if this machine knows it.
-    """
-
-    seconds: tuple[float, ...] = ()
-    n_bytes: dict[int, int] = {}
-    loss: float | None = None
+    seconds: tuple[float, ...] = ()  # of each step that counts
+    n_bytes: dict[int, int] = {}  # sent in all steps, by receiver
+    loss: float | None = None  # sum over the samples of a step, if known here
 
 
 def run_verification(
     rehearsal: VerificationRun, *, n_machines: int, tell: Callable[[str], None] | None = None
 ) -> list[Seen]:
-    """Run all machines until they end; return what each has measured.
+    """Run all ranks until they end; return the measurements of each.
 
     Args:
-        rehearsal: What they are told.
-        n_machines: How many they are.
-        tell: Told of a machine that is silent, and when it is back.
+        rehearsal: The specification.
+        n_machines: Number of ranks.
+        tell: Called with a line about a rank that is silent, or back.
 
     Raises:
-        JobError: a machine says that the user's model or data are at fault.
-        DistBeliefError: a machine failed for another reason, was ended, or has been
-            silent for too long.
+        JobError: a rank reports an error in the user's model or data.
+        DistBeliefError: a rank failed for another reason, or was silent for too long.
     """
     spec = rehearsal.path("spec.json")
     spec.write_bytes(msgspec.json.encode(rehearsal))
@@ -253,7 +203,6 @@ def _await(
         codes = [hand.poll() for hand in hands]
         failed = [m for m, code in enumerate(codes) if code not in {None, 0}]
         if failed:
-            # Who fails first is seldom who is at fault: the others miss it.
             raise _failure(failed[0], codes[failed[0]] or 0, rehearsal)
         if None not in codes:
             return
@@ -262,7 +211,7 @@ def _await(
             if tell is not None:
                 tell(text)
         time.sleep(POLL_SECONDS)
-    raise DistBeliefError(f"machines have not ended within {SECONDS_MAX:.0f} s")
+    raise DistBeliefError(f"machines have not ended within {SECONDS_MAX:.0f} s: use fewer samples")
 
 
 def _failure(machine: int, code: int, rehearsal: VerificationRun) -> DistBeliefError:
@@ -271,7 +220,7 @@ def _failure(machine: int, code: int, rehearsal: VerificationRun) -> DistBeliefE
         return JobError(f"machine {machine}: {error.read_text()}")
     log = rehearsal.path(f"{machine}.log").read_text(errors="replace")[-_LOG_MAX:]
     how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-    return DistBeliefError(f"machine {machine} {how}; it said:\n{log}")
+    return DistBeliefError(f"machine {machine} {how}; its log:\n{log}")
 
 
 def _end(hands: Sequence[subprocess.Popen[bytes]]) -> None:

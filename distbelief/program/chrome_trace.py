@@ -1,8 +1,7 @@
-"""A priced step as events: its critical path, and a picture for a trace viewer.
+"""The Chrome trace and the critical path of a simulated step.
 
-chrome_trace(price)    what chrome://tracing and ui.perfetto.dev show: a process per
-machine, with a row for computing, sending and receiving
-critical_path(price)   the chain of events that makes the step as long as it is
+chrome://tracing and ui.perfetto.dev show the trace: a process per machine, with one row each for
+computing, sending and receiving.
 """
 
 from collections.abc import Iterator
@@ -14,74 +13,65 @@ from distbelief.program.cost import StepCost
 from distbelief.program.step_simulator import NOTHING
 
 
-Lane = Literal["compute", "send", "receive"]
+Track = Literal["compute", "send", "receive"]
 TraceEvent = dict[str, str | int | float | dict[str, str | int]]
 
-_LANES: tuple[Lane, ...] = ("compute", "send", "receive")
+_TRACKS: tuple[Track, ...] = ("compute", "send", "receive")
 
 
 @final
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A task, or a message as one of its ends sees it.
-
-    Attributes:
-        machine: Whose.
-        lane: What of the machine it takes.
-        what: Phase of a task, kind of a message.
-        name: Of the layer or tensor.
-        start: Seconds from the start of the step.
-        seconds: How long it takes; of a message, without the latency after it.
-        peer: The other end of a message.
-        n_bytes: Of a message.
-    """
+    """A task, or a message as seen by one of its ends."""
 
     machine: int
-    lane: Lane
-    what: str
-    name: str
-    start: float
-    seconds: float
-    peer: int | None = None
-    n_bytes: int = 0
+    track: Track  # row in the trace
+    what: str  # phase of a task, kind of a message
+    name: str  # of the layer or tensor
+    start: float  # seconds from the start of the step
+    seconds: float  # of a message, without the latency after it
+    peer: int | None = None  # the other end of a message
+    n_bytes: int = 0  # of a message
 
 
-def events(price: StepCost) -> Iterator[Event]:
-    """Yield all events of a step, messages twice: where they leave and arrive."""
-    for index in range(len(price.played.starts)):
-        event = _event(price, index)
+def events(step_cost: StepCost) -> Iterator[Event]:
+    """Yield all events of a step; messages twice, at the sender and at the receiver."""
+    for index in range(len(step_cost.played.starts)):
+        event = _event(step_cost, index)
         yield event
         if event.peer is not None:
             yield msgspec.structs.replace(
-                event, machine=event.peer, peer=event.machine, lane="receive"
+                event, machine=event.peer, peer=event.machine, track="receive"
             )
 
 
-def critical_path(price: StepCost) -> list[Event]:
-    """Return the events of which each began when the one before let it, first to last.
+def critical_path(step_cost: StepCost) -> list[Event]:
+    """Return the chain of events that determines the length of the step, first to last.
 
-    The step is as long as they are, and latencies between them. Messages are seen from
+    The step lasts as long as these events and the latencies between them. Messages are seen from
     their sender.
     """
-    played = price.played
+    played = step_cost.played
     path: list[Event] = []
     index = int(played.arrivals.argmax()) if len(played.arrivals) else NOTHING
+    # Follow the causes back from the last arrival.
     while index != NOTHING:
-        path.append(_event(price, index))
+        path.append(_event(step_cost, index))
         index = int(played.causes[index])
     return path[::-1]
 
 
-def chrome_trace(price: StepCost) -> list[TraceEvent]:
-    """Return a step in the trace event format: to be written as JSON."""
+def chrome_trace(step_cost: StepCost) -> list[TraceEvent]:
+    """Return a step in the Trace Event Format, ready for JSON."""
     trace: list[TraceEvent] = []
-    for machine in sorted(price.compiled.order):
+    # "M" events name processes and threads; "X" events have a start and a duration in us.
+    for machine in sorted(step_cost.compiled.order):
         names = [("process_name", 0, f"machine {machine}")]
-        names += [("thread_name", row, lane) for row, lane in enumerate(_LANES)]
+        names += [("thread_name", row, track) for row, track in enumerate(_TRACKS)]
         trace += [
             {"ph": "M", "pid": machine, "tid": row, "name": name, "args": {"name": text}}
             for name, row, text in names
         ]
-    for event in events(price):
+    for event in events(step_cost):
         details: dict[str, str | int] = {"kind": event.what}
         if event.peer is not None:
             details |= {"peer": event.peer, "bytes": event.n_bytes}
@@ -89,7 +79,7 @@ def chrome_trace(price: StepCost) -> list[TraceEvent]:
             {
                 "ph": "X",
                 "pid": event.machine,
-                "tid": _LANES.index(event.lane),
+                "tid": _TRACKS.index(event.track),
                 "name": f"{event.name} {event.what}",
                 "cat": event.what,
                 "ts": event.start * 1e6,
@@ -100,29 +90,29 @@ def chrome_trace(price: StepCost) -> list[TraceEvent]:
     return trace
 
 
-def _event(price: StepCost, index: int) -> Event:
-    played = price.played
+def _event(step_cost: StepCost, index: int) -> Event:
+    played = step_cost.played
     start, end = float(played.starts[index]), float(played.ends[index])
     if index < played.n_tasks:
-        task = price.tasks[index]
+        task = step_cost.tasks[index]
         return Event(
             machine=task.machine,
-            lane="compute",
+            track="compute",
             what=task.phase,
             name=task.layer,
             start=start,
             seconds=end - start,
         )
     message = index - played.n_tasks
-    way = price.traffic[int(played.ways[message])]
+    flow = step_cost.traffic[int(played.flows[message])]
     sender, receiver = int(played.senders[message]), int(played.receivers[message])
     return Event(
         machine=sender,
-        lane="send",
-        what=way.kind,
-        name=way.name,
+        track="send",
+        what=flow.kind,
+        name=flow.name,
         start=start,
         seconds=end - start,
         peer=receiver,
-        n_bytes=way.n_bytes_between(sender, receiver),
+        n_bytes=flow.n_bytes_between(sender, receiver),
     )

@@ -1,7 +1,6 @@
-"""Machines and the network between them, as far as prices depend on them.
+"""Clusters: machines, the network between them, and how machines fail.
 
-Every figure says where it is from: measured on this host, or written into a file by
-somebody who may never have seen the machines.
+All figures are measured on this host, or written into a cluster file; `origin` says which.
 """
 
 import hashlib
@@ -16,44 +15,30 @@ import msgspec
 from distbelief.graph.graph import GraphError
 
 
-# Machines that go away: how often, for how long, or exactly when.
-#
-# Two processes may run side by side, *failures* (a machine breaks) and *preemptions* (a
-# spot machine is taken back, perhaps several at once). A *trace* lists what happened to
-# real machines, and how long they were watched: beyond that it says nothing.
-#
-#     seconds,machine,away          <- a header, or none
-#     120.5,3,300                   machine 3 is gone from 120.5 s to 420.5 s
-#     end,86400                     watched for a day; the last line
+# --- outages ---
 
 N_OUTAGES_MAX: Final = 1_000_000
 
 
 @final
 class Outages(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of outages; times between them are exponential.
+    """A random process of outages; the times between them are exponential."""
 
-    Attributes:
-        mean_time: Seconds between two outages of one machine, on average.
-        away: Seconds until a machine is back.
-        group: Machines that go together: the first so many, the next so many, ...
-    """
-
-    mean_time: float
-    away: float
-    group: int = 1
+    mean_time: float  # seconds between two outages of one machine, on average
+    away: float  # seconds until a machine is back
+    group: int = 1  # machines that fail together: the first so many, the next so many, ...
 
     def __post_init__(self) -> None:
         for name in ("mean_time", "away"):
             if not 0 < getattr(self, name) < math.inf:
-                raise GraphError(f"{name} of outages is {getattr(self, name)}; use a time above 0")
+                raise GraphError(f"{name} of outages is {getattr(self, name)}: use a time above 0")
         if self.group < 1:
-            raise GraphError(f"group of outages is {self.group}; use 1 or more")
+            raise GraphError(f"group of outages is {self.group}: use 1 or more")
 
 
 @final
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine was gone."""
+    """One outage of one machine."""
 
     at: float
     machine: int
@@ -62,22 +47,22 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class OutageTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """All outages of some machines within a time.
+    """All recorded outages of some machines.
 
-    Attributes:
-        outages: In order of time.
-        covers: Seconds that were watched.
+    seconds,machine,away          <- a header, or none
+    120.5,3,300                   machine 3 is away from 120.5 s to 420.5 s
+    end,86400                     end of the recording; the last line
     """
 
-    outages: tuple[Lost, ...]
-    covers: float
+    outages: tuple[Lost, ...]  # in order of time
+    covers: float  # length of the recording, seconds
 
 
 def read_trace(text: str, *, n_machines: int) -> OutageTrace:
-    """Return the trace that a CSV text holds.
+    """Return the trace in a CSV text.
 
     Raises:
-        GraphError: naming the line and what it should be.
+        GraphError: a line is wrong; names the line and what it should be.
     """
     lines = [
         (number, [cell.strip() for cell in line.split(",")])
@@ -88,8 +73,7 @@ def read_trace(text: str, *, n_machines: int) -> OutageTrace:
         lines = lines[1:]
     if not lines or lines[-1][1][0] != "end":
         raise GraphError(
-            "a trace ends without the line 'end,SECONDS': write how long the machines "
-            "were watched, or nobody knows whether more happened"
+            "a trace ends without the line 'end,SECONDS': write how long the machines were recorded"
         )
     if len(lines) > N_OUTAGES_MAX:
         raise GraphError(f"a trace has {len(lines)} lines; use {N_OUTAGES_MAX} at most")
@@ -99,8 +83,8 @@ def read_trace(text: str, *, n_machines: int) -> OutageTrace:
     outages.sort(key=lambda lost: (lost.at, lost.machine))
     if outages and outages[-1].at > covers:
         raise GraphError(
-            f"a trace ends early: an outage at {outages[-1].at} s, but 'end' says that "
-            f"the machines were watched for {covers} s only: mend the last line"
+            f"a trace has an outage at {outages[-1].at} s, after its end at "
+            f"{covers} s: correct the last line"
         )
     return OutageTrace(outages=tuple(outages), covers=covers)
 
@@ -113,8 +97,7 @@ def _row(cells: list[str], number: int, n_machines: int) -> Lost:
     at, away = _seconds(cells[0], number), _seconds(cells[2], number)
     if not cells[1].isdecimal() or not int(cells[1]) < n_machines:
         raise GraphError(
-            f"line {number} of a trace names machine {cells[1]!r:.40}; there are "
-            f"{n_machines}, counted from 0"
+            f"line {number} of a trace names machine {cells[1]!r:.40}: use 0 to {n_machines - 1}"
         )
     return Lost(at=at, machine=int(cells[1]), away=away)
 
@@ -126,7 +109,7 @@ def _seconds(cell: str, number: int) -> float:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise GraphError(
-            f"line {number} of a trace has {cell!r:.40} where seconds should be: write "
+            f"line {number} of a trace has {cell!r:.40} instead of seconds: write "
             "a number of 0 or more, without a unit"
         )
     return seconds
@@ -136,6 +119,7 @@ Origin = Literal["measured", "assumed"]
 
 UNLIMITED: Final = math.inf
 
+# The figures of a machine on which a plan depends.
 _PRICED: Final = (
     "flops",
     "memory_rate",
@@ -145,126 +129,90 @@ _PRICED: Final = (
     "jitter",
     "bandwidth",
 )
-"""Of a machine, what a plan depends on."""
 
 
 @final
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine.
+    """Figures of one machine."""
 
-    Attributes:
-        flops: Floating point operations per second in a large matrix product.
-        memory_rate: Bytes per second to and from memory.
-        message_rate: Bytes per second of messages, sent or received, that would keep
-            its processors busy; what it computes meanwhile takes longer.
-        memory: Bytes that parameters, gradients and activations may take.
-        overhead: Seconds that each layer costs, however small.
-        jitter: Standard deviation of the logarithm of its compute times: 0.1 is a
-            machine whose steps are often 10 % faster or slower.
-        bandwidth: Bytes per second that it can send, and likewise receive.
-        cores: Among which `flops` are divided evenly.
-        handling: Seconds that a message, however small, takes of a core at each end,
-            beside its bytes; what is computed there meanwhile takes longer. Simulations
-            charge it to the process that receives.
-    """
-
-    flops: float
-    memory_rate: float
+    flops: float  # floating point operations per second in a large matrix product
+    memory_rate: float  # bytes per second to and from memory
+    # Bytes per second of messages that keep its processors busy; tasks meanwhile take longer.
     message_rate: float = UNLIMITED
-    memory: float = UNLIMITED
-    overhead: float = 0.0
+    memory: float = UNLIMITED  # bytes for parameters, gradients and activations
+    overhead: float = 0.0  # seconds per layer, however small
+    # Standard deviation of the logarithm of compute times: 0.1 is often 10 % faster or slower.
     jitter: float = 0.0
-    bandwidth: float
-    cores: int = 1
+    bandwidth: float  # bytes per second that it can send, and also receive
+    cores: int = 1  # `flops` are divided evenly among them
+    # Core seconds per message at each end; simulations charge it to the process that receives.
     handling: float = 0.0
 
     def __post_init__(self) -> None:
         if self.cores < 1:
-            raise GraphError(f"a machine's cores is {self.cores}; use 1 or more")
+            raise GraphError(f"cores of a machine is {self.cores}: use 1 or more")
         for name in ("flops", "memory_rate", "message_rate", "memory", "bandwidth"):
             if not getattr(self, name) > 0:
                 raise GraphError(
-                    f"a machine's {name} is {getattr(self, name)}; use a number above 0"
+                    f"{name} of a machine is {getattr(self, name)}: use a number above 0"
                 )
         for name in ("overhead", "jitter", "handling"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise GraphError(f"a machine's {name} is {getattr(self, name)}; use 0 or more")
+                raise GraphError(f"{name} of a machine is {getattr(self, name)}: use 0 or more")
 
 
 @final
 class Switch(msgspec.Struct, frozen=True, kw_only=True):
-    """What passes into, or out of, a group of machines shares this.
-
-    Attributes:
-        first: Of the machines.
-        last: Of them, included.
-        bandwidth: Bytes per second in each direction.
-    """
+    """A switch that a group of consecutive machines shares."""
 
     first: int
-    last: int
-    bandwidth: float
+    last: int  # included
+    bandwidth: float  # bytes per second in each direction, shared by all that enters or leaves
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last:
             raise GraphError(
-                f"a switch for machines {self.first} to {self.last}: name the lower one first"
+                f"a switch is for machines {self.first} to {self.last}: name the lower one first"
             )
         if not self.bandwidth > 0:
             raise GraphError(
                 f"the switch of machines {self.first} to {self.last} has bandwidth "
-                f"{self.bandwidth}; use a number above 0"
+                f"{self.bandwidth}: use a number above 0"
             )
 
 
 @final
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Machines, fastest first, and what lies between them.
-
-    Attributes:
-        name: What it is called.
-        machines: All there are.
-        latency: Seconds from the end of sending a message to its arrival.
-        message_overhead: Seconds that a message, however small, keeps both its ends
-            from sending and receiving others: what software costs.
-        links: Bytes per second between two machines, by "0-5", where it is less than
-            both of them can do; in both directions.
-        origin: Where the figures are from.
-        note: What a reader should know of them.
-        switches: Groups of machines behind a switch that may be the bottleneck; of any
-            two, one contains the other or they have no machine in common.
-        failures: How machines break; None: never.
-        preemptions: How they are taken back; None: never.
-        trace: Exactly when they were gone; None: nobody watched.
-        origins: Of single figures, by name: where they are from, in words.
-    """
+    """Machines, fastest first, and the network between them."""
 
     name: str
     machines: tuple[Machine, ...]
-    latency: float = 0.0
+    latency: float = 0.0  # seconds from the end of sending a message to its arrival
+    # Seconds per message during which neither end sends or receives another.
     message_overhead: float = 0.0
+    # "0-5": bytes per second in both directions, if less than both ends can do
     links: Mapping[str, float] = msgspec.field(default_factory=dict)
-    origin: Origin = "assumed"
-    note: str = ""
-    switches: tuple[Switch, ...] = ()
-    failures: Outages | None = None
-    preemptions: Outages | None = None
-    trace: OutageTrace | None = None
-    origins: Mapping[str, str] = msgspec.field(default_factory=dict)
+    origin: Origin = "assumed"  # where the figures are from
+    note: str = ""  # for the reader of a report
+    switches: tuple[Switch, ...] = ()  # of any two, one contains the other or they share no machine
+    failures: Outages | None = None  # a machine breaks
+    preemptions: Outages | None = None  # spot machines are taken back
+    trace: OutageTrace | None = None  # recorded outages
+    origins: Mapping[str, str] = msgspec.field(default_factory=dict)  # of single figures, by name
 
     def __post_init__(self) -> None:
         if not self.machines:
-            raise GraphError(f"cluster {self.name!r} has no machine")
+            raise GraphError(f"cluster {self.name!r} has no machine: give at least one")
         for name in ("latency", "message_overhead"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise GraphError(
-                    f"cluster {self.name!r}: {name} is {getattr(self, name)}; use 0 or more"
+                    f"cluster {self.name!r}: {name} is {getattr(self, name)}: use 0 or more"
                 )
         for ends, rate in self.links.items():
             if not rate > 0:
                 raise GraphError(
-                    f"cluster {self.name!r}: link {ends} has bandwidth {rate}; use a "
-                    "number above 0, or leave machines out that nobody can reach"
+                    f"cluster {self.name!r}: link {ends} has bandwidth {rate}: use a "
+                    "number above 0, or leave out unreachable machines"
                 )
         self._check_switches()
 
@@ -273,18 +221,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for first, last in spans:
             if last >= len(self.machines):
                 raise GraphError(
-                    f"cluster {self.name!r}: a switch for machines {first} to {last}; "
-                    f"there are {len(self.machines)}, counted from 0"
+                    f"cluster {self.name!r}: a switch is for machines {first} to {last}: "
+                    f"use 0 to {len(self.machines) - 1}"
                 )
         for (a, b), (c, d) in combinations(sorted(spans), 2):
             if a < c <= b < d or (a, b) == (c, d):
                 raise GraphError(
-                    f"cluster {self.name!r}: switches for machines {a} to {b} and {c} "
-                    f"to {d}: let one contain the other, or neither touch the other"
+                    f"cluster {self.name!r}: the switches of machines {a} to {b} and {c} to {d} "
+                    "overlap: one must contain the other, or they must share no machine"
                 )
 
     def __len__(self) -> int:
-        """How many machines."""
         return len(self.machines)
 
     def first(self, n: int) -> "Cluster":
@@ -295,21 +242,21 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         if not 1 <= n <= len(self.machines):
             raise GraphError(
-                f"cluster {self.name!r} has {len(self.machines)} machines; {n} are asked for"
+                f"cluster {self.name!r} has {len(self.machines)} machines, but {n} are requested"
             )
         cut = [
             msgspec.structs.replace(switch, last=min(switch.last, n - 1))
             for switch in self.switches
             if switch.first < n
         ]
-        cut.sort(key=lambda switch: -switch.bandwidth)  # of two alike the narrower
+        cut.sort(key=lambda switch: -switch.bandwidth)  # of equal spans the slower switch stays
         spans = {(switch.first, switch.last): switch for switch in cut}
         return msgspec.structs.replace(
             self, machines=self.machines[:n], switches=tuple(spans.values())
         )
 
     def rate(self, sender: int, receiver: int) -> float:
-        """Return the most bytes per second from one machine to another."""
+        """Return the bandwidth from one machine to another, bytes per second."""
         rate = min(self.machines[sender].bandwidth, self.machines[receiver].bandwidth)
         if not self.links:
             return rate
@@ -318,12 +265,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all machines, and all links, are alike."""
+        # All machines are equal, and all links.
         return not self.links and len(set(self.machines)) == 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that plans depend on, whatever its name is."""
+        # A hash of everything that plans depend on; the name is left out.
         delays = (self.latency, self.message_overhead)
         machines = [_priced(machine) for machine in self.machines]
         figures = (machines, delays, dict(self.links))
@@ -333,17 +280,16 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 def _priced(machine: Machine) -> dict[str, float]:
     figures: dict[str, float] = {name: getattr(machine, name) for name in _PRICED}
-    if machine.handling:  # else it is that of clusters that knew nothing of it
+    if machine.handling:  # left out if 0: fingerprints of older plans stay valid
         figures["handling"] = machine.handling / machine.cores
     return figures
 
 
 def uniform(name: str, machine: Machine, n: int, *, latency: float = 0.0) -> Cluster:
-    """Return a cluster of n equal machines."""
     return Cluster(name=name, machines=(machine,) * n, latency=latency)
 
 
 def weights(machines: Sequence[Machine]) -> list[float]:
-    """Return the speed of each machine, the fastest being 1."""
+    """Return the relative speed of each machine; the fastest has 1."""
     fastest = max(machine.flops for machine in machines)
     return [machine.flops / fastest for machine in machines]

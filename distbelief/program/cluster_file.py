@@ -1,40 +1,14 @@
-"""Clusters as TOML files, and those that come with this package.
+"""Reads cluster files (TOML), and the clusters that come with this package.
 
     latency = "100 us"
-    note = "the lab's old machines"
 
     [[machines]]                    # the fastest first
     count = 8
     flops = "100 GFLOP/s"
     memory_rate = "30 GB/s"
     bandwidth = "1 Gbit/s"
-    memory = "16 GiB"               # from here on may be left out
-    message_rate = "4 GB/s"
-    overhead = "50 us"
-    jitter = 0.1
-    cores = 8                       # among which flops are divided
-    handling = "60 us"              # what a message takes of a core at each end
 
-    [links]                         # only those slower than their ends
-    "0-7" = "100 Mbit/s"
-
-    [[switches]]                    # what enters or leaves the group shares this
-    machines = "0-3"
-    bandwidth = "2 Gbit/s"
-
-    [failures]                      # and [preemptions]: of each machine
-    mean_time = "30 d"
-    away = "10 min"
-    group = 4                       # machines that go together; 1 if left out
-
-    [trace]                         # or exactly when; see `outages`
-    file = "outages.csv"            # beside this one
-
-    [origins]                       # of single figures, where `origin` does not fit
-    flops = "measured: a product of 1024 x 1024 matrices"
-
-Machines are counted from 0 in the order of the file. Keys are those of `Cluster` and
-`PartitionWorker`, and no others: a mistake names the file, the key and what to write instead.
+Machines are counted from 0 in the order of the file. `_KEYS` lists the other keys.
 """
 
 import re
@@ -61,26 +35,26 @@ from distbelief.program.cluster import (
 )
 
 
-# Values of a cluster file, checked; a mistake names the key and what to write.
+# --- values ---
 
 Table = Mapping[str, object]
 
+# Two machines, or the first and the last of a group: "0-15".
 ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
-"""Two machines, or the first and the last of a group: "0-15"."""
 
 
 def quantity(
     table: Table, key: str, dimension: Dimension, where: str, *, default: float | None = None
 ) -> float:
-    """Return a quantity of this dimension; the default if the key is missing.
+    """Return a quantity of this dimension, in SI units; the default if the key is missing.
 
     Raises:
-        GraphError: naming the key and the mend.
+        GraphError: the key is missing without a default, or its value is wrong.
     """
     if key not in table:
         if default is not None:
             return default
-        raise GraphError(f"{where} lacks the key '{key}'")
+        raise GraphError(f"{where} lacks the key '{key}': add it")
     try:
         return parse(table[key], dimension)
     except JobFileError as error:
@@ -88,71 +62,48 @@ def quantity(
 
 
 def text_of(table: Table, key: str, *, default: str) -> str:
-    """Return a text; the default if the key is missing.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
     value = table.get(key, default)
     if not isinstance(value, str):
-        raise GraphError(f'{key} = {excerpt(value)}: wants text in quotes: "..."')
+        raise GraphError(f'{key} = {excerpt(value)}: write text in quotes, "..."')
     return value
 
 
 def count_of(table: Table, key: str, where: str) -> int:
-    """Return a whole number above 0; 1 if the key is missing.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
     value = table.get(key, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise GraphError(f"{where} {key} = {excerpt(value)}: wants a whole number, at least 1")
+        raise GraphError(f"{where} {key} = {excerpt(value)}: write a whole number, at least 1")
     return value
 
 
 def table_of(value: object, keys: Iterable[str], where: str) -> Table:
-    """Return a value that is a table with these keys only.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
+    """Return `value` if it is a table with these keys only; raise GraphError if not."""
     if not isinstance(value, dict):
-        raise GraphError(f"{where} = {excerpt(value)}: wants a table of keys")
+        raise GraphError(f"{where} = {excerpt(value)}: write a table of keys")
     check_keys(value, keys, where)
     return value
 
 
 def check_keys(table: Table, known: Iterable[str], where: str) -> None:
-    """Refuse keys that are not known, and name the nearest.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
+    """Raise GraphError for a key that is not known, with the nearest known key."""
     for key in table:
         if key not in known:
             raise GraphError(f"{where} has no key '{key}'. {nearest(key, known)}")
 
 
 def excerpt(value: object, *, n_max: int = 60) -> str:
-    """Return a value as text, not too long."""
     text = f'"{value}"' if isinstance(value, str) else str(value)
     return text if len(text) <= n_max else text[: n_max - 3] + "..."
 
 
-# What a cluster file says of switches and outages, for simulations only.
+# --- switches and outages, used by simulations only ---
 
 N_TRACE_BYTES_MAX: Final = 1 << 26
 
 
 def switches_of(groups: object) -> tuple[Switch, ...]:
-    """Return what [[switches]] says.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
+    """Return the switches in [[switches]]; raise GraphError for a wrong value."""
     if not isinstance(groups, list):
-        raise GraphError("switches: begin each of them with [[switches]]")
+        raise GraphError("switches: begin each switch with [[switches]]")
     switches = []
     for index, entry in enumerate(groups, start=1):
         where = f"[[switches]] {index}"
@@ -170,11 +121,7 @@ def switches_of(groups: object) -> tuple[Switch, ...]:
 
 
 def outages_of(table: Table, key: str) -> Outages | None:
-    """Return what [failures] or [preemptions] says; None if nothing.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
+    """Return the outages in [failures] or [preemptions]; None if the table is missing."""
     if key not in table:
         return None
     where = f"[{key}]"
@@ -186,23 +133,18 @@ def outages_of(table: Table, key: str) -> Outages | None:
             group=count_of(group, "group", where),
         )
     except GraphError as error:
-        text = str(error)
+        text = str(error)  # `quantity` has named the table; `Outages` itself has not
         raise GraphError(text if where in text else f"{where}: {text}") from None
 
 
 def trace_of(table: object, directory: Path | None, *, n_machines: int) -> OutageTrace | None:
-    """Return the trace that [trace] names; None if it is missing.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
+    """Return the trace in the file that [trace] names; None if the table is missing."""
     if table is None:
         return None
     file = text_of(table_of(table, ("file",), "[trace]"), "file", default="")
     if not file or directory is None:
         raise GraphError(
-            f"[trace] file = {excerpt(file)}: write the name of a CSV file that lies "
-            "beside this one"
+            f"[trace] file = {excerpt(file)}: write the name of a CSV file in the same directory"
         )
     path = directory / file
     try:
@@ -211,24 +153,20 @@ def trace_of(table: object, directory: Path | None, *, n_machines: int) -> Outag
     except OSError as error:
         why = error.strerror or str(error)
         raise GraphError(f"[trace] {file} cannot be read: {why}") from error
-    except ValueError as error:  # a zero byte, say
-        raise GraphError(f"[trace] file = {file!r} is no path: {error}") from None
+    except ValueError as error:  # a zero byte, for example
+        raise GraphError(f"[trace] file = {file!r} is not a path: {error}") from None
+    # One byte more than allowed was requested: a file that grows cannot exhaust memory.
     if len(content) > N_TRACE_BYTES_MAX:
         raise GraphError(f"[trace] {file} is larger than {N_TRACE_BYTES_MAX} bytes")
     try:
         return read_trace(content.decode("utf-8-sig"), n_machines=n_machines)
     except UnicodeDecodeError as error:
-        raise GraphError(f"[trace] {file} is no UTF-8 text: {error.reason}") from None
+        raise GraphError(f"[trace] {file} is not UTF-8 text: {error.reason}") from None
     except GraphError as error:
         raise GraphError(f"[trace] {file}: {error}") from None
 
 
 def origins_of(table: object, *, figures: Iterable[str]) -> dict[str, str]:
-    """Return what [origins] says of the figures of machines, and of others.
-
-    Raises:
-        GraphError: naming the key and the mend.
-    """
     known = ("latency", "message_overhead", "jitter", "cores", "switches", "failures")
     keys = (*known, "preemptions", "trace", "links", *figures)
     group = table_of(table, keys, "[origins]")
@@ -237,21 +175,22 @@ def origins_of(table: object, *, figures: Iterable[str]) -> dict[str, str]:
 
 N_BYTES_MAX: Final = 1 << 20
 N_MACHINES_MAX: Final = 10_000
-_JITTER_MAX: Final = 2  # times that are often 7 times as long, or as short
+_JITTER_MAX: Final = 2  # compute times often 7 times as long, or as short
 _SUFFIX: Final = ".toml"
+# An unknown key is an error that names the nearest one.
 _KEYS: Final = (
     "name",
     "latency",
     "message_overhead",
-    "origin",
-    "note",
-    "machines",
-    "links",
-    "switches",
-    "failures",
-    "preemptions",
-    "trace",
-    "origins",
+    "origin",  # "measured" or "assumed"
+    "note",  # for the reader of a report
+    "machines",  # also count, jitter, cores
+    "links",  # "0-7" = "100 Mbit/s"; only links slower than their ends
+    "switches",  # machines = "0-3", bandwidth = "2 Gbit/s"
+    "failures",  # mean_time = "30 d", away = "10 min", group = 4; of each machine
+    "preemptions",  # the same keys
+    "trace",  # file = "outages.csv", in the same directory
+    "origins",  # flops = "measured: a product of matrices"; where `origin` does not fit
 )
 _QUANTITIES: Final[Mapping[str, Dimension]] = {
     "flops": "compute",
@@ -274,17 +213,17 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     """Return a cluster that comes with this package, or one from a file.
 
     Args:
-        name_or_path: A name of `names()`, or where a TOML file lies.
+        name_or_path: A name of `names()`, or the path of a TOML file.
 
     Raises:
-        GraphError: there is none, or something is wrong with the file.
+        GraphError: neither exists, or the file has a mistake.
     """
     if isinstance(name_or_path, str) and name_or_path in names():
         file = resources.files("distbelief.program") / "clusters"
         content = (file / f"{name_or_path}{_SUFFIX}").read_bytes()
         return read_cluster(content, name=name_or_path)
     path = Path(name_or_path)
-    if not str(name_or_path):  # as a path it would be the present directory
+    if not str(name_or_path):  # as a path it would be the current directory
         raise _unknown(name_or_path)
     try:
         with path.open("rb") as opened:
@@ -294,8 +233,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     except OSError as error:
         why = error.strerror or str(error)
         raise GraphError(f"{path}: the cluster cannot be read: {why}") from error
-    except ValueError as error:  # a zero byte, say
-        raise GraphError(f"{name_or_path!r} is no path: {error}") from None
+    except ValueError as error:  # a zero byte, for example
+        raise GraphError(f"{name_or_path!r} is not a path: {error}") from None
     try:
         return read_cluster(content, name=path.stem, directory=path.parent)
     except GraphError as error:
@@ -304,13 +243,12 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 def _unknown(name: str | Path) -> GraphError:
     return GraphError(
-        f"there is no cluster '{name}': no such file, and none of that name comes "
-        f"along. {nearest(str(name), names())}"
+        f"there is no cluster '{name}': neither a file nor a cluster of this package. "
+        f"{nearest(str(name), names())}"
     )
 
 
 def names() -> list[str]:
-    """Return the clusters that come with this package."""
     directory = resources.files("distbelief.program") / "clusters"
     return sorted(
         entry.name.removesuffix(_SUFFIX)
@@ -320,15 +258,15 @@ def names() -> list[str]:
 
 
 def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> Cluster:
-    """Return the cluster that a TOML document describes.
+    """Return the cluster in a TOML document.
 
     Args:
         content: The document.
-        name: What it is called unless it says so itself.
-        directory: Where files lie that it names; None: it may name none.
+        name: Used if the document has no name.
+        directory: Where the trace file lies; None: a trace is an error.
 
     Raises:
-        GraphError: naming the key and the mend.
+        GraphError: a mistake; names the key and the fix.
     """
     table = _parsed(content)
     check_keys(table, _KEYS, "the cluster")
@@ -342,8 +280,8 @@ def read_cluster(content: bytes, *, name: str, directory: Path | None = None) ->
     for (_, before), (_, after) in pairwise(groups):
         if after.flops > before.flops:
             raise GraphError(
-                "[[machines]] flops: a group is faster than the one before it; write "
-                "the fastest first, for plans for fewer machines take the first ones"
+                "[[machines]] flops: a group is faster than the one before it: write "
+                "the fastest first, because plans use the first machines"
             )
     return Cluster(
         name=text_of(table, "name", default=name),
@@ -363,40 +301,39 @@ def read_cluster(content: bytes, *, name: str, directory: Path | None = None) ->
 
 def _parsed(content: bytes) -> Table:
     if len(content) > N_BYTES_MAX:
-        raise GraphError(f"is larger than {N_BYTES_MAX} bytes: no file of a cluster")
+        raise GraphError(f"is larger than {N_BYTES_MAX} bytes: name a cluster file")
     try:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
-        raise GraphError(f"is no UTF-8 text: {error.reason}") from None
+        raise GraphError(f"is not UTF-8 text: {error.reason}") from None
     except RecursionError:
         raise GraphError("is nested too deeply") from None
-    except ValueError as error:  # TOMLDecodeError, and what int() says
-        raise GraphError(f"is no TOML: {error}") from None
+    except ValueError as error:  # TOMLDecodeError, or int() of too many digits
+        raise GraphError(f"is not TOML: {error}") from None
 
 
 def _groups(table: Table) -> Iterable[object]:
     groups = table.get("machines")
     if groups is None or groups == []:
         raise GraphError(
-            "there is no machine: write for each group of equal ones [[machines]], "
+            "there is no machine: write [[machines]] for each group of equal ones, "
             "and below it count, flops, memory_rate, bandwidth"
         )
     if not isinstance(groups, list):
-        raise GraphError("machines: begin a group of them with [[machines]]")
+        raise GraphError("machines: begin each group of machines with [[machines]]")
     return groups
 
 
 def _group(group: object, where: str) -> tuple[int, Machine]:
-    """Return how many machines, and what each is."""
     if not isinstance(group, dict):
-        raise GraphError(f"{where} = {excerpt(group)}: wants a table of keys")
+        raise GraphError(f"{where} = {excerpt(group)}: write a table of keys")
     check_keys(group, ("count", "jitter", "cores", *_QUANTITIES), where)
     count, cores = count_of(group, "count", where), count_of(group, "cores", where)
     jitter = group.get("jitter", 0.0)
     is_number = isinstance(jitter, int | float) and not isinstance(jitter, bool)
     if not is_number or not 0 <= jitter <= _JITTER_MAX:
         raise GraphError(
-            f"{where} jitter = {excerpt(jitter)}: wants a number from 0 to {_JITTER_MAX}"
+            f"{where} jitter = {excerpt(jitter)}: write a number from 0 to {_JITTER_MAX}"
         )
     figures = {
         key: quantity(group, key, dimension, where, default=_DEFAULTS.get(key))
@@ -410,14 +347,14 @@ def _group(group: object, where: str) -> tuple[int, Machine]:
 
 def _links(links: object, *, n_machines: int) -> dict[str, float]:
     if not isinstance(links, dict):
-        raise GraphError(f"links = {excerpt(links)}: wants a table; begin it with [links]")
+        raise GraphError(f"links = {excerpt(links)}: write a table that begins with [links]")
     rates = {}
     for ends in links:
         match = ENDS.fullmatch(ends)
         if match is None or not int(match[1]) < int(match[2]) < n_machines:
             raise GraphError(
-                f"[links] has no key {excerpt(ends)}: write two machines, the lower "
-                f'one first, like "0-1"; there are {n_machines}, counted from 0'
+                f"[links] has no key {excerpt(ends)}: write two machines from 0 to "
+                f'{n_machines - 1}, the lower one first, like "0-1"'
             )
         rates[ends] = quantity(links, ends, "rate", "[links]")
     return rates
@@ -429,4 +366,4 @@ def _origin(table: Table) -> Origin:
     for origin in known:
         if value == origin:
             return origin
-    raise GraphError(f"origin = {excerpt(value)}: unknown. It knows {', '.join(known)}.")
+    raise GraphError(f"origin = {excerpt(value)} is unknown: use {' or '.join(known)}")

@@ -1,4 +1,12 @@
-"""A plan compiled: every task, every message, and one program per machine."""
+"""Compiles a plan: tasks, messages, and one program (a list of instructions) per rank.
+
+    placements --> demands --> pieces of tensors --> traffic --> programs
+                   what each    who owns which       who sends    per rank
+                   rank needs   range                what to whom
+
+Invariants: each rank receives an index that it needs and does not own exactly once. Each range of a
+tensor has one owner, hence one version and one gradient.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -34,66 +42,59 @@ from distbelief.program.placement import Placement
 from distbelief.program.traffic import Traffic
 
 
-# Which layers have a gradient: it comes from an output, and some tensor wants it.
+# --- layers with a gradient ---
 
-NO_GRADIENT: Final = "gradient"
-"""The option by which a layer says, if False, that it has none (maxima of softmax)."""
+NO_GRADIENT: Final = "gradient"  # layer option: False means no gradient (the maxima of a softmax)
 
 
 def with_gradient(graph: LayerGraph) -> frozenset[str]:
     """Return the layers that take part in the backward pass.
 
-    They train or read a layer that does, and an output depends on them. Whole numbers
-    have no gradient, nor have maxima that only keep the numbers of a softmax small.
+    They train, or read a layer that does, and an output depends on them.
     """
     wanting: set[str] = set()
     for layer in graph.layers:
         trains = any(use.trains for use in layer.tensors.values())
-        if _flows(layer) and (trains or not wanting.isdisjoint(layer.inputs)):
+        if _has_gradient(layer) and (trains or not wanting.isdisjoint(layer.inputs)):
             wanting.add(layer.name)
     reached = set(graph.outputs)
+    # An output must depend on the layer, or its gradient is never used.
     for layer in reversed(graph.layers):
-        if layer.name in reached and _flows(layer):
+        if layer.name in reached and _has_gradient(layer):
             reached.update(layer.inputs)
     return frozenset(wanting & reached)
 
 
-def _flows(layer: Layer) -> bool:
+def _has_gradient(layer: Layer) -> bool:
+    # Integers have no gradient.
     if layer.kind == INPUT or layer.is_integer:
         return False
     return layer.options.get(NO_GRADIENT) is not False
 
 
-# Parts of compiled plans, kept: plans that differ in one layer have most in common.
-#
-# Whoever compiles many plans of one graph, as a search does, hands the same store to all
-# of them. What has not been asked for longest is forgotten first.
+# --- cache ---
 
 _T = TypeVar("_T")
 
 
 @final
-class Parts(Generic[_T]):
-    """Results by what they were made from.
-
-    Args:
-        n_max: How many are kept.
-    """
+class LruCache(Generic[_T]):
+    """A cache with a size limit that drops the least recently used entry."""
 
     def __init__(self, n_max: int) -> None:
         self._n_max = n_max
         self._kept: dict[Hashable, _T] = {}
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return what is kept under a key, made now if nothing is."""
+        # Popping and inserting again moves the entry to the end: the first one is the oldest.
         found = self._kept.pop(key) if key in self._kept else make()
-        self._kept[key] = found  # now the last to be forgotten
+        self._kept[key] = found
         if len(self._kept) > self._n_max:
             del self._kept[next(iter(self._kept))]
         return found
 
 
-# What every machine computes, and what it needs for that: states, tensors, sums.
+# --- demands: states, tensors and sums that each rank needs ---
 
 Needs = Mapping[str, Mapping[int, tuple[Region, ...]]]
 
@@ -101,36 +102,35 @@ Needs = Mapping[str, Mapping[int, tuple[Region, ...]]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What machines do and need. Regions of one machine are disjoint, none empty.
+    """What ranks compute and need.
 
-    Attributes:
-        forward: Tasks, layer by layer.
-        backward: Tasks, the last layer first.
-        states: Per layer that is read and machine that reads it.
-        tensors: Per tensor and machine that uses it.
-        contributions: Per partial layer and machine, what of the output it adds to.
+    The regions of one rank are disjoint, and none is empty.
     """
 
-    forward: tuple[Task, ...]
-    backward: tuple[Task, ...]
-    states: Needs
-    tensors: Needs
-    contributions: Needs
+    forward: tuple[Task, ...]  # layer by layer
+    backward: tuple[Task, ...]  # the last layer first
+    states: Needs  # by layer that is read, then by rank that reads it
+    tensors: Needs  # by tensor, then by rank that uses it
+    contributions: Needs  # by partial layer, then by rank: where it adds to the output
 
 
 def check(
-    graph: LayerGraph, placements: Mapping[str, Placement], *, n_machines: int, known: Parts[None]
+    graph: LayerGraph,
+    placements: Mapping[str, Placement],
+    *,
+    n_machines: int,
+    cache: LruCache[None],
 ) -> None:
-    """Check that every layer has a place where it can be computed.
+    """Check that every layer has a valid placement.
 
     Args:
-        graph: What is computed.
-        placements: Where.
-        n_machines: They are counted from 0.
-        known: Layers, their placements and numbers of machines that are in order.
+        graph: The layer graph.
+        placements: By layer.
+        n_machines: Number of machines in the plan.
+        cache: Cache of checks that have passed.
 
     Raises:
-        GraphError: one has not, or there is a place for no layer.
+        GraphError: a layer has no valid placement, or a placement has no layer.
     """
     computed = {layer.name for layer in graph.layers if layer.kind != INPUT}
     for name in placements:
@@ -138,11 +138,11 @@ def check(
             continue
         if name in graph.by_name:
             raise GraphError(
-                f"the plan places {name!r}, an input: every machine reads it from the "
-                "data, so leave it out"
+                f"the plan places {name!r}, an input: leave it out, every machine reads it from "
+                "the data"
             )
         raise GraphError(
-            f"the plan places {name!r}, which is no layer of the graph (it has "
+            f"the plan places {name!r}, which is not a layer of the graph (layers: "
             f"{', '.join(sorted(computed))})"
         )
     missing = [layer.name for layer in graph.layers if layer.name in computed]
@@ -150,11 +150,11 @@ def check(
     if missing:
         raise GraphError(
             f"the plan has no placement for {', '.join(map(repr, missing))}: every "
-            "layer needs one, except inputs"
+            "layer except inputs needs one"
         )
     for name, placement in placements.items():
         check_one = partial(placement.check, graph[name], n_machines=n_machines)
-        known.get((name, placement, n_machines), check_one)
+        cache.get((name, placement, n_machines), check_one)
 
 
 _Found = dict[str, dict[int, set[Region]]]
@@ -163,25 +163,19 @@ _Sort = Literal["states", "tensors", "contributions"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Entered:
-    """A layer by itself: its tasks, and what they need."""
-
+class _LayerDemands:
     forward: tuple[Task, ...]
     backward: tuple[Task, ...]  # the last cell first
     needs: Mapping[_Sort, _Found]
 
 
 @final
-class KnownDemands:
-    """What has been worked out for one graph and batch, whatever the plan.
-
-    Args:
-        n_max: Parts of each sort that are kept.
-    """
+class DemandsCache:
+    """Cache of `Demands` parts for one graph and batch, shared by all its plans."""
 
     def __init__(self, n_max: int) -> None:
-        self.layers = Parts[_Entered](n_max)
-        self.unions = Parts[Mapping[int, tuple[Region, ...]]](n_max)
+        self.layers = LruCache[_LayerDemands](n_max)
+        self.unions = LruCache[Mapping[int, tuple[Region, ...]]](n_max)
 
 
 def demands(
@@ -190,39 +184,42 @@ def demands(
     *,
     batch: int,
     gradients: frozenset[str],
-    known: KnownDemands,
+    cache: DemandsCache,
 ) -> Demands:
-    """Return what machines compute and need.
+    """Return what each rank computes and needs.
 
     Args:
-        graph: What is computed.
-        placements: Checked.
+        graph: The layer graph.
+        placements: By layer, checked.
         batch: Samples of a step.
         gradients: Layers with a backward pass.
-        known: Of plans of the same graph, batch and gradients.
+        cache: Cache for this graph, batch and gradients.
     """
-    entered: dict[str, _Entered] = {}
+    by_layer: dict[str, _LayerDemands] = {}
     once = joined(graph)
     for layer in graph.layers:
         if layer.kind == INPUT:
             continue
         name = layer.name
-        # A statistic of the batch is one sample, but reads all of them.
+        # A batch statistic has one sample, but it reads all of them.
         n_samples = 1 if once.issuperset((name, *layer.inputs)) else batch
-        enter = partial(
-            _entered, layer, placements[name], batch=n_samples, backward=name in gradients
+        make = partial(
+            _layer_demands, layer, placements[name], batch=n_samples, backward=name in gradients
         )
-        entered[name] = known.layers.get((name, placements[name]), enter)
-    united = {sort: _united(entered, sort, placements, known=known) for sort in get_args(_Sort)}
+        by_layer[name] = cache.layers.get((name, placements[name]), make)
+    united = {sort: _united(by_layer, sort, placements, cache=cache) for sort in get_args(_Sort)}
     return Demands(
-        forward=tuple(task for each in entered.values() for task in each.forward),
-        backward=tuple(task for each in reversed(entered.values()) for task in each.backward),
+        forward=tuple(task for each in by_layer.values() for task in each.forward),
+        backward=tuple(task for each in reversed(by_layer.values()) for task in each.backward),
         **united,
     )
 
 
-def _entered(layer: Layer, placement: Placement, *, batch: int, backward: bool) -> _Entered:
+def _layer_demands(
+    layer: Layer, placement: Placement, *, batch: int, backward: bool
+) -> _LayerDemands:
     tasks = list(tasks_of(layer, placement, batch=batch))
+    # Combining adds up messages; it reads no layer and no tensor.
     computing = [task for task in tasks if task.phase != "combine"]
     needs: dict[_Sort, _Found] = {"states": {}, "tensors": {}, "contributions": {}}
     for task in computing:
@@ -234,7 +231,7 @@ def _entered(layer: Layer, placement: Placement, *, batch: int, backward: bool) 
         if found.writes is not None:
             _add(needs["contributions"], task.layer, task.machine, found.writes)
     back = [backward_of(task, layer, batch=batch) for task in computing]
-    return _Entered(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
+    return _LayerDemands(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
 
 
 def _add(found: _Found, name: str, machine: int, region: Region) -> None:
@@ -243,27 +240,28 @@ def _add(found: _Found, name: str, machine: int, region: Region) -> None:
 
 
 def _united(
-    entered: Mapping[str, _Entered],
+    by_layer: Mapping[str, _LayerDemands],
     sort: _Sort,
     placements: Mapping[str, Placement],
     *,
-    known: KnownDemands,
+    cache: DemandsCache,
 ) -> Needs:
-    """Return, by name, what each machine needs for all layers together."""
+    # Per name, what each rank needs for all layers together.
     users: dict[str, list[str]] = {}
-    for layer, each in entered.items():
+    for layer, each in by_layer.items():
         for name in each.needs[sort]:
             users.setdefault(name, []).append(layer)
 
     def union(name: str, layers: Sequence[str]) -> dict[int, tuple[Region, ...]]:
         found: dict[int, set[Region]] = {}
         for layer in layers:
-            for machine, regions in entered[layer].needs[sort][name].items():
+            for machine, regions in by_layer[layer].needs[sort][name].items():
                 found.setdefault(machine, set()).update(regions)
         return {machine: disjoint(regions) for machine, regions in found.items()}
 
+    # The union depends only on the placements of these layers: plans share it.
     return {
-        name: known.unions.get(
+        name: cache.unions.get(
             (sort, name, tuple((layer, placements[layer]) for layer in layers)),
             partial(union, name, layers),
         )
@@ -271,23 +269,21 @@ def _united(
     }
 
 
-# Tensors that several machines use: who keeps which piece of them.
+# --- owners of shared tensors ---
 #
-#     weight of a convolution, image cut into 3 bands       used by 0, 1 and 2
-#     rows   0:5 | 5:11 | 11:16                             kept by 0  | 1 | 2
-#
-# A range with several users is cut evenly among them, along its first dimension. Who
-# keeps a piece fetches it, sends it to the other users before the forward pass, adds up
-# their gradients after the backward pass, and pushes the sum. So a range has one version
-# and one gradient, and the server sees each number once.
+# The owner fetches its piece, sends it to the other users before the forward pass, adds up their
+# gradients after the backward pass, and pushes the sum: the server sees each number once.
 
 
 def pieces(uses: Mapping[int, Sequence[Region]], *, n_dims: int) -> list[tuple[int, Region]]:
-    """Return who keeps which part of a tensor: all that is used, once.
+    """Return the owner of each part of a tensor; the parts cover all that is used, once.
+
+        weight of a convolution, image cut into 3 bands       used by 0, 1 and 2
+        rows   0:5 | 5:11 | 11:16                             owned by 0 | 1 | 2
 
     Args:
-        uses: By machine; disjoint. The order of machines decides who keeps what.
-        n_dims: Of the tensor.
+        uses: By rank, disjoint. The order of the ranks decides who owns what.
+        n_dims: Number of dimensions of the tensor.
     """
     return [piece for users, region in shared_by(uses, n_dims) for piece in _cut(users, region)]
 
@@ -295,19 +291,13 @@ def pieces(uses: Mapping[int, Sequence[Region]], *, n_dims: int) -> list[tuple[i
 def _cut(users: Sequence[int], region: Region) -> list[tuple[int, Region]]:
     if len(users) == 1 or not region.intervals or region.shape[0] == 1:
         return [(users[0], region)]
+    # Each user owns an equal part along dimension 0: the traffic is spread evenly.
     parts = region.cut(0, [1.0] * len(users))
     owned = zip(users, parts, strict=True)
     return [(machine, part) for machine, part in owned if part.n_elements]
 
 
-# Who sends what to whom: the messages of a step, the most urgent first.
-#
-#     states      go from who computes to who reads: owners' cells meet readers' boxes
-#     partials    go from the parts of a layer to who combines them
-#     parameters  go from who keeps a piece to who uses it
-#     gradients   are all of these on their way back
-#
-# Input layers are read from the data by whoever needs them, and travel nowhere.
+# --- messages ---
 
 NUMBER_BYTES: Final = 4
 INTEGER_BYTES: Final = 8
@@ -316,7 +306,7 @@ Kept = Mapping[str, list[tuple[int, Region]]]
 
 
 def index_bytes(graph: LayerGraph, *, batch: int) -> dict[str, int]:
-    """Return what one index of each layer's output takes, all samples together."""
+    """Return the bytes of one index of each layer's output, all samples together."""
     once = joined(graph)
     return {
         layer.name: (INTEGER_BYTES if layer.is_integer else NUMBER_BYTES)
@@ -333,62 +323,68 @@ def route(
     *,
     batch: int,
     gradients: frozenset[str],
-    known: Parts[Traffic],
+    cache: LruCache[Traffic],
 ) -> tuple[Traffic, ...]:
-    """Return all messages, by kind and name.
+    """Return all messages of a step, the most urgent first.
+
+        state       from the rank that computes it to the ranks that read it
+        partial     from the parts of a layer to the rank that combines them
+        parameter   from the owner of a piece to its users
+        gradient    each of these on its way back
 
     Args:
-        graph: What is computed.
-        placements: Where.
-        needs: What machines do and need.
-        kept: Who keeps which piece of each tensor.
+        graph: The layer graph.
+        placements: By layer.
+        needs: What ranks compute and need.
+        kept: Per tensor, its owners and their pieces.
         batch: Samples of a step.
         gradients: Layers with a backward pass.
-        known: Of plans of the same graph and batch.
+        cache: Cache for this graph and batch.
     """
     n_bytes = index_bytes(graph, batch=batch)
 
-    def ways(kind: MessageKind, wanted: Needs) -> dict[str, Traffic]:
+    # Input layers are left out: each rank reads its part from the data.
+    def flows(kind: MessageKind, wanted: Needs) -> dict[str, Traffic]:
         return {
-            layer.name: _way(
+            layer.name: _flow(
                 (kind, layer.name),
                 placements[layer.name].owners(layer),
                 wanted.get(layer.name, {}),
                 n_bytes=n_bytes[layer.name],
                 n_dims=len(layer.shape),
-                known=known,
+                cache=cache,
             )
             for layer in graph.layers
             if layer.kind != INPUT
         }
 
-    states = ways("state", needs.states)
-    sums = ways("partial_gradient", needs.contributions)
+    states = flows("state", needs.states)
+    sums = flows("partial_gradient", needs.contributions)
     parameters = {
-        name: _way(
+        name: _flow(
             ("parameter", name),
             kept[name],
             by_machine,
             n_bytes=NUMBER_BYTES,
             n_dims=len(graph.tensors[name].shape),
-            known=known,
+            cache=cache,
         )
         for name, by_machine in needs.tensors.items()
     }
     found = _Routes(graph, needs, gradients, states, sums, parameters)
-    return tuple(way for way in (*found.forward(), *found.back()) if len(way))
+    return tuple(flow for flow in (*found.forward(), *found.back()) if len(flow))
 
 
-def _way(
+def _flow(
     subject: tuple[MessageKind, str],
     owners: Sequence[tuple[int, Region]],
     needs: Mapping[int, tuple[Region, ...]],
     *,
     n_bytes: int,
     n_dims: int,
-    known: Parts[Traffic],
+    cache: LruCache[Traffic],
 ) -> Traffic:
-    return known.get(
+    return cache.get(
         (subject, tuple(owners), tuple(needs.items())),
         lambda: Traffic.between(subject, owners, needs, n_bytes=n_bytes, n_dims=n_dims),
     )
@@ -418,6 +414,7 @@ class _Routes:
             yield self.states[layer.name]
 
     def back(self) -> Iterator[Traffic]:
+        # A rank sends a gradient only for what one of its own backward tasks has read or used.
         backward = [layer for layer in self.graph.layers if layer.name in self.gradients]
         going_back: dict[str, set[int]] = {}
         for task in self.needs.backward:
@@ -430,30 +427,17 @@ class _Routes:
             readers = self.graph.consumers[layer.name]
             yield self.states[layer.name].back("gradient", senders=_machines(going_back, readers))
             yield self.sums[layer.name]
-        for name, way in reversed(list(self.parameters.items())):
+        for name, flow in reversed(list(self.parameters.items())):
             if self.graph.tensors[name].trains:
                 senders = _machines(going_back, users.get(name, []))
-                yield way.back("parameter_gradient", senders=senders)
+                yield flow.back("parameter_gradient", senders=senders)
 
 
 def _machines(by_layer: Mapping[str, set[int]], layers: Iterable[Layer]) -> set[int]:
     return {m for layer in layers for m in by_layer.get(layer.name, ())}
 
 
-# The program of one machine: its tasks in order, and messages where they belong.
-#
-#     Fetch, Send parameters
-#     per layer, in order:
-#         Read if it is an input; else Receive what its tasks need and was not there yet,
-#         Forward; or Partial, Send partials, Receive partials, Combine;
-#         Send states
-#     per layer, the last first:
-#         Receive gradients; Send and Receive those of partials
-#         Backward; Send gradients that are now complete
-#     Receive gradients of tensors, Reduce, Push
-#
-# Every machine goes through the layers in the same order, sends as soon as it can and
-# receives as late as it can; so there is always one that can go on.
+# --- programs ---
 
 _Mail = defaultdict[tuple[MessageKind, str], list[Message]]
 
@@ -461,25 +445,28 @@ _Mail = defaultdict[tuple[MessageKind, str], list[Message]]
 def write(
     graph: LayerGraph, demands: Demands, kept: Kept, *, traffic: Sequence[Traffic], machine: int
 ) -> Program:
-    """Return what one machine does.
+    """Return the program of one rank.
 
-    Args:
-        graph: What is computed.
-        demands: What machines do and need.
-        kept: Who keeps which piece of each tensor.
-        traffic: All messages.
-        machine: Which.
+    Fetch, Send parameters
+    per layer, in order:
+        Read if it is an input; else Receive what its tasks need and is not there yet,
+        Forward; or Partial, Send partials, Receive partials, Combine;
+        Send states
+    per layer, the last first:
+        Receive gradients; Send and Receive those of partials
+        Backward; Send gradients that are now complete
+    Receive gradients of tensors, Reduce, Push
     """
     inbox: _Mail = defaultdict(list)
     outbox: _Mail = defaultdict(list)
-    for way in traffic:
-        subject = (way.kind, way.name)
-        received = way.receiving.get(machine, ())
-        inbox[subject] += [way.message(int(index)) for index in received]
-        sent = way.sending.get(machine, ())
-        # Beginning with the next machine, or all would send to the first one at once.
+    for flow in traffic:
+        subject = (flow.kind, flow.name)
+        received = flow.receiving.get(machine, ())
+        inbox[subject] += [flow.message(int(index)) for index in received]
+        sent = flow.sending.get(machine, ())
+        # Start with the next rank: else all would send to the first one at the same time.
         outbox[subject] += sorted(
-            [way.message(index) for index in sent],
+            [flow.message(index) for index in sent],
             key=lambda message: (message.receiver < machine, message.receiver),
         )
     own = {
@@ -507,6 +494,8 @@ class _Writer:
     inbox: _Mail
     outbox: _Mail
 
+    # All ranks visit the layers in the same order, send as early and receive as late as possible:
+    # so one of them can always go on, and no deadlock is possible.
     def instructions(self) -> Iterator[Instruction]:
         for name, regions in self.own.items():
             yield Fetch(name, regions)
@@ -560,7 +549,7 @@ class _Writer:
         yield from self._send("state", layer.name)
 
     def _backward(self, layer: Layer, tasks: Sequence[Task]) -> Iterator[Instruction]:
-        # All that read the layer come after it, so its gradient here is complete.
+        # All readers of this layer come after it, so its gradient on this rank is complete.
         yield from self._receive("gradient", layer.name)
         yield from self._send("partial_gradient", layer.name)
         yield from self._receive("partial_gradient", layer.name)
@@ -570,7 +559,7 @@ class _Writer:
     def _send_complete(
         self, layer: Layer, firsts: tuple[Mapping[str, str], Mapping[str, str]]
     ) -> Iterator[Send]:
-        """Send gradients that nothing before this layer adds to."""
+        # Sends the gradients to which no earlier layer adds.
         reads, uses = firsts
         for name in dict.fromkeys(layer.inputs):
             if reads.get(name) == layer.name:
@@ -580,7 +569,7 @@ class _Writer:
                 yield from self._send("parameter_gradient", name)
 
     def _firsts(self, layers: Collection[str]) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Return the first of these layers to read each layer, to use each tensor."""
+        # The first of these layers to read each layer, and to use each tensor.
         reads: dict[str, str] = {}
         uses: dict[str, str] = {}
         for layer in self.graph.layers:
@@ -599,6 +588,7 @@ class _Writer:
         return found
 
     def _receive(self, kind: MessageKind, name: str) -> list[Receive]:
+        # Popped: each message is received once, before its first use.
         return [Receive(message) for message in self.inbox.pop((kind, name), [])]
 
     def _send(self, kind: MessageKind, name: str) -> list[Send]:
@@ -608,70 +598,49 @@ class _Writer:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What a plan comes to.
-
-    Attributes:
-        graph: What is computed.
-        placements: Where.
-        batch: Samples of a step.
-        n_machines: Of the cluster; some may have nothing to do.
-        order: Machines with something to do, as they first appear in the plan.
-        gradients: Layers with a backward pass.
-        demands: What machines do and need.
-        kept: Per tensor who keeps which piece.
-        traffic: All messages, by kind and name; the first are the most urgent.
-    """
+    """A compiled plan."""
 
     graph: LayerGraph
     placements: Mapping[str, Placement]
-    batch: int
-    n_machines: int
-    order: tuple[int, ...]
-    gradients: frozenset[str]
+    batch: int  # samples of a step
+    n_machines: int  # some may have no task
+    order: tuple[int, ...]  # ranks with a task, as they first appear in the plan
+    gradients: frozenset[str]  # layers with a backward pass
     demands: Demands
-    kept: Kept
-    traffic: tuple[Traffic, ...]
+    kept: Kept  # per tensor, its owners and their pieces
+    traffic: tuple[Traffic, ...]  # all messages by kind and name, the most urgent first
 
-    @cached_property
+    @cached_property  # in an order in which they can be computed
     def tasks(self) -> tuple[Task, ...]:
-        """All computations, in an order in which they can be done."""
         return (*self.demands.forward, *self.demands.backward)
 
     @property
     def n_messages(self) -> int:
-        """How many messages a step has."""
         return sum(map(len, self.traffic))
 
-    @cached_property
+    @cached_property  # slow if there are many
     def messages(self) -> tuple[Message, ...]:
-        """All of them; slow if there are many."""
-        return tuple(way.message(i) for way in self.traffic for i in range(len(way)))
+        return tuple(flow.message(i) for flow in self.traffic for i in range(len(flow)))
 
-    @cached_property
+    @cached_property  # slow if there are many messages
     def programs(self) -> tuple[Program, ...]:
-        """Of every machine; slow if there are many messages."""
         return tuple(map(self.program, range(self.n_machines)))
 
     def program(self, machine: int) -> Program:
-        """Return what one machine does."""
         return write(self.graph, self.demands, self.kept, traffic=self.traffic, machine=machine)
 
 
 @final
 class CompilerCache:
-    """What is alike in plans of one graph and batch, kept for whoever compiles many.
-
-    Args:
-        graph: Of all plans.
-        n_plans: So many that have nothing in common can be kept.
-    """
+    """Caches for compiling many plans of one graph and batch, which often share most layers."""
 
     def __init__(self, graph: LayerGraph, *, n_plans: int = 4) -> None:
+        # Room for `n_plans` plans that share nothing.
         n_parts = n_plans * (2 * len(graph.layers) + len(graph.tensors))
-        self.checked = Parts[None](n_parts)
-        self.demands = KnownDemands(n_parts)
-        self.pieces = Parts[list[tuple[int, Region]]](n_parts)
-        self.traffic = Parts[Traffic](n_parts)
+        self.checked = LruCache[None](n_parts)
+        self.demands = DemandsCache(n_parts)
+        self.pieces = LruCache[list[tuple[int, Region]]](n_parts)
+        self.traffic = LruCache[Traffic](n_parts)
         self.gradients = with_gradient(graph)
 
 
@@ -681,36 +650,36 @@ def compile_plan(
     *,
     batch: int,
     n_machines: int,
-    known: CompilerCache | None = None,
+    cache: CompilerCache | None = None,
 ) -> Compiled:
-    """Return who computes and sends what.
+    """Compile a plan.
 
     Args:
-        graph: What is computed.
+        graph: The layer graph.
         placements: Of every layer except inputs.
         batch: Samples of a step.
-        n_machines: They are counted from 0.
-        known: Of other plans of this graph and batch.
+        n_machines: Number of machines.
+        cache: Cache of other plans of this graph and batch.
 
     Raises:
-        GraphError: a layer has no place, cannot be computed there, or is unknown.
+        GraphError: a layer is unknown, has no placement, or cannot be computed there.
     """
-    known = known or CompilerCache(graph, n_plans=1)
-    check(graph, placements, n_machines=n_machines, known=known.checked)
+    cache = cache or CompilerCache(graph, n_plans=1)
+    check(graph, placements, n_machines=n_machines, cache=cache.checked)
     order = _order(graph, placements)
-    gradients = known.gradients
-    needs = demands(graph, placements, batch=batch, gradients=gradients, known=known.demands)
+    gradients = cache.gradients
+    needs = demands(graph, placements, batch=batch, gradients=gradients, cache=cache.demands)
     kept = {}
     averages = running_averages(graph)
     for name, by_machine in needs.tensors.items():
-        if name in averages:  # who computes a new running statistic keeps it
+        if name in averages:  # the rank that computes a running statistic owns it
             layer = graph[averages[name]]
             kept[name] = placements[layer.name].owners(layer)
             continue
-        # In the order of the plan, so that machines' numbers do not matter.
+        # In the order of the plan, so that the numbers of the machines do not matter.
         users = {m: by_machine[m] for m in order if m in by_machine}
         n_dims = len(graph.tensors[name].shape)
-        kept[name] = known.pieces.get(
+        kept[name] = cache.pieces.get(
             (name, tuple(users.items())), partial(pieces, users, n_dims=n_dims)
         )
     return Compiled(
@@ -723,7 +692,7 @@ def compile_plan(
         demands=needs,
         kept=kept,
         traffic=route(
-            graph, placements, needs, kept, batch=batch, gradients=gradients, known=known.traffic
+            graph, placements, needs, kept, batch=batch, gradients=gradients, cache=cache.traffic
         ),
     )
 

@@ -1,9 +1,8 @@
-"""What a compiled plan costs on a cluster: seconds, bytes and memory.
+"""Cost of a compiled plan on a cluster: seconds, bytes and memory.
 
-Seconds of tasks are somebody else's business (`Costs`); of messages, and of adding up
-what they bring, the cluster's. Put together by playing the step through (`queues`). The
-parameter server is not part of it: fetches and pushes go on beside the steps of
-Downpour SGD.
+A `Costs` object gives the seconds of tasks; the cluster gives those of messages and of adding up
+what they bring. The step simulator puts them together. The parameter server is left out: fetches
+and pushes overlap the steps of Downpour SGD.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,23 +23,23 @@ from distbelief.program.step_simulator import FloatArray, SimulatedStep, StepSim
 from distbelief.program.traffic import Traffic
 
 
-# Bytes of memory that a plan takes on each machine.
+# --- memory ---
 
 
 def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
-    """Return the bytes that each machine holds at the end of the forward pass.
+    """Return the bytes that each rank holds at the end of the forward pass.
 
-    Tensors that it uses, inputs that it reads, states that it owns or receives, and
-    contributions to sums; as much again for gradients of those that have one. What a
-    kind needs for itself while it computes is not known, and not counted.
+    Tensors, inputs, states (owned and received) and contributions to sums, and the gradients of
+    those that have one. Temporary memory of an operator is not known, and not counted.
 
     Args:
         compiled: For the samples of one micro-batch.
-        micro_batches: Whose states are all there at once, at the most.
+        micro_batches: Number of micro-batches whose states are in memory at the same time, at most.
     """
     totals = [0] * compiled.n_machines
     for machine, n_bytes in _tensors(compiled):
         totals[machine] += n_bytes
+    # The states of all micro-batches may be in memory at the same time (GPipe).
     for held in (_states(compiled), _received(compiled)):
         for machine, n_bytes in held:
             totals[machine] += micro_batches * n_bytes
@@ -48,7 +47,7 @@ def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
 
 
 def trained(compiled: Compiled) -> frozenset[str]:
-    """Return the tensors that get a gradient."""
+    # The tensors that get a gradient.
     return frozenset(
         use.name
         for layer in compiled.graph.layers
@@ -70,6 +69,7 @@ def _states(compiled: Compiled) -> Iterator[tuple[int, int]]:
     needs = compiled.demands
     n_bytes = index_bytes(compiled.graph, batch=compiled.batch)
     for layer in compiled.graph.layers:
+        # Twice: the state and its gradient.
         each = n_bytes[layer.name] * (2 if layer.name in compiled.gradients else 1)
         if layer.kind == INPUT:
             held = needs.states.get(layer.name, {})
@@ -82,34 +82,27 @@ def _states(compiled: Compiled) -> Iterator[tuple[int, int]]:
 
 
 def _received(compiled: Compiled) -> Iterator[tuple[int, int]]:
-    for way in compiled.traffic:
-        if way.kind == "state":
-            both = 2 if way.name in compiled.gradients else 1
-            for machine, which in way.receiving.items():
-                yield machine, both * int(way.n_bytes[which].sum())
+    for flow in compiled.traffic:
+        if flow.kind == "state":
+            both = 2 if flow.name in compiled.gradients else 1
+            for machine, which in flow.receiving.items():
+                yield machine, both * int(flow.n_bytes[which].sum())
 
 
 def _n_elements(regions: Sequence[Region]) -> int:
     return sum(region.n_elements for region in regions)
 
 
-# Where the seconds of each machine go: computing, sending and receiving, waiting.
+# --- breakdown of a step ---
 
 
 class Seconds(NamedTuple):
-    """Of one machine; they sum to the step.
+    """Where the seconds of one rank go; the four sum to the step."""
 
-    Attributes:
-        compute: Of tasks, and of messages meanwhile that keep the processor busy too.
-        communication: Sends or receives, and computes nothing.
-        sync: Likewise, but only parameters that several use, or gradients of those.
-        wait: Does nothing.
-    """
-
-    compute: float
-    communication: float
-    sync: float
-    wait: float
+    compute: float  # tasks, and messages at the same time that use the processor too
+    communication: float  # sends or receives, and computes nothing
+    sync: float  # sends or receives only replicated parameters or their gradients
+    wait: float  # idle
 
 
 def shares(
@@ -120,20 +113,13 @@ def shares(
     n_machines: int,
     step_seconds: float,
 ) -> list[Seconds]:
-    """Return the seconds of every machine.
-
-    Args:
-        played: A step.
-        tasks: Of the plan.
-        traffic: All messages.
-        n_machines: How many machines to report on.
-        step_seconds: Until the last is done.
-    """
-    n_tasks, n_messages = played.n_tasks, len(played.ways)
+    """Return the seconds of every rank of a simulated step."""
+    # A message appears twice, at its sender and at its receiver.
+    n_tasks, n_messages = played.n_tasks, len(played.flows)
     messages = np.arange(n_tasks, n_tasks + n_messages)
     is_sync = np.zeros(n_tasks + n_messages, dtype=np.bool_)
-    kinds = [way.kind in {"parameter", "parameter_gradient"} for way in traffic]
-    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[played.ways]
+    kinds = [flow.kind in {"parameter", "parameter_gradient"} for flow in traffic]
+    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[played.flows]
     events = np.concatenate([np.arange(n_tasks), messages, messages])
     machines = np.concatenate(
         [
@@ -144,6 +130,7 @@ def shares(
     )
     found = []
     for own in _by_machine(events, machines, n_machines=n_machines):
+        # Each category counts only the time that the ones before it leave.
         compute = _covered(played, own[own < n_tasks])
         busy = _covered(played, own[~is_sync[own]])
         connected = _covered(played, own)
@@ -165,7 +152,8 @@ def _by_machine(events: IntArray, machines: IntArray, *, n_machines: int) -> lis
 
 
 def _covered(played: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
-    """Return the seconds in which at least one of these goes on."""
+    # The length of the union of the intervals: sorted by start, each adds what lies after the
+    # latest end so far.
     starts: FloatArray = played.starts[events]
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], played.ends[events][order]
@@ -173,53 +161,38 @@ def _covered(played: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
     return float(np.maximum(ends - np.maximum(starts, so_far[:-1]), 0.0).sum())
 
 
-_ADDING: Final = 3
-"""Bytes moved for each that is added to a sum: it is read, and the sum, and written."""
+_ADDING: Final = 3  # bytes moved per byte added to a sum: read it, read the sum, write the sum
 
 
 class Costs(Protocol):
-    """Seconds that machines take for tasks, with all samples of the batch.
+    """Seconds of tasks on machines, for all samples of the batch.
 
     `region` is of the output or, if `partial`, of the first input.
     """
 
     def forward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        """Return the seconds of a forward pass."""
-        ...
+    ) -> float: ...
 
     def backward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        """Return the seconds of a backward pass."""
-        ...
+    ) -> float: ...
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepCost:
-    """What a step costs.
+    """The cost of a simulated step."""
 
-    Attributes:
-        compiled: The plan, for the samples of one micro-batch.
-        micro_batches: How many of them a step has.
-        tasks: Of the step.
-        traffic: Its messages.
-        step_seconds: Until the last machine is done.
-        played: When what happened.
-    """
-
-    compiled: Compiled
+    compiled: Compiled  # for the samples of one micro-batch
     micro_batches: int
-    tasks: tuple[Task, ...]
-    traffic: tuple[Traffic, ...]
-    step_seconds: float
-    played: SimulatedStep
+    tasks: tuple[Task, ...]  # of all micro-batches
+    traffic: tuple[Traffic, ...]  # messages of the step
+    step_seconds: float  # until the last rank is done
+    played: SimulatedStep  # when each task and message ran
 
     @cached_property
     def seconds(self) -> tuple[Seconds, ...]:
-        """What each machine does with the seconds of the step."""
         found = shares(
             self.played,
             self.tasks,
@@ -231,40 +204,39 @@ class StepCost:
 
     @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
-        """What each machine holds."""
         return memory(self.compiled, micro_batches=self.micro_batches)
 
-    @cached_property
+    @cached_property  # by (sender, receiver)
     def link_bytes(self) -> Mapping[tuple[int, int], int]:
-        """Bytes per sender and receiver."""
         n = self.compiled.n_machines
         totals = np.zeros(n * n, dtype=np.int64)
-        for way in self.traffic:
-            np.add.at(totals, way.senders * n + way.receivers, way.n_bytes)
+        for flow in self.traffic:
+            np.add.at(totals, flow.senders * n + flow.receivers, flow.n_bytes)
         used = np.flatnonzero(totals)
         pairs = zip(used.tolist(), totals[used].tolist(), strict=True)
         return {divmod(pair, n): n_bytes for pair, n_bytes in pairs}
 
 
-def price(
+def step_cost(
     compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1
 ) -> StepCost:
-    """Return what a step of this plan costs.
+    """Simulate a step of a plan and return its cost.
 
     Args:
         compiled: The plan, for the samples of one micro-batch.
-        cluster: On which machines.
-        costs: Of its tasks, with as many samples.
-        micro_batches: How many of them pass in a step.
+        cluster: At least the machines of the plan.
+        costs: Seconds of its tasks, for the samples of one micro-batch.
+        micro_batches: Number of micro-batches in a step.
 
     Raises:
         GraphError: the plan is for more machines than the cluster has.
     """
     if len(cluster) < compiled.n_machines:
         raise GraphError(
-            f"the plan is for {compiled.n_machines} machines; cluster "
-            f"{cluster.name!r} has {len(cluster)}"
+            f"the plan needs {compiled.n_machines} machines, but cluster "
+            f"{cluster.name!r} has {len(cluster)}: use a larger cluster"
         )
+    # The simulator numbers machines by their place in the plan: ties do not depend on numbers.
     place = {machine: index for index, machine in enumerate(compiled.order)}
     step = schedule(compiled, micro_batches=micro_batches)
     seconds = [_seconds(task, compiled, cluster, costs) for task in compiled.tasks]
@@ -299,13 +271,12 @@ def _seconds(task: Task, compiled: Compiled, cluster: Cluster, costs: Costs) -> 
             return costs.forward(layer, task.region, machine, partial=task.is_partial)
         case "backward" | "partial_backward":
             return costs.backward(layer, task.region, machine, partial=task.is_partial)
-        case "combine":
+        case "combine":  # bound by memory
             figures = cluster.machines[machine]
             return figures.overhead + task.n_bytes / figures.memory_rate
 
 
 def _rates(cluster: Cluster, machines: Sequence[int]) -> FloatArray:
-    """Return bytes per second from each to each: (n_machines, n_machines)."""
     if cluster.links:
         rows = [[cluster.rate(p, q) for q in machines] for p in machines]
         return np.array(rows, dtype=np.float64)

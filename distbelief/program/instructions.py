@@ -1,4 +1,14 @@
-"""Computations of single regions: which there are, and what they need and cost."""
+"""The instruction set of a rank's program, the messages between ranks, and tasks.
+
+    Fetch, Read                     from the parameter server; from the data
+    Send, Receive                   one message to, or from, another rank
+    Forward, Partial, Combine       compute a region of a layer
+    Backward                        its gradient, added to those of what it read
+    Reduce, Push                    gradients of the tensors that this rank owns
+
+Sends do not wait; receives do. In a step a rank sends another rank at most one message of each kind
+and name, however many layers read it there (DB-2).
+"""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, final
@@ -11,55 +21,31 @@ from distbelief.graph.region import Region
 from distbelief.program.placement import Placement
 
 
-# What one machine does in a step, as data: the instructions of its program.
-#
-#     Fetch, Read                     from the parameter server; from the data
-#     Send, Receive                   one message to, or from, another machine
-#     Forward, Partial, Combine       compute a region of a layer
-#     Backward                        its gradient, added to those of what it read
-#     Reduce, Push                    gradients of the tensors this machine keeps
-#
-#     kind of message       from                    to
-#     state                 who computed it         who reads it
-#     gradient              who read it             who computed it: a state's way back
-#     partial               a part of the inputs    who combines
-#     partial_gradient      who combined            a part of the inputs
-#     parameter             who keeps it            who uses it
-#     parameter_gradient    who uses it             who keeps it
-#
-# Sends do not wait; receives do. A machine sends another at most one message of each kind
-# and name in a step, however many layers there read it (DB-2).
-
 MessageKind = Literal[
-    "state", "gradient", "partial", "partial_gradient", "parameter", "parameter_gradient"
+    "state",  # from the rank that computed it to a reader
+    "gradient",  # from a reader back to the rank that computed the state
+    "partial",  # from a part of the inputs to the rank that combines
+    "partial_gradient",  # from the rank that combines back to a part of the inputs
+    "parameter",  # from the owner to a user
+    "parameter_gradient",  # from a user back to the owner
 ]
 
 
 @final
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes from one machine to another.
-
-    Attributes:
-        kind: What it is part of.
-        name: Of the layer, or of the tensor.
-        sender: Machine.
-        receiver: Another one.
-        regions: Disjoint; of the layer's output (of what partial outputs are of), or of
-            the tensor.
-        n_bytes: For the whole batch.
-    """
+    """One message of a step."""
 
     kind: MessageKind
-    name: str
-    sender: int
+    name: str  # of the layer or tensor
+    sender: int  # a rank
     receiver: int
-    regions: tuple[Region, ...]
-    n_bytes: int
+    regions: tuple[Region, ...]  # disjoint; of the layer's output, or of the tensor
+    n_bytes: int  # for the whole batch
 
 
 @final
 class Fetch(msgspec.Struct, frozen=True):
-    """Parameter server -> machine: what it keeps of a tensor."""
+    """Parameter server -> rank: the regions of a tensor that it owns."""
 
     tensor: str
     regions: tuple[Region, ...]
@@ -67,7 +53,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
 @final
 class Read(msgspec.Struct, frozen=True):
-    """Data -> machine: what it needs of an input layer."""
+    """Data -> rank: the regions of an input layer that it needs."""
 
     layer: str
     regions: tuple[Region, ...]
@@ -75,21 +61,21 @@ class Read(msgspec.Struct, frozen=True):
 
 @final
 class Send(msgspec.Struct, frozen=True):
-    """Send this message, and go on at once."""
+    """Does not wait."""
 
     message: Message
 
 
 @final
 class Receive(msgspec.Struct, frozen=True):
-    """Wait for this message; add what it holds if it is a gradient or partial."""
+    """Waits. Gradients and partial outputs are added to what the rank has."""
 
     message: Message
 
 
 @final
 class Forward(msgspec.Struct, frozen=True):
-    """Compute a region of a layer's output."""
+    """Computes a region of the output."""
 
     layer: str
     region: Region
@@ -97,7 +83,7 @@ class Forward(msgspec.Struct, frozen=True):
 
 @final
 class Partial(msgspec.Struct, frozen=True):
-    """Compute what a part of a layer's first input contributes to its output."""
+    """Computes what a part of the first input contributes to the output."""
 
     layer: str
     part: Region
@@ -105,7 +91,7 @@ class Partial(msgspec.Struct, frozen=True):
 
 @final
 class Combine(msgspec.Struct, frozen=True):
-    """Put contributions together, the own one and those received: an output region."""
+    """Adds up contributions, its own and those received: a region of the output."""
 
     layer: str
     region: Region
@@ -113,22 +99,16 @@ class Combine(msgspec.Struct, frozen=True):
 
 @final
 class Backward(msgspec.Struct, frozen=True):
-    """Add the gradients of what a region, or a part, read and used.
-
-    Attributes:
-        layer: Which.
-        region: As in the `ReplicatePush` or `Partial` that it belongs to.
-        partial: Whether it belongs to a `Partial`.
-    """
+    """Add the gradients of what a region, or a part, has read and used."""
 
     layer: str
-    region: Region
-    partial: bool = False
+    region: Region  # as in the `Forward` or `Partial` that it belongs to
+    partial: bool = False  # whether it belongs to a `Partial`
 
 
 @final
 class Reduce(msgspec.Struct, frozen=True):
-    """The gradient of what it keeps of a tensor is the sum of its own and others'."""
+    """Adds up its own gradient of an owned tensor and those of other ranks."""
 
     tensor: str
     regions: tuple[Region, ...]
@@ -136,7 +116,7 @@ class Reduce(msgspec.Struct, frozen=True):
 
 @final
 class Push(msgspec.Struct, frozen=True):
-    """Machine -> parameter server: the gradient of what it keeps of a tensor."""
+    """Rank -> parameter server: the gradient of the regions of a tensor that it owns."""
 
     tensor: str
     regions: tuple[Region, ...]
@@ -147,12 +127,7 @@ Instruction = Fetch | Read | Send | Receive | Forward | Partial | Combine | Back
 
 @final
 class Program(msgspec.Struct, frozen=True):
-    """All that one machine does in a step.
-
-    Attributes:
-        machine: Which.
-        instructions: In this order.
-    """
+    """The instructions of one rank for one step, in order."""
 
     machine: int
     instructions: tuple[Instruction, ...]
@@ -163,46 +138,30 @@ Phase = Literal["forward", "partial", "combine", "backward", "partial_backward"]
 
 @final
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One computation.
-
-    Attributes:
-        layer: Of which layer.
-        machine: Whose.
-        phase: Which half of the step, and of what.
-        region: Of the output; of the first input if the phase is of partial outputs.
-        flops: Floating point operations, for the whole batch.
-        n_bytes: Read and written, likewise; tensors count once.
-    """
+    """One computation of one rank."""
 
     layer: str
     machine: int
     phase: Phase
-    region: Region
-    flops: float
-    n_bytes: float
+    region: Region  # of the output; of the first input in a partial phase
+    flops: float  # floating point operations, for the whole batch
+    n_bytes: float  # read and written, for the whole batch; tensors count once
 
     @property
     def is_partial(self) -> bool:
-        """Whether it is of a part of the first input."""
         return self.phase in {"partial", "partial_backward"}
 
 
 class Needed(NamedTuple):
-    """What a task needs.
+    """What a task reads, uses and writes."""
 
-    Attributes:
-        reads: Of other layers.
-        uses: Of tensors, by their names.
-        writes: The region of the output that it adds to, if it is partial.
-    """
-
-    reads: list[tuple[str, Region]]
-    uses: list[tuple[str, Region]]
-    writes: Region | None
+    reads: list[tuple[str, Region]]  # other layers
+    uses: list[tuple[str, Region]]  # tensors, by name
+    writes: Region | None  # if partial, the region of the output to which it adds
 
 
 def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task]:
-    """Yield the tasks of a layer's forward pass, those that combine at the end."""
+    """Yield the tasks of a layer's forward pass, `combine` tasks last."""
     partial = placement.combine is not None
     shape = layer.input_shapes[0] if partial else layer.shape
     for machine, region in placement.cells(shape):
@@ -219,6 +178,7 @@ def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task
         )
     if not partial:
         return
+    # Each combining task reads all summands of its region, and writes the sum.
     written = sum(written_by(layer, region).n_elements for _, region in placement.cells(shape))
     n_summands = written / max(1, layer.region.n_elements)
     for machine, region in placement.owners(layer):
@@ -233,7 +193,7 @@ def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task
 
 
 def backward_of(task: Task, layer: Layer, *, batch: int) -> Task:
-    """Return the task that goes back through one of a forward pass."""
+    # The backward task of a forward task.
     work = work_of(layer, task.region, partial=task.is_partial)
     return msgspec.structs.replace(
         task,
@@ -244,7 +204,7 @@ def backward_of(task: Task, layer: Layer, *, batch: int) -> Task:
 
 
 def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
-    """Return what computing this region, or this part of the first input, needs."""
+    """Return what a task needs; `region` is of the first input if `partial`."""
     kind = operator_of(layer)
     if partial:
         assert kind.partial is not None, layer.name
@@ -256,27 +216,25 @@ def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
         writes = None
     return Needed(
         reads=list(zip(layer.inputs, reads, strict=True)),
-        uses=[(layer.tensors[word].name, used) for word, used in uses.items()],
+        uses=[(layer.tensors[argument].name, used) for argument, used in uses.items()],
         writes=writes,
     )
 
 
 def written_by(layer: Layer, region: Region) -> Region:
-    """Return the part of the output that this part of the first input adds to."""
+    """Return the part of the output to which this part of the first input adds."""
     rule = operator_of(layer).partial
     assert rule is not None, layer.name
     return rule.writes(layer, region)
 
 
 def work_of(layer: Layer, region: Region, *, partial: bool) -> Work:
-    """Return what a task costs for one sample.
-
-    Partial sums take their share of the whole, but each writes all that it adds to.
-    """
+    """Return the work of a task for one sample."""
     kind = operator_of(layer)
     if not partial:
         return kind.work(layer, region)
     assert kind.partial is not None, layer.name
+    # A part takes its share of the whole layer, and writes everything to which it adds.
     whole = kind.work(layer, layer.region)
     share = region.n_elements / max(1, Region.of(*layer.input_shapes[0]).n_elements)
     written = kind.partial.writes(layer, region).n_elements

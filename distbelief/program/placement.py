@@ -1,4 +1,4 @@
-"""Who computes which region of one layer: a grid of cuts, and a machine for each cell.
+"""The placement of one layer: a grid of cuts, and a machine for each cell.
 
     output [16, 32, 32]      cuts ((), (16,), (10, 21))      machines 0 1 2 3 4 5
 
@@ -7,9 +7,8 @@
              16   |  3  |  4  |  5  |
              32
 
-Cells tile the layer by construction, and a plan for 144 machines stays small. A layer
-whose output is a sum over its first input may be placed as *partial* instead: then the
-cells are of that input, and `combine` says who adds up which region of the output.
+Cells tile the layer by construction. A layer whose output is a sum over its first input may be
+placed as *partial*: then the cells are of that input, and `combine` places the sum.
 """
 
 import math
@@ -30,26 +29,18 @@ Cuts = tuple[tuple[int, ...], ...]
 
 @final
 class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A grid of cells, and whose they are.
+    """A grid of cells and the machine of each cell."""
 
-    Attributes:
-        cuts: Per dimension where it is cut, ascending, both ends left out.
-        machines: Of each cell, the last dimension running fastest.
-        combine: Who combines partial outputs; None if the cells are of the output.
-    """
-
-    cuts: Cuts
-    machines: tuple[int, ...]
-    combine: "Placement | None" = None
+    cuts: Cuts  # per dimension, ascending; 0 and the extent are left out
+    machines: tuple[int, ...]  # of each cell, the last dimension running fastest
+    combine: "Placement | None" = None  # placement of the sum; None if the cells are of the output
 
     @classmethod
     def whole(cls, n_dims: int, machine: int) -> Self:
-        """Return everything on one machine."""
         return cls(cuts=((),) * n_dims, machines=(machine,))
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Number of cells along each dimension."""
         return tuple(len(cuts) + 1 for cuts in self.cuts)
 
     def cells(self, shape: Shape) -> Iterator[tuple[int, Region]]:
@@ -69,17 +60,16 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def computing(self) -> frozenset[int]:
-        """Every machine that has anything to do with the layer."""
         others = self.combine.computing if self.combine else frozenset[int]()
         return others.union(self.machines)
 
     def owners(self, layer: Layer) -> list[tuple[int, Region]]:
-        """Return who has which region of the output once it is computed."""
+        """Return the machines that have the output once it is computed, with their regions."""
         whose = self if self.combine is None else self.combine
         return list(whose.cells(layer.shape))
 
     def check(self, layer: Layer, *, n_machines: int) -> None:
-        """Check that this layer can be computed so.
+        """Check that this layer can be computed with this placement.
 
         Raises:
             GraphError: it cannot; says why.
@@ -91,19 +81,18 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return
         if kind.partial is None:
             raise GraphError(
-                f"{layer.name!r} is placed as partial sums, which layers of kind "
-                f"{layer.kind!r} have not"
+                f"{layer.name!r} is placed as partial sums, but layers of kind "
+                f"{layer.kind!r} have none: plan again"
             )
         first = layer.input_shapes[0]
         _check_grid(self, layer.name, first, n_machines=n_machines)
         _check_cuts(self.cuts, layer.name, dict(kind.partial.cuts(layer)))
         if self.combine.combine is not None:
-            raise GraphError(f"{layer.name!r} combines twice")
+            raise GraphError(f"{layer.name!r} combines partial sums twice: combine them once")
         _check_grid(self.combine, layer.name, layer.shape, n_machines=n_machines)
 
     @override
     def __str__(self) -> str:
-        """Write it for people: 2x3 on 6 machines."""
         n = len(set(self.machines))
         on = f"machine {self.machines[0]}" if n == 1 else f"{n} machines"
         if math.prod(self.grid) == 1:
@@ -123,11 +112,12 @@ def grid(
 
     Args:
         shape: What is cut.
-        weights: Per dimension one per part; one number leaves it whole.
+        weights: Per dimension, one per part; one number leaves the dimension whole.
         machines: Of each cell, the last dimension running fastest.
         units: Per dimension, cuts lie at multiples of this.
     """
     units = units or (1,) * len(shape)
+    # A cut is the end of every part but the last.
     cuts = tuple(
         tuple(part.intervals[0][1] for part in Region(((0, extent),)).cut(0, parts, unit=unit)[:-1])
         for extent, parts, unit in zip(shape, weights, units, strict=True)
@@ -138,21 +128,22 @@ def grid(
 def _check_grid(placement: Placement, name: str, shape: Shape, *, n_machines: int) -> None:
     if len(placement.cuts) != len(shape):
         raise GraphError(
-            f"{name!r} has {len(shape)} dimensions to cut, its placement {len(placement.cuts)}"
+            f"{name!r} has {len(shape)} dimensions, but its placement has cuts for "
+            f"{len(placement.cuts)}"
         )
     if len(placement.machines) != math.prod(placement.grid):
         raise GraphError(
-            f"{name!r} is cut into {math.prod(placement.grid)} cells, for which "
-            f"{len(placement.machines)} machines are named"
+            f"{name!r} is cut into {math.prod(placement.grid)} cells, but "
+            f"{len(placement.machines)} machines are named: name one per cell"
         )
     for machine in placement.machines:
         if not 0 <= machine < n_machines:
-            raise GraphError(
-                f"{name!r} is placed on machine {machine}; there are {n_machines}, counted from 0"
-            )
+            raise GraphError(f"{name!r} is placed on machine {machine}: use 0 to {n_machines - 1}")
     for cuts, extent in zip(placement.cuts, shape, strict=True):
         if list(cuts) != sorted(cuts) or any(not 0 <= cut <= extent for cut in cuts):
-            raise GraphError(f"{name!r} is cut at {list(cuts)}: cuts ascend, from 0 to {extent}")
+            raise GraphError(
+                f"{name!r} is cut at {list(cuts)}: cuts must ascend, from 0 to {extent}"
+            )
 
 
 def _check_cuts(cuts: Cuts, name: str, units: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""A plan as a file: who computes what, for which model, batch and cluster.
+"""The plan file: the placement of every layer, for one model, batch, loss and cluster.
 
     {"sha256": "9f86d081...",
     "plan": {
@@ -7,12 +7,9 @@
     "placements": {
     "conv1": {"cuts": [[], [16], [16]], "machines": [0, 1, 2, 3]},
     ...
-    }
-    }}
 
-One line per layer, so that two plans can be compared line by line. The hash is of the
-plan's bytes: a file that was edited or cut off is refused, and so is a plan for
-another model, batch, loss or cluster, before anything runs.
+One line per layer: plans can be compared line by line. The hash is of the plan's bytes; a file that
+was edited or cut off is rejected before anything runs.
 """
 
 import hashlib
@@ -38,27 +35,16 @@ _N_NAMES: Final = 5
 
 @final
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the planner says of its plan.
+    """What the planner expects of the plan."""
 
-    Attributes:
-        step_seconds: Median time of one training step.
-        p10_seconds: Of ten steps one is faster.
-        p90_seconds: Of ten steps one is slower.
-        bound_seconds: No plan of its candidates is faster, as far as it knows.
-        gap: How far the plan's cost may be above the best one's: 0.03 is 3 %.
-        solver: Which one found it.
-        exact: Whether the solver proved that there is none better.
-        costs: Where times come from: "assumed", "profile of 2026-11-20", ...
-    """
-
-    step_seconds: float
-    p10_seconds: float
-    p90_seconds: float
-    bound_seconds: float
-    gap: float
+    step_seconds: float  # median of one training step
+    p10_seconds: float  # quantile 10 %
+    p90_seconds: float  # quantile 90 %
+    bound_seconds: float  # lower bound for every plan
+    gap: float  # of the plan's cost to the best one's, at most: 0.03 is 3 %
     solver: str
-    exact: bool = False
-    costs: str = ""
+    exact: bool = False  # whether the solver has proved that no plan of its candidates is better
+    costs: str = ""  # where times come from: "assumed", "profile of 2026-11-20", ...
 
     def __post_init__(self) -> None:
         for name in ("step", "p10", "p90", "bound"):
@@ -68,45 +54,26 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @final
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machines that a plan is for.
-
-    Attributes:
-        name: Of their cluster.
-        fingerprint: Of the cluster with these machines only.
-        n_machines: How many: the first ones of the cluster.
-    """
+    """The machines that a plan is for."""
 
     name: str
-    fingerprint: str
-    n_machines: int
+    fingerprint: str  # of the cluster with these machines only
+    n_machines: int  # the first ones of the cluster
 
 
 @final
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who computes what.
+    """A placement for every layer, with everything that it is valid for."""
 
-    Attributes:
-        version: Of the file's format.
-        model: Import path of the function that makes it: "module:function"; or "".
-        graph: Fingerprint of the layer graph, the loss included.
-        inputs: Shape of each of its inputs, without the batch.
-        batch: Samples of one step.
-        loss: Its name or import path.
-        cluster: What it is planned for.
-        placements: Of each layer but the inputs.
-        predicted: What the planner expects of it; None if nobody asked.
-        micro_batches: Into how many parts a batch is cut.
-    """
-
-    version: Literal[1] = VERSION
-    model: str = ""
-    graph: str
-    inputs: Mapping[str, Shape]
-    batch: int
-    loss: str
+    version: Literal[1] = VERSION  # of the file format
+    model: str = ""  # import path of the function that makes it, "module:function"; or ""
+    graph: str  # fingerprint of the layer graph, the loss included
+    inputs: Mapping[str, Shape]  # shape of each input, without the batch
+    batch: int  # samples of one step
+    loss: str  # name or import path
     cluster: Target
-    placements: Mapping[str, Placement]
-    predicted: Prediction | None = None
+    placements: Mapping[str, Placement]  # of each layer except inputs
+    predicted: Prediction | None = None  # None for a plan that the planner has not made
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -116,43 +83,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             ("micro_batches", self.micro_batches),
         ):
             if count < 1:
-                raise GraphError(f"{name} is {count} in the plan; use 1 or more")
+                raise GraphError(f"{name} is {count} in the plan: use 1 or more")
         if self.micro_batches > self.batch:
             raise GraphError(
-                f"micro_batches is {self.micro_batches} in the plan, for a batch of "
-                f"{self.batch}; use as many or fewer"
+                f"micro_batches is {self.micro_batches} in the plan: use at most the batch, "
+                f"{self.batch}"
             )
         for layer, placement in self.placements.items():
             _check_machines(layer, placement, n_machines=self.cluster.n_machines)
 
     @property
     def machines(self) -> list[int]:
-        """The machines that have anything to do; others of the cluster are idle."""
         return sorted(
             {machine for placed in self.placements.values() for machine in placed.computing}
         )
 
     def save(self, path: Path | str) -> None:
-        """Write it, whole or not at all.
-
-        Raises:
-            StorageError: it cannot be; a file that was there is as it was.
-        """
+        # Written whole or not at all.
         files.write(Path(path), encode(self))
 
     def check(self, graph: LayerGraph, *, batch: int, loss: str, cluster: Cluster | None) -> None:
-        """Check that it is a plan for this and no other job.
+        """Check that the plan is valid for this job.
 
         Args:
-            graph: The model's, the loss appended.
+            graph: That of the model, the loss appended.
             batch: Samples of one step.
-            loss: As the plan has it.
-            cluster: At least the machines it was planned for; None if nobody knows
-                their figures.
+            loss: As in the plan.
+            cluster: At least the machines of the plan; None if their figures are unknown.
 
         Raises:
-            GraphError: it is not: what differs, in the plan and here; or a layer cannot
-                be computed as it is placed.
+            GraphError: it is not; names what differs, in the plan and here.
         """
         differences = [
             *_differing("the loss", self.loss, loss),
@@ -160,7 +120,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             *_differing_inputs(self.inputs, _inputs(graph)),
             *_differing_cluster(self.cluster, cluster),
         ]
-        # A graph with another loss or input has another fingerprint in any case.
+        # Another loss or input changes the fingerprint too: it is compared only if those agree.
         differences = differences or _differing_graph(self, graph)
         if differences:
             raise GraphError(
@@ -170,9 +130,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         statistics = statistics_of(graph) if self.micro_batches > 1 else ()
         if statistics:
             raise GraphError(
-                f"micro_batches is {self.micro_batches} in the plan, and layer "
-                f"{statistics[0]!r} has statistics of the whole batch, which would be "
-                "those of a part: plan again"
+                f"micro_batches is {self.micro_batches} in the plan, but layer "
+                f"{statistics[0]!r} has statistics of the whole batch: plan again"
             )
         for name, placement in self.placements.items():
             placement.check(graph[name], n_machines=self.cluster.n_machines)
@@ -187,21 +146,22 @@ def plan_for(
     cluster: Cluster,
     predicted: Prediction | None = None,
 ) -> Plan:
-    """Return the plan that places the layers of `graph` so, checked.
+    """Return a checked plan with these placements.
 
     Args:
-        graph: The model's, the loss appended.
-        placements: Of each layer but the inputs.
+        graph: That of the model, the loss appended.
+        placements: Of each layer except inputs.
         batch: Samples of one step.
         loss: Its name or import path.
-        cluster: All machines it may use, and no others.
+        cluster: The machines that it may use, and no others.
         predicted: What the planner expects of it.
 
     Raises:
-        GraphError: layers are missing or unknown, or cannot be computed so.
+        GraphError: a layer is missing, unknown, or cannot be computed as placed.
     """
     target = Target(name=cluster.name, fingerprint=cluster.fingerprint, n_machines=len(cluster))
     order = {layer.name: index for index, layer in enumerate(graph.layers)}
+    # In the order of the graph, so that equal plans are equal files.
     names = sorted(placements, key=lambda name: order.get(name, len(order)))
     plan = Plan(
         graph=graph.fingerprint,
@@ -220,8 +180,8 @@ def load(path: Path | str) -> Plan:
     """Return the plan in a file.
 
     Raises:
-        GraphError: it is no plan, is of another version, or was edited or cut off.
-        StorageError: it cannot be read.
+        GraphError: it is not a plan, has another version, or was edited or cut off.
+        StorageError: the file cannot be read.
     """
     path = Path(path)
     try:
@@ -236,7 +196,7 @@ def load(path: Path | str) -> Plan:
 
 
 def encode(plan: Plan) -> bytes:
-    """Return the content of its file."""
+    """Return the content of the plan file."""
     placements = [
         b"%s: %s" % (msgspec.json.encode(name), msgspec.json.encode(placement))
         for name, placement in plan.placements.items()
@@ -246,6 +206,7 @@ def encode(plan: Plan) -> bytes:
         for name in plan.__struct_fields__
         if name != "placements"
     } | {"placements": b"{\n%s\n}" % b",\n".join(placements)}
+    # One line per msgspec document: put together by hand, so that each layer has a line.
     lines = [b'"%s": %s' % (name.encode(), value) for name, value in values.items()]
     body = b"{\n%s\n}" % b",\n".join(lines)
     return b'{"sha256": "%s",\n"plan": %s}\n' % (_hash(body).encode(), body)
@@ -255,27 +216,28 @@ def decode(content: bytes) -> Plan:
     """Return the plan that `encode` wrote.
 
     Raises:
-        GraphError: it is none, or not as it was written.
+        GraphError: the content is not a plan, or was changed.
     """
     if len(content) > N_BYTES_MAX:
-        raise GraphError(f"is larger than {N_BYTES_MAX} bytes: no plan")
+        raise GraphError(f"is larger than {N_BYTES_MAX} bytes: name a plan file")
     try:
         document = msgspec.json.decode(content, type=_Document)
-        body = bytes(document.plan)
+        body = bytes(document.plan)  # as written: the hash is of these bytes
         if _hash(body) != document.sha256:
             raise GraphError(
-                f"was edited after it was written: its hash is {_hash(body)}, and it "
-                f"says {document.sha256[:64]}. Plan again"
+                f"was edited: its hash is {_hash(body)}, but the file says "
+                f"{document.sha256[:64]}. Plan again"
             )
+        # Before the rest: fields of another version would be errors of their own.
         version = msgspec.json.decode(body, type=_Version).version
         if version != VERSION:
             raise GraphError(
-                f"is a plan of version {version}; this program reads version "
+                f"is a plan of version {version}, this program reads version "
                 f"{VERSION}: plan again, or use the program that wrote it"
             )
         return msgspec.json.decode(body, type=Plan)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GraphError(f"is no plan, or cut off: {error}. Plan again") from None
+        raise GraphError(f"is not a plan, or cut off: {error}. Plan again") from None
 
 
 @final
@@ -299,23 +261,21 @@ def _inputs(graph: LayerGraph) -> dict[str, Shape]:
 
 def _check_number(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise GraphError(f"{name} is {value} in the plan; use a number, 0 or more")
+        raise GraphError(f"{name} is {value} in the plan: use a number, 0 or more")
 
 
 def _check_machines(layer: str, placement: Placement, *, n_machines: int) -> None:
-    """Check what can be checked without the layer."""
     parts = [placement]
     if placement.combine is not None:
         parts.append(placement.combine)
         if placement.combine.combine is not None:
-            raise GraphError(f"{layer!r} combines twice")
+            raise GraphError(f"{layer!r} combines partial sums twice: combine them once")
     for part in parts:
         _check_cells(layer, part)
         for machine in part.machines:
             if not 0 <= machine < n_machines:
                 raise GraphError(
-                    f"{layer!r} is placed on machine {machine}; the plan is for "
-                    f"{n_machines}, counted from 0"
+                    f"{layer!r} is placed on machine {machine}: use 0 to {n_machines - 1}"
                 )
 
 
@@ -323,12 +283,12 @@ def _check_cells(layer: str, placement: Placement) -> None:
     n_cells = math.prod(placement.grid)
     if len(placement.machines) != n_cells:
         raise GraphError(
-            f"{layer!r} is cut into {n_cells} cells, for which "
-            f"{len(placement.machines)} machines are named"
+            f"{layer!r} is cut into {n_cells} cells, but "
+            f"{len(placement.machines)} machines are named: name one per cell"
         )
     for cuts in placement.cuts:
         if list(cuts) != sorted(cuts) or (cuts and cuts[0] < 0):
-            raise GraphError(f"{layer!r} is cut at {list(cuts)}: cuts ascend, from 0 on")
+            raise GraphError(f"{layer!r} is cut at {list(cuts)}: cuts must ascend, from 0")
 
 
 def _differing(what: str, planned: object, here: object) -> list[str]:
@@ -353,7 +313,7 @@ def _differing_cluster(planned: Target, cluster: Cluster | None) -> list[str]:
         return []
     if len(cluster) < planned.n_machines:
         size = f"{planned.n_machines} machines"
-        return [f"it is for {size}, and cluster {cluster.name!r} has {len(cluster)}"]
+        return [f"it is for {size}, but cluster {cluster.name!r} has {len(cluster)}"]
     here = cluster.first(planned.n_machines).fingerprint
     if here == planned.fingerprint:
         return []
@@ -371,7 +331,7 @@ def _differing_graph(plan: Plan, graph: LayerGraph) -> list[str]:
     unknown = [name for name in plan.placements if name not in layers]
     return [
         *([f"it places no layer {_listed(missing)}"] if missing else []),
-        *([f"it places {_listed(unknown)}, not among the layers"] if unknown else []),
+        *([f"it places {_listed(unknown)}, which the model lacks"] if unknown else []),
         *_differing("the layer graph's fingerprint", plan.graph, graph.fingerprint),
     ]
 

@@ -1,14 +1,14 @@
-"""All tasks and messages of one step, and what waits for what.
+"""Dependencies between all tasks and messages of one step.
 
-A batch may pass in several *micro-batches*, so that machines with different layers are
-busy at the same time (Huang et al. 2019, "GPipe"):
+A batch may be split into micro-batches, so that ranks with different layers are busy at the same
+time (Huang et al. 2019, "GPipe"):
 
-    machine 0   f1 f2 f3       b1 b2 b3         each task once per micro-batch;
-    machine 1      f1 f2 f3 b1 b2 b3            parameters are sent before the first,
-                                                their gradients once, after the last
+    rank 0   f1 f2 f3       b1 b2 b3         each task once per micro-batch;
+    rank 1      f1 f2 f3 b1 b2 b3            parameters are sent before the first,
+                                             their gradients once, after the last
 
-Of what is ready, a machine takes the earlier micro-batch first, so that backward passes
-begin as soon as they can (Narayanan et al. 2019, "PipeDream", section 3.2).
+Among ready tasks a rank takes the earlier micro-batch first, so that backward passes begin as soon
+as they can (Narayanan et al. 2019, "PipeDream", section 3.2).
 """
 
 from collections.abc import Container, Iterable
@@ -22,56 +22,42 @@ from distbelief.program.instructions import MessageKind, Task
 from distbelief.program.traffic import Traffic
 
 
-# What waits for what in a step: nodes that happen once all before them have.
-#
-#     task     of one machine, in a phase; then waits for its machine
-#     sending  the messages of one kind and name from one machine: then each waits for the
-#              network
-#     arrival  all messages of one kind and name are at one machine
-#     gate     nothing by itself: "layer v is computed on machine q"
-#
-# A machine starts a task once it has all that it ever needs of each layer and tensor that
-# the task reads, as its program does; not earlier, though half of it might do.
-
-
 @final
 @dataclass(slots=True)
 class Dependencies:
-    """Nodes, tasks first: node i is task i.
+    """A graph of nodes; node i is task i, nodes from `n_tasks` on are no tasks.
 
-    Attributes:
-        n_tasks: How many nodes are tasks.
-        n_before: Per node, how many others it waits for.
-        after: Per node, those that wait for it.
-        sending: By index of the traffic and machine.
-        arrival: Likewise.
+    task     of one rank, in a phase; also waits until its rank is free
+    sending  the messages of one kind and name from one rank; each also waits for the network
+    arrival  all messages of one kind and name have reached one rank
+    gate     takes no time: "layer v is computed on rank q"
     """
 
     n_tasks: int
-    n_before: list[int]
-    after: list[list[int]]
+    n_before: list[int]  # per node, the number of nodes that it waits for
+    after: list[list[int]]  # per node, the nodes that wait for it
+    # By index of the traffic and rank.
     sending: dict[tuple[int, int], int] = field(default_factory=dict)
+    # By index of the traffic and rank.
     arrival: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def new(self) -> int:
-        """Return a new node that waits for nothing."""
+        """Add a node without dependencies and return it."""
         self.n_before.append(0)
         self.after.append([])
         return len(self.after) - 1
 
     def wait(self, node: int, others: Iterable[int]) -> None:
-        """Let a node wait for others."""
         for other in others:
             self.after[other].append(node)
             self.n_before[node] += 1
 
 
 def dependencies(compiled: Compiled) -> Dependencies:
-    """Return what waits for what in a step of this plan."""
     return _Builder(compiled).build()
 
 
-_Nodes = dict[str, dict[int, int]]  # by layer and machine
+_Nodes = dict[str, dict[int, int]]  # by layer and rank
 
 
 @final
@@ -82,18 +68,18 @@ class _Builder:
         self._nodes = Dependencies(n_tasks, [0] * n_tasks, [[] for _ in range(n_tasks)])
         self._sending: dict[tuple[MessageKind, str], dict[int, int]] = {}
         self._arrival: dict[tuple[MessageKind, str], dict[int, int]] = {}
-        for index, way in enumerate(compiled.traffic):
+        for index, flow in enumerate(compiled.traffic):
             for found, numbered, machines in (
-                (self._sending, self._nodes.sending, way.sending),
-                (self._arrival, self._nodes.arrival, way.receiving),
+                (self._sending, self._nodes.sending, flow.sending),
+                (self._arrival, self._nodes.arrival, flow.receiving),
             ):
                 nodes = {machine: self._nodes.new() for machine in machines}
-                found[way.kind, way.name] = nodes
+                found[flow.kind, flow.name] = nodes
                 numbered |= {(index, machine): node for machine, node in nodes.items()}
         for node in self._nodes.arrival.values():
             self._nodes.n_before[node] = 1  # the last of its messages
-        # What there is to wait for on a machine: contributions to a layer, its output;
-        # then that its gradient is complete, and has gone back to what it reads.
+        # Gates, by layer and rank: its contributions are computed; its output; its gradient is
+        # complete; its backward tasks are done.
         self._contributed: _Nodes = {}
         self._computed: _Nodes = {}
         self._gradient: _Nodes = {}
@@ -125,13 +111,15 @@ class _Builder:
         tensors = list(dict.fromkeys(use.name for use in layer.tensors.values()))
         inputs = list(dict.fromkeys(layer.inputs))
         done: dict[int, int] = {}
+        # A task starts once its rank has all that it ever needs of each layer and tensor that the
+        # task reads, as in the program; not earlier, though a part of it might be enough.
         for machine, nodes in _by_machine(computing).items():
             for node in nodes:
                 self._wait(node, self._computed, inputs, machine)
                 self._wait_for_arrival(node, "state", inputs, machine)
                 self._wait_for_arrival(node, "parameter", tensors, machine)
             done[machine] = self._gate(nodes)
-        if combining:
+        if combining:  # partial: the output is there only after the sums
             self._contributed[name] = done
             self._release("partial", name, self._contributed)
             done = {}
@@ -148,6 +136,7 @@ class _Builder:
         readers = [reader.name for reader in self._compiled.graph.consumers[name]]
         for machine, node in self._sending.get(("gradient", name), {}).items():
             self._wait(node, self._gone_back, readers, machine)
+        # The gradient is complete on a rank when its own readers are done and all others have sent.
         self._gradient[name] = {}
         for machine, computed in self._computed[name].items():
             node = self._gate([computed])
@@ -164,7 +153,7 @@ class _Builder:
             self._gone_back[name][machine] = self._gate(nodes)
 
     def _users(self) -> dict[str, dict[str, None]]:
-        """Return the layers that use each tensor, in their order, each once."""
+        # The layers that use each tensor, in order, each once.
         found: dict[str, dict[str, None]] = {}
         for layer in self._compiled.graph.layers:
             for use in layer.tensors.values():
@@ -187,7 +176,7 @@ class _Builder:
         self._nodes.wait(node, [p[machine] for p in places if machine in p])
 
     def _release(self, kind: MessageKind, name: str, there: _Nodes) -> None:
-        """Let messages go once their sender has what they are of."""
+        # Messages can be sent once their sender has computed what they carry.
         for machine, node in self._sending.get((kind, name), {}).items():
             self._nodes.wait(node, [there[name][machine]])
 
@@ -206,23 +195,17 @@ def _by_machine(tasks: Iterable[tuple[int, Task]]) -> dict[int, list[int]]:
     return found
 
 
+# Kinds that are sent once per step, not once per micro-batch.
 _ONCE: Final = frozenset({"parameter", "parameter_gradient"})
-"""Kinds of messages that a step has once, however many micro-batches."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step.
+    """One step of a plan."""
 
-    Attributes:
-        tasks: Of all micro-batches, the first one's first.
-        traffic: Likewise.
-        nodes: What waits for what; task i is node i.
-    """
-
-    tasks: tuple[Task, ...]
-    traffic: tuple[Traffic, ...]
+    tasks: tuple[Task, ...]  # those of the first micro-batch first
+    traffic: tuple[Traffic, ...]  # those of the first micro-batch first
     nodes: Dependencies
 
 
@@ -231,10 +214,10 @@ def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
 
     Args:
         compiled: For the samples of one micro-batch.
-        micro_batches: How many of them a step has.
+        micro_batches: Number of micro-batches in a step.
 
     Raises:
-        GraphError: there are several, and a layer has statistics of the batch.
+        GraphError: there are several, and a layer has batch statistics.
     """
     once = Schedule(compiled.tasks, compiled.traffic, dependencies(compiled))
     if micro_batches == 1:
@@ -242,14 +225,14 @@ def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
     statistics = statistics_of(compiled.graph)
     if statistics:
         raise GraphError(
-            f"layer {statistics[0]!r} has statistics of the whole batch: in "
-            f"{micro_batches} micro-batches it would compute something else"
+            f"layer {statistics[0]!r} has statistics of the whole batch, which "
+            f"{micro_batches} micro-batches would change: use 1 micro-batch"
         )
     return _Repeated(once, micro_batches).schedule()
 
 
 def statistics_of(graph: LayerGraph) -> list[str]:
-    """Return the layers that join samples: what they compute depends on the batch."""
+    # Layers that join samples: their result depends on the whole batch.
     single = joined(graph)
     return [
         layer.name
@@ -260,12 +243,12 @@ def statistics_of(graph: LayerGraph) -> list[str]:
 
 @final
 class _Repeated:
-    """One micro-batch after the other; some messages are shared by all."""
+    # One copy of the step per micro-batch; parameter messages are shared by all copies.
 
     def __init__(self, once: Schedule, n: int) -> None:
         self._once = once
         self._n = n
-        each = [i for i, way in enumerate(once.traffic) if way.kind not in _ONCE]
+        each = [i for i, flow in enumerate(once.traffic) if flow.kind not in _ONCE]
         self._each = {index: place for place, index in enumerate(each)}
         self._nodes = Dependencies(0, [], [])
         self._shared: dict[int, int] = {}
@@ -279,22 +262,21 @@ class _Repeated:
         shared = {
             node
             for numbered in (once.nodes.sending, once.nodes.arrival)
-            for (way, _), node in numbered.items()
-            if once.traffic[way].kind in _ONCE
+            for (flow, _), node in numbered.items()
+            if once.traffic[flow].kind in _ONCE
         }
         for copy in range(self._n):
             self._add(copy, shared)
         return Schedule(
             tasks=once.tasks * self._n,
-            traffic=(*once.traffic, *self._ways() * (self._n - 1)),
+            traffic=(*once.traffic, *self._flows() * (self._n - 1)),
             nodes=nodes,
         )
 
-    def _ways(self) -> tuple[Traffic, ...]:
+    def _flows(self) -> tuple[Traffic, ...]:
         return tuple(self._once.traffic[index] for index in self._each)
 
     def _add(self, copy: int, shared: Container[int]) -> None:
-        """Add the nodes of one micro-batch."""
         once, nodes = self._once.nodes, self._nodes
         here = self._numbers(copy, shared)
         for node, after in enumerate(once.after):
@@ -303,7 +285,7 @@ class _Repeated:
         self._name(copy, shared, here)
 
     def _numbers(self, copy: int, shared: Container[int]) -> list[int]:
-        """Return what each node of the plan is called in this micro-batch."""
+        # The number of each node in this micro-batch.
         once, nodes = self._once.nodes, self._nodes
         n_tasks = once.n_tasks
         here: list[int] = []
@@ -319,19 +301,19 @@ class _Repeated:
         return here
 
     def _name(self, copy: int, shared: Container[int], here: list[int]) -> None:
-        """Say which nodes are of messages sent, and of messages that have arrived."""
+        # Registers the sending and arrival nodes of this micro-batch.
         once, nodes = self._once.nodes, self._nodes
         for numbered, mine in ((once.sending, nodes.sending), (once.arrival, nodes.arrival)):
-            for (way, machine), node in numbered.items():
+            for (flow, machine), node in numbered.items():
                 if copy and node in shared:
                     continue
-                mine[self._way(copy, way), machine] = here[node]
+                mine[self._flow(copy, flow), machine] = here[node]
                 if numbered is once.arrival:
                     nodes.n_before[here[node]] = 1  # the last of its messages
 
-    def _way(self, copy: int, way: int) -> int:
-        """Return the index of the traffic of this micro-batch."""
+    def _flow(self, copy: int, flow: int) -> int:
+        # The index of the traffic in this micro-batch.
         if copy == 0:
-            return way
+            return flow
         n_before = len(self._once.traffic) + (copy - 1) * len(self._each)
-        return n_before + self._each[way]
+        return n_before + self._each[flow]

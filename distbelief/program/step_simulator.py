@@ -1,17 +1,14 @@
-"""A step played through: when each task and each message begins and ends.
+"""Simulates one step of a plan: when each task and each message begins and ends.
 
-Every machine computes one task at a time, the first of the plan's order that can begin;
-it sends one message at a time and receives one at a time. A message holds both ends
-until it is sent, and is there `latency` later; what is added up, once it is. Messages
-take the time of processors too: what a machine computes when one begins, or ends, takes
-longer by half of what handling it takes. Who waits has time for it.
+Each machine computes one task, sends one message and receives one message at a time. A message
+occupies both ends while it is sent, and arrives `latency` later. Messages also use the processor:
+a task that runs when one begins or ends takes longer by half of its handling time.
 
-Nothing waits on purpose: what can begin does, the most urgent first, then the next
-machine. Ties depend on places in the plan, not on machines' numbers.
+Everything starts as early as it can: the most urgent first, then the next machine. Ties depend on
+places in the plan, not on machine numbers.
 
-Sets of machines are bits of an integer: "which receivers that I have something for are
-free?" is one `&`, for any number of machines. A fully connected layer on 144 machines
-has 20,592 messages, so what is done for each of them is kept short.
+Sets of machines are bits of an integer, so "which of my receivers are free?" is one `&`: a fully
+connected layer on 144 machines has 20,592 messages.
 """
 
 import heapq
@@ -31,66 +28,57 @@ FloatArray = npt.NDArray[np.float64]
 
 NOTHING: Final = -1
 
+# Kinds that the receiver adds to what it has. Partial outputs are added by tasks (`combine`).
 _SUMS: Final = frozenset({"gradient", "parameter_gradient"})
-"""Kinds of messages that are added to what their receiver has. Partial outputs are too,
-but by a task of their own."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedStep:
-    """When what happened. Events are tasks, then messages in the order of their start.
+    """When each event of a step happened.
 
-    Attributes:
-        starts: (n_events,) seconds.
-        ends: (n_events,) of sending, for messages, which arrive later.
-        arrivals: (n_events,) when what came of it can be used.
-        causes: (n_events,) the event after which each could begin; -1 for none.
-        n_tasks: How many events are tasks.
-        ways: (n_messages,) index of the traffic, for messages.
-        senders: (n_messages,) machine.
-        receivers: (n_messages,) machine.
+    Events are tasks, then messages in the order in which they start.
     """
 
-    starts: FloatArray
-    ends: FloatArray
-    arrivals: FloatArray
-    causes: IntArray
-    n_tasks: int
-    ways: IntArray
-    senders: IntArray
-    receivers: IntArray
+    starts: FloatArray  # (n_events,) seconds
+    ends: FloatArray  # (n_events,); of a message, the end of sending
+    arrivals: FloatArray  # (n_events,): when the result can be used
+    causes: IntArray  # (n_events,): the event that let it begin; -1 if none
+    n_tasks: int  # number of events that are tasks
+    flows: IntArray  # (n_messages,) index of the traffic
+    senders: IntArray  # (n_messages,) machine
+    receivers: IntArray  # (n_messages,) machine
 
 
 @final
 @dataclass(slots=True)
 class _Batch:
-    """Messages of one kind and name from one machine that wait for the network."""
+    # Messages of one kind and name from one machine that wait for the network.
 
-    way: int
+    flow: int
     receivers: int  # bits
     seconds: dict[int, float]  # by receiver
-    sizes: dict[int, int]  # likewise, bytes
+    sizes: dict[int, int]  # bytes, by receiver
     since: float
     cause: int
 
 
 @final
 class StepSimulator:
-    """The queues of all machines of a plan, which are numbered from 0 here.
+    """Simulates one step. Machines are numbered by their place in the plan.
 
     Args:
-        nodes: What waits for what; is used up.
-        machines: Of the plan, in its order.
-        places: Per task, the index of its machine there.
+        nodes: Dependencies; the simulation changes them.
+        machines: Those of the plan, in its order.
+        places: Per task, the place of its machine in `machines`.
         seconds: Per task.
         traffic: All messages.
-        rates: (n_machines, n_machines) bytes per second, in this order.
+        rates: Bytes per second (n_machines, n_machines), in this order.
         latency: Seconds from the end of sending to arrival.
-        overhead: Seconds of each message, beside its bytes.
-        handling: Per machine, seconds that a byte keeps its processors.
-        each: Per machine, likewise a message, however small.
-        adding: Per machine, seconds until a byte is added to a sum.
+        overhead: Seconds per message, in addition to its bytes.
+        handling: Per machine, processor seconds per byte of a message.
+        each: Per machine, processor seconds per message.
+        adding: Per machine, seconds to add one byte to a sum.
     """
 
     def __init__(  # noqa: PLR0913 -- tasks, messages, machines and network
@@ -124,61 +112,61 @@ class StepSimulator:
         self._handles = any(handling) or any(each)
         self._adding = [dict[int, float]() for _ in traffic]
         self._sending = {
-            node: (way, place[machine]) for (way, machine), node in nodes.sending.items()
+            node: (flow, place[machine]) for (flow, machine), node in nodes.sending.items()
         }
         self._arrival = [dict[int, int]() for _ in traffic]
         self._missing = [[0] * n for _ in traffic]
-        for (way, machine), node in nodes.arrival.items():
-            self._arrival[way][place[machine]] = node
-            received = traffic[way].receiving[machine]
-            self._missing[way][place[machine]] = len(received)
-            if traffic[way].kind in _SUMS:
-                n_bytes = int(traffic[way].n_bytes[received].sum())
+        for (flow, machine), node in nodes.arrival.items():
+            self._arrival[flow][place[machine]] = node
+            received = traffic[flow].receiving[machine]
+            self._missing[flow][place[machine]] = len(received)
+            if traffic[flow].kind in _SUMS:
+                n_bytes = int(traffic[flow].n_bytes[received].sum())
                 delay = n_bytes * adding[place[machine]]
-                self._adding[way][place[machine]] = delay
-        self._agenda: list[tuple[float, int]] = []  # time; node, or beyond: message
-        # Computing.
+                self._adding[flow][place[machine]] = delay
+        # Heap of (time, code): a code below the number of nodes is a node, else a message.
+        self._queue: list[tuple[float, int]] = []
+        # --- computing ---
         self._ready: list[list[int]] = [[] for _ in range(n)]
         self._last_task = [NOTHING] * n
         self._is_busy = [False] * n
-        self._owed = [0.0] * n  # seconds that messages took of what is computed now
+        self._owed = [0.0] * n  # seconds that messages have added to the running task
         self._woken: set[int] = set()
         n_tasks = nodes.n_tasks
         self._task_starts = [0.0] * n_tasks
         self._causes = [NOTHING] * len(nodes.after)
         self._since = [0.0] * n_tasks
-        # The network.
+        # --- network ---
         self._free_senders = self._free_receivers = (1 << n) - 1
         self._touched_senders = self._touched_receivers = 0
         self._batches: list[list[_Batch]] = [[] for _ in range(n)]
-        self._incoming = [0] * n  # bits: who has something for this machine
+        self._incoming = [0] * n  # bits: senders with a message for this machine
         self._last_sent = [NOTHING] * n
         self._last_received = [NOTHING] * n
-        # Messages in the order of their start.
+        # --- messages, in the order in which they start ---
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._arrivals: list[float] = []
         self._sizes: list[int] = []
-        self._ways: list[int] = []
+        self._flows: list[int] = []
         self._senders: list[int] = []
         self._receivers: list[int] = []
         self._message_causes: list[int] = []
 
     def play(self) -> SimulatedStep:
-        """Play the step through."""
         n_nodes = len(self._nodes.after)
         n_tasks = self._nodes.n_tasks
-        agenda = self._agenda
+        queue = self._queue
         first = [node for node, n in enumerate(self._nodes.n_before) if n == 0]
         for node in first:
             self._happen(node, 0.0, NOTHING)
         self._start_tasks(0.0)
         self._start_messages(0.0)
-        while agenda:
-            now = agenda[0][0]
-            # All that ends now, before anything begins: who is free, is free for all.
-            while agenda and agenda[0][0] == now:
-                code = heapq.heappop(agenda)[1]
+        while queue:
+            now = queue[0][0]
+            # Handle all ends at this time before any start: a free machine is free for all.
+            while queue and queue[0][0] == now:
+                code = heapq.heappop(queue)[1]
                 if code >= n_nodes:
                     self._end_message(code - n_nodes, now)
                 elif code < n_tasks:
@@ -213,28 +201,30 @@ class StepSimulator:
             ready = self._ready[place]
             if ready and not self._is_busy[place]:
                 task = heapq.heappop(ready)
+                # It has waited for the machine: the task before it is the cause.
                 if self._since[task] < now:
                     self._causes[task] = self._last_task[place]
                 self._is_busy[place] = True
                 self._last_task[place] = task
                 self._task_starts[task] = now
-                heapq.heappush(self._agenda, (now + self._seconds[task], task))
+                heapq.heappush(self._queue, (now + self._seconds[task], task))
         self._woken.clear()
 
     def _end_task(self, task: int, now: float) -> None:
         place = self._places[task]
         owed = self._owed[place]
+        # Messages have delayed this task: it ends later.
         if owed:
             self._owed[place] = 0.0
             self._seconds[task] += owed
-            heapq.heappush(self._agenda, (now + owed, task))
+            heapq.heappush(self._queue, (now + owed, task))
             return
         self._is_busy[place] = False
         self._woken.add(place)
         self._follow(task, now, task)
 
-    def _offer(self, way: int, sender: int, now: float, cause: int) -> None:
-        traffic = self._traffic[way]
+    def _offer(self, flow: int, sender: int, now: float, cause: int) -> None:
+        traffic = self._traffic[flow]
         which = traffic.sending[int(self._machines[sender])]
         part = slice(which.start, which.stop)
         receivers = [self._place[q] for q in traffic.receivers[part].tolist()]
@@ -245,7 +235,7 @@ class StepSimulator:
             bits |= 1 << receiver
             self._incoming[receiver] |= 1 << sender
         batch = _Batch(
-            way=way,
+            flow=flow,
             receivers=bits,
             seconds=dict(zip(receivers, seconds.tolist(), strict=True)),
             sizes=dict(zip(receivers, sizes.tolist(), strict=True)),
@@ -254,10 +244,11 @@ class StepSimulator:
         )
         batches = self._batches[sender]
         batches.append(batch)
-        batches.sort(key=lambda each: each.way)
+        batches.sort(key=lambda each: each.flow)
         self._touched_senders |= 1 << sender
 
     def _start_messages(self, now: float) -> None:
+        # Only machines for which something has changed since the last call.
         senders = self._touched_senders & self._free_senders
         receivers = self._touched_receivers
         self._touched_senders = self._touched_receivers = 0
@@ -270,7 +261,7 @@ class StepSimulator:
             lowest = receivers & -receivers
             receivers ^= lowest
             receiver = lowest.bit_length() - 1
-            # Who sends may find something more urgent for somebody else.
+            # The sender may have something more urgent for another receiver.
             while self._free_receivers & lowest and (
                 able := self._incoming[receiver] & self._free_senders
             ):
@@ -307,13 +298,13 @@ class StepSimulator:
         self._sizes.append(n_bytes)
         if self._handles:
             self._handle(n_bytes, sender, receiver)
-        self._ways.append(batch.way)
+        self._flows.append(batch.flow)
         self._senders.append(sender)
         self._receivers.append(receiver)
-        heapq.heappush(self._agenda, (end, len(self._nodes.after) + index))
+        heapq.heappush(self._queue, (end, len(self._nodes.after) + index))
 
     def _handle(self, n_bytes: int, *ends: int) -> None:
-        """Let what both ends compute take longer."""
+        # The tasks at both ends take longer.
         for place in ends:
             if self._is_busy[place]:
                 taken = self._each[place] + n_bytes * self._handling[place]
@@ -322,6 +313,7 @@ class StepSimulator:
     def _cause(self, batch: _Batch, sender: int, receiver: int, now: float) -> int:
         if batch.since == now:
             return batch.cause
+        # It has waited for the network: for the last message of the end that was busy.
         last = self._last_sent[sender]
         if last == NOTHING or self._ends[last] < now:
             last = self._last_received[receiver]
@@ -335,16 +327,17 @@ class StepSimulator:
         self._free_receivers |= 1 << receiver
         self._touched_senders |= 1 << sender
         self._touched_receivers |= 1 << receiver
-        way = self._ways[index]
-        missing = self._missing[way]
+        flow = self._flows[index]
+        missing = self._missing[flow]
         missing[receiver] -= 1
+        # The arrival node happens once the last message is there.
         if missing[receiver] == 0:
-            node = self._arrival[way][receiver]
+            node = self._arrival[flow][receiver]
             self._nodes.n_before[node] = 0
             self._causes[node] = self._nodes.n_tasks + index
-            arrival = now + self._latency + self._adding[way].get(receiver, 0.0)
+            arrival = now + self._latency + self._adding[flow].get(receiver, 0.0)
             self._arrivals[index] = arrival
-            heapq.heappush(self._agenda, (arrival, node))
+            heapq.heappush(self._queue, (arrival, node))
 
     def _played(self) -> SimulatedStep:
         n_tasks = self._nodes.n_tasks
@@ -353,21 +346,21 @@ class StepSimulator:
         causes = [*self._causes[:n_tasks], *self._message_causes]
         expected = sum(map(len, self._traffic))
         assert len(self._starts) == expected, (len(self._starts), expected)
-        assert not any(self._nodes.n_before), "a task waits for what never happens"
+        assert not any(self._nodes.n_before), "a task waits for something that never happens"
         return SimulatedStep(
             starts=starts,
             ends=np.append(task_ends, self._ends),
             arrivals=np.append(task_ends, self._arrivals),
             causes=np.array(causes, dtype=np.int64),
             n_tasks=n_tasks,
-            ways=np.array(self._ways, dtype=np.int64),
+            flows=np.array(self._flows, dtype=np.int64),
             senders=self._machines[np.array(self._senders, dtype=np.int64)],
             receivers=self._machines[np.array(self._receivers, dtype=np.int64)],
         )
 
 
 def _next(machines: int, after: int) -> int:
-    """Return the first machine of these bits after this one, round the circle."""
+    # The first machine among these bits from `after` on, wrapping around.
     later = machines >> after
     if later:
         return after + (later & -later).bit_length() - 1

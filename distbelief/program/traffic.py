@@ -1,8 +1,7 @@
-"""All messages of one kind and name, as arrays: there may be 20,000 of them.
+"""All messages of one kind and name, as arrays: a layer may have 20,000 of them.
 
-What a machine needs and somebody else owns is the intersection of two boxes. Owners'
-boxes do not overlap, nor do those that one machine needs; so each index that it needs
-and does not own comes to it exactly once (DB-1).
+A message carries the intersection of what one rank owns and another needs. Boxes of owners are
+disjoint, and so are those that one rank needs: each index arrives exactly once (DB-1).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,25 +18,15 @@ from distbelief.program.instructions import Message, MessageKind
 @final
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Messages of one kind and name, sorted by sender, then by receiver.
-
-    Attributes:
-        kind: Of all of them.
-        name: Of the layer, or of the tensor.
-        senders: (n,)
-        receivers: (n,)
-        n_bytes: (n,) for the whole batch.
-        first: (n + 1,) where in `boxes` those of each message begin.
-        boxes: (n_boxes, n_dims, 2)
-    """
+    """Messages of one kind and name, sorted by sender, then by receiver."""
 
     kind: MessageKind
-    name: str
-    senders: IntArray
-    receivers: IntArray
-    n_bytes: IntArray
-    first: IntArray
-    boxes: IntArray
+    name: str  # of the layer or tensor
+    senders: IntArray  # (n,)
+    receivers: IntArray  # (n,)
+    n_bytes: IntArray  # (n,), for the whole batch
+    first: IntArray  # (n + 1,): index of the first box of each message
+    boxes: IntArray  # (n_boxes, n_dims, 2)
     _returned: "dict[tuple[MessageKind, frozenset[int]], Traffic]" = field(
         init=False, repr=False, default_factory=dict
     )
@@ -52,14 +41,14 @@ class Traffic:
         n_bytes: int,
         n_dims: int,
     ) -> Self:
-        """Return who sends what, so that everybody has what they need.
+        """Return the messages that bring every rank what it needs and does not own.
 
         Args:
             subject: Kind and name of the messages.
-            owners: Machines and what they have: disjoint.
-            needs: Of each machine: disjoint.
+            owners: Ranks and the regions that they own, disjoint.
+            needs: Regions that each rank needs, disjoint for each rank.
             n_bytes: Of one index, for the whole batch.
-            n_dims: Of the regions.
+            n_dims: Number of dimensions of the regions.
         """
         wanted = [(q, region) for q, regions in needs.items() for region in regions]
         i, j, boxes = overlaps(
@@ -68,9 +57,11 @@ class Traffic:
         )
         senders = np.array([p for p, _ in owners], dtype=np.int64)[i]
         receivers = np.array([q for q, _ in wanted], dtype=np.int64)[j]
+        # Overlaps of a rank with itself need no message.
         order = np.lexsort((receivers, senders))
         order = order[senders[order] != receivers[order]]
         senders, receivers, boxes = senders[order], receivers[order], boxes[order]
+        # Boxes of the same sender and receiver are one message.
         news = np.ones(len(order), dtype=np.bool_)
         news[1:] = np.diff(senders).astype(bool) | np.diff(receivers).astype(bool)
         starts = np.flatnonzero(news)
@@ -88,11 +79,10 @@ class Traffic:
         )
 
     def __len__(self) -> int:
-        """How many messages."""
         return len(self.senders)
 
     def back(self, kind: MessageKind, *, senders: Collection[int]) -> "Traffic":
-        """Return the same messages on their way back, of those who have to send one."""
+        """Return the reverse messages of those receivers that are in `senders`."""
         key = (kind, frozenset(senders))
         if key not in self._returned:
             self._returned[key] = self._back(kind, senders)
@@ -104,6 +94,7 @@ class Traffic:
         order = order[kept[order]]
         counts = np.diff(self.first)[order]
         first = np.append(0, np.cumsum(counts))
+        # Boxes move with their messages: row k of a message is at its old start plus k.
         rows = np.repeat(self.first[:-1][order] - first[:-1], counts)
         return replace(
             self,
@@ -116,7 +107,6 @@ class Traffic:
         )
 
     def message(self, index: int) -> Message:
-        """Return one message."""
         return Message(
             kind=self.kind,
             name=self.name,
@@ -127,16 +117,15 @@ class Traffic:
         )
 
     def n_bytes_between(self, sender: int, receiver: int) -> int:
-        """Return the bytes of the message between these two, who must have one."""
+        """Return the bytes of the message from `sender` to `receiver`, which must exist."""
         own = self.sending[sender]
         receivers = self.receivers[own.start : own.stop]
         index = own.start + int(np.searchsorted(receivers, receiver))
         assert self.receivers[index] == receiver, (self.name, sender, receiver)
         return int(self.n_bytes[index])
 
-    @cached_property
+    @cached_property  # by rank: the messages that it sends
     def sending(self) -> Mapping[int, range]:
-        """Per machine, the messages that it sends."""
         machines, starts = np.unique(self.senders, return_index=True)
         stops = [*starts[1:].tolist(), len(self)]
         return {
@@ -144,9 +133,8 @@ class Traffic:
             for machine, start, stop in zip(machines.tolist(), starts.tolist(), stops, strict=True)
         }
 
-    @cached_property
+    @cached_property  # by rank: the messages that it receives, by sender
     def receiving(self) -> Mapping[int, IntArray]:
-        """Per machine, the messages that it receives, by sender."""
         order = np.argsort(self.receivers, kind="stable")
         machines, starts = np.unique(self.receivers[order], return_index=True)
         pieces = np.split(order, starts[1:])

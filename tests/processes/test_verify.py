@@ -118,7 +118,7 @@ def test_a_machine_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None
     stopper = threading.Thread(target=stop)
     stopper.start()
     told: list[str] = []
-    with pytest.raises(DistBeliefError, match=r"machine 1 .* silent for 1\d\.\d s, and"):
+    with pytest.raises(DistBeliefError, match=r"machine 1 .* silent for 1\d\.\d s: it"):
         run_verification(rehearsal(tmp_path, factory="tiny:net"), n_machines=2, tell=told.append)
     stopper.join()
     (text,) = told

@@ -1,13 +1,12 @@
-"""Measuring layers on this host: each that is unlike others, whole and in slices.
+"""Times layers on this host: each distinct layer, whole, in slices, and with fewer samples.
 
-What costs most is measured first, and when time is up the rest is left to arithmetic;
-so is what is too large, or fails.
+The most expensive layers come first; when time is up, the rest is left to arithmetic, and so are
+layers that are too large, or fail.
 
-All is measured twice, a while apart, and what differs by more than a tenth up to four
-times, of which the median counts: not the best, for a machine that is disturbed now and
-then is so while it trains too, and a prediction by its best moments is one that no step
-reaches. One slice that seems twice as slow is enough for a plan that avoids it, and is
-slower by a tenth than the one that would have been chosen.
+Each layer is measured twice, some time apart; if a slice differs by more than a tenth, up to four
+times. The median counts, not the minimum: a machine that is disturbed now and then is so in
+training too. One slice measured at twice its time is enough for a plan that avoids it, and is 10 %
+slower.
 """
 
 import time
@@ -42,55 +41,38 @@ from distbelief.program.compiler import with_gradient
 from distbelief.program.instructions import work_of
 
 
-# A bench on which layers are timed: whole, in slices, with fewer samples.
-#
-# The median of a few runs after one that warms up, one of which is enough of what takes
-# long; forward and backward apart; on random numbers. With one thread it is the
-# processor's time, not the clock on the wall, which runs on while others have the
-# processor.
-#
-# Memory is asked for as replicas do, and from then on as long as this process lives: who
-# gives back what a large gradient took faults its pages in anew, which takes as long as
-# computing it.
+# --- timing ---
 
 N_RUNS: Final = 3
 _N_PARTS: Final = (2, 4, 8, 16, 32, 64)
 _N_MICRO_BATCHES: Final = (8, 4, 2)
+# A slice that takes longer runs once after warming up: it is measured again later anyway.
 _SECONDS_ENOUGH: Final = 0.1
-"""A slice that takes longer is run once after warming up: it is measured again later,
-and what a machine does meanwhile is another thing then."""
 
-_SHARE_MAX: Final = 0.25
-"""Of the time there is, for one layer."""
+_SHARE_MAX: Final = 0.25  # of the total time, for one layer
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much to measure.
+    """How much to measure."""
 
-    Attributes:
-        seconds: When to stop.
-        n_runs: Of which the median is taken, in each pass.
-        clock: Seconds.
-        timer: Seconds of what is measured; None: as by the clock.
-    """
-
-    seconds: float = 60.0
-    n_runs: int = N_RUNS
-    clock: Callable[[], float] = field(default=time.perf_counter)
-    timer: Callable[[], float] | None = None
+    seconds: float = 60.0  # when to stop
+    n_runs: int = N_RUNS  # runs per median, in each pass
+    clock: Callable[[], float] = field(default=time.perf_counter)  # seconds
+    timer: Callable[[], float] | None = None  # seconds of a measurement; None: `clock`
 
 
 def busy_seconds() -> float:
-    """Return the time of a processor, if one computes; else of the clock."""
+    # With one thread the processor time: it excludes the time of other programs.
     is_one = torch.get_num_threads() == 1
     return time.thread_time() if is_one else time.perf_counter()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Have gradients, also for a caller who wants none, and memory as replicas do."""
+    """Enable gradients whatever the caller has set, and keep memory as training processes do."""
+    # Memory returned to the system is faulted in again: as slow as computing a large gradient.
     keep_memory()
     with torch.inference_mode(mode=False), torch.enable_grad():
         yield
@@ -109,12 +91,14 @@ _Given = tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]
 
 @final
 class Bench:
-    """Times layers of one graph.
+    """Times layers of one graph, on random numbers.
+
+    A time is the median of a few runs after a warm-up run; one run is enough if it takes long.
 
     Args:
-        graph: Whose layers.
+        graph: The layer graph.
         batch: Samples of a step.
-        modules: Those that layers of kind "whole" call.
+        modules: Modules of opaque layers.
         limits: How much to measure.
         deadline: When to stop, by the clock of `limits`.
     """
@@ -138,11 +122,10 @@ class Bench:
 
     @property
     def is_late(self) -> bool:
-        """Whether time is up."""
         return self._limits.clock() >= self._deadline
 
     def ready(self, layer: Layer) -> Callable[[], Time]:
-        """Return what runs a whole layer once, without warming up, and takes time."""
+        """Return a function that runs and times a whole layer once, without a warm-up run."""
         kind = operator_of(layer)
         given = self._given(kind, layer, layer.region, self._batch)
         return lambda: self._once(kind, layer, layer.region, given)
@@ -150,15 +133,14 @@ class Bench:
     def slices(self, layer: Layer) -> dict[str, Slices]:
         """Return the times of a layer along each dimension.
 
-        Returns:
-            Of the whole at least; dimensions for which there is no time are left out,
-            so that a layer that takes long is not begun again and again.
+        The whole is always there; dimensions for which time is up are left out, so that a layer
+        that takes long is not started again and again.
         """
         now = self._limits.clock()
         until = min(self._deadline, now + self._limits.seconds * _SHARE_MAX)
         whole = self._time(layer, layer.region)
         found = {WHOLE: _slices([(1, self._operations(layer, layer.region), whole)])}
-        for word, partial, regions in _cuts(layer):
+        for dim, partial, regions in _cuts(layer):
             rows = []
             for extent, region in regions:
                 if self._limits.clock() >= until:
@@ -166,7 +148,7 @@ class Bench:
                 taken = self._time(layer, region, partial=partial)
                 operations = self._operations(layer, region, partial=partial)
                 rows.append((extent, operations, taken))
-            found[word] = _slices(rows)
+            found[dim] = _slices(rows)
         rows = []
         for n_samples in sorted({self._batch // n for n in _N_MICRO_BATCHES} - {0}):
             if self._limits.clock() >= until:
@@ -203,8 +185,8 @@ class Bench:
             for name, part in zip(layer.inputs, rule.reads(layer, region), strict=True)
         ]
         tensors = {
-            word: self._random(part.shape, trains=layer.tensors[word].trains)
-            for word, part in rule.uses(layer, region).items()
+            argument: self._random(part.shape, trains=layer.tensors[argument].trains)
+            for argument, part in rule.uses(layer, region).items()
         }
         leaves = [value for value in (*inputs, *tensors.values()) if value.requires_grad]
         return inputs, tensors, leaves
@@ -233,7 +215,7 @@ class Bench:
         return value.requires_grad_(source.name in self._backward)
 
     def _random(self, shape: tuple[int, ...], *, trains: bool) -> torch.Tensor:
-        # Between 0.5 and 1.5: also good for variances, and no loss is infinite.
+        # Between 0.5 and 1.5: valid variances, and no infinite loss.
         generator = self._generator
         value = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
         value += 0.5
@@ -241,10 +223,8 @@ class Bench:
 
 
 def _cuts(layer: Layer) -> Iterator[tuple[str, bool, list[tuple[int, Region]]]]:
-    """Yield what to call a dimension, whether it is summed over, and its slices.
-
-    Slices are from the middle, whose halos are whole, and from small to large.
-    """
+    # The name of each dimension, whether it is summed over, and its slices from small to large.
+    # Slices are from the middle, where halos are complete.
     kind = operator_of(layer)
     for cut in () if layer.whole else kind.cuts(layer):
         regions = _middles(layer.region, cut.dim, unit=cut.unit)
@@ -276,21 +256,19 @@ def _slices(rows: list[tuple[int, float, Time]]) -> Slices:
     )
 
 
-# What was measured several times: whether it agrees, and on what.
+# --- repeated measurements ---
 
-DIFFERENCE_MAX: Final = 0.1
-"""Between the best two measurements of one slice, as a share."""
+DIFFERENCE_MAX: Final = 0.1  # share, between the best two measurements of a slice
 
-Pass = Mapping[str, Slices]
-"""Slices of one layer, by dimension; if time was up some are left out."""
+Pass = Mapping[str, Slices]  # slices of one layer, by dimension; some are missing if time was up
 
 
 def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
     """Return the median of each slice."""
     found = {}
-    for word in passes[0]:
-        slices = _of(word, passes)
-        found[word] = msgspec.structs.replace(
+    for dim in passes[0]:
+        slices = _of(dim, passes)
+        found[dim] = msgspec.structs.replace(
             slices[0],
             forward=tuple(median(times) for times in _forward(slices)),
             backward=tuple(median(times) for times in _backward(slices)),
@@ -299,9 +277,9 @@ def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
 
 
 def differ(passes: Sequence[Pass]) -> bool:
-    """Return whether the best two measurements of some slice are not alike."""
-    for word in passes[0]:
-        slices = _of(word, passes)
+    """Return whether the best two measurements of a slice differ by more than `DIFFERENCE_MAX`."""
+    for dim in passes[0]:
+        slices = _of(dim, passes)
         for times in (*_forward(slices), *_backward(slices)):
             best = _best(times)
             if best[-1] > (1.0 + DIFFERENCE_MAX) * best[0]:
@@ -313,8 +291,8 @@ def _best(times: Sequence[float]) -> list[float]:
     return sorted(times)[:2]
 
 
-def _of(word: str, passes: Sequence[Pass]) -> list[Slices]:
-    return [slices[word] for slices in passes if word in slices]
+def _of(dim: str, passes: Sequence[Pass]) -> list[Slices]:
+    return [slices[dim] for slices in passes if dim in slices]
 
 
 def _forward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:
@@ -326,14 +304,12 @@ def _backward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:
 
 
 N_PASSES_MAX: Final = 4
-_N_BYTES_MAX: Final = 1 << 30
-"""What one measurement may take; larger layers are left to arithmetic."""
+_N_BYTES_MAX: Final = 1 << 30  # memory of one measurement
 
+# A module may reject random numbers, or memory may be too small.
 _FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError)
-"""A module may dislike random numbers, and memory may be too small."""
 
-Progress = Callable[[int, int, str], None]
-"""Told how many layers are measured, of how many, and which is next."""
+Progress = Callable[[int, int, str], None]  # progress(n_done, n_layers, next layer)
 
 
 def profiled(
@@ -344,15 +320,15 @@ def profiled(
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Return this host's profile with all layers of a graph; measure what it lacks.
+    """Return this host's profile with all layers of a graph; measure those that it lacks.
 
     Args:
-        graph: With its loss, if it is to be trained.
+        graph: With its loss, for training.
         batch: Samples of a step.
-        modules: Those that layers of kind "whole" call, not on the meta device; if
-            absent, such layers are not measured.
+        modules: Modules of opaque layers, not on the meta device; without them such layers are not
+            measured.
         limits: How much to measure.
-        progress: Told of each layer.
+        progress: Called before each layer.
     """
     limits, host = limits or Limits(timer=busy_seconds), this_host()
     known = load(host)
@@ -370,19 +346,19 @@ def profiled(
                 with suppress(*_FAILURES):
                     found[key] = bench.slices(layer)
             _cross_check(bench, {key: wanted[key] for key in found}, found)
-    finally:  # also if somebody is tired of waiting
+    finally:  # after an interrupt too: keep what has been measured
         profile = add(host, layers=found)
     return profile
 
 
 def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
-    """Return what tells what whole layers take just now, by their keys in a profile.
+    """Return a function that times all whole layers once, by their keys in a profile.
 
-    One run each, so that it takes no longer than a step; what they compute with is kept
-    for the next time. Layers that call a module are left out.
+    A call takes no longer than a step; the inputs are kept for the next call. Opaque layers are
+    left out.
 
     Args:
-        graph: With its loss, if it is trained.
+        graph: With its loss, for training.
         batch: Samples of a step.
     """
     runs: dict[str, Callable[[], Time]] = {}
@@ -407,13 +383,7 @@ def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
 def _cross_check(
     bench: Bench, layers: Mapping[str, Layer], found: dict[str, dict[str, Slices]]
 ) -> None:
-    """Measure again what is found, and once more what was disturbed.
-
-    Args:
-        bench: Which measured it.
-        layers: By their key.
-        found: Is made better.
-    """
+    # Measures again what was found, and once more what was disturbed; updates `found`.
     passes = {key: [slices] for key, slices in found.items()}
     doubtful = list(passes)
     for _ in range(N_PASSES_MAX - 1):
@@ -427,7 +397,7 @@ def _cross_check(
 
 
 def is_too_large(layer: Layer, *, batch: int) -> bool:
-    """Return whether a layer takes more memory than a measurement may."""
+    """Return whether measuring a layer takes more memory than allowed."""
     reads = operator_of(layer).reads(layer, layer.region)
     states = sum(r.n_elements for r in (layer.region, *reads)) * batch
     uses = operator_of(layer).uses(layer, layer.region).values()
@@ -439,7 +409,7 @@ def is_too_large(layer: Layer, *, batch: int) -> bool:
 def _wanted(
     graph: LayerGraph, batch: int, known: Mapping[str, object], modules: Mapping[str, nn.Module]
 ) -> dict[str, Layer]:
-    """Return the layers to measure, by their key, the most work first."""
+    # The layers to measure, by key, the most work first.
     found = _unlike(graph, batch, modules)
     pairs = [(key, layer) for key, layer in found.items() if key not in known]
     pairs.sort(key=lambda pair: -work_of(pair[1], pair[1].region, partial=False).forward)
@@ -447,7 +417,7 @@ def _wanted(
 
 
 def _unlike(graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
-    """Return layers of which none is like another, by their key."""
+    # One layer of each signature, by key.
     found: dict[str, Layer] = {}
     for layer in graph.layers:
         if layer.kind == INPUT:

@@ -1,15 +1,13 @@
-"""How long layers really take on this host: measured, and kept.
+"""The profile of a host: measured layer times, kept in ~/.cache/distbelief.
 
     linear 2560 -> 8192, batch 64          seconds forward, backward
         units  8192   4096   2048 ...      of the whole, of a half, of a quarter
         inputs 2560   1280    640 ...      of partial sums
-        samples  64     32     16 ...      of the whole, with fewer of them
+        samples  64     32     16 ...      of the whole, with fewer samples
 
-Slices of a layer do not take their share of its time: four channels of a convolution
-take many times theirs. So each layer is measured along each dimension it may be cut in.
-Measured once, for each version of torch, processor and number of threads: in
-~/.cache/distbelief. What becomes of it is in `profiled_costs`, who measures in
-`measuring` and `host`.
+A slice does not take its share of the time: four channels of a convolution take many times theirs.
+So each layer is measured along each dimension that can be cut. There is one profile for each
+version of torch, processor and number of threads.
 """
 
 import hashlib
@@ -28,37 +26,27 @@ from distbelief.core import files
 from distbelief.errors import StorageError
 
 
-VERSION: Final = 5
-"""Of what is measured, and how; what another version has measured is not used."""
+VERSION: Final = 5  # of the format and the method; profiles of other versions are ignored
 
-WHOLE: Final = "whole"
-"""What a layer that is not cut is called in a profile."""
+WHOLE: Final = "whole"  # key of the whole layer
 
-INPUTS: Final = "inputs"
-"""What the summed dimension of the first input is called in a profile."""
+INPUTS: Final = "inputs"  # key of the summed dimension of the first input
 
 
-SAMPLES: Final = "samples"
-"""What the batch is called in a profile."""
+SAMPLES: Final = "samples"  # key of the batch
 
 
 @final
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """What times depend on.
+    """What times depend on."""
 
-    Attributes:
-        torch: Version.
-        processor: Its name.
-        n_threads: That torch computes with.
-    """
-
-    torch: str
-    processor: str
-    n_threads: int
+    torch: str  # version
+    processor: str  # name
+    n_threads: int  # of torch
 
     @property
     def path(self) -> Path:
-        """Where its profile is kept; XDG_CACHE_HOME says where caches are."""
+        # XDG_CACHE_HOME overrides ~/.cache.
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         digest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
         return Path(root) / "distbelief" / f"profile-{digest}.json"
@@ -66,59 +54,30 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Slices(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of slices along one dimension, the smallest first and the whole last.
-
-    Attributes:
-        extents: Of the slices.
-        operations: Floating point operations of the forward pass, of the whole batch.
-        forward: Seconds.
-        backward: Seconds.
-    """
+    """Times of slices along one dimension, the smallest first, the whole last."""
 
     extents: tuple[int, ...]
-    operations: tuple[float, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    operations: tuple[float, ...]  # floating point operations of the forward pass, whole batch
+    forward: tuple[float, ...]  # seconds
+    backward: tuple[float, ...]  # seconds
 
 
 @final
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host can do, whatever the layer.
+    """Measured figures of a host, for all layers."""
 
-    Attributes:
-        flops: Floating point operations per second in a large matrix product.
-        memory_rate: Bytes per second to and from memory.
-        message_rate: Bytes per second of messages that would keep its processors busy.
-        memory: Bytes.
-        overhead: Seconds that each layer costs, however small.
-        jitter: Standard deviation of the logarithm of its compute times.
-        date: Of the measurement, ISO 8601.
-    """
-
-    flops: float
-    memory_rate: float
-    message_rate: float
-    memory: float
-    overhead: float
-    jitter: float
-    date: str
+    flops: float  # floating point operations per second in a large matrix product
+    memory_rate: float  # bytes per second to and from memory
+    message_rate: float  # bytes per second of messages that keep its processors busy
+    memory: float  # bytes
+    overhead: float  # seconds per layer, however small
+    jitter: float  # standard deviation of the logarithm of compute times
+    date: str  # ISO 8601
 
 
 @final
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What has been measured on a host.
-
-    Attributes:
-        host: Which.
-        date: When a layer was last measured, ISO 8601.
-        layers: By the digest of a layer and its batch: slices, by dimension.
-        figures: Of the host itself; None if nobody has measured them.
-        load: Programs per processor that wanted to compute meanwhile; the most.
-        probe: Seconds that a probe took before anything was measured.
-        replaced: How many times as long it took for a profile that this one has
-            replaced; 0 if there was none.
-        version: Of this format.
-    """
+    """Everything that has been measured on a host."""
 
     host: Host
     date: str
@@ -130,11 +89,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
     def save(self) -> None:
-        """Write it to its place, at once or not at all.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write the profile; raise StorageError on failure."""
         path = self.host.path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,14 +99,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_host() -> Host:
-    """Return what this process computes on."""
     return Host(
         torch=str(torch.__version__), processor=_processor(), n_threads=torch.get_num_threads()
     )
 
 
 def load(host: Host) -> Profile | None:
-    """Return what is kept of a host; None if nothing is, or it cannot be read."""
+    """Return the profile of a host; None if there is none, or it cannot be read."""
     try:
         profile = msgspec.json.decode(host.path.read_bytes(), type=Profile)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -166,9 +120,9 @@ def add(
     figures: Figures | None = None,
     probe: float | None = None,
 ) -> Profile:
-    """Add measurements to what is kept of a host; return all there is.
+    """Add measurements to the profile of a host; return all of it.
 
-    What cannot be kept, in a home that is read-only, is measured again next time.
+    If it cannot be saved (a read-only home), it is measured again next time.
     """
     # Read at the last moment: another process may have measured too.
     known = load(host)
@@ -194,7 +148,7 @@ def digest(signature: bytes, *, batch: int) -> str:
 
 
 def _load() -> float:
-    """Return how many programs there are for each processor, this one included."""
+    # Running programs per processor, this one included.
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except OSError:

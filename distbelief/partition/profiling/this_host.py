@@ -1,14 +1,13 @@
-"""Whether what is kept of this host still holds: a short computation says, in a moment.
+"""This host as a cluster of machines like it: figures measured once and kept in its profile.
 
-Who measured a host while others used it would plan with those times for good. So each
-profile keeps how long a probe took then. If it takes much shorter now, what was
-measured is thrown away, and measured again by those who want it. If it takes much
-longer, others may be using the host now: what is kept is kept, and that is remarked.
+    flops        a large matrix product, with torch's number of threads
+    memory rate  a large copy: every byte is read once and written once
+    message rate numbers through the loopback network, both ends in one thread
+    overhead     a layer with almost no work, forward or backward
+    jitter       spread of the times of that product
+    memory       of this machine, or of the container
 
-The probe is a linear layer, which stays in the caches, and a copy, which does not; both
-take about as long. The median of many counts. The least does not change where a host is
-shared: it is a moment in which nobody was there (1.45 ms of such a layer, whether the
-others took 1.6 or 2.9), and what takes a second has no such moment.
+A short probe shows whether the profile still holds. The network between machines is not measured.
 """
 
 import math
@@ -34,68 +33,48 @@ from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.cluster_file import N_MACHINES_MAX
 
 
-# This host as a cluster of machines like it: a few figures, measured once and kept.
-#
-#     flops        a large matrix product, with the threads that torch is set to
-#     memory rate  a large copy: every byte is read once and written once
-#     message rate numbers through this host's own network, to the same thread
-#     overhead     a layer that has nothing to do, forward or backward
-#     jitter       how far the times of that product lie apart
-#     memory       what this machine has, or this container may use
-#
-# Each is the median of short runs after some that warm up; all take about a second. With
-# one thread that is time of a processor, which others of this machine do not take. Of the
-# network nothing is measured: this is one machine.
+# --- figures: each is the median of short runs after a warm-up, about a second in all ---
 
-HERE: Final = "here"
-"""What the cluster is called."""
+HERE: Final = "here"  # name of the cluster
 
 Clock = Callable[[], float]
 
 _N_RUNS: Final = 15
 _N_RUNS_MIN: Final = 5
-_SECONDS_MAX: Final = 0.8  # of one figure, once it has been run often enough
-_SECONDS_OF_ONE: Final = 0.1  # of a figure that somebody waits for
-# Of a large matrix. A product takes as long as a layer, tens of milliseconds: those of
-# a short one would vary with every turn that another program gets.
+_SECONDS_MAX: Final = 0.8  # per figure, after `_N_RUNS_MIN` runs
+_SECONDS_OF_ONE: Final = 0.1  # if only `flops` is measured
+# A product takes tens of milliseconds, like a layer: shorter ones vary with every time slice of
+# another program.
 _WIDTH: Final = 1024
 _N_COPIED: Final = 1 << 24  # numbers, 64 MiB: more than caches hold
 _N_SENT: Final = 1 << 18  # numbers, 1 MiB: a message
-_BLOCK_BYTES: Final = 1 << 16  # of it, at a time
-_QUARTILES: Final = 1.349  # apart they are, in standard deviations of a normal
+_BLOCK_BYTES: Final = 1 << 16  # sent at a time
+_QUARTILES: Final = 1.349  # interquartile range of a normal distribution, in standard deviations
 _CONTAINER: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @final
 class Network(NamedTuple):
-    """What lies between the machines.
+    """The network between the machines."""
 
-    Attributes:
-        bandwidth: Bytes per second that each can send, and likewise receive.
-        latency: Seconds from the end of sending a message to its arrival.
-        message_overhead: Seconds that a message, however small, keeps both its ends.
-        handling: Seconds that it takes of a core at each end.
-    """
-
-    bandwidth: float
-    latency: float
-    message_overhead: float
-    handling: float = 0.0
+    bandwidth: float  # bytes per second that each machine can send, and also receive
+    latency: float  # seconds from the end of sending to arrival
+    message_overhead: float  # seconds per message at both ends
+    handling: float = 0.0  # core seconds per message at each end
 
 
+# Measured between processes of two cores: 0.17 to 0.24 ms of a core at each end for a message of
+# 256 bytes through ZeroMQ and a role
 HANDLING: Final = 2e-4
-"""Measured where this was written, between processes of two cores: 0.17 to 0.24 ms that
-a message of 256 bytes takes of a core at each end, through ZeroMQ, a role and its lane.
-"""
 
 ASSUMED: Final = Network(bandwidth=1.25e8, latency=1e-4, message_overhead=1e-4)
 
 
 def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> Cluster:
-    """Return so many machines like this one; measure it if nobody has yet.
+    """Return a cluster of n machines like this one; measure this one if its profile is missing.
 
     Args:
-        n: How many.
+        n: Number of machines.
         network: Between them.
         clock: Seconds.
 
@@ -103,7 +82,7 @@ def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> 
         GraphError: too many or too few machines.
     """
     if not 1 <= n <= N_MACHINES_MAX:
-        raise GraphError(f"{n} machines like this one: use 1 to {N_MACHINES_MAX}")
+        raise GraphError(f"machines = {n} for cluster 'here': use 1 to {N_MACHINES_MAX}")
     found = figures(clock=clock)
     machine = Machine(
         flops=found.flops,
@@ -125,13 +104,13 @@ def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> 
         note=(
             f"The network is {how}: {units.show(network.bandwidth, 'rate')}, latency "
             f"{_microseconds(network.latency)}, and "
-            f"{_microseconds(network.message_overhead)} that a message keeps its ends."
+            f"{_microseconds(network.message_overhead)} of overhead per message."
         ),
     )
 
 
 def figures(*, clock: Clock = busy_seconds) -> Figures:
-    """Return what this host can do; measure it if nobody has yet."""
+    """Return the figures of this host; measure them if its profile has none."""
     host = this_host()
     known = load(host)
     if known is not None and known.figures is not None:
@@ -142,7 +121,7 @@ def figures(*, clock: Clock = busy_seconds) -> Figures:
 
 
 def flops(*, clock: Clock = busy_seconds) -> float:
-    """Return the first of the figures alone: in a few tenths of a second, not kept."""
+    """Return `flops` only: in a few tenths of a second, and not kept."""
     known = load(this_host())
     if known is not None and known.figures is not None:
         return known.figures.flops
@@ -150,7 +129,6 @@ def flops(*, clock: Clock = busy_seconds) -> float:
 
 
 def measured(*, clock: Clock = busy_seconds) -> Figures:
-    """Measure this host, whether it has been or not."""
     with undisturbed():
         products = _products(clock)
         return Figures(
@@ -165,10 +143,10 @@ def measured(*, clock: Clock = busy_seconds) -> Figures:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Return the standard deviation of logarithms of times, outliers left out.
+    """Return the standard deviation of the logarithms of times, outliers left out.
 
-    It is that of a normal distribution with these quartiles: that somebody used the
-    machine for one of the runs does not count.
+    That of a normal distribution with the same quartiles: a run disturbed by another program does
+    not count.
     """
     low, _, high = quantiles([math.log(seconds) for seconds in times])
     return (high - low) / _QUARTILES
@@ -188,12 +166,10 @@ def _memory_rate(clock: Clock) -> float:
 
 
 def _message_rate(clock: Clock) -> float:
-    """Return bytes per second that one end handles if it does nothing else.
-
-    One thread is both ends, so that nobody waits, and sends through TCP, as the
-    transport does. A message is copied twice more: out of a result, and into an input.
-    It keeps one processor; what all compute meanwhile takes longer by its share.
-    """
+    # Bytes per second that one end handles if it does nothing else. One thread is both ends, so
+    # nothing waits, and sends through TCP as the transport does. Each message is copied twice more:
+    # out of a result, and into an input. It keeps one processor busy; what all processors compute
+    # meanwhile takes longer by its share.
     source = _random(_N_SENT)
     target, sent = torch.empty_like(source), bytearray(source.nbytes)
     received = bytearray(source.nbytes)
@@ -220,13 +196,13 @@ def _ends() -> tuple[socket.socket, socket.socket]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             one = socket.create_connection(server.getsockname(), _SECONDS_MAX)
             other, _ = server.accept()
-    except OSError:  # who plans in a sandbox may have no network at all
+    except OSError:  # a sandbox may have no network
         return socket.socketpair()
     return one, other
 
 
 def _overhead(clock: Clock) -> float:
-    """Return half the seconds of a layer's forward and backward pass."""
+    # Half the seconds of a forward and backward pass.
     value, weight = (_random(1, 2).requires_grad_() for _ in range(2))
     ones = torch.ones(1, 1, dtype=torch.float32, device="cpu")
 
@@ -239,7 +215,7 @@ def _overhead(clock: Clock) -> float:
 
 def _memory() -> float:
     n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no container; or "max", as it may use all
+    with suppress(OSError, ValueError):  # no container, or "max": no limit
         n_bytes = min(n_bytes, int(_CONTAINER.read_text(encoding="ascii")))
     return float(n_bytes)
 
@@ -247,7 +223,7 @@ def _memory() -> float:
 def _times(
     action: Callable[[], object], clock: Clock, *, seconds_max: float = _SECONDS_MAX
 ) -> list[float]:
-    """Return the seconds of each run: of fewer if they take long."""
+    # Fewer runs if they take long.
     action()
     action()
     times: list[float] = []
@@ -256,7 +232,7 @@ def _times(
             break
         began = clock()
         action()
-        # A clock too coarse to see it is no reason for an infinite speed.
+        # A coarse clock may show 0: avoid an infinite speed.
         times.append(max(clock() - began, 1e-9))
     return times
 
@@ -270,9 +246,9 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us"
 
 
-DIFFERENCE_MAX: Final = 0.25
-"""By which share a probe may take longer than when a profile was measured, or then
-than now."""
+# --- probe ---
+
+DIFFERENCE_MAX: Final = 0.25  # share; smaller differences of the probe do not count
 
 _N_PROBE_RUNS: Final = 60
 _PROBE_WIDTH: Final = 512  # of the layer: a few milliseconds for 256 samples
@@ -280,15 +256,18 @@ _BATCH: Final = 256
 _N_PROBE_COPIED: Final = 1 << 22  # numbers, 16 MiB, from one place to another
 
 
-def recheck(tell: Callable[[str], None]) -> float:
-    """Throw away what is kept of this host if it was measured when that was slower.
+def recheck(notify: Callable[[str], None]) -> float:
+    """Discard the profile of this host if it was measured when the host was slower.
+
+    A profile measured beside other programs would spoil all later plans. If the probe is much
+    faster now, the profile is discarded and measured again; if it is much slower, other programs
+    may be running now: the profile stays, and the report says so.
 
     Args:
-        tell: Told if it was.
+        notify: Called with a line if the profile is discarded.
 
     Returns:
-        How many times as long a probe takes now as it did then; 1 if that is nothing
-        to speak of.
+        How many times as long the probe takes now; 1 if the difference is small.
     """
     host = this_host()
     known = load(host)
@@ -298,15 +277,19 @@ def recheck(tell: Callable[[str], None]) -> float:
         return 1.0
     if known.probe > (1.0 + DIFFERENCE_MAX) * now:
         ratio = known.probe / now
-        tell(f"measuring this machine anew: it was {ratio:.1f} times as slow before")
+        notify(f"measuring this machine again: it was {ratio:.1f} times as slow before")
         anew = Profile(host=host, date=known.date, layers={}, probe=now, replaced=ratio)
-        with suppress(StorageError):  # a home that is read-only keeps what it has
+        with suppress(StorageError):  # a read-only home keeps the old profile
             anew.save()
     return now / known.probe if now > (1.0 + DIFFERENCE_MAX) * known.probe else 1.0
 
 
 def seconds(*, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return how long the probe takes: the median of many runs."""
+    """Return how long the probe takes: the median of many runs.
+
+    Half of it is a linear layer, which stays in the caches, half a copy, which does not. The
+    minimum would not show that a host is shared: some runs are always undisturbed.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     value, weight, source = (
         torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")

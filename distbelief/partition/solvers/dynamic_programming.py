@@ -1,12 +1,12 @@
-"""Exact choice by eliminating one node after another (Bertele and Brioschi, 1972).
+"""Exact solver: eliminates one node after another (Bertele and Brioschi, 1972).
 
-A node, once every cost that names it is summed, leaves a table over its neighbours: the
-least it can cost for each of their choices. On a chain this is dynamic programming.
+Once all costs that depend on a node are summed, a table over its neighbours replaces it: the least
+that it costs for each of their choices. On a chain this is dynamic programming.
 
     a --- b --- c       without a:  t(b) = min over a of  cost_a + cost_ab
 
-What it takes is set by the largest table, hence by the order; a network whose branches
-join again soon has small ones (treewidth 2 for residual networks).
+The order determines the size of the largest table. It is small for networks whose branches join
+again soon: residual networks have treewidth 2.
 """
 
 import math
@@ -32,27 +32,20 @@ from distbelief.partition.solvers.problem import (
 ENTRIES_MAX: Final = 20_000_000  # of the largest table
 WORK_MAX: Final = 2_000_000_000  # entries of all tables: some seconds
 
-_BLOCK: Final = 1 << 17  # entries looked at together, so that they stay in cache
+_BLOCK: Final = 1 << 17  # entries computed together, so that they stay in cache
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of elimination and what it takes.
+    """An order of elimination and its cost."""
 
-    Attributes:
-        nodes: Every node once.
-        entries: Of the largest table.
-        work: Entries of all tables.
-    """
-
-    nodes: tuple[int, ...]
-    entries: int
-    work: int
+    nodes: tuple[int, ...]  # every node once
+    entries: int  # of the largest table
+    work: int  # entries of all tables
 
     @property
     def fits(self) -> bool:
-        """Whether the tables can be had."""
         return self.entries <= ENTRIES_MAX and self.work <= WORK_MAX
 
 
@@ -64,9 +57,9 @@ class _Table:
 
 
 def elimination_order(problem: Problem) -> Order:
-    """Return the order in which the leaves of a tree decomposition fall off."""
+    """Return the order in which the leaves of a tree decomposition are removed."""
     graph = nx.empty_graph(len(problem.sizes))
-    # A node without choice adds no dimension: its edges are costs of one node.
+    # A node with one candidate adds no dimension: its edges are costs of the other node.
     graph.add_edges_from(pair for pair in sorted(problem.edges) if _open(problem, pair))
     _, tree = treewidth_min_degree(graph)
     root = next(iter(tree))
@@ -80,10 +73,10 @@ def elimination_order(problem: Problem) -> Order:
 
 
 def eliminate(problem: Problem, order: Order | None = None) -> Solution:
-    """Return the cheapest choice if caps are left aside; it may not fit them.
+    """Return the cheapest choice without caps; it may not fit them.
 
-    Its cost is then a bound on that of any which does. Of equals the choice is the
-    same every time: at each node the first index that ties.
+    Its cost is then a bound on choices that fit. Ties are deterministic: at each node the first
+    index that ties.
 
     Raises:
         GraphError: the tables are too large, or every choice is forbidden.
@@ -91,8 +84,8 @@ def eliminate(problem: Problem, order: Order | None = None) -> Solution:
     order = order or elimination_order(problem)
     if not order.fits:
         raise GraphError(
-            f"elimination needs tables of {order.entries} entries, {order.work} "
-            f"together, of {ENTRIES_MAX} and {WORK_MAX} at most; use `solve`"
+            f"elimination needs a table of {order.entries} entries (at most {ENTRIES_MAX}) "
+            f"and {order.work} in all (at most {WORK_MAX}): use `solve`"
         )
     choice = cheapest(problem, problem.costs, order)
     cost = problem.cost(choice)
@@ -105,7 +98,7 @@ def eliminate(problem: Problem, order: Order | None = None) -> Solution:
 
 
 def cheapest(problem: Problem, costs: Sequence[Array], order: Order) -> Choice:
-    """Return the choice that costs least with these costs of the nodes."""
+    """Return the cheapest choice with these costs of the nodes."""
     place = {node: index for index, node in enumerate(order.nodes)}
     buckets: list[list[_Table]] = [[] for _ in order.nodes]
     for table in _tables(problem, costs):
@@ -135,10 +128,10 @@ def _tables(problem: Problem, costs: Sequence[Array]) -> list[_Table]:
 
 
 def _without(node: int, bucket: list[_Table]) -> _Table:
-    """Sum the tables and take the least over the node's candidates."""
+    # Sums the tables, and takes the minimum over the node's candidates.
     others = tuple(sorted({v for table in bucket for v in table.nodes} - {node}))
     scope = (node, *others)
-    # Small ones first, so that only the last sums are as large as the result.
+    # Small tables first: only the last sums are as large as the result.
     aligned = sorted((_aligned(table, scope) for table in bucket), key=np.size)
     shape = np.broadcast_shapes(*(costs.shape for costs in aligned))
     least = np.full(shape[1:], math.inf)
@@ -152,7 +145,7 @@ def _without(node: int, bucket: list[_Table]) -> _Table:
 
 
 def _aligned(table: _Table, scope: tuple[int, ...]) -> Array:
-    """The table with one dimension per node of the scope, in the scope's order."""
+    # One dimension per node of the scope, in its order.
     present = [node for node in scope if node in table.nodes]
     costs = table.costs.transpose([table.nodes.index(node) for node in present])
     extents = iter(costs.shape)
@@ -160,7 +153,7 @@ def _aligned(table: _Table, scope: tuple[int, ...]) -> Array:
 
 
 def _given(table: _Table, node: int, chosen: dict[int, int]) -> Array:
-    """The table's costs of the node's candidates, all others being chosen."""
+    # The table's costs of the node's candidates, all other nodes being chosen.
     key = tuple(slice(None) if v == node else chosen[v] for v in table.nodes)
     return np.asarray(table.costs[key])
 
@@ -172,7 +165,7 @@ def _open(problem: Problem, pair: tuple[int, int]) -> bool:
 def _table_sizes(
     neighbours: dict[int, set[int]], order: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
-    """Entries of the table of each elimination; it joins the node's neighbours."""
+    # Entries of each elimination's table: it joins the neighbours of the node.
     entries = []
     for node in order:
         joined = neighbours.pop(node)

@@ -1,11 +1,11 @@
-"""A bound by putting a price on memory (Lagrange; Geoffrion, 1974), and good choices.
+"""Lagrangian relaxation: a lower bound by prices on memory, and good choices (Geoffrion, 1974).
 
-If each machine charges for its memory, choices that break the caps become dear and no
-cap is needed; what the best choice then costs, less what would be paid for exactly the
-caps, is a bound. Prices rise where a cap is broken and fall elsewhere (Polyak, 1969).
-Choices met on the way are repaired until they fit; the best is kept.
+If each machine charges for its memory, choices that break the caps become expensive and no cap is
+needed. The cost of the best choice, minus the price of exactly the caps, is a bound. Prices rise
+where a cap is broken and fall elsewhere (Polyak, 1969). Choices met on the way are repaired until
+they fit.
 
-Nodes cost either by elimination, which is exact, or by messages, which only bound.
+The priced problem is solved by elimination, which is exact, or by messages, which only bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,30 +28,28 @@ from distbelief.partition.solvers.problem import (
 )
 
 
-# A bound for graphs too entangled to eliminate (TRW-S; Kolmogorov, 2006).
-#
-# Costs are moved between nodes and edges without changing what any choice costs:
-#
-#     cost(x) = sum_v own_v[x_v] + sum_uv (edge_uv - to_u - to_v)[x_u, x_v]
-#
-# with own_v the node's cost and all messages to it. Then sum_v min own_v is a bound, for
-# no edge is negative. A sweep visits the nodes in order; each hands what it holds to the
-# edges ahead of it, in equal shares, and each edge hands on to its far end all that is
-# certain there. Bounds never fall; on trees one sweep each way finds the optimum.
+# --- messages ---
 
 
 @final
 class Messages:
-    """How costs are distributed among nodes at present.
+    """A bound for graphs too dense to eliminate (TRW-S; Kolmogorov, 2006).
+
+    Costs move between nodes and edges without changing the cost of any choice:
+
+        cost(x) = sum_v own_v[x_v] + sum_uv (edge_uv - to_u - to_v)[x_u, x_v]
+
+    with own_v the cost of the node and all messages to it. As no edge is negative, sum_v min own_v
+    is a bound. Bounds never fall; on trees one sweep each way finds the optimum.
 
     Args:
-        problem: Its nodes' costs are finite; infinite edges count as very dear.
+        problem: Its nodes' costs are finite; infinite edges count as very expensive.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._costs = list(problem.costs)
         self._own = [costs.copy() for costs in problem.costs]
-        # Per node: (neighbour, (own, neighbour's) costs) of the edges before, behind.
+        # Per node: (neighbour, (own, neighbour's) costs) of edges to earlier and to later nodes.
         self._back: list[list[tuple[int, Array]]] = [[] for _ in self._own]
         self._ahead: list[list[tuple[int, Array]]] = [[] for _ in self._own]
         self._sent: dict[tuple[int, int], Array] = {}  # by (receiver, neighbour)
@@ -69,7 +67,7 @@ class Messages:
 
     @property
     def bound(self) -> float:
-        """No choice costs less, by the costs given last."""
+        # No choice costs less, with the current costs of the nodes.
         return float(self._least.sum())
 
     def reprice(self, costs: Sequence[Array]) -> None:
@@ -81,9 +79,9 @@ class Messages:
         self.floors = [np.full(len(own), -np.inf) for own in self._own]
 
     def sweep(self) -> Choice:
-        """Pass once forward and once back; return the choice met on the way.
+        """Pass once forward and once back; return the choice found on the way.
 
-        Sets `floors`: of each candidate a bound on the cost of choices with it.
+        Sets `floors`: for each candidate, a bound on the cost of choices with it.
         """
         chosen: dict[int, int] = {}
         for node in range(len(self._own)):
@@ -102,6 +100,7 @@ class Messages:
         n_chains = max(len(self._ahead[node]), len(self._back[node]))
         if not onward:
             return
+        # Each edge gets an equal share, and passes on what is certain at its other end.
         share = self._own[node] / n_chains
         for other, table in onward:
             self._own[node] -= share
@@ -111,23 +110,20 @@ class Messages:
         self._least[node] = self._own[node].min()
 
     def _pull(self, node: int, other: int, table: Array) -> None:
-        """Move to the node all of an edge that is certain there.
-
-        Args:
-            node: Who receives.
-            other: The edge's other end.
-            table: Costs, (node's, other's).
-        """
+        # Moves to `node` everything of an edge that is certain there; `table` has its costs (node,
+        # other).
         message = (table - self._sent[other, node]).min(axis=1)
         self._own[node] += message - self._sent[node, other]
         self._sent[node, other] = message
 
 
 def _dear(problem: Problem) -> float:
-    """More than any choice costs that is not forbidden."""
+    # More than the cost of any permitted choice.
     tables = [*problem.costs, *problem.edges.values()]
     return sum(float(np.abs(t[np.isfinite(t)]).max(initial=0.0)) for t in tables)
 
+
+# --- prices ---
 
 STEPS_MAX: Final = 150
 WORK_PER_STEP_MAX: Final = 10_000_000  # entries of elimination: some 20 ms
@@ -141,22 +137,16 @@ _Oracle = Callable[[Sequence[Array]], tuple[float, Choice]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """What prices on memory tell.
+    """The result of the relaxation."""
 
-    Attributes:
-        bound: No choice that fits costs less.
-        choice: The best met that fits; None if none did.
-        floors: Of each candidate, a bound on choices that fit and have it, (K_v,).
-    """
-
-    bound: float
-    choice: Choice | None
-    floors: tuple[Array, ...]
+    bound: float  # no choice that fits costs less
+    choice: Choice | None  # the best that fits; None if none was found
+    floors: tuple[Array, ...]  # for each candidate, a bound on choices that fit and have it, (K_v,)
 
 
 @final
 class _Search:
-    """The best choice that fits, among all that were tried."""
+    # The best choice that fits so far.
 
     def __init__(self, problem: Problem, deadline: Deadline) -> None:
         self.problem = problem
@@ -179,26 +169,26 @@ class _Search:
             self.choice, self.cost = choice, cost
 
     def polish(self) -> None:
-        """Improve the best, by changes of two nodes."""
+        # Changes of two nodes at once.
         if self.choice is not None:
             choice = exchange(self.problem, self.choice, deadline=self.deadline)
             self.try_(choice, mend=False)
 
 
 def relax(problem: Problem, order: Order, *, deadline: Deadline) -> Relaxation:
-    """Return a bound, and the best choice that fits, as found along the way.
+    """Return a bound, and the best choice that fits found on the way.
 
     Args:
         problem: No node has an infinite cost.
         order: Of elimination; used if it is cheap enough to repeat.
-        deadline: When to return what there is.
+        deadline: When to return the best so far.
     """
     search = _Search(problem, deadline)
     search.try_(independent(problem), mend=True)
     exact = order.fits and order.work <= WORK_PER_STEP_MAX
     oracle = _by_elimination(problem, order) if exact else _by_messages(problem)
     bound, prices = _raise_prices(search, oracle)
-    # Floors need messages, settled at the best prices.
+    # Floors need messages that have converged at the best prices.
     messages = Messages(problem)
     messages.reprice(_priced(problem, prices))
     for _ in range(20):
@@ -232,9 +222,11 @@ def _raise_prices(search: _Search, oracle: _Oracle) -> tuple[float, Array]:
         if done or search.deadline.passed:
             break
         excess = problem.used(choice) - 1
+        # Prices stay 0 or above.
         excess[(prices <= 0) & (excess < 0)] = 0
         norm = float(excess @ excess)
         if norm:
+            # Polyak step: towards the best known cost.
             target = search.cost if search.cost < np.inf else best + 0.1 * abs(best)
             length = scale * max(target - bound, PROOF * abs(target)) / norm
             prices = np.maximum(0, prices + length * excess)

@@ -1,4 +1,4 @@
-"""Better choices by changing one node at a time; a way back inside the caps."""
+"""Local search: changes of one or two nodes, and repair of choices that break caps."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -26,18 +26,18 @@ _LOOK_EVERY: Final = 12  # moves
 
 
 def independent(problem: Problem) -> Choice:
-    """Return the candidate of each node that costs least by itself."""
+    # The cheapest candidate of each node by itself.
     return tuple(first_lowest(costs) for costs in problem.costs)
 
 
 def descend(problem: Problem, choice: Sequence[int], *, limit: float = 1.0) -> Choice:
-    """Give each node in turn what is best beside its neighbours (Besag, 1986).
+    """Give each node in turn its best candidate beside its neighbours (Besag, 1986).
 
     Args:
-        problem: What is to be chosen.
-        choice: Where to begin.
-        limit: Share of its cap that a machine may use. Where `choice` uses more
-            already, it may go on to, but no machine may come to use more.
+        problem: The problem.
+        choice: The start.
+        limit: Share of its cap that a machine may use. A machine that `choice` overruns may stay
+            so, but must not use more.
     """
     chosen = list(choice)
     used = problem.used(chosen)
@@ -68,13 +68,13 @@ def repair(
     """Return a choice that fits, by moves that free most memory for their cost.
 
     Args:
-        problem: What is to be chosen; it has caps.
-        choice: Where to begin.
+        problem: With caps.
+        choice: The start.
         limit: Share of its cap that a machine may use.
         deadline: When to give up.
 
     Returns:
-        A choice, or None if the moves lead nowhere.
+        None if the moves do not lead to a choice that fits.
     """
     chosen = list(choice)
     deltas = [_deltas(problem, node, chosen) for node in range(len(chosen))]
@@ -85,7 +85,7 @@ def repair(
             return tuple(chosen)
         if deadline.passed:
             return None
-        # Looking at all nodes takes long; those that were best are so for a while.
+        # Pricing all nodes is slow; the best ones stay good for some moves.
         prices = _prices(problem, chosen, deltas, nodes, limit=limit)
         if step % _LOOK_EVERY == 0 or not _any_finite(prices):
             nodes = list(range(len(chosen)))
@@ -114,10 +114,8 @@ def _prices(
     *,
     limit: float,
 ) -> list[Array]:
-    """Of each candidate of the nodes, the cost per share of memory that it frees.
-
-    Infinite if it frees none. Moves that cost nothing come first, the largest before.
-    """
+    # Cost per share of memory freed, of each candidate of the nodes; infinite if it frees none.
+    # Moves that cost nothing come first, those that free most before others.
     assert problem.shares is not None
     over = problem.used(chosen) - limit
     excess = float(np.maximum(over, 0).sum())
@@ -139,8 +137,8 @@ def exchange(problem: Problem, choice: Sequence[int], *, deadline: Deadline) -> 
     """Change two nodes at once, one making room for the other, while that helps.
 
     Args:
-        problem: What is to be chosen.
-        choice: Where to begin; it fits the caps.
+        problem: The problem.
+        choice: The start; it fits the caps.
         deadline: When to stop.
     """
     chosen = list(choice)
@@ -166,14 +164,14 @@ def exchange(problem: Problem, choice: Sequence[int], *, deadline: Deadline) -> 
 def _better_pair(
     problem: Problem, pair: tuple[int, int], chosen: Sequence[int], beside: list[Array]
 ) -> tuple[int, int] | None:
-    """The cheapest change of two nodes that fits; None if none is cheaper."""
+    # The cheapest change of two nodes that fits; None if none is cheaper.
     u, v = pair
     own, others = beside[u], beside[v]
     edge = problem.edges.get(pair)
     if edge is None:
         costs = own[:, None] + others
     else:
-        # Each has counted the edge to where the other is now.
+        # `around` has counted the edge with the present choice: leave it out, add it once.
         costs = around(problem, u, chosen, leave=v)[:, None] + edge
         costs += around(problem, v, chosen, leave=u)
     present = costs[chosen[u], chosen[v]]
@@ -191,11 +189,11 @@ def _better_pair(
 
 
 def around(problem: Problem, node: int, chosen: Sequence[int], *, leave: int = -1) -> Array:
-    """Return what each candidate of a node costs, its neighbours being chosen.
+    """Return the cost of each candidate of a node, given the choices of its neighbours.
 
     Args:
-        problem: What is to be chosen.
-        node: Whose candidates.
+        problem: The problem.
+        node: The node.
         chosen: The candidate of every node.
         leave: A neighbour to leave out.
     """

@@ -1,7 +1,12 @@
-"""The exact choice under caps, by a mixed integer program, or the best in its time.
+"""Mixed integer program (HiGHS through scipy): the exact choice under caps, or the best in time.
 
-What HiGHS returns is priced by our own code, since old versions returned choices that
-broke their own bound (scipy#22812), and none at all when time ran out (scipy#16545).
+    s[v, k] in {0, 1}       node v takes candidate k              sum_k s = 1
+    e[u, v, k, l] >= 0      the edge's ends take k and l          sum_l e = s[u, k]
+                                                                  sum_k e = s[v, l]
+    sum s[v, k] shares[v, k, q] <= limit                          per machine q
+
+Only s is integer: with equal marginals (the local polytope) e follows, and on trees the linear
+program alone is integral. Pairs of infinite cost have no variable.
 """
 
 import os
@@ -35,19 +40,8 @@ from distbelief.partition.solvers.problem import (
 )
 
 
-# The choice under caps as a mixed integer program (HiGHS, through scipy).
-#
-#     s[v, k] in {0, 1}       node v takes candidate k              sum_k s = 1
-#     e[u, v, k, l] >= 0      the edge's ends take k and l          sum_l e = s[u, k]
-#                                                                   sum_k e = s[v, l]
-#     sum s[v, k] shares[v, k, q] <= limit                          per machine q
-#
-# Only s is integer: with equal marginals (the local polytope) e follows, and on trees the
-# linear program alone is integral. Pairs of infinite cost have no variable. Costs are
-# scaled, for HiGHS stops at absolute gaps.
-
-_SCALE: Final = 100.0  # what the best choice known costs, to HiGHS
-_SLACK: Final = 2e-6  # of memory rows, twice what HiGHS forgives
+_SCALE: Final = 100.0  # cost of the best known choice: HiGHS stops at absolute gaps
+_SLACK: Final = 2e-6  # of memory rows, twice the tolerance of HiGHS
 
 _INFEASIBLE: Final = 2  # a status of scipy's
 
@@ -55,11 +49,9 @@ _INFEASIBLE: Final = 2  # a status of scipy's
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Attributes: best choice or None, bound on the objective, whether none exists."""
-
     choice: Choice | None
-    bound: float
-    infeasible: bool = False
+    bound: float  # on the objective
+    infeasible: bool = False  # no choice exists
 
 
 @final
@@ -93,10 +85,10 @@ class Polytope:
         self._sums[: len(problem.sizes)] = 1
 
     def cheapest(self, start: Choice | None, *, limit: float, deadline: Deadline) -> Answer:
-        """Minimise costs, no machine using more than `limit` of its cap.
+        """Minimise costs, with no machine above `limit` of its cap.
 
         Args:
-            start: A choice known to fit; nothing dearer is looked for.
+            start: A choice known to fit; nothing more expensive is searched.
             limit: Share of its cap that a machine may use.
             deadline: When to stop.
         """
@@ -107,7 +99,7 @@ class Polytope:
         rows = [] if start is None else [_row(costs, known * scale)]
         bound = trivial_bound(self.problem)
         answer = Answer(choice=None, bound=bound)
-        # HiGHS forgives a little; if we do not, it is asked for a little less.
+        # HiGHS tolerates small violations: if its choice breaks a cap, ask for a little less.
         for slack in (0.0, _SLACK):
             answer = self._solve(costs, [*rows, *self._memory(limit - slack)], deadline)
             if slack == 0.0:
@@ -130,7 +122,7 @@ class Polytope:
         return self.problem.overrun(choice) <= limit * (1 + TOLERANCE)
 
     def _memory(self, limit: float | None) -> list[LinearConstraint]:
-        """Rows of all machines; without a limit it is one more variable, the last."""
+        # One row per machine; without a limit, the limit is the last variable.
         if self.problem.shares is None:
             return []
         shares = np.concatenate(self.problem.shares)
@@ -175,7 +167,7 @@ class Polytope:
 
 
 def _row(costs: Array, cutoff: float) -> LinearConstraint:
-    """Nothing costs more than what is known, which itself stays in."""
+    # Nothing may cost more than the known choice, which itself stays feasible.
     return LinearConstraint(csr_array(costs[None, :]), -np.inf, cutoff + PROOF * abs(cutoff))
 
 
@@ -187,7 +179,7 @@ def _matrix(
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Let nothing onto standard output: HiGHS has been seen to print there."""
+    # HiGHS sometimes prints to standard output: redirect it.
     sys.stdout.flush()
     try:
         kept = os.dup(1)
@@ -204,7 +196,6 @@ def _hushed() -> Iterator[None]:
 
 
 def n_variables(problem: Problem) -> int:
-    """Return how many variables the program has."""
     pairs = sum(int(np.isfinite(table).sum()) for table in problem.edges.values())
     return sum(problem.sizes) + pairs
 
@@ -217,9 +208,9 @@ def milp(
     If none fits the caps, the cheapest of those that overrun them least.
 
     Args:
-        problem: What is to be chosen.
-        seconds: How long it may take.
-        start: A choice that is known; if it fits, nothing dearer is looked for.
+        problem: The problem.
+        seconds: Time limit.
+        start: A known choice; if it fits, nothing more expensive is searched.
 
     Raises:
         GraphError: every choice is forbidden.
@@ -239,7 +230,7 @@ def _start(
     start: Sequence[int] | None,
     deadline: Deadline,
 ) -> Choice | None:
-    """A choice of finite cost, inside the caps if that is easy; None if it is not."""
+    # A choice of finite cost, within the caps if that is easy; None if there is none.
     if start is not None:
         places = zip(kept, start, strict=True)
         return tuple(int(np.searchsorted(rows, index)) for rows, index in places)
@@ -259,16 +250,18 @@ def _solve(problem: Problem, known: Choice | None, deadline: Deadline) -> Soluti
     if answer.infeasible and not fits:
         answer, proven = _least_bad(program, known, deadline)
     elif not fits and answer.choice is None:
-        proven = False  # out of time: something may fit
+        proven = False  # out of time: a choice may fit
     if answer.choice is None and known is None:
-        raise GraphError("no choice of finite cost was found in the time given; allow more seconds")
+        raise GraphError("no choice of finite cost was found in time: allow more seconds")
+    # Priced by our own code: old versions of HiGHS returned choices that broke their own bound
+    # (scipy#22812), and none at all when time ran out (scipy#16545).
     choices = [choice for choice in (answer.choice, known) if choice is not None]
     best = min(choices, key=lambda choice: _badness(problem, choice))
     return problem.solution(best, bound=answer.bound, solver="milp", proven=proven)
 
 
 def _least_bad(program: Polytope, known: Choice | None, deadline: Deadline) -> tuple[Answer, bool]:
-    """The cheapest of the choices that overrun the caps least; whether it is proven."""
+    # The cheapest of the choices that overrun the caps least; whether that is proven.
     problem = program.problem
     answer = program.least_overrun(deadline=deadline)
     if answer.infeasible:
@@ -284,6 +277,6 @@ def _least_bad(program: Polytope, known: Choice | None, deadline: Deadline) -> t
 
 
 def _badness(problem: Problem, choice: Choice) -> tuple[float, float]:
-    """Whether it fits comes first, then what it costs."""
+    # Fitting comes first, then the cost.
     overrun = problem.overrun(choice)
     return (0.0 if overrun <= 1 + TOLERANCE else overrun, problem.cost(choice))

@@ -1,7 +1,13 @@
-"""Candidates that need no look: forbidden, too large, or never better than another.
+"""The placement problem in numbers: one candidate per node, at the least cost.
 
-Each function returns, per node, the indices of the candidates to keep, ascending.
-Nothing that is dropped could make the best choice cheaper, whatever else is chosen.
+    minimise    sum_v costs[v][x_v]  +  sum_uv edges[u, v][x_u, x_v]
+    subject to  sum_v memory[v][x_v, q] <= caps[q]            for every machine q
+
+An infinite cost forbids (a pin forbids all candidates but one). Caps hold up to one part in 1e9, so
+that rounding decides nothing. Each solution carries a proven bound.
+
+The pruning functions return, per node, the indices of the candidates to keep, ascending. What they
+drop cannot make the best choice cheaper, whatever else is chosen.
 """
 
 import math
@@ -17,17 +23,12 @@ from numpy.typing import NDArray
 from distbelief.graph.graph import GraphError
 
 
-# How long a search may go on.
+# --- deadline ---
 
 
 @final
 class Deadline:
-    """A moment after which a search returns the best it has.
-
-    Args:
-        seconds: From now.
-        clock: Monotonic, seconds; tests pass their own.
-    """
+    """A time after which a search returns the best so far; `clock` is monotonic, in seconds."""
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -35,23 +36,14 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds left, 0 at least."""
         return max(0.0, self._end - self._clock())
 
     @property
     def passed(self) -> bool:
-        """Whether it is over."""
         return self.left <= 0
 
 
-# The choice to be made, in numbers only: one candidate per node, at the least cost.
-#
-#     minimise    sum_v costs[v][x_v]  +  sum_uv edges[u, v][x_u, x_v]
-#     subject to  sum_v memory[v][x_v, q] <= caps[q]            for every machine q
-#
-# Costs may be infinite, which forbids (a pin forbids all candidates but one). Caps are
-# met up to one part in 1e9, so that rounding decides nothing. Whatever a solver returns
-# carries a bound: proof of how good it is at most possible to be.
+# --- problem ---
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -65,19 +57,12 @@ PROOF: Final = 1e-6  # relative; HiGHS is no more exact than this
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """Nodes, their candidates, and what each choice costs.
+    """Nodes, their candidates, and the costs of choices."""
 
-    Attributes:
-        costs: Of every candidate of every node, seconds, each (K_v,).
-        edges: Of every pair of candidates, seconds, each (K_u, K_v), by (u, v), u < v.
-        memory: Bytes per candidate and machine, each (K_v, n_machines).
-        caps: Bytes that each machine has, (n_machines,); infinite if it has enough.
-    """
-
-    costs: tuple[Array, ...]
-    edges: Mapping[tuple[int, int], Array]
-    memory: tuple[Array, ...] | None = None
-    caps: Array | None = None
+    costs: tuple[Array, ...]  # seconds, each (K_v,)
+    edges: Mapping[tuple[int, int], Array]  # seconds, each (K_u, K_v), by (u, v), u < v
+    memory: tuple[Array, ...] | None = None  # bytes, each (K_v, n_machines)
+    caps: Array | None = None  # bytes, (n_machines,); infinite: no limit
 
     def __post_init__(self) -> None:
         _check_costs(self)
@@ -85,12 +70,11 @@ class Problem:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many candidates each node has."""
         return tuple(len(costs) for costs in self.costs)
 
     @cached_property
     def neighbours(self) -> tuple[tuple[tuple[int, Array], ...], ...]:
-        """Of each node, every neighbour and the edge as (own, neighbour's) matrix."""
+        # Per node: its neighbours, and the edges as (own, neighbour's) matrices.
         found: list[list[tuple[int, Array]]] = [[] for _ in self.costs]
         for (u, v), table in self.edges.items():
             found[u].append((v, table))
@@ -99,14 +83,14 @@ class Problem:
 
     @cached_property
     def shares(self) -> tuple[Array, ...] | None:
-        """Memory as shares of the caps, each (K_v, n_machines); None without caps."""
+        # Memory as shares of the caps.
         if self.memory is None or self.caps is None or np.isinf(self.caps).all():
             return None
         caps = self.caps
         return tuple(memory / caps for memory in self.memory)
 
     def cost(self, choice: Sequence[int]) -> float:
-        """Return what a choice costs, seconds, the same in whatever order summed."""
+        """Return the cost of a choice in seconds, independent of the order of summation."""
         nodes = [costs[index] for costs, index in zip(self.costs, choice, strict=True)]
         pairs = [table[choice[u], choice[v]] for (u, v), table in self.edges.items()]
         return math.fsum([*nodes, *pairs])
@@ -123,7 +107,6 @@ class Problem:
         return float(self.used(choice).max(initial=0.0))
 
     def restricted(self, kept: Sequence[Indices]) -> "Problem":
-        """Return the problem with these candidates of each node only."""
         return Problem(
             costs=tuple(costs[rows] for costs, rows in zip(self.costs, kept, strict=True)),
             edges={(u, v): table[np.ix_(kept[u], kept[v])] for (u, v), table in self.edges.items()},
@@ -136,12 +119,12 @@ class Problem:
     def solution(
         self, choice: Sequence[int], *, bound: float, solver: str, proven: bool = True
     ) -> "Solution":
-        """Return the choice with its own figures.
+        """Return the solution with this choice.
 
         Args:
             choice: A candidate of each node.
-            bound: No choice that overruns its caps no more than this costs less.
-            solver: Who found it.
+            bound: No choice that overruns its caps no more than this one costs less.
+            solver: Its name.
             proven: False if choices that overrun the caps less may exist.
         """
         cost = self.cost(choice)
@@ -162,36 +145,25 @@ class Problem:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A choice and what is known of it.
+    """A choice and what is proven about it."""
 
-    Attributes:
-        choice: Index of the candidate of each node.
-        cost: Seconds.
-        bound: No choice that fits the caps costs less; nor, if this one does not fit,
-            any that overruns them no more than it does.
-        solver: Who found it.
-        exact: Whether it is proven best: the cheapest that fits or, if none does,
-            the cheapest of those that overrun least.
-        overrun: The largest share of its cap that any machine uses; 0 without caps.
-        offending: Machines whose caps are broken.
-    """
-
-    choice: Choice
-    cost: float
+    choice: Choice  # index of the candidate of each node
+    cost: float  # seconds
+    # No choice that fits costs less; if this one does not fit, none with the same overrun or less
+    # does
     bound: float
     solver: str
-    exact: bool
-    overrun: float = 0.0
-    offending: tuple[int, ...] = ()
+    exact: bool  # proven best: cheapest that fits or, if none does, cheapest of least overrun
+    overrun: float = 0.0  # largest share of its cap that any machine uses; 0 without caps
+    offending: tuple[int, ...] = ()  # machines whose caps are broken
 
     @property
     def feasible(self) -> bool:
-        """Whether every cap is met."""
         return not self.offending
 
     @property
     def gap(self) -> float:
-        """By what share of its cost it may exceed the best."""
+        # The share of its cost by which it may exceed the best.
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
 
@@ -202,66 +174,69 @@ def first_lowest(values: Array) -> int:
 
 
 def trivial_bound(problem: Problem) -> float:
-    """Return the sum of all that is cheapest."""
     lowest = [float(costs.min()) for costs in problem.costs]
     return math.fsum([*lowest, *(float(edge.min()) for edge in problem.edges.values())])
 
 
 def no_choice() -> GraphError:
-    """Return the error for a problem that forbids everything."""
     return GraphError(
-        "no choice of candidates has a finite cost: pins contradict each other, or "
-        "leave a layer nothing; drop one"
+        "no choice of candidates has a finite cost: drop a pin that contradicts another, or "
+        "leaves a layer no candidate"
     )
 
 
 def _check_costs(problem: Problem) -> None:
     if not problem.costs:
-        raise GraphError("a problem needs one node at least")
+        raise GraphError("a problem has no node: give at least one")
     for node, costs in enumerate(problem.costs):
         if costs.ndim != 1 or not costs.size or not (costs > -math.inf).all():
             raise GraphError(
                 f"node {node} has costs of shape {costs.shape}, lowest "
-                f"{costs.min(initial=math.inf)}; use numbers, one per candidate"
+                f"{costs.min(initial=math.inf)}: use numbers, one per candidate"
             )
     for (u, v), table in problem.edges.items():
         if not 0 <= u < v < len(problem.costs):
             raise GraphError(
-                f"edge {u, v} joins nodes that are not two of {len(problem.costs)}, "
-                "in ascending order"
+                f"edge {u, v}: use two of the {len(problem.costs)} nodes, in ascending order"
             )
         expected = (problem.sizes[u], problem.sizes[v])
         if table.shape != expected or not (table > -math.inf).all():
             raise GraphError(
-                f"edge {u, v} has costs of shape {table.shape}, lowest {table.min()}; "
+                f"edge {u, v} has costs of shape {table.shape}, lowest {table.min()}: "
                 f"use numbers, of shape {expected}"
             )
 
 
 def _check_memory(problem: Problem) -> None:
     if (problem.memory is None) != (problem.caps is None):
-        raise GraphError("give memory and caps, or neither")
+        raise GraphError("memory or caps is missing: give both, or neither")
     if problem.memory is None or problem.caps is None:
         return
     if problem.caps.ndim != 1 or not (problem.caps > 0).all():
-        raise GraphError(f"caps are {problem.caps}; use numbers above 0, in one row")
+        raise GraphError(f"caps are {problem.caps}: use numbers above 0, in one row")
     if len(problem.memory) != len(problem.costs):
-        raise GraphError(f"{len(problem.memory)} nodes have memory, {len(problem.costs)} costs")
+        raise GraphError(
+            f"{len(problem.memory)} nodes have memory, but {len(problem.costs)} have costs: "
+            "give both for each"
+        )
     for node, memory in enumerate(problem.memory):
         expected = (problem.sizes[node], len(problem.caps))
         valid = memory.shape == expected and (memory >= 0).all()
         if not valid or np.isinf(memory).any():
             raise GraphError(
-                f"node {node} has memory of shape {memory.shape}; use finite numbers, "
+                f"node {node} has memory of shape {memory.shape}: use finite numbers, "
                 f"0 or more, of shape {expected}"
             )
 
 
+# --- pruning ---
+
+
 def permitted(problem: Problem) -> list[Indices]:
-    """Keep what has a finite cost, beside some candidate of every neighbour.
+    """Keep candidates of finite cost, beside some candidate of every neighbour.
 
     Raises:
-        GraphError: some node keeps nothing.
+        GraphError: a node keeps nothing.
     """
     alive = [np.isfinite(costs) for costs in problem.costs]
     changed = True
@@ -279,14 +254,14 @@ def permitted(problem: Problem) -> list[Indices]:
 
 
 def fitting(problem: Problem, *, limit: float = 1.0) -> list[Indices] | None:
-    """Keep what fits the caps beside the least that all other nodes can take.
+    """Keep candidates that fit the caps beside the least that all other nodes can take.
 
     Args:
-        problem: What is to be chosen.
+        problem: The problem.
         limit: Share of its cap that a machine may use.
 
     Returns:
-        What to keep, or None if some node keeps nothing: then no choice fits.
+        None if a node keeps nothing: then no choice fits.
     """
     kept: list[Indices] = [np.arange(size) for size in problem.sizes]
     if problem.shares is None:
@@ -307,11 +282,10 @@ def fitting(problem: Problem, *, limit: float = 1.0) -> list[Indices] | None:
 
 
 def undominated(problem: Problem) -> list[Indices]:
-    """Keep what no other candidate of its node beats, whatever the neighbours choose.
+    """Keep candidates that no other candidate of their node beats, whatever the neighbours choose.
 
-    One beats another if changing to it frees money even with the neighbours that it
-    suits least (Goldstein, 1994), and takes no memory. Two of equal edges compare by
-    their own costs alone. Of equals the first is kept.
+    One beats another if changing to it saves even with the worst neighbours (Goldstein, 1994), and
+    takes no memory. Of equals the first is kept.
     """
     kept: list[Indices] = [np.arange(size) for size in problem.sizes]
     for node, pairs in enumerate(problem.neighbours):
@@ -334,6 +308,6 @@ def undominated(problem: Problem) -> list[Indices]:
 
 
 def _change(new: Array, old: Array) -> Array:
-    """What is paid more after the change; what was forbidden gets cheaper."""
+    # The additional cost of the change; leaving a forbidden candidate always saves.
     with np.errstate(invalid="ignore"):
         return np.where(np.isinf(old), -np.inf, new - old)

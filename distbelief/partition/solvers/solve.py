@@ -1,11 +1,11 @@
-"""The best choice by whatever finds and proves it: exact if it can be had in time.
+"""Solves a placement problem: tries the solvers in order of cost, and proves the choice if it can.
 
-elimination        tables small, and its choice fits the caps         -> exact
+elimination        small tables, and the choice fits the caps       -> exact
   else prune       what cannot fit, or never beats another
-  relax            a bound, and choices that fit (Lagrange)           -> exact if equal
-  prune again      what the bound proves dearer than the best known
-  elimination      tables may be small now; no caps                   -> exact
-  milp             few enough variables                               -> exact in time
+  relax            a bound, and choices that fit (Lagrange)         -> exact if equal
+  prune again      what the bound proves more expensive than the best known
+  elimination      tables may be small now; no caps                 -> exact
+  milp             few enough variables                             -> exact in time
   else             the best known and the bound
 """
 
@@ -50,8 +50,8 @@ def solve(
     If none fits, the cheapest of those that overrun the caps least.
 
     Args:
-        problem: What is to be chosen.
-        seconds: How long it may take, about; elimination itself takes some seconds.
+        problem: The problem.
+        seconds: Approximate limit; elimination alone takes some seconds.
         clock: Monotonic, seconds.
 
     Raises:
@@ -74,13 +74,13 @@ def solve(
 
 
 def _lifted(kept: Sequence[Indices], solution: Solution) -> Solution:
-    """The same solution with the indices of the whole problem."""
+    # The same solution with the indices of the whole problem.
     pairs = zip(kept, solution.choice, strict=True)
     return replace(solution, choice=tuple(int(rows[index]) for rows, index in pairs))
 
 
 def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution | None:
-    """The cheapest choice that fits, or the best found; None if none was."""
+    # The cheapest choice that fits, or the best found; None if none was.
     kept = fitting(problem)
     if kept is None:
         return None
@@ -111,7 +111,7 @@ def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution 
 
 
 def _worth(known: Solution, floors: Sequence[Array]) -> list[Indices]:
-    """What may be part of a choice cheaper than the best known, which stays itself."""
+    # Candidates that a cheaper choice than the best known may have, and those of the best known.
     limit = known.cost + PROOF * abs(known.cost)
     worth = []
     for index, costs in zip(known.choice, floors, strict=True):
@@ -122,7 +122,7 @@ def _worth(known: Solution, floors: Sequence[Array]) -> list[Indices]:
 
 
 def _finished(problem: Problem, start: Sequence[int], bound: float, deadline: Deadline) -> Solution:
-    """The best of what is left, beginning from the best known."""
+    # The best of the remaining candidates, starting with the best known.
     if problem.shares is None:
         order = elimination_order(problem)
         if order.fits:
@@ -134,7 +134,7 @@ def _finished(problem: Problem, start: Sequence[int], bound: float, deadline: De
 
 
 def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
-    """What overruns the caps least, for nothing that fits is known."""
+    # No choice that fits is known: overrun the caps least.
     kept = undominated(problem)
     small = problem.restricted(kept)
     start = _least_repaired(small, deadline)
@@ -148,7 +148,7 @@ def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
 
 
 def _least_repaired(problem: Problem, deadline: Deadline) -> Choice:
-    """The choice of the lowest limit that repairs can reach."""
+    # Bisection over the limit that repairs can reach.
     order = elimination_order(problem)
     free = eliminate(problem, order).choice if order.fits else independent(problem)
     best, low, high = free, 0.0, problem.overrun(free)
@@ -163,5 +163,5 @@ def _least_repaired(problem: Problem, deadline: Deadline) -> Choice:
 
 
 def _inner(outer: Sequence[Indices], inner: Sequence[Indices]) -> list[Indices]:
-    """Indices of the whole, of what was kept of what was kept."""
+    # Indices in the whole problem of what was kept of what was kept.
     return [rows[index] for rows, index in zip(outer, inner, strict=True)]

@@ -251,7 +251,7 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
     ("change", "said"),
     [
         ({"cluster": "rack-1"}, "Did you mean 'rack-1g'?"),
-        ({"machines": 7}, "has 6 machines; 7 are asked for"),
+        ({"machines": 7}, "has 6 machines, but 7 are requested"),
         ({"cluster": "four.toml"}, "has 4 machines, and the job takes 5: one for"),
         ({"machines": 0}, "--machines 0: use 1 or more"),
         ({"suggests": True}, "--suggest: within how many machines"),
@@ -316,7 +316,7 @@ TRACE = '[trace]\nfile = "spot.csv"\n'
     [
         (RACK.replace("1 GiB", "1 kB"), "of cluster 'bad' cannot hold"),
         (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job takes 5"),
-        (RACK + SWITCH, "a switch for machines 0 to 9; there are 6, counted from 0"),
+        (RACK + SWITCH, "a switch is for machines 0 to 9: use 0 to 5"),
         (RACK.replace('"10 MB/s"', '"-10 MB/s"'), '"-10 MB/s" is no quantity'),
         (RACK.replace('latency = "60 us"', "latency = -1.0"), "latency = -1.0"),
         (RACK.replace('bandwidth = "1 Gbit/s"\n', ""), "lacks the key 'bandwidth'"),

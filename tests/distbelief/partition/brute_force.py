@@ -1,4 +1,4 @@
-"""Every choice there is: slow, and hard to get wrong. Other solvers are held to it."""
+"""Enumerates all choices: slow, and simple enough to be the reference for other solvers."""
 
 import math
 from typing import Final
@@ -61,6 +61,6 @@ def _overrun(problem: Problem) -> Array:
 
 
 def _spread(table: Array, nodes: tuple[int, ...], problem: Problem) -> Array:
-    """Give the table the dimensions of all nodes, those it has not being 1 long."""
+    """Give the table the dimensions of all nodes; missing ones have extent 1."""
     shape = [problem.sizes[v] if v in nodes else 1 for v in range(len(problem.sizes))]
     return table.reshape(shape)

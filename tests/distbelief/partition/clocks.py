@@ -2,7 +2,7 @@
 
 
 class Clock:
-    """Each look at it takes a millisecond, or as long as one likes."""
+    """Each call advances it by a millisecond, or by `tick`."""
 
     def __init__(self, *, tick: float = 1e-3) -> None:
         self.n_looks = 0

@@ -1,4 +1,4 @@
-"""What is planned in tests of the planner: a small net on a few machines."""
+"""Planning requests for tests: a small net on a few machines."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -12,7 +12,7 @@ from distbelief.program.placement import Placement
 from tests.distbelief.partition.plans import equal, fully_connected
 
 
-def order(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRequest:
+def make_request(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRequest:
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     return PlanningRequest(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
 
@@ -21,11 +21,11 @@ def order(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRe
 def planned(*counts: int, memory: float | None = None) -> tuple[Planned, ...]:
     """Three layers on equal machines."""
     graph = fully_connected(40, 600, 400, 50)
-    return tuple(plan(order(graph, equal(max(counts), memory=memory)), counts))
+    return tuple(plan(make_request(graph, equal(max(counts), memory=memory)), counts))
 
 
 def permuted(placements: Mapping[str, Placement], to: Mapping[int, int]) -> dict[str, Placement]:
-    """The same plan, its machines numbered otherwise."""
+    """The same plan with other machine numbers."""
     return {name: _permuted(placement, to) for name, placement in placements.items()}
 
 

@@ -36,7 +36,7 @@ FIGURES = Figures(
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, where this machine's figures are already."""
+    """A separate cache that has this machine's figures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
@@ -197,40 +197,40 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
     )
     result = call(*ARGUMENTS, "--machines", "1,2", "--cluster", str(cluster))
     assert result.exit_code == 1, result.output
-    assert "do not fit machine" in result.stdout
-    assert "what-if" in result.stdout
+    assert "machine 0 needs" in result.stdout
+    assert "this plan does not fit" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "name", "message"),
     [
         ((), "net", "name the function that makes it and the shape"),
-        (("--input", "3,16"), "net", "--input '3,16' is no shape"),
+        (("--input", "3,16"), "net", "--input '3,16' is not a shape"),
         (("--input", "0x3"), "net", "has an extent of 0"),
-        (("--input", "5", "--machines", "two"), "net", "are no numbers of machines"),
-        (("--input", "5", "--machines", "0"), "net", "are no numbers of machines"),
+        (("--input", "5", "--machines", "two"), "net", "has no numbers of machines"),
+        (("--input", "5", "--machines", "0"), "net", "has no numbers of machines"),
         (("--input", "5"), "number", "returns a int"),
         (("--input", "5"), "missing", "has no 'missing'"),
         (("--input", "5"), "Branching", "cannot be traced"),
         (("--input", "5"), "Custom", "torch.autograd.Function"),
         (("--input", "3x16x16", "--loss", "croos"), "net", "there is no loss 'croos'"),
         ((*ARGUMENTS, "--cluster", "rak-10g"), "net", "rack-10g"),
-        ((*ARGUMENTS, "--machines", "33"), "net", "has 32 machines; 33 are asked"),
+        ((*ARGUMENTS, "--machines", "33"), "net", "has 32 machines, but 33 are requested"),
         (
             (*ARGUMENTS, "--cluster", "here", "--machines", "10001"),
             "net",
-            "10001 machines like this one: use 1 to 10000",
+            "machines = 10001 for cluster 'here': use 1 to 10000",
         ),
         ((*ARGUMENTS, "--pin", "3"), "net", "pins nothing"),
         ((*ARGUMENTS, "--pin", "3=units:2", "--pin", "3=whole"), "net", "twice"),
         ((*ARGUMENTS, "--pin", "fc=whole"), "net", "there is no such layer"),
-        ((*ARGUMENTS, "--pin", "3=rows:2"), "net", "possible are"),
+        ((*ARGUMENTS, "--pin", "3=rows:2"), "net", "on 8 machines: use"),
         ((*ARGUMENTS, "--pin", "targets=whole"), "net", "pin the layers that read it"),
         ((*ARGUMENTS, "--pin", "0=whole@9"), "net", "whole@0 to whole@7"),
         (("--input", "3x16x16", "--pin", "loss=whole"), "net", "there are 0, 1, 2, 3"),
         ((*ARGUMENTS, "--explain", "conv"), "net", "no layer 'conv' to explain"),
-        ((*ARGUMENTS, "--batch", f"{10**18}"), "net", "with a batch of 1e+18: use few"),
-        ((*ARGUMENTS, "--batch", f"{10**30}"), "net", "with a batch of 1e+30: use few"),
+        ((*ARGUMENTS, "--batch", f"{10**18}"), "net", "with a batch of 1e+18: use a smaller batch"),
+        ((*ARGUMENTS, "--batch", f"{10**30}"), "net", "with a batch of 1e+30: use a smaller batch"),
         (("--input", f"3x{10**11}x{10**11}"), "net", "has more than 1e+12 numbers"),
         (("--input", f"3x{10**30}"), "net", "has more than 1e+12 numbers"),
         (("--input", "3x17x16"), "net", "2176] X [2048, 10]. Is the shape of the"),
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
         (("--input", "6"), "words", "(--input 128:30000)"),
         (("--input", "5", "--loss", "mse"), "Two", "has 2 outputs (a, b), and a loss"),
         (("--diff", "missing.json", "other.json"), "net", "missing.json: No such file"),
-        (("--diff", ".", "."), "net", "name a file that --out has written"),
+        (("--diff", ".", "."), "net", "name a file written by --out"),
         (
             (*ARGUMENTS, "--machines", "2", "--exactly", *WHOLE),
             "net",
@@ -254,7 +254,7 @@ def test_a_mistake_is_one_message(arguments: tuple[str, ...], name: str, message
     assert "planning" not in result.stderr or "--exactly" in arguments
 
 
-def test_a_cluster_nobody_can_talk_in_is_refused(tmp_path: Path) -> None:
+def test_a_cluster_without_bandwidth_is_rejected(tmp_path: Path) -> None:
     cluster = tmp_path / "mute.toml"
     cluster.write_text(
         '[[machines]]\nflops = "1 GFLOP/s"\nmemory_rate = "1 GB/s"\nbandwidth = "0 Gbit/s"\n'

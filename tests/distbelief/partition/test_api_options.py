@@ -21,13 +21,13 @@ def test_a_single_number_a_sample_has_no_extents() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "3,4", "3x", "x3", "-3", "3.5", "a", "3:x"])
-def test_what_is_no_shape_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match="is no shape"):
+def test_an_invalid_shape_is_rejected(text: str) -> None:
+    with pytest.raises(JobError, match="is not a shape"):
         input_spec(text)
 
 
 @given(EXTENTS)
-def test_an_extent_of_0_is_refused(shape: list[int]) -> None:
+def test_an_extent_of_0_is_rejected(shape: list[int]) -> None:
     with pytest.raises(JobError, match="extent of 0"):
         input_spec("x".join(map(str, [*shape, 0])))
 
@@ -38,8 +38,8 @@ def test_numbers_of_machines_ascend_and_none_is_there_twice(numbers: list[int]) 
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1,,2", "1.5", "1;2", "0,1"])
-def test_what_is_no_number_of_machines_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match="are no numbers of machines"):
+def test_an_invalid_number_of_machines_is_rejected(text: str) -> None:
+    with pytest.raises(JobError, match="has no numbers of machines"):
         counts(text)
 
 
@@ -48,13 +48,13 @@ def test_pins_are_read_as_they_are_written(wanted: dict[str, str]) -> None:
     assert pins([f"{name}={split}" for name, split in wanted.items()]) == wanted
 
 
-def test_the_same_pin_twice_is_one_and_two_that_differ_are_refused() -> None:
+def test_the_same_pin_twice_is_one_and_two_that_differ_are_rejected() -> None:
     assert pins(["a=whole", "a=whole"]) == {"a": "whole"}
     with pytest.raises(JobError, match="'a' twice: whole and rows:2"):
         pins(["a=whole", "a=rows:2"])
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "=whole", "="])
-def test_what_pins_nothing_is_refused(text: str) -> None:
+def test_a_pin_without_a_split_is_rejected(text: str) -> None:
     with pytest.raises(JobError, match="pins nothing"):
         pins([text])

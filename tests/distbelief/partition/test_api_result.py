@@ -1,4 +1,4 @@
-"""`distbelief.plan`: whose times it plans with, and what it says of that."""
+"""`distbelief.plan`: the times it uses, and what the report says about them."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ EXAMPLE = torch.zeros(4, 12)
 
 @pytest.fixture(autouse=True)
 def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, where this machine's figures are already."""
+    """A separate cache that has this machine's figures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
@@ -46,7 +46,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
-def order(
+def make_request(
     model: nn.Module | None = None,
     *,
     cluster: str | Cluster = HERE,
@@ -65,12 +65,12 @@ def order(
         pins={},
         exactly=False,
         profile=profile,
-        tell=(told if told is not None else []).append,
+        notify=(told if told is not None else []).append,
     )
 
 
 def test_machines_like_this_one_take_the_times_measured_here() -> None:
-    made = order()
+    made = make_request()
     assert made.cluster == here(2)
     assert isinstance(made.costs, ProfiledCosts)
     assert made.costs.is_absolute
@@ -86,7 +86,7 @@ def test_machines_like_this_one_take_the_times_measured_here() -> None:
 
 def test_the_step_of_one_machine_is_the_sum_of_its_layers() -> None:
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
-    made = outlook.order
+    made = outlook.request
     total = sum(
         made.costs.forward(x, x.region, 0) + made.costs.backward(x, x.region, 0)
         for x in made.graph.layers
@@ -99,11 +99,11 @@ def test_the_step_of_one_machine_is_the_sum_of_its_layers() -> None:
 
 def test_a_second_planning_measures_nothing() -> None:
     told: list[str] = []
-    order(told=told)
+    make_request(told=told)
     assert told[0] == "measuring this machine"
     assert told[1].startswith(f"measuring layer 1 of {len(told) - 1}: ")
     content, again = this_host().path.read_bytes(), list[str]()
-    order(told=again)
+    make_request(told=again)
     assert again == told[:1]
     assert this_host().path.read_bytes() == content
 
@@ -111,12 +111,12 @@ def test_a_second_planning_measures_nothing() -> None:
 def test_what_was_measured_on_a_busy_machine_is_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Such a profile was once kept for good.
-    kept = order().costs
+    # Such a profile was once kept forever.
+    kept = make_request().costs
     told: list[str] = []
     monkeypatch.setattr(this_host_module, "seconds", lambda: 2.5e-4)
-    made = order(told=told)
-    assert told[0] == "measuring this machine anew: it was 4.0 times as slow before"
+    made = make_request(told=told)
+    assert told[0] == "measuring this machine again: it was 4.0 times as slow before"
     assert told[2].startswith("measuring layer 1 of ")
     assert isinstance(kept, ProfiledCosts)
     assert isinstance(made.costs, ProfiledCosts)
@@ -127,36 +127,39 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again(
     assert "from when this host was 4.0 times as slow." in outlook.origin
 
 
-def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
+def test_a_busy_machine_keeps_its_profile_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order()
+    make_request()
     content = this_host().path.read_bytes()
     monkeypatch.setattr(this_host_module, "seconds", lambda: 2e-3)
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
     assert this_host().path.read_bytes() == content
-    assert "This host is 2.0 times as slow now as it was then" in outlook.origin
+    assert "This host is now 2.0 times as slow as then" in outlook.origin
     assert f"delete {this_host().path}." in outlook.origin
 
 
 def test_a_little_slower_or_faster_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    order()
+    make_request()
     content = this_host().path.read_bytes()
     for now in (0.85e-3, 1.2e-3):
         monkeypatch.setattr(this_host_module, "seconds", lambda now=now: now)
-        order()
+        make_request()
         assert this_host().path.read_bytes() == content
 
 
 def test_other_machines_are_as_much_slower_as_layers_are_here() -> None:
-    plain, profiled_order = (order(cluster="rack-1g"), order(cluster="rack-1g", profile=True))
-    same = order(cluster=here(2), profile=True)
-    measured = order()
-    assert isinstance(profiled_order.costs, ProfiledCosts)
-    assert not profiled_order.costs.is_absolute
+    plain, profiled = (
+        make_request(cluster="rack-1g"),
+        make_request(cluster="rack-1g", profile=True),
+    )
+    same = make_request(cluster=here(2), profile=True)
+    measured = make_request()
+    assert isinstance(profiled.costs, ProfiledCosts)
+    assert not profiled.costs.is_absolute
     layer = plain.graph["0"]
     ratios = []
-    for made in (plain, profiled_order, same, measured):
+    for made in (plain, profiled, same, measured):
         forward = made.costs.forward(layer, layer.region, 0)
         ratios.append(forward)
     arithmetic_here = 1e-5 + 4 * 4 * (12 + 8) / 1e10 + 4 * (12 * 8 + 8) / 1e10
@@ -175,7 +178,7 @@ def test_the_remark_names_where_costs_are_from(tmp_path: Path) -> None:
     )
     said = (
         f"Costs: layer times {where} like it (measured). The network is assumed: 1 "
-        "Gbit/s, latency 100 us, and 100 us that a message keeps its ends."
+        "Gbit/s, latency 100 us, and 100 us of overhead per message."
     )
     assert outlook.remarks[-1] == said
     assert said in str(outlook)
@@ -194,13 +197,13 @@ def test_the_remark_names_where_costs_are_from(tmp_path: Path) -> None:
     )
 
 
-def test_a_busy_host_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_mentions_a_busy_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("os.getloadavg", lambda: (6.2, 0.0, 0.0))
     outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
     busy = (
-        "Others used this host meanwhile (3.1 programs per processor), so times may be "
-        f"too long: to measure again, delete {this_host().path}."
+        "Other programs used this host during measurement (3.1 programs per processor), so "
+        f"times may be too long: to measure again, delete {this_host().path}."
     )
     assert busy in outlook.origin
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -210,7 +213,7 @@ def test_a_busy_host_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy not in distbelief.plan(net(), EXAMPLE, cluster="here").origin
 
 
-def test_where_nobody_knows_the_load_none_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_load_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> None:
         raise OSError
 
@@ -218,7 +221,7 @@ def test_where_nobody_knows_the_load_none_is_remarked_on(monkeypatch: pytest.Mon
     assert "Others" not in distbelief.plan(net(), EXAMPLE, cluster="here").origin
 
 
-def test_a_network_of_ones_own_between_machines_like_this_one() -> None:
+def test_a_custom_network_between_machines_like_this_one() -> None:
     network = Network(bandwidth=1.25e9, latency=1e-5, message_overhead=0.0)
     cluster = here(2, network=network)
     outlook = distbelief.plan(net(), EXAMPLE, cluster=cluster, profile=True)
@@ -233,7 +236,7 @@ def test_layers_too_large_to_be_measured_are_counted() -> None:
 
 
 def test_layers_that_were_not_measured_in_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = order(cluster="rack-1g").graph
+    graph = make_request(cluster="rack-1g").graph
     few = profiled(graph, batch=4)
     key, *_ = few.layers
     this_host().path.unlink()
@@ -243,8 +246,7 @@ def test_layers_that_were_not_measured_in_time_are_counted(monkeypatch: pytest.M
     outlook = distbelief.plan(net(), EXAMPLE, loss="cross_entropy", cluster="here")
     n_layers = sum(layer.kind != INPUT for layer in graph.layers)
     assert (
-        f"; {n_layers - 1} of {n_layers} layers by arithmetic: {n_layers - 1} not "
-        "measured in time, or at all."
+        f"; {n_layers - 1} of {n_layers} layers by arithmetic: {n_layers - 1} not measured."
     ) in outlook.origin
 
 
@@ -261,10 +263,10 @@ class Recurrent(nn.Module):
         return result
 
 
-def test_modules_that_are_called_whole_are_measured_and_left_as_they_were() -> None:
+def test_opaque_modules_are_measured_and_not_changed() -> None:
     model = Recurrent()
     model.lstm.eval()
-    made = order(model, shape=(7, 6), loss="")
+    made = make_request(model, shape=(7, 6), loss="")
     assert isinstance(made.costs, ProfiledCosts)
     whole = [layer for layer in made.graph.layers if layer.whole]
     assert whole
@@ -274,14 +276,14 @@ def test_modules_that_are_called_whole_are_measured_and_left_as_they_were() -> N
 
 
 def test_a_loss_that_is_computed_whole_is_measured_if_it_takes_its_targets() -> None:
-    made = order(loss="multilabel_soft_margin")
+    made = make_request(loss="multilabel_soft_margin")
     assert isinstance(made.costs, ProfiledCosts)
     assert made.costs.knows(made.graph["loss"])
 
 
-def test_mistakes_are_told_before_anything_is_measured() -> None:
+def test_mistakes_are_reported_before_anything_is_measured() -> None:
     this_host().path.unlink()
-    with pytest.raises(GraphError, match="33 are asked for"):
+    with pytest.raises(GraphError, match="33 are requested"):
         distbelief.plan(net(), EXAMPLE, machines=33, cluster="rack-1g", profile=True)
     with pytest.raises(GraphError, match="there is no cluster 'her'"):
         distbelief.plan(net(), EXAMPLE, cluster="her", profile=True)
@@ -296,7 +298,7 @@ def test_no_machines_are_a_mistake(machines: int | tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("example", [torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
 def test_an_example_is_a_batch(example: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(GraphError, match="the example is no batch"):
+    with pytest.raises(GraphError, match="all with the same batch"):
         distbelief.plan(net(), example)
 
 

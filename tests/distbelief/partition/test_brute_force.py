@@ -33,6 +33,6 @@ def test_if_nothing_fits_the_least_overrun_is_had_at_least_cost() -> None:
     assert solution.offending == (0, 1)
 
 
-def test_too_many_choices_are_refused() -> None:
+def test_too_many_choices_are_rejected() -> None:
     with pytest.raises(GraphError, match="1073741824 choices"):
         enumerate_all(chain(10, 8, seed=0))

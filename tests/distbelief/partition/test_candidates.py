@@ -81,7 +81,7 @@ def test_images_are_cut_in_every_way_and_neurons_by_inputs_too() -> None:
     assert summed_dims(dense) == (0,)
 
 
-def test_of_too_many_candidates_those_on_most_machines_stay() -> None:
+def test_too_many_candidates_leave_those_on_most_machines() -> None:
     layer = Layer(
         name="x",
         kind="pointwise",
@@ -123,7 +123,7 @@ def test_an_impossible_pin_lists_what_is_possible(pin: str) -> None:
     with pytest.raises(GraphError) as caught:
         pinned(dense, equal(8), pin)
     assert str(caught.value) == (
-        f"'0' cannot be pinned to {pin!r} on 8 machines; possible are whole, "
+        f"'0' cannot be pinned to {pin!r} on 8 machines: use whole, "
         "whole@0 to whole@7, units:2 to units:8, inputs:2 to inputs:8"
     )
 
@@ -139,7 +139,7 @@ def test_an_impossible_grid_names_the_limits_and_a_whole_layer_its_reason() -> N
         pinned(raised, equal(2), "units:2")
 
 
-def test_pins_of_layers_that_are_not_computed_are_refused() -> None:
+def test_pins_of_layers_that_are_not_computed_are_rejected() -> None:
     graph = zoo("resnet18")
     with pytest.raises(GraphError, match="do you mean 'conv1'"):
         check_pins(graph, {"conv01": "whole"})

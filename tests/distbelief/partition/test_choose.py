@@ -1,4 +1,4 @@
-"""Plans of jobs: made, obeyed or refused. No process is started."""
+"""Plans of jobs: made, used or rejected. No process is started."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def net(width: int = 6) -> nn.Module:
 
 
 class Data:
-    """Samples of five numbers, or words, with a label or a probability for each."""
+    """Samples of five numbers, or integers, with a label or a probability each."""
 
     def __init__(self, n: int = 20, width: int = 5, kind: str = "labels") -> None:
         self.n, self.width, self.kind = n, width, kind
@@ -86,16 +86,16 @@ def made(tmp_path: Path) -> Plan:
 # ------------------------------------------------------------------------- the plan
 
 
-def test_a_plan_is_made_for_so_many_machines_and_kept(made: Plan, tmp_path: Path) -> None:
+def test_a_plan_is_made_and_saved(made: Plan, tmp_path: Path) -> None:
     assert made.cluster.n_machines == 2
-    assert made.machines == [0, 1]  # all are used, as was asked
+    assert made.machines == [0, 1]  # all are used, as requested
     assert (made.batch, made.loss) == (8, "cross_entropy")
     assert load(tmp_path / "plan.json") == made
     draw(made, graph_of(job()), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_goes_on_with_its_own_plan(made: Plan, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_plan(made: Plan, tmp_path: Path) -> None:
     kept = tmp_path / "plan.json"
     marked = msgspec.structs.replace(made, model="marked")
     marked.save(kept)
@@ -106,13 +106,13 @@ def test_a_run_goes_on_with_its_own_plan(made: Plan, tmp_path: Path) -> None:
         assert other.model == f"{HERE}:net", change
 
 
-def test_a_damaged_plan_of_an_earlier_life_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_plan_of_a_previous_run_is_replaced(tmp_path: Path) -> None:
     kept = tmp_path / "plan.json"
     kept.write_text("{}")
     assert plan_for_job(job(), graph_of(job()), kept=kept).batch == 8
 
 
-def test_a_plan_of_the_users_is_obeyed_exactly(made: Plan, tmp_path: Path) -> None:
+def test_the_plan_of_the_user_is_used_unchanged(made: Plan, tmp_path: Path) -> None:
     given = tmp_path / "given.json"
     made.save(given)
     wanted = job(f"cluster.plan={given}", "cluster.partitions=1")
@@ -128,11 +128,11 @@ def test_a_plan_of_the_users_is_obeyed_exactly(made: Plan, tmp_path: Path) -> No
         ("algorithm.batch_size=4", "the batch is 8 in the plan and 4 here"),
         ("algorithm.loss=nll", "the loss is 'cross_entropy' in the plan and 'nll' her"),
         ("model.arguments={width=7}", "the layer graph's fingerprint is"),
-        ("cluster.partitions=3", "is for 2 machines, and partitions = 3: leave"),
+        ("cluster.partitions=3", "is for 2 machines, but partitions = 3: leave"),
         ("cluster.machines=rack-10g", "in the plan and of 'rack-10g'"),
     ],
 )
-def test_a_plan_for_another_job_is_refused(
+def test_a_plan_for_another_job_is_rejected(
     change: str, why: str, made: Plan, tmp_path: Path
 ) -> None:
     given = tmp_path / "given.json"
@@ -144,13 +144,13 @@ def test_a_plan_for_another_job_is_refused(
     assert why in str(caught.value)
 
 
-def test_a_plan_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_plan_file_is_named(tmp_path: Path) -> None:
     wanted = job(f"cluster.plan={tmp_path}/no.json")
     with pytest.raises(JobError, match=r"\[cluster\] plan = '.*no\.json': cannot read"):
         plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json")
 
 
-def test_pins_are_obeyed(tmp_path: Path) -> None:
+def test_pins_are_respected(tmp_path: Path) -> None:
     wanted = job('cluster.pins=["0=inputs:2", "2=whole@1"]')
     plan = plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json")
     assert plan.placements["2"].machines == (1,)
@@ -172,26 +172,26 @@ def test_an_impossible_pin_is_named(tmp_path: Path) -> None:
         (["cluster.pins=['0=whole']", "cluster.plan=plan.json"], "beside plan"),
     ],
 )
-def test_pins_that_pin_nothing_are_refused(overrides: list[str], why: str) -> None:
+def test_pins_that_pin_nothing_are_rejected(overrides: list[str], why: str) -> None:
     with pytest.raises(JobError) as caught:
         job(*overrides)
     assert why in str(caught.value)
 
 
-def test_unknown_machines_are_refused(tmp_path: Path) -> None:
+def test_unknown_machines_are_rejected(tmp_path: Path) -> None:
     wanted = job("cluster.machines=mainframe")
     with pytest.raises(JobError, match=r"\[cluster\] machines = 'mainframe'"):
         plan_for_job(wanted, graph_of(job()), kept=tmp_path / "plan.json")
 
 
-def test_machines_without_the_memory_are_refused(tmp_path: Path) -> None:
-    """`distbelief partition` says so, but a job began all the same, without a word."""
+def test_machines_without_the_memory_are_rejected(tmp_path: Path) -> None:
+    """`distbelief partition` reports it, but a job once started without a message."""
     file = Path(cluster_file.__file__).parent / "clusters" / "rack-1g.toml"
     small = tmp_path / "small.toml"
     small.write_text(file.read_text().replace('"64 GiB"', '"60 B"'))
     wanted = job(f"cluster.machines={small}")
     graph = graph_of(wanted)
-    with pytest.raises(JobError, match=r"partitions = 2: no plan .* has 60 B\. Take"):
+    with pytest.raises(JobError, match=r"partitions = 2: no plan .* has 60 B\. Use"):
         plan_for_job(wanted, graph, kept=tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
 
@@ -209,7 +209,7 @@ def test_machines_like_this_one_talk_over_loopback(
     monkeypatch.setattr(choose, "here", here)
     wanted = job("cluster.machines=here")
     told: list[str] = []
-    plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json", tell=told.append)
+    plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json", notify=told.append)
     assert asked == [choose.LOOPBACK]
     assert told[0] == "planning for 2 machines"
 
@@ -232,7 +232,7 @@ def test_probabilities_may_stand_for_labels() -> None:
     assert not graph["targets"].is_integer
 
 
-def test_test_data_of_another_kind_are_refused() -> None:
+def test_test_data_of_another_kind_are_rejected() -> None:
     task = job("data.test.arguments.width=4").task
     with pytest.raises(JobError, match=r"\[data.train\] are input \[5\].*\[4\]"):
         check_data(task, 8)
@@ -244,7 +244,7 @@ def test_without_test_data_there_is_nothing_to_compare() -> None:
 
 
 class Drawn(Data):
-    """Samples drawn at random: as the data set is made, or whenever one is read."""
+    """Random samples: drawn when the data set is made, or at each read."""
 
     def __init__(self, n: int = 20, *, anew: bool = False, numpy: bool = True) -> None:
         super().__init__(n)
@@ -266,17 +266,16 @@ class Drawn(Data):
 @pytest.mark.parametrize(
     ("anew", "when"), [(True, "it is read"), (False, f"{HERE}:Drawn is called")]
 )
-def test_samples_drawn_at_random_are_refused(
+def test_samples_drawn_at_random_are_rejected(
     anew: bool,  # noqa: FBT001
     numpy: bool,  # noqa: FBT001
     when: str,
 ) -> None:
-    """Machines read each for itself, one the inputs and another the targets.
+    """Each rank reads for itself, one the inputs and another the targets.
 
-    On one host they are forked from one process, so numpy drew the same on each, until
-    one was killed: started again it drew from the beginning, and computed with other
-    samples than the rest, to the end of the run. Accuracy fell from 97.8 % to 59.2 %,
-    and nobody said why.
+    On one host they are forked from one process, so numpy drew the same on each, until one was
+    killed: after its restart it drew from the beginning, and computed with other samples than the
+    rest, to the end of the run. Accuracy fell from 97.8 % to 59.2 %, without a message.
     """
     arguments = f"{{ anew = {str(anew).lower()}, numpy = {str(numpy).lower()} }}"
     task = job(f'data.train={{factory = "{HERE}:Drawn", arguments = {arguments}}}').task
@@ -286,7 +285,7 @@ def test_samples_drawn_at_random_are_refused(
 
 
 class Scaled(nn.Module):
-    """Has a table of numbers, a buffer that is saved or not."""
+    """Has a buffer that is persistent or not."""
 
     table: torch.Tensor
 
@@ -301,11 +300,11 @@ class Scaled(nn.Module):
         return y
 
 
-def test_a_buffer_that_is_not_saved_is_refused() -> None:
-    """Tables of positions are often kept so, and in one process they may be.
+def test_a_buffer_that_is_not_saved_is_rejected() -> None:
+    """Position tables are often not persistent, which is fine in one process.
 
-    Shards hold what is saved, so the machine that needed it failed as it was made:
-    "the layout has no tensor 'table'", which says neither why nor what to do.
+    Shards hold persistent tensors only, so the rank that needed the table failed at its start with
+    "the layout has no tensor 'table'": neither a reason nor a fix.
     """
     saved, unsaved = (
         job(f"model.factory={HERE}:Scaled", f"model.arguments={{ saved = {word} }}").task
@@ -317,14 +316,14 @@ def test_a_buffer_that_is_not_saved_is_refused() -> None:
 
 
 def looking_net() -> nn.Module:
-    """Return a net that drops more the deeper it is: stochastic depth, say."""
+    """Return a net with more dropout in deeper layers, like stochastic depth."""
     rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]
     layers = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(rate)) for rate in rates]
     return nn.Sequential(*layers, nn.Linear(5, 3))
 
 
-def test_a_constructor_that_looks_at_values_is_told_what_to_do() -> None:
-    """It was told that Tensor.item() cannot be called on meta tensors, and no more."""
+def test_a_constructor_that_reads_values_gets_a_hint() -> None:
+    """The message once was only: Tensor.item() cannot be called on meta tensors."""
     task = job(f"model.factory={HERE}:looking_net").task
     with pytest.raises(JobError, match=r"item\(\).*meta.*\. A partitioned model .*in Python"):
         capture_for(task, sample_of(Data()))
@@ -334,7 +333,7 @@ def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, targets)
 
 
-def test_a_loss_of_ones_own_takes_no_labels_yet() -> None:
+def test_a_custom_loss_takes_no_labels() -> None:
     task: TaskSpec = msgspec.structs.replace(job().task, loss=f"{HERE}:own_loss")
     with pytest.raises(JobError, match=r"own_loss.*partitions = 1"):
         capture_for(task, sample_of(Data()))
@@ -353,7 +352,7 @@ class TwoMinds(nn.Module):
         return y if self.training else y.softmax(1)
 
 
-def test_a_model_that_does_something_else_in_evaluation_gets_no_plan() -> None:
+def test_a_model_with_a_different_evaluation_mode_gets_no_plan() -> None:
     """By the plan, `predict` and the evaluator would compute what it trains with."""
     check_evaluation(job().task, sample_of(Data()))
     task = job(f"model.factory={HERE}:TwoMinds").task

@@ -77,7 +77,7 @@ def test_a_weight_that_all_use_is_sent_and_summed_once_to_each() -> None:
     assert once == pytest.approx(2.0, abs=1e-3)
 
 
-def test_parts_of_a_weight_of_ones_own_cost_nothing() -> None:
+def test_private_parts_of_a_weight_cost_nothing() -> None:
     parts = Region.of(64, 10).cut(0, [1.0, 1.0])
     used = [(machine, {"weight": part}) for machine, part in enumerate(parts)]
     found = ranges(used, trains={"weight": True})

@@ -32,7 +32,7 @@ def test_what_takes_no_time_takes_none() -> None:
 
 
 def test_what_share_of_its_time_a_part_takes_is_measured_if_it_can_be() -> None:
-    """Stages of micro-batches were predicted at a fifth less than they took."""
+    """Steps with micro-batches were once predicted a fifth too short."""
     cluster = load_cluster("rack-1g").first(1)
     graph = capture(nn.Linear(500, 300), [InputSpec(shape=(500,))])
     layer = graph.layers[-1]

@@ -1,4 +1,4 @@
-"""Transfers of all candidates at once, against indices counted one by one."""
+"""Transfers of all candidates at once, compared with counting indices one by one."""
 
 import time
 from itertools import pairwise, product
@@ -103,7 +103,7 @@ def test_transfers_inside_a_group_are_the_diagonal(
     np.testing.assert_allclose(inside, matrix.diagonal(), rtol=1e-12)
 
 
-def test_a_single_number_goes_to_everybody() -> None:
+def test_a_scalar_goes_to_all_ranks() -> None:
     number = Region(())
     own = Boxes.of([[(0, number)], [(1, number)]], n_dims=0)
     need = Boxes.of([[(0, number)], [(q, number) for q in range(4)], []], n_dims=0)
@@ -111,7 +111,7 @@ def test_a_single_number_goes_to_everybody() -> None:
     np.testing.assert_allclose(matrix, [[0, 3, 0], [1, 3, 0]])
 
 
-def test_links_of_machines_that_are_not_there_are_nobodys() -> None:
+def test_links_of_missing_machines_are_ignored() -> None:
     assert Network.of(unequal().first(2)).rates.ndim == 0
 
 

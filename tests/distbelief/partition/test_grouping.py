@@ -1,4 +1,4 @@
-"""Layers that follow another one, without a message."""
+"""Layers that follow another one without messages."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.distbelief.partition.plans import NETS, equal, fully_connected, zoo
 
 
 def reads_of_leader(follower: Follower, placement: Placement) -> list[tuple[int, Region]]:
-    """What each machine reads of the layer that is followed."""
+    """What each machine reads of the leader."""
     layer, kind = follower.layer, operator_of(follower.layer)
     index = layer.inputs.index(follower.leader.name)
     if placement.combine is None:
@@ -63,7 +63,7 @@ def test_norms_activations_and_losses_follow() -> None:
     assert placed["loss"] == Placement.whole(0, 0)
 
 
-def test_what_is_pinned_follows_nobody() -> None:
+def test_pinned_layers_are_roots() -> None:
     graph = fully_connected(440, 64, 32, 10)
     roots = [group.root.name for group in groups(graph, pinned={"1"})]
     assert roots == ["0", "1", "2", "4"]

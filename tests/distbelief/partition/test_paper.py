@@ -17,7 +17,7 @@ from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster_file import load_cluster
 from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net
-from tests.distbelief.partition.requests import order
+from tests.distbelief.partition.requests import make_request
 
 
 pytestmark = pytest.mark.untraced
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.untraced
 
 def paper_order(net: nn.Module, *shape: int, loss: str) -> PlanningRequest:
     graph = append_loss(capture(net, [InputSpec(shape=shape)]), loss)
-    return order(graph, load_cluster("commodity-2012"), batch=100)
+    return make_request(graph, load_cluster("commodity-2012"), batch=100)
 
 
 def speech() -> PlanningRequest:
@@ -52,7 +52,7 @@ def test_speech_is_fastest_on_8_machines() -> None:
 
 
 @pytest.mark.slow
-def test_images_gain_from_16_machines_where_speech_gains_no_more() -> None:
+def test_images_gain_from_16_machines_and_speech_does_not() -> None:
     unsearched = replace(images(), search=False)
     found = [done.forecast for done in plan(unsearched, (1, 4, 16))]
     assert [len(forecast.used) for forecast in found] == [1, 4, 16]

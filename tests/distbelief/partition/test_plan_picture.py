@@ -28,7 +28,7 @@ def test_every_machine_is_seen_in_its_colour(tmp_path: Path) -> None:
     assert absent.sum() < 100
 
 
-def test_of_many_layers_the_largest_are_drawn(
+def test_the_largest_of_many_layers_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = drawn(tmp_path / "full.png", "alexnet")
@@ -36,7 +36,7 @@ def test_of_many_layers_the_largest_are_drawn(
     assert len(drawn(tmp_path / "short.png", "alexnet")) < 0.5 * len(full)
 
 
-def test_neighbours_have_colours_of_their_own() -> None:
+def test_neighbours_have_different_colours() -> None:
     for start in (0, 40, 137):
         colours = [np.array(colour(machine)) for machine in range(start, start + 6)]
         for one, other in combinations(colours, 2):
@@ -44,7 +44,7 @@ def test_neighbours_have_colours_of_their_own() -> None:
         assert all((c >= 0).all() and (c <= 1).all() for c in colours)
 
 
-def test_a_place_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
     graph = fully_connected(4, 3, 2)
     path = tmp_path / "absent" / "plan.png"
     (tmp_path / "absent").write_text("a file where a folder should be")

@@ -39,7 +39,7 @@ def net() -> LayerGraph:
 GRAPH = net()
 
 
-def order(cluster: Cluster = CLUSTER, **changes: object) -> PlanningRequest:
+def make_request(cluster: Cluster = CLUSTER, **changes: object) -> PlanningRequest:
     costs = AnalyticCosts(cluster, batch=64, single=single_sample(GRAPH))
     made = PlanningRequest(graph=GRAPH, cluster=cluster, batch=64, costs=costs, pins={})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def medians(planned: list[Planned]) -> list[float]:
 
 
 def test_every_layer_is_tiled_by_what_the_plan_says() -> None:
-    for done in plan(order(), [1, 3, 8]):
+    for done in plan(make_request(), [1, 3, 8]):
         placements = done.forecast.placements
         for layer in GRAPH.layers:
             if layer.kind != INPUT:
@@ -59,7 +59,7 @@ def test_every_layer_is_tiled_by_what_the_plan_says() -> None:
 
 
 def test_more_machines_are_never_slower_and_baselines_never_faster() -> None:
-    planned = plan(order(), [1, 2, 3, 4, 8, 16])
+    planned = plan(make_request(), [1, 2, 3, 4, 8, 16])
     found = medians(planned)
     assert found == sorted(found, reverse=True)
     assert found[0] == planned[0].forecast.one_machine_seconds
@@ -73,27 +73,27 @@ def test_more_machines_are_never_slower_and_baselines_never_faster() -> None:
 
 
 def test_counts_are_planned_in_ascending_order_whatever_their_order() -> None:
-    once, again = plan(order(), [1, 4]), plan(order(), [4, 1, 4])
+    once, again = plan(make_request(), [1, 4]), plan(make_request(), [4, 1, 4])
     assert medians(once) == medians(again)
     assert [done.forecast.n_machines for done in again] == [1, 4]
 
 
-def test_equal_orders_have_equal_plans() -> None:
-    one, other = plan(order(), [5]), plan(order(), [5])
+def test_equal_requests_have_equal_plans() -> None:
+    one, other = plan(make_request(), [5]), plan(make_request(), [5])
     assert one[0].forecast == other[0].forecast
 
 
 def test_a_network_that_costs_nothing_gives_nearly_all_of_the_speed() -> None:
     free = msgspec.structs.replace(MACHINE, bandwidth=1e15, jitter=0.0, overhead=0.0)
-    (done,) = plan(order(uniform("free", free, 4)), [4])
+    (done,) = plan(make_request(uniform("free", free, 4)), [4])
     assert done.forecast.speed_up > 3.6
 
 
-def test_a_network_that_is_far_too_slow_leaves_machines_idle_unless_told() -> None:
+def test_a_slow_network_leaves_machines_idle_unless_exactly_is_set() -> None:
     slow = uniform("slow", msgspec.structs.replace(MACHINE, bandwidth=1e3), 4)
-    (done,) = plan(order(slow), [4])
+    (done,) = plan(make_request(slow), [4])
     assert done.forecast.used == (0,)
-    (done,) = plan(order(slow, exactly=True), [4])
+    (done,) = plan(make_request(slow, exactly=True), [4])
     assert len(done.forecast.used) == 4
     assert done.forecast.speed_up < 1
 
@@ -102,50 +102,50 @@ def test_a_slow_machine_gets_less() -> None:
     half = msgspec.structs.replace(MACHINE, flops=1e10, memory_rate=5e9, jitter=0.0)
     fast = msgspec.structs.replace(MACHINE, bandwidth=1e12, jitter=0.0)
     cluster = Cluster(name="mixed", machines=(fast, msgspec.structs.replace(half, bandwidth=1e12)))
-    (done,) = plan(order(cluster), [2])
+    (done,) = plan(make_request(cluster), [2])
     busy = [seconds.compute for seconds in done.price.seconds]
     assert busy[1] == pytest.approx(busy[0], rel=0.2)
     assert done.forecast.speed_up > 1.3
 
 
-def test_memory_that_is_short_splits_the_model_or_says_who_lacks_it() -> None:
-    (free,) = plan(order(), [4])
+def test_lack_of_memory_splits_the_model_or_names_the_machines() -> None:
+    (free,) = plan(make_request(), [4])
     need = max(free.forecast.memory)
     slow = msgspec.structs.replace(MACHINE, bandwidth=1e5)  # one machine is best
     capped = msgspec.structs.replace(slow, memory=1.5 * need)
-    (done,) = plan(order(uniform("capped", capped, 4)), [4])
+    (done,) = plan(make_request(uniform("capped", capped, 4)), [4])
     assert done.forecast.fits
     assert len(done.forecast.used) > 1
     tiny = msgspec.structs.replace(MACHINE, memory=1e4)
-    (done,) = plan(order(uniform("tiny", tiny, 4)), [4])
+    (done,) = plan(make_request(uniform("tiny", tiny, 4)), [4])
     assert not done.forecast.fits
     assert done.forecast.offenders == (0, 1, 2, 3)
 
 
-def test_pins_are_obeyed() -> None:
-    (done,) = plan(order(pins={"4": "units:3", "0": "rows:2"}), [4])
+def test_pins_are_respected() -> None:
+    (done,) = plan(make_request(pins={"4": "units:3", "0": "rows:2"}), [4])
     assert done.forecast.placements["4"].grid == (3,)
     assert done.forecast.placements["0"].grid == (1, 2, 1)
     assert done.baselines == {}
 
 
-def test_what_is_printed_is_what_is_played() -> None:
-    (done,) = plan(order(), [4])
-    again = played(order(), done.forecast.placements, n_machines=4)
+def test_the_estimate_is_the_simulation() -> None:
+    (done,) = plan(make_request(), [4])
+    again = played(make_request(), done.forecast.placements, n_machines=4)
     assert again.step_seconds == done.price.step_seconds
     assert dict(again.link_bytes) == dict(done.forecast.link_bytes)
 
 
-def test_impossible_orders_are_refused() -> None:
-    with pytest.raises(GraphError, match="has 16 machines; 17 are asked for"):
-        plan(order(), [1, 17])
-    with pytest.raises(GraphError, match="no number of machines"):
-        plan(order(), [])
+def test_impossible_requests_are_rejected() -> None:
+    with pytest.raises(GraphError, match="has 16 machines, but 17 are requested"):
+        plan(make_request(), [1, 17])
+    with pytest.raises(GraphError, match="machines is empty: give"):
+        plan(make_request(), [])
     with pytest.raises(GraphError, match="cannot be pinned to 'grid:2x3'"):
-        plan(order(pins={"4": "grid:2x3"}), [8])
+        plan(make_request(pins={"4": "grid:2x3"}), [8])
 
 
-def test_stages_take_over_where_layers_cannot_be_split_well() -> None:
+def test_stages_win_if_layers_cannot_be_split_well() -> None:
     """A deep chain, a network too slow to split layers over: a pipeline is best."""
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     graph = append_loss(capture(module, [InputSpec(shape=(512,))]), "mse")
@@ -169,9 +169,9 @@ def test_stages_take_over_where_layers_cannot_be_split_well() -> None:
     assert with_stages.method.startswith("stages")
 
 
-def test_search_begins_from_the_fastest_way_and_may_be_a_baseline() -> None:
-    # It once began from the solver's choice only, and `even` stayed as it was.
-    asked = order(solver_seconds=1.0)
+def test_search_begins_from_the_fastest_plan_even_a_baseline() -> None:
+    # The search once began with the solver's choice only, and never improved `even`.
+    asked = make_request(solver_seconds=1.0)
     for done, plain in zip(
         plan(asked, [2, 3]), plan(dataclasses.replace(asked, search=False), [2, 3]), strict=True
     ):
@@ -181,9 +181,9 @@ def test_search_begins_from_the_fastest_way_and_may_be_a_baseline() -> None:
         assert done.forecast.n_machines != 3 or even_choice is not None
 
 
-def test_who_waits_is_told_of_every_phase() -> None:
+def test_every_phase_is_reported() -> None:
     told: list[str] = []
-    plan(order(), [2], tell=told.append)
+    plan(make_request(), [2], notify=told.append)
     assert told[0] == "1 machine"
     of_two = told[told.index("2 machines") :]
     assert of_two[1] == "2 machines: what each split of a layer costs"
@@ -192,8 +192,8 @@ def test_who_waits_is_told_of_every_phase() -> None:
     assert of_two[4] == "2 machines: search, 5 of 300 plans"
 
 
-def test_a_pin_that_no_number_of_machines_allows_is_refused_at_once() -> None:
+def test_a_pin_impossible_for_all_counts_is_rejected_at_once() -> None:
     told: list[str] = []
     with pytest.raises(GraphError, match="cannot be pinned to 'rows:9' on 4 machines"):
-        plan(order(pins={"0": "rows:9"}), [2, 4], tell=told.append)
+        plan(make_request(pins={"0": "rows:9"}), [2, 4], notify=told.append)
     assert not told

@@ -30,7 +30,7 @@ def test_sizes_are_written_with_one_decimal(n_bytes: float) -> None:
     assert float(number) <= 1024 or unit == "TiB"
 
 
-def test_without_a_limit_is_a_size_too() -> None:
+def test_an_unlimited_size_is_formatted() -> None:
     assert size(math.inf) == "unlimited"
 
 
@@ -59,13 +59,13 @@ def said(*, caps: list[float], whole: list[tuple[str, str]] | None = None) -> li
     return remarks(FORECASTS, caps=caps, whole=whole or [], origin="from a file.")
 
 
-def test_the_origin_is_said_always_and_last() -> None:
+def test_the_origin_is_always_the_last_remark() -> None:
     assert said(caps=[math.inf] * 4)[-1] == "from a file."
     whole = said(caps=[math.inf] * 4, whole=[("lstm", "it has no split rule")])
     assert "lstm is computed whole on one machine: it has no split rule" in whole
 
 
-def test_idle_machines_are_told() -> None:
+def test_idle_machines_are_reported() -> None:
     idle = [replace(forecast, used=(0,)) for forecast in FORECASTS]
     found = remarks(idle, caps=[math.inf] * 4, whole=[], origin="")
     assert [text.split(",")[0] for text in found if "idle" in text] == [
@@ -77,5 +77,5 @@ def test_idle_machines_are_told() -> None:
 def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:
     bad = replace(FORECASTS[-1], offenders=(1, 2), memory=(0.0, 2048.0, 4096.0, 0.0))
     (text, _) = remarks([bad], caps=[1024.0] * 4, whole=[], origin="")[-2:]
-    assert "4.0 KiB do not fit machine 2 (1.0 KiB); 2 machines lack memory" in text
+    assert "machine 2 needs 4.0 KiB and has 1.0 KiB; 2 machines lack memory" in text
     assert table([bad], title="").rows[0].style == "red"

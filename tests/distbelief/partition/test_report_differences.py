@@ -33,7 +33,7 @@ def test_differences_are_the_same_both_ways() -> None:
     assert ("machines", "1", "4") in found
 
 
-def test_layers_that_differ_are_told_in_words_and_no_others() -> None:
+def test_only_differing_layers_are_reported() -> None:
     told = {what for what, _, _ in differences(ONE, OTHER)}
     layers = {n for n in ONE.placements if ONE.placements[n] != OTHER.placements[n]}
     assert told & set(ONE.placements) == layers != set()
@@ -45,7 +45,7 @@ def test_one_change_is_one_difference(change: dict[str, object], what: str) -> N
     assert [row[0] for row in differences(ONE, changed)] == [what]
 
 
-def test_a_layer_that_only_one_has_is_not_there_in_the_other() -> None:
+def test_a_layer_of_one_plan_only_is_absent_in_the_other() -> None:
     name, *rest = ONE.placements
     less = msgspec.structs.replace(ONE, placements={other: ONE.placements[other] for other in rest})
-    assert differences(ONE, less) == [(name, "whole on machine 0", "not there")]
+    assert differences(ONE, less) == [(name, "whole on machine 0", "absent")]

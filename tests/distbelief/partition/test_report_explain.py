@@ -19,18 +19,18 @@ def test_every_candidate_is_there_once_cheapest_first(name: str) -> None:
     costs = [row.own + row.transfers for row in rows]
     assert costs == sorted(costs)
     chosen = [row for row in rows if row.chosen]
-    assert [row.verdict for row in chosen] == ["chosen"]
+    assert [row.reason for row in chosen] == ["chosen"]
     assert chosen[0].label == DONE.decoder.labels(DONE.solution.choice)[name]
 
 
 @pytest.mark.parametrize("name", ROOTS)
-def test_what_lost_costs_more_where_the_solver_is_exact(name: str) -> None:
+def test_alternatives_cost_more_if_the_solver_is_exact(name: str) -> None:
     assert DONE.solution.exact
     for row in explain(DONE, name)[1]:
-        assert row.chosen or row.verdict.endswith(" more") or row.verdict == "as good"
+        assert row.chosen or row.reason.endswith(" more") or row.reason == "as good"
 
 
-def test_who_follows_is_explained_by_whom_it_follows() -> None:
+def test_a_follower_is_explained_by_its_leader() -> None:
     for node in DONE.decoder.nodes:
         for layer in node.group.members[1:]:
             assert explain(DONE, layer.name) == explain(DONE, node.group.root.name)
@@ -39,11 +39,11 @@ def test_who_follows_is_explained_by_whom_it_follows() -> None:
             )
 
 
-def test_what_lacks_memory_says_so() -> None:
+def test_a_plan_that_lacks_memory_says_so() -> None:
     need = max(planned(1)[0].forecast.memory)
     done = planned(4, memory=0.6 * need)[-1]
-    verdicts = [row.verdict for name in ROOTS for row in explain(done, name)[1]]
-    assert any("does not fit the memory of machine" in verdict for verdict in verdicts)
+    verdicts = [row.reason for name in ROOTS for row in explain(done, name)[1]]
+    assert any("does not fit the memory of machine" in reason for reason in verdicts)
 
 
 def test_the_table_has_a_row_for_each() -> None:
@@ -55,6 +55,6 @@ def test_the_table_has_a_row_for_each() -> None:
     assert "chosen" in written.get()
 
 
-def test_an_unknown_layer_is_refused_and_known_ones_are_named() -> None:
+def test_an_unknown_layer_is_rejected_and_known_ones_are_named() -> None:
     with pytest.raises(GraphError, match=rf"no layer 'conv9'.*{ROOTS[0]}"):
         explain(DONE, "conv9")

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from distbelief.partition.planner import played
 from distbelief.partition.problem import build
 from tests.distbelief.partition.plans import equal, zoo
-from tests.distbelief.partition.requests import order, permuted, planned
+from tests.distbelief.partition.requests import make_request, permuted, planned
 
 
 pytestmark = pytest.mark.untraced
@@ -18,7 +18,7 @@ CLUSTER = equal(4, latency=1e-4)
 _, DECODER = build(GRAPH, CLUSTER, batch=32)
 
 
-def test_its_figures_are_those_of_the_step() -> None:
+def test_an_estimate_has_the_figures_of_the_step() -> None:
     for forecast in FORECASTS:
         assert forecast.seconds == tuple(sorted(forecast.seconds))
         assert forecast.speed_up * forecast.median == pytest.approx(forecast.one_machine_seconds)
@@ -36,7 +36,7 @@ def test_the_gap_is_what_the_model_has_above_its_bound() -> None:
     assert replace(forecast, model_bound=0.0).gap is None
 
 
-def test_it_fits_unless_somebody_offends() -> None:
+def test_a_plan_fits_if_no_machine_lacks_memory() -> None:
     assert FORECASTS[0].fits
     assert not replace(FORECASTS[0], offenders=(0,)).fits
 
@@ -46,7 +46,7 @@ def test_it_fits_unless_somebody_offends() -> None:
 def test_equal_machines_may_be_numbered_otherwise(data: st.DataObject, to: list[int]) -> None:
     choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in DECODER.nodes]
     placements = DECODER(choice)
-    asked = order(GRAPH, CLUSTER)
+    asked = make_request(GRAPH, CLUSTER)
     one = played(asked, placements, n_machines=4)
     other = played(asked, permuted(placements, dict(enumerate(to))), n_machines=4)
     assert other.step_seconds == pytest.approx(one.step_seconds, rel=1e-12)

@@ -46,7 +46,7 @@ def text_of(found: VerificationResult) -> str:
     return capture.get()
 
 
-def test_three_times_ones_own_rounding_agrees() -> None:
+def test_three_times_the_rounding_of_one_process_agrees() -> None:
     assert GOOD.agrees
     assert not BAD.agrees
     assert Agreement(name="tiny", error=9e-7, rounding=0.0).agrees
@@ -76,7 +76,7 @@ def test_all_of_it_is_plain_data() -> None:
     assert plain["links"] == [{"from": 0, "to": 1, "predicted_bytes": 10, "sent_bytes": 10}]
 
 
-def test_a_gradient_of_rounding_is_measured_by_the_others() -> None:
+def test_a_gradient_of_rounding_is_relative_to_the_others() -> None:
     exact = {
         "outputs": torch.ones(2, dtype=torch.float64),
         "loss": torch.ones((), dtype=torch.float64),
@@ -91,19 +91,19 @@ def test_a_gradient_of_rounding_is_measured_by_the_others() -> None:
     assert agreements[-1].error == pytest.approx(5e-7)
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_what_cannot_be_compared_is_rejected() -> None:
     builder = Builder(aliases={})
     for name in ("x", "y", "targets"):
         builder.input(name, (3,), is_integer=False)
     graph = builder.finish(["x"])
-    with pytest.raises(JobError, match="name the loss"):
+    with pytest.raises(JobError, match="needs a loss: name it"):
         verify._check(graph, "")
-    with pytest.raises(JobError, match="one input, and this one has 2"):
+    with pytest.raises(JobError, match="one input, but this one has 2"):
         verify._check(graph, "mse")
 
 
-def test_words_are_drawn_from_all_that_every_table_has() -> None:
-    """They were all word 0, so that a plan of a split table was hardly looked at."""
+def test_indices_are_drawn_from_the_rows_of_every_table() -> None:
+    """All indices once were 0, so that a split embedding was hardly tested."""
     known = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3))
     hidden = nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Flatten())
     for module, words in ((known, set(range(7))), (hidden, {0})):
@@ -123,8 +123,8 @@ def net() -> nn.Module:
 
 
 def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended a verification at once; the folder with all weights stayed in /tmp."""
-    outlook = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
+    """SIGTERM once left the folder with all weights in /tmp."""
+    result = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
     folders: list[Path] = []
 
     def end(rehearsal: VerificationRun, *, n_machines: int) -> None:
@@ -135,6 +135,6 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(verify, "run_verification", end)
     with pytest.raises(SystemExit) as caught:
-        verify.verify(outlook, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
+        verify.verify(result, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
     assert caught.value.code == 143
     assert not folders[0].exists()

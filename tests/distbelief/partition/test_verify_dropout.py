@@ -1,4 +1,4 @@
-"""One process drops what machines drop; with processes: `tests/processes/test_verify`.
+"""One process draws the dropout masks of the ranks; with processes: `tests/processes/test_verify`.
 
 A graph computed in parts by its kinds, as machines do it, stands in for them.
 """
@@ -37,7 +37,7 @@ def images() -> nn.Module:
 
 
 class Words(nn.Module):
-    """Drops weights of attention, and by a function."""
+    """Dropout of attention weights, and by a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ def graph_of(model: nn.Module, *shape: int) -> LayerGraph:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8))])
-def test_one_process_drops_what_machines_drop(
+def test_one_process_draws_the_masks_of_the_ranks(
     net: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """It was refused: "chance differs from process to process"."""
+    """Once rejected: "chance differs from process to process"."""
     torch.manual_seed(0)
     model = net().to(dtype)
     x = torch.rand(6, *shape, dtype=dtype)
@@ -88,7 +88,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize(
     ("part", "said"), [(Noisy(), "rand_like"), (nn.RReLU(), "rrelu_with_noise")]
 )
-def test_what_else_is_drawn_is_refused_by_name(part: nn.Module, said: str) -> None:
+def test_other_random_numbers_are_rejected_by_name(part: nn.Module, said: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), part)
     graph = graph_of(model, 4)
     with (

@@ -1,4 +1,4 @@
-"""Traces of outages as text, and what is said of mistakes in them."""
+"""Outage traces as text, and errors in them."""
 
 import math
 
@@ -31,17 +31,17 @@ def test_a_trace_is_read_in_order_of_time() -> None:
     [
         ("", "ends without the line 'end,SECONDS'"),
         ("10,0,5", "ends without the line 'end,SECONDS'"),
-        ("10,0,5\nend,9", "ends early: an outage at 10.0 s"),
+        ("10,0,5\nend,9", "an outage at 10.0 s, after its end"),
         ("10,0\nend,9", "line 1 of a trace has 2 cells: write seconds,machine,away"),
-        ("10,2,5\nend,99", "names machine '2'; there are 2, counted from 0"),
+        ("10,2,5\nend,99", "names machine '2': use 0 to 1"),
         ("10,-1,5\nend,99", "names machine '-1'"),
-        ("-1,0,5\nend,99", "line 1 of a trace has '-1' where seconds should be"),
-        ("1,0,soon\nend,99", "has 'soon' where seconds should be"),
-        ("1,0,5\nend", "line 2 of a trace has '' where seconds should be"),
-        ("1,0,5\nend,inf", "has 'inf' where seconds should be"),
+        ("-1,0,5\nend,99", "line 1 of a trace has '-1' instead of seconds"),
+        ("1,0,soon\nend,99", "has 'soon' instead of seconds"),
+        ("1,0,5\nend", "line 2 of a trace has '' instead of seconds"),
+        ("1,0,5\nend,inf", "has 'inf' instead of seconds"),
     ],
 )
-def test_a_mistake_names_the_line_and_the_mend(text: str, says: str) -> None:
+def test_a_mistake_names_the_line_and_the_fix(text: str, says: str) -> None:
     with pytest.raises(GraphError, match=says):
         read_trace(text, n_machines=2)
 
@@ -53,7 +53,7 @@ def test_a_trace_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_process_that_cannot_be_is_refused(seconds: float) -> None:
+def test_an_impossible_outage_process_is_rejected(seconds: float) -> None:
     with pytest.raises(GraphError, match="mean_time"):
         Outages(mean_time=seconds, away=1.0)
     with pytest.raises(GraphError, match="group"):

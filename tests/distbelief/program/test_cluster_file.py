@@ -1,4 +1,4 @@
-"""Clusters as files: what they say, and what is said of mistakes in them."""
+"""Cluster files, and errors in them."""
 
 import re
 from contextlib import suppress
@@ -62,7 +62,7 @@ def test_every_figure_is_read_in_its_unit() -> None:
     assert cluster.note == "the old machines"
 
 
-def test_a_cluster_is_called_like_its_file_unless_it_says_so(tmp_path: Path) -> None:
+def test_a_cluster_without_a_name_has_that_of_its_file(tmp_path: Path) -> None:
     path = tmp_path / "attic.toml"
     path.write_text(MACHINE)
     cluster = load_cluster(path)
@@ -75,7 +75,7 @@ def test_a_cluster_is_called_like_its_file_unless_it_says_so(tmp_path: Path) -> 
     ("name", "n_machines", "bandwidth"),
     [("commodity-2012", 144, 125e6), ("rack-1g", 32, 125e6), ("rack-10g", 32, 1.25e9)],
 )
-def test_clusters_that_come_along(name: str, n_machines: int, bandwidth: float) -> None:
+def test_clusters_of_this_package(name: str, n_machines: int, bandwidth: float) -> None:
     assert name in names()
     cluster = load_cluster(name)
     assert (cluster.name, len(cluster)) == (name, n_machines)
@@ -86,7 +86,7 @@ def test_clusters_that_come_along(name: str, n_machines: int, bandwidth: float) 
 
 
 @pytest.mark.parametrize("name", names())
-def test_each_constant_of_those_says_where_it_is_from(name: str) -> None:
+def test_each_figure_of_package_clusters_has_an_origin(name: str) -> None:
     directory = Path(cluster_file.__file__).parent / "clusters"
     lines = (directory / f"{name}.toml").read_text().splitlines()
     known = ("latency", "count", "flops", "memory", "bandwidth", "overhead", "jitter")
@@ -103,16 +103,16 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         load_cluster("moon/base.toml")
 
 
-def test_what_is_no_file_is_explained(tmp_path: Path) -> None:
-    """A mistake in what was given, it ended with the exit code of a job that failed."""
+def test_an_unreadable_path_is_explained(tmp_path: Path) -> None:
+    """Once this ended with the exit code of a failed job."""
     with pytest.raises(GraphError, match=f"{tmp_path}: the cluster cannot be read: Is"):
         load_cluster(tmp_path)
-    with pytest.raises(GraphError, match="is no path"):
+    with pytest.raises(GraphError, match="is not a path"):
         load_cluster("a\0b")
 
 
 def test_a_cluster_without_a_name_is_unknown() -> None:
-    """It was taken for the present directory: "cannot read the cluster from ."."""
+    """Once "" was the current directory: "cannot read the cluster from ."."""
     with pytest.raises(GraphError, match=r"there is no cluster '': .* It knows"):
         load_cluster("")
 
@@ -150,34 +150,34 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
         (
             'flops = "100 GFLOP/s"',
             'flops = "0 GFLOP/s"',
-            "[[machines]] 2: a machine's flops is 0.0; use a number above 0",
+            "[[machines]] 2: flops of a machine is 0.0: use a number above 0",
         ),
         ('flops = "100 GFLOP/s"', 'flops = "9 TFLOP/s"', "write the fastest first"),
-        ("count = 2", "count = 0", "count = 0: wants a whole number, at least 1"),
-        ("count = 2", "count = 2.5", "count = 2.5: wants a whole number"),
-        ("count = 2", "count = true", "count = True: wants a whole number"),
+        ("count = 2", "count = 0", "count = 0: write a whole number, at least 1"),
+        ("count = 2", "count = 2.5", "count = 2.5: write a whole number"),
+        ("count = 2", "count = true", "count = True: write a whole number"),
         ("count = 2", "count = 10000", "count: 10001 in all; use at most 10000"),
         ("count = 2", f"count = {10**30}", "in all; use at most 10000"),
-        ("jitter = 0.1", "jitter = nan", "jitter = nan: wants a number from 0 to 2"),
-        ("jitter = 0.1", "jitter = true", "jitter = True: wants a number from 0 to 2"),
-        ("jitter = 0.1", 'jitter = "1 s"', 'jitter = "1 s": wants a number'),
-        ("jitter = 0.1", f"jitter = {10**400}", "wants a number from 0 to 2"),
-        ('"0-2"', '"2-0"', '[links] has no key "2-0": write two machines, the lower'),
+        ("jitter = 0.1", "jitter = nan", "jitter = nan: write a number from 0 to 2"),
+        ("jitter = 0.1", "jitter = true", "jitter = True: write a number from 0 to 2"),
+        ("jitter = 0.1", 'jitter = "1 s"', 'jitter = "1 s": write a number'),
+        ("jitter = 0.1", f"jitter = {10**400}", "write a number from 0 to 2"),
+        ('"0-2"', '"2-0"', '[links] has no key "2-0": write two machines from 0 to 2'),
         ('"0-2"', '"0-3"', '[links] has no key "0-3"'),
         ('"0-2"', '"0-0"', '[links] has no key "0-0"'),
         ('"0-2"', '"00-2"', '[links] has no key "00-2"'),
         ('"0-2"', "a", '[links] has no key "a"'),
         ('"100 Mbit/s"', '"0 Mbit/s"', "link 0-2 has bandwidth 0.0"),
         ('"100 Mbit/s"', "{}", "[links] 0-2 = {} is no quantity"),
-        ("[links]", "[[links]]", "wants a table; begin it with [links]"),
-        ('"lab"', "7", 'name = 7: wants text in quotes: "..."'),
-        ('"measured"', '"guessed"', 'origin = "guessed": unknown. It knows measured,'),
-        ('"measured"', "[]", "origin = []: unknown"),
+        ("[links]", "[[links]]", "write a table that begins with [links]"),
+        ('"lab"', "7", 'name = 7: write text in quotes, "..."'),
+        ('"measured"', '"guessed"', 'origin = "guessed" is unknown: use measured or'),
+        ('"measured"', "[]", "origin = [] is unknown"),
         ("[[machines]]", "[[machine]]", "has no key 'machine'. Did you mean 'machines'?"),
-        ('"lab"', '"lab', "is no TOML"),
+        ('"lab"', '"lab', "is not TOML"),
     ],
 )
-def test_a_mistake_names_the_key_and_the_mend(old: str, new: str, message: str) -> None:
+def test_a_mistake_names_the_key_and_the_fix(old: str, new: str, message: str) -> None:
     assert old in TWO_GROUPS
     with pytest.raises(GraphError, match=re.escape(message)):
         read_cluster(TWO_GROUPS.replace(old, new).encode(), name="file")
@@ -186,19 +186,19 @@ def test_a_mistake_names_the_key_and_the_mend(old: str, new: str, message: str) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "there is no machine: write for each group of equal ones [[machines]]"),
+        (b"", "there is no machine: write [[machines]] for each group of equal ones"),
         (b"machines = []", "there is no machine"),
-        (b"machines = [1]", "[[machines]] 1 = 1: wants a table"),
-        (b"machines = 3", "begin a group of them with [[machines]]"),
-        (b"[machines]\ncount = 3", "begin a group of them with [[machines]]"),
-        (b"links = 3" + MACHINE.encode(), "links = 3: wants a table"),
-        (b"\xff\xfe", "is no UTF-8 text"),
+        (b"machines = [1]", "[[machines]] 1 = 1: write a table"),
+        (b"machines = 3", "begin each group of machines with"),
+        (b"[machines]\ncount = 3", "begin each group of machines with"),
+        (b"links = 3" + MACHINE.encode(), "links = 3: write a table"),
+        (b"\xff\xfe", "is not UTF-8 text"),
         (b"a = " + b"[" * 100_000, "is nested too deeply"),
-        (b"a = 1" + b"0" * 10_000, "is no TOML"),
+        (b"a = 1" + b"0" * 10_000, "is not TOML"),
         (b"#" * (1 << 20) + b"#", "larger than"),
     ],
 )
-def test_documents_that_are_no_cluster_are_refused(content: bytes, message: str) -> None:
+def test_documents_that_are_no_cluster_are_rejected(content: bytes, message: str) -> None:
     with pytest.raises(GraphError, match=re.escape(message)):
         read_cluster(content, name="file")
 
@@ -222,7 +222,7 @@ _VALUES = st.recursive(
     st.sampled_from(["name", "latency", "origin", "note", "machines", "links", "count", "flops"]),
     _VALUES,
 )
-def test_any_value_of_a_key_is_taken_or_refused_in_words(key: str, value: object) -> None:
+def test_any_value_of_a_key_is_accepted_or_rejected_with_a_message(key: str, value: object) -> None:
     text = f"{key} = {_toml(value)}\n" + (MACHINE if key != "machines" else "")
     if key in ("count", "flops"):
         text = MACHINE.replace('flops = "100 GFLOP/s"', f"{key} = {_toml(value)}")
@@ -247,7 +247,7 @@ def _toml(value: object) -> str:
             return str(value)
 
 
-# ------------------------------------------------------- what only simulations ask for
+# ------------------------------------------------------- keys for simulations only
 
 
 SIMULATED = """
@@ -280,8 +280,8 @@ flops = "measured: a product"
 """
 
 
-def test_what_simulations_ask_for_is_read_and_no_plan_depends_on_it() -> None:
-    """But for what a message takes of a core, which plans pay for too."""
+def test_switches_and_outages_are_read_and_no_plan_depends_on_them() -> None:
+    """Except `handling`, on which plans depend too."""
     cluster = read_cluster(SIMULATED.encode(), name="lab")
     assert cluster.machines[0].cores == 4
     assert cluster.machines[0].handling == 50e-6
@@ -300,7 +300,7 @@ def test_what_simulations_ask_for_is_read_and_no_plan_depends_on_it() -> None:
     assert plain.failures is None
 
 
-def test_of_fewer_machines_switches_keep_their_ends() -> None:
+def test_switches_are_cut_to_fewer_machines() -> None:
     cluster = read_cluster(SIMULATED.encode(), name="lab")
     assert cluster.first(6).switches[-1] == Switch(first=0, last=3, bandwidth=250e6)
     # Both are of machines 0 to 2 then: the narrower one counts.
@@ -308,10 +308,10 @@ def test_of_fewer_machines_switches_keep_their_ends() -> None:
 
 
 def test_a_name_of_a_trace_that_no_file_can_have_is_a_mistake(tmp_path: Path) -> None:
-    """It was "ValueError: embedded null byte", not foreseen."""
+    """Once this was an unexpected "ValueError: embedded null byte"."""
     path = tmp_path / "lab.toml"
     path.write_text(f'{MACHINE}\n[trace]\nfile = "a\\u0000b"\n')
-    with pytest.raises(GraphError, match="is no path"):
+    with pytest.raises(GraphError, match="is not a path"):
         load_cluster(path)
 
 
@@ -334,7 +334,7 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
     with pytest.raises(GraphError, match=r"lab.toml: \[trace\] spot.csv: .* ends wit"):
         load_cluster(path)
     trace.write_bytes(b"\xff")
-    with pytest.raises(GraphError, match="is no UTF-8 text"):
+    with pytest.raises(GraphError, match="is not UTF-8 text"):
         load_cluster(path)
     trace.write_bytes(b"0" * 100)
     with pytest.MonkeyPatch.context() as patch:
@@ -346,32 +346,34 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("cores = 4", "cores = 0", "cores = 0: wants a whole number, at least 1"),
+        ("cores = 4", "cores = 0", "cores = 0: write a whole number, at least 1"),
         ('"50 us"', '"-50 us"', "handling ="),
-        ('"0-3"', '"3-0"', "a switch for machines 3 to 0: name the lower one first"),
+        ('"0-3"', '"3-0"', "a switch is for machines 3 to 0: name the lower one first"),
         ('"0-3"', '"3"', 'machines = "3": write the first and the last of a group'),
-        ('"0-3"', '"0-8"', "a switch for machines 0 to 8; there are 8, counted from 0"),
-        ('"0-3"', '"0-7"', "switches for machines 0 to 7 and 0 to 7: let one contain"),
-        ('"0-7"', '"2-7"', "switches for machines 0 to 3 and 2 to 7: let one contain"),
-        ('"2 Gbit/s"', '"0 Gbit/s"', "has bandwidth 0.0; use a number above 0"),
-        ("[[switches]]", "[switches]", "switches: begin each of them with"),
-        ('"30 d"', '"0 d"', "[failures]: mean_time of outages is 0.0; use a time above"),
+        ('"0-3"', '"0-8"', "a switch is for machines 0 to 8: use 0 to 7"),
+        ('"0-3"', '"0-7"', "switches of machines 0 to 7 and 0 to 7 overlap"),
+        ('"0-7"', '"2-7"', "switches of machines 0 to 3 and 2 to 7 overlap"),
+        ('"2 Gbit/s"', '"0 Gbit/s"', "has bandwidth 0.0: use a number above 0"),
+        ("[[switches]]", "[switches]", "switches: begin each switch with"),
+        ('"30 d"', '"0 d"', "[failures]: mean_time of outages is 0.0: use a time above"),
         ('away = "10 min"', "", "[failures] lacks the key 'away'"),
-        ("group = 4", "group = 0", "[preemptions] group = 0: wants a whole number"),
+        ("group = 4", "group = 0", "[preemptions] group = 0: write a whole number"),
         ("group = 4", "grop = 4", "[preemptions] has no key 'grop'. Did you mean 'gr"),
-        ("[failures]", "[[failures]]", "wants a table of keys"),
+        ("[failures]", "[[failures]]", "write a table of keys"),
         ('flops = "measured', 'flop = "measured', "[origins] has no key 'flop'. Did"),
-        ("[origins]", '[trace]\nfile = "a.csv"\n[origins]', "lies beside this one"),
+        ("[origins]", '[trace]\nfile = "a.csv"\n[origins]', "in the same directory"),
     ],
 )
-def test_a_mistake_in_those_names_the_key_and_the_mend(old: str, new: str, message: str) -> None:
+def test_a_mistake_in_switches_and_outages_names_the_key_and_the_fix(
+    old: str, new: str, message: str
+) -> None:
     text = SIMULATED.replace(old, new, 1)
-    if old == "[[switches]]":  # both, or it is no TOML
+    if old == "[[switches]]":  # both, or it is not TOML
         text = SIMULATED.split(old, maxsplit=1)[0] + '[switches]\nmachines = "0-1"\n'
     with pytest.raises(GraphError, match=re.escape(message)):
         read_cluster(text.encode(), name="lab")
 
 
-def test_a_machine_without_cores_is_refused() -> None:
-    with pytest.raises(GraphError, match="cores is 0; use 1 or more"):
+def test_a_machine_without_cores_is_rejected() -> None:
+    with pytest.raises(GraphError, match="cores of a machine is 0: use 1 or more"):
         Machine(flops=1.0, memory_rate=1.0, bandwidth=1.0, cores=0)

@@ -1,4 +1,4 @@
-"""Messages of compiled plans, against counting every index (DB-1, DB-2)."""
+"""Messages of compiled plans, compared with counting every index (DB-1, DB-2)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -39,7 +39,7 @@ def received(compiled: Compiled, kind: str, name: str, machine: int) -> list[Mes
 def needs(
     graph: LayerGraph, plan: Mapping[str, Placement], name: str, machine: int
 ) -> list[Region]:
-    """What a machine reads of a layer, straight from the kinds."""
+    """What a rank reads of a layer, computed from the operators."""
     found = []
     for layer in graph.consumers[name]:
         kind, placement = operator_of(layer), plan[layer.name]
@@ -146,7 +146,7 @@ def test_programs_send_and_receive_every_message_once(name: str) -> None:
 
 
 def test_a_weight_that_three_bands_share_is_cut_in_three() -> None:
-    """The drawing in distbelief.program.compiler."""
+    """The drawing in `compiler.pieces`."""
     _, graph = captured("vgg16")
     convolution = max(
         (layer for layer in graph.layers if layer.kind == "convolution"),
@@ -176,20 +176,20 @@ def test_a_weight_that_three_bands_share_is_cut_in_three() -> None:
         ]
 
 
-def test_plans_for_other_graphs_are_refused_with_a_word() -> None:
+def test_plans_for_other_graphs_are_rejected_with_a_message() -> None:
     graph = chain([4, 6, 2])
     plan = {"fc0": Placement.whole(1, 0), "fc1": Placement.whole(1, 1)}
     for broken, words in (
         ({"fc0": plan["fc0"]}, "no placement for 'fc1'"),
         ({**plan, "x": Placement.whole(1, 0)}, "'x', an input"),
-        ({**plan, "fc7": Placement.whole(1, 0)}, "'fc7', which is no layer"),
-        ({**plan, "fc1": Placement.whole(1, 2)}, "machine 2; there are 2"),
+        ({**plan, "fc7": Placement.whole(1, 0)}, "'fc7', which is not a layer"),
+        ({**plan, "fc1": Placement.whole(1, 2)}, "machine 2: use 0 to 1"),
     ):
         with pytest.raises(GraphError, match=words):
             compile_plan(graph, broken, batch=1, n_machines=2)
 
 
-def test_between_fully_connected_layers_everybody_sends_to_everybody() -> None:
+def test_fully_connected_layers_need_messages_between_all_pairs() -> None:
     n = 48
     graph = chain([5, 96, 96])
     plan = {name: grid((96,), [[1.0] * n], range(n)) for name in ("fc0", "fc1")}

@@ -1,17 +1,17 @@
-"""What is kept of plans changes none of them."""
+"""The compiler cache changes no plan."""
 
 import numpy as np
 import pytest
 
 from distbelief.graph.graph import INPUT, GraphError
-from distbelief.program.compiler import Compiled, CompilerCache, Parts, compile_plan
+from distbelief.program.compiler import Compiled, CompilerCache, LruCache, compile_plan
 from distbelief.program.placement import Placement
 from tests.distbelief.program.plans import captured, random_placement, random_plan
 
 
-def test_what_was_not_asked_for_longest_is_forgotten() -> None:
+def test_the_least_recently_used_entry_is_dropped() -> None:
     made: list[int] = []
-    parts = Parts[int](2)
+    parts = LruCache[int](2)
 
     def ask(key: int) -> int:
         def make() -> int:
@@ -37,16 +37,16 @@ def same(one: Compiled, other: Compiled) -> bool:
 
 
 @pytest.mark.parametrize("name", ["mobilenet", "vision transformer", "unet"])
-def test_plans_compiled_with_what_is_known_are_the_same(name: str) -> None:
+def test_plans_compiled_with_a_cache_are_equal(name: str) -> None:
     _, graph = captured(name)
     generator = np.random.default_rng(list(name.encode()))
-    known = CompilerCache(graph, n_plans=2)
+    cache = CompilerCache(graph, n_plans=2)
     plan = random_plan(graph, generator, n_machines=4)
     layers = [layer for layer in graph.layers if layer.kind != INPUT]
     for _ in range(6):
         alone = compile_plan(graph, plan, batch=3, n_machines=4)
-        with_known = compile_plan(graph, plan, batch=3, n_machines=4, known=known)
-        assert same(with_known, alone)
+        with_cache = compile_plan(graph, plan, batch=3, n_machines=4, cache=cache)
+        assert same(with_cache, alone)
         layer = layers[generator.integers(len(layers))]
         plan |= {layer.name: random_placement(layer, generator, n_machines=4)}
 
@@ -58,8 +58,8 @@ def test_a_placement_that_is_known_is_checked_for_fewer_machines() -> None:
         for layer in graph.layers
         if layer.kind != INPUT
     }
-    known = CompilerCache(graph)
-    compile_plan(graph, plan, batch=3, n_machines=4, known=known)
+    cache = CompilerCache(graph)
+    compile_plan(graph, plan, batch=3, n_machines=4, cache=cache)
     for _ in range(2):
-        with pytest.raises(GraphError, match="placed on machine 3; there are 3"):
-            compile_plan(graph, plan, batch=3, n_machines=3, known=known)
+        with pytest.raises(GraphError, match="placed on machine 3: use 0 to 2"):
+            compile_plan(graph, plan, batch=3, n_machines=3, cache=cache)

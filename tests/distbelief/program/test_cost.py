@@ -1,4 +1,4 @@
-"""Laws of prices, and one step drawn by hand."""
+"""Laws of step costs, and one step drawn by hand."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from distbelief.graph.region import Region
 from distbelief.program.chrome_trace import chrome_trace, critical_path, events
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.compiler import compile_plan
-from distbelief.program.cost import StepCost, price
+from distbelief.program.cost import StepCost, step_cost
 from distbelief.program.placement import Placement, grid
 from tests.distbelief.program.plans import captured, chain, random_plan
 
@@ -52,7 +52,7 @@ def priced(
     graph: LayerGraph, plan: Mapping[str, Placement], on: Cluster, costs: PerElement | None = None
 ) -> StepCost:
     compiled = compile_plan(graph, plan, batch=1, n_machines=len(on))
-    return price(compiled, on, costs or PerElement())
+    return step_cost(compiled, on, costs or PerElement())
 
 
 MODELS = ("inception", "encoder", "vision transformer", "local")
@@ -82,7 +82,7 @@ def test_a_step_drawn_by_hand() -> None:
         ("send", 0, "fc0", 5.5, 1.0),
         ("send", 1, "fc0", 1.0, 1.0),
     ]
-    seen = [(e.lane, e.machine, e.name, e.start, e.seconds) for e in events(found)]
+    seen = [(e.track, e.machine, e.name, e.start, e.seconds) for e in events(found)]
     assert sorted(seen) == sorted(drawing)
     assert found.step_seconds == 9.0
     assert [tuple(each) for each in found.seconds] == [(6, 1, 0, 2), (3, 2, 0, 4)]
@@ -103,7 +103,7 @@ def test_memory_is_tensors_states_and_their_gradients() -> None:
     graph = chain([3, 2, 1])
     plan = {"fc0": grid((2,), [[1.0, 1.0]], [0, 1]), "fc1": Placement.whole(1, 0)}
     compiled = compile_plan(graph, plan, batch=10, n_machines=3)
-    found = price(compiled, cluster(3), PerElement())
+    found = step_cost(compiled, cluster(3), PerElement())
     tensors = (8 * (3 + 1 + 2 + 1), 8 * (3 + 1))
     states = (10 * (4 * 3 + 8 * (2 + 1)), 10 * (4 * 3 + 8 * 1))
     assert found.memory_bytes == (tensors[0] + states[0], tensors[1] + states[1], 0)
@@ -157,23 +157,23 @@ def _permuted(placement: Placement, permutation: Sequence[int]) -> Placement:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_lane_does_two_things_at_once_and_nothing_begins_early(name: str) -> None:
+def test_no_track_overlaps_and_nothing_begins_early(name: str) -> None:
     latency, n = 0.5, 4
     graph = captured(name)[1]
     plan = drawn(name, 3, n_machines=n)
     found = priced(graph, plan, cluster(n, bandwidth=16.0, latency=latency))
-    lanes: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    tracks: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for event in events(found):
-        lane = lanes.setdefault((event.machine, event.lane), [])
-        lane.append((event.start, event.start + event.seconds))
-    for lane in lanes.values():
-        lane.sort()
-        for (_, end), (start, _) in pairwise(lane):
+        track = tracks.setdefault((event.machine, event.track), [])
+        track.append((event.start, event.start + event.seconds))
+    for track in tracks.values():
+        track.sort()
+        for (_, end), (start, _) in pairwise(track):
             assert start >= end - 1e-9
     for machine, seconds in enumerate(found.seconds):
         assert sum(seconds) == pytest.approx(found.step_seconds)
         assert min(seconds) >= -1e-9
-        own = [end - start for start, end in lanes.get((machine, "compute"), [])]
+        own = [end - start for start, end in tracks.get((machine, "compute"), [])]
         assert seconds.compute == pytest.approx(sum(own))
     played = found.played
     for index, cause in enumerate(played.causes):
@@ -193,7 +193,7 @@ def test_links_carry_what_messages_hold(name: str) -> None:
         pair = (message.sender, message.receiver)
         totals[pair] = totals.get(pair, 0) + message.n_bytes
     assert found.link_bytes == totals
-    sent = [event for event in events(found) if event.lane == "send"]
+    sent = [event for event in events(found) if event.track == "send"]
     assert sum(event.n_bytes for event in sent) == sum(totals.values())
     for event in sent:
         assert event.seconds == pytest.approx(event.n_bytes / 8.0)
@@ -207,15 +207,15 @@ def test_the_critical_path_is_as_long_as_the_step(name: str) -> None:
     found = priced(graph, plan, cluster(n, bandwidth=32.0, latency=latency))
     path = critical_path(found)
     assert path[0].start == 0.0
-    last = path[-1].start + path[-1].seconds + latency * (path[-1].lane == "send")
+    last = path[-1].start + path[-1].seconds + latency * (path[-1].track == "send")
     assert last == found.step_seconds
     for event, following in pairwise(path):
         pause = following.start - event.start - event.seconds
         assert pause == pytest.approx(0.0) or pause == pytest.approx(latency)
 
 
-def test_who_waits_for_a_message_has_time_to_handle_it() -> None:
-    """A chain on two machines, of which one always waits, and has time for messages."""
+def test_an_idle_machine_handles_messages_at_no_cost() -> None:
+    """A chain on two machines, one of which is always idle and handles messages at no cost."""
     graph = chain([1, 1, 1, 1])
     plan = {
         "fc0": Placement.whole(1, 0),
@@ -236,7 +236,9 @@ def test_stages_that_send_while_they_compute_take_longer(micro_batches: int) -> 
     compiled = compile_plan(graph, plan, batch=1, n_machines=2)
     free = cluster(2, bandwidth=8.0)
     busy = handling(free, 16.0)
-    took = [price(compiled, on, PerElement(), micro_batches=micro_batches) for on in (free, busy)]
+    took = [
+        step_cost(compiled, on, PerElement(), micro_batches=micro_batches) for on in (free, busy)
+    ]
     computing = [sum(each.compute for each in found.seconds) for found in took]
     # At most each end of each message: 4 bytes, at 1/16 s each.
     assert 0.0 < computing[1] - computing[0] <= 2 * 2 * micro_batches * 4 / 16.0
@@ -246,8 +248,8 @@ def test_stages_that_send_while_they_compute_take_longer(micro_batches: int) -> 
 
 
 @pytest.mark.parametrize("cores", [1, 4])
-def test_a_message_takes_a_core_of_who_computes_while_it_is_sent(cores: int) -> None:
-    """fc0 on machine 0, in two parts; fc1 on machine 1, which waits, and has time.
+def test_a_message_takes_core_time_at_both_ends(cores: int) -> None:
+    """fc0 on machine 0, in two parts; fc1 on machine 1, which is idle.
 
     seconds       0     1     2
     computes  0   |fc0  |fc0  ..|    half of it when the message begins, half at its end
@@ -260,7 +262,7 @@ def test_a_message_takes_a_core_of_who_computes_while_it_is_sent(cores: int) -> 
     (machine,) = set(free.machines)
     paying = msgspec.structs.replace(machine, handling=0.1, cores=cores)
     on = msgspec.structs.replace(free, machines=(paying, paying))
-    found = price(compiled, on, PerElement(), micro_batches=2)
+    found = step_cost(compiled, on, PerElement(), micro_batches=2)
     seconds = (found.played.ends - found.played.starts).tolist()
     first, second = (
         seconds[index]
@@ -309,8 +311,8 @@ def test_slow_links_are_slow() -> None:
     assert priced(graph, plan, slow).step_seconds == 6.0 + 2 * 4.0
 
 
-def test_everybody_sends_to_everybody_without_a_pause() -> None:
-    """Each begins with the next machine, so that no two send to the same one."""
+def test_all_pairs_exchange_messages_without_a_gap() -> None:
+    """Each rank starts with the next one, so that no two send to the same one."""
     n = 16
     graph = chain([1, n, n])
     plan = {name: grid((n,), [[1.0] * n], range(n)) for name in ("fc0", "fc1")}
@@ -332,8 +334,8 @@ def test_a_trace_is_json_with_a_process_per_machine() -> None:
     assert (sent["ts"], sent["dur"], sent["args"]["bytes"]) == (1e6, 1e6, 4)
 
 
-def test_a_plan_for_more_machines_than_there_are_is_refused() -> None:
+def test_a_plan_for_more_machines_than_there_are_is_rejected() -> None:
     graph = chain([3, 2])
     compiled = compile_plan(graph, {"fc0": Placement.whole(1, 2)}, batch=1, n_machines=3)
-    with pytest.raises(GraphError, match="for 3 machines; cluster 'test' has 2"):
-        price(compiled, cluster(2), PerElement())
+    with pytest.raises(GraphError, match="needs 3 machines, but cluster 'test' has 2"):
+        step_cost(compiled, cluster(2), PerElement())

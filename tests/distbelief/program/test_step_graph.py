@@ -8,7 +8,7 @@ import pytest
 from distbelief.graph.graph import GraphError
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.compiler import compile_plan
-from distbelief.program.cost import StepCost, price
+from distbelief.program.cost import StepCost, step_cost
 from distbelief.program.placement import Placement
 from tests.distbelief.program.plans import captured, chain, random_plan
 from tests.distbelief.program.test_cost import PerElement, cluster
@@ -21,7 +21,7 @@ def stages(n: int, micro_batches: int, *, bandwidth: float = math.inf) -> StepCo
     plan = {name: Placement.whole(1, place) for place, name in enumerate(names)}
     compiled = compile_plan(graph, plan, batch=2, n_machines=n)
     on = cluster(n, bandwidth=bandwidth)
-    return price(compiled, on, PerElement(), micro_batches=micro_batches)
+    return step_cost(compiled, on, PerElement(), micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -34,7 +34,7 @@ def test_stages_are_idle_only_while_the_pipeline_fills_and_empties(
     assert stages(n, micro_batches).step_seconds == pytest.approx(expected)
 
 
-def test_states_travel_with_every_micro_batch_and_are_all_kept() -> None:
+def test_states_are_sent_and_kept_per_micro_batch() -> None:
     once, thrice = stages(3, 1), stages(3, 3)
     assert thrice.link_bytes == {pair: 3 * n_bytes for pair, n_bytes in once.link_bytes.items()}
     for one, three in zip(once.memory_bytes, thrice.memory_bytes, strict=True):
@@ -43,14 +43,14 @@ def test_states_travel_with_every_micro_batch_and_are_all_kept() -> None:
 
 @pytest.mark.parametrize("name", ["vision transformer", "local"])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_the_plan_everything_happens_as_often_as_it_must(name: str, seed: int) -> None:
+def test_every_task_and_message_runs_once_in_any_plan(name: str, seed: int) -> None:
     _, graph = captured(name)
     plan = random_plan(graph, np.random.default_rng(seed), n_machines=3)
     compiled = compile_plan(graph, plan, batch=2, n_machines=3)
     slow = Machine(flops=1.0, memory_rate=1.0, bandwidth=1e6)
     on = uniform("slow", slow, 3, latency=1e-3)
-    once = price(compiled, on, PerElement())
-    twice = price(compiled, on, PerElement(), micro_batches=2)
+    once = step_cost(compiled, on, PerElement())
+    twice = step_cost(compiled, on, PerElement(), micro_batches=2)
     assert len(twice.tasks) == 2 * len(once.tasks)
     assert twice.step_seconds > once.step_seconds
     shared = {"parameter", "parameter_gradient"}
@@ -64,4 +64,4 @@ def test_statistics_of_the_batch_forbid_micro_batches() -> None:
     plan = random_plan(graph, np.random.default_rng(0), n_machines=2)
     compiled = compile_plan(graph, plan, batch=2, n_machines=2)
     with pytest.raises(GraphError, match="statistics of the whole batch"):
-        price(compiled, cluster(2), PerElement(), micro_batches=2)
+        step_cost(compiled, cluster(2), PerElement(), micro_batches=2)

@@ -1,4 +1,4 @@
-"""Measurements: of what, for how long; kept, and read again."""
+"""Measured layers: which, for how long, saved and loaded."""
 
 import time
 from pathlib import Path
@@ -41,15 +41,15 @@ def graph() -> LayerGraph:
 def test_alike_layers_are_measured_once_and_kept(graph: LayerGraph) -> None:
     told: list[str] = []
 
-    def tell(n_done: int, n_wanted: int, name: str) -> None:
+    def notify(n_done: int, n_wanted: int, name: str) -> None:
         assert n_done == len(told) < n_wanted
         told.append(name)
 
-    first = profiled(graph, batch=3, limits=limits(), progress=tell)
+    first = profiled(graph, batch=3, limits=limits(), progress=notify)
     assert "2" in told
     assert "4" not in told  # as the one before
     assert load(this_host()) == first
-    again = profiled(graph, batch=3, limits=limits(), progress=tell)
+    again = profiled(graph, batch=3, limits=limits(), progress=notify)
     assert again.layers == first.layers
     n_told = len(told)
     other = profiled(graph, batch=4, limits=limits(), progress=lambda *_: None)
@@ -64,7 +64,7 @@ def test_alike_layers_are_measured_once_and_kept(graph: LayerGraph) -> None:
     assert slices["inputs"].backward == pytest.approx([1e-3] * 4)
 
 
-def test_when_time_is_up_the_rest_is_left_for_another_time(graph: LayerGraph) -> None:
+def test_layers_left_when_time_is_up_are_measured_next_time(graph: LayerGraph) -> None:
     first = profiled(graph, batch=3, limits=limits(0.25))
     n_first = len(first.layers)
     rest = profiled(graph, batch=3, limits=limits())
@@ -73,7 +73,7 @@ def test_when_time_is_up_the_rest_is_left_for_another_time(graph: LayerGraph) ->
 
 
 def test_a_layer_that_takes_long_is_measured_as_far_as_there_is_time() -> None:
-    # Once every measurement ate all the time, and was begun anew at each call.
+    # Once every measurement used all the time, and was repeated in each call.
     graph = fully_connected(64, 64, 6)
     key = digest(signature(graph["0"]), batch=3)
     first = profiled(graph, batch=3, limits=limits(0.1))
@@ -90,7 +90,7 @@ def test_all_sorts_of_layers_can_be_measured() -> None:
     assert len(profile.layers) > 20
 
 
-def test_layers_that_call_a_module_are_measured_if_it_is_given() -> None:
+def test_opaque_layers_are_measured_if_their_module_is_given() -> None:
     graph = zoo("unet, transposed")
     few = Limits(seconds=1e3, n_runs=1, clock=Clock())
     without = profiled(graph, batch=2, limits=few)
@@ -108,7 +108,7 @@ def test_layers_larger_than_memory_are_left_to_arithmetic() -> None:
     assert digest(signature(graph["0"]), batch=1) not in profile.layers
 
 
-def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(graph: LayerGraph) -> None:
+def test_a_broken_or_outdated_profile_is_measured_again(graph: LayerGraph) -> None:
     profile = profiled(graph, batch=3, limits=limits())
     path = this_host().path
     assert path.name.startswith("profile-")
@@ -121,7 +121,7 @@ def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(graph: Lay
     assert load(this_host()) is not None
 
 
-def test_without_a_variable_caches_are_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_cache_is_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert this_host().path.parent == Path.home() / ".cache" / "distbelief"
     assert this_host().n_threads == torch.get_num_threads()
@@ -204,7 +204,7 @@ def test_what_cannot_be_kept_is_used_all_the_same(
 
 
 class Disturbed:
-    """A clock that stands still, but for some looks at it: from one to another."""
+    """A clock that advances only between some of its calls."""
 
     def __init__(self, *, usual: float, during: range, disturbed: float) -> None:
         self.n_looks = 0
@@ -220,8 +220,8 @@ class Disturbed:
 
 @pytest.mark.parametrize("first", [0, 40, 100])
 def test_what_others_do_for_a_while_is_measured_again(first: int, graph: LayerGraph) -> None:
-    """A plan of such a profile cut layers along what had not been disturbed: 1.63 of
-    one machine instead of 1.86."""
+    """A plan from a disturbed profile once cut layers along undisturbed slices: a speed-up of 1.63
+    instead of 1.86."""
     timer = Disturbed(usual=1e-3, during=range(first, first + 60), disturbed=5e-3)
     found = profiled(graph, batch=3, limits=Limits(seconds=1e3, clock=Clock(), timer=timer))
     for slices in found.layers.values():
@@ -229,7 +229,7 @@ def test_what_others_do_for_a_while_is_measured_again(first: int, graph: LayerGr
             assert each.forward == pytest.approx([1e-3] * len(each.extents))
 
 
-def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(graph: LayerGraph) -> None:
+def test_a_busy_machine_is_measured_a_limited_number_of_times(graph: LayerGraph) -> None:
     class Worse:
         now, tick = 0.0, 1e-3
 

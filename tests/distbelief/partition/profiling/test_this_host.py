@@ -1,4 +1,4 @@
-"""This host as a cluster: what is measured, kept, and said of the network."""
+"""This host as a cluster: figures, profile, and the note about the network."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from tests.distbelief.partition.plans import fully_connected
 
 @pytest.fixture(autouse=True)
 def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that takes long, and a cache of its own."""
+    """Short measurements, and a separate cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(this_host_module, "_WIDTH", 8)
     monkeypatch.setattr(this_host_module, "_N_COPIED", 1000)
@@ -37,21 +37,20 @@ def test_figures_are_work_over_time() -> None:
     assert found.jitter == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_speed_alone_is_measured_and_not_kept_unless_it_is_known() -> None:
+def test_flops_alone_are_measured_and_not_kept() -> None:
     assert this_host_module.flops(clock=Clock(tick=1e-3)) == pytest.approx(2 * 8**3 / 1e-3)
     assert load(this_host()) is None
     known = this_host_module.figures(clock=Clock(tick=1e-2)).flops
     assert this_host_module.flops(clock=Clock(tick=1e-3)) == known
 
 
-def test_machines_are_alike_and_say_that_nobody_measured_their_network() -> None:
+def test_machines_are_alike_and_the_network_is_assumed() -> None:
     cluster = here(3, clock=Clock())
     assert (cluster.name, cluster.origin, len(cluster)) == (HERE, "measured", 3)
     assert cluster.is_uniform
     assert cluster.machines[0].bandwidth == 1.25e8
     assert cluster.note == (
-        "The network is assumed: 1 Gbit/s, latency 100 us, and 100 us that a message "
-        "keeps its ends."
+        "The network is assumed: 1 Gbit/s, latency 100 us, and 100 us of overhead per message."
     )
 
 
@@ -110,7 +109,7 @@ def test_other_threads_are_another_machine() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_caller_who_wants_no_gradients_is_no_hindrance(
+def test_measuring_works_without_gradients_in_the_caller(
     mode: type[torch.no_grad | torch.inference_mode],
 ) -> None:
     with mode():
@@ -124,7 +123,7 @@ def test_a_slow_machine_is_measured_less_often() -> None:
     assert slow.n_looks < usual.n_looks / 2
 
 
-def test_a_clock_that_stands_still_is_no_infinite_speed() -> None:
+def test_a_coarse_clock_gives_no_infinite_speed() -> None:
     found = measured(clock=lambda: 1.0)
     assert math.isfinite(found.flops)
     assert found.overhead > 0
@@ -153,7 +152,7 @@ def test_a_container_has_the_memory_that_it_may_use(
 
 @pytest.mark.parametrize("n", [0, 10_001])
 def test_as_many_machines_as_a_cluster_may_have(n: int) -> None:
-    with pytest.raises(GraphError, match=f"{n} machines like this one: use 1 to"):
+    with pytest.raises(GraphError, match=f"machines = {n} for cluster .here.: use 1 to"):
         here(n, clock=Clock())
 
 

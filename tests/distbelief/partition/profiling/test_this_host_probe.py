@@ -1,10 +1,10 @@
-"""The probe itself; what is done with it is tested with plans (`test_outlook`)."""
+"""The probe itself; its use is tested in `test_api_result`."""
 
 from distbelief.partition.profiling import this_host
 
 
 def test_the_probe_is_the_median_of_its_runs() -> None:
-    """The least of them said that a machine was as fast as ever: 0.75 of a step."""
+    """The minimum hid that a machine was shared: steps were predicted at 0.75 of their time."""
     ticks = iter(range(10_000))
     n = this_host._N_PROBE_RUNS
     taken = this_host.seconds(clock=lambda: float(next(ticks)) ** 2)

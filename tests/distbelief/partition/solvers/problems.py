@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn, *, caps: bool = True, forbid: bool = True) -> Prob
 
 
 def best(problem: Problem) -> Solution | None:
-    """What enumeration finds; None if everything is forbidden."""
+    """The result of enumeration; None if everything is forbidden."""
     try:
         return enumerate_all(problem)
     except GraphError:
@@ -55,7 +55,7 @@ def choices(problem: Problem) -> list[Choice]:
 
 
 def chain(n_nodes: int, n_candidates: int, *, seed: int, skip: int = 0) -> Problem:
-    """A chain; with `skip` every other node is joined to the one so far ahead."""
+    """A chain; with `skip`, every second node has an edge to the node that far ahead."""
     rng = np.random.default_rng(seed)
     shape = (n_candidates, n_candidates)
     pairs = [(v, v + 1) for v in range(n_nodes - 1)]

@@ -61,11 +61,11 @@ def test_ties_go_to_the_first_candidate() -> None:
     assert eliminate(level) == eliminate(level)
 
 
-def test_tables_beyond_bounds_are_refused() -> None:
+def test_tables_beyond_bounds_are_rejected() -> None:
     n = 8
     clique = Problem(
         costs=(np.zeros(10),) * n,
         edges={(u, v): np.ones((10, 10)) for v in range(n) for u in range(v)},
     )
-    with pytest.raises(GraphError, match="tables of 100000000 entries"):
+    with pytest.raises(GraphError, match="a table of 100000000 entries"):
         eliminate(clique)

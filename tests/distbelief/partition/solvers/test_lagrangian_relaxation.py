@@ -32,7 +32,9 @@ def test_no_choice_that_fits_is_below_its_bounds(problem: Problem) -> None:
 
 @settings(max_examples=10)
 @given(problems())
-def test_nor_with_messages_in_place_of_elimination(problem: Problem) -> None:
+def test_no_choice_that_fits_is_cheaper_with_messages_instead_of_elimination(
+    problem: Problem,
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lagrangian, "WORK_PER_STEP_MAX", 0)
         check(problem)

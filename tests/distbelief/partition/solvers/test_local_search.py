@@ -12,7 +12,7 @@ FOREVER = Deadline(math.inf)
 
 
 @given(problems())
-def test_descent_is_never_dearer_nor_over_more(problem: Problem) -> None:
+def test_descent_never_raises_cost_or_overrun(problem: Problem) -> None:
     start = independent(problem)
     end = descend(problem, start)
     assert problem.cost(end) <= problem.cost(start)

@@ -23,7 +23,7 @@ def test_the_program_finds_what_enumeration_finds(problem: Problem) -> None:
     assert solution.bound <= expected.cost * (1 + PROOF)
 
 
-def test_costs_of_microseconds_are_told_apart() -> None:
+def test_costs_of_microseconds_are_distinguished() -> None:
     problem = crowded(8, caps=5)
     tiny = Problem(
         costs=tuple(costs * 1e-7 for costs in problem.costs),

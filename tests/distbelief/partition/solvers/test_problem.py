@@ -67,14 +67,14 @@ def test_a_restriction_keeps_rows_and_columns() -> None:
     assert few.overrun((0, 0)) == 1
 
 
-def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
+def test_the_first_of_ties_is_lowest_despite_rounding() -> None:
     assert first_lowest(np.array([3.0, 0.1 + 0.2, 0.3])) == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"costs": ()}, "one node at least"),
+        ({"costs": ()}, "has no node: give at least one"),
         ({"costs": (np.zeros(0), np.zeros(2))}, r"node 0 .* shape \(0,\)"),
         ({"costs": (np.zeros(2), np.array([math.nan]))}, "node 1"),
         ({"edges": {(1, 0): np.zeros((3, 2))}}, r"edge \(1, 0\).* ascending"),
@@ -82,7 +82,7 @@ def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
         ({"edges": {(0, 1): np.full((2, 3), -math.inf)}}, "lowest -inf"),
         ({"caps": np.ones(2)}, "or neither"),
         ({"caps": np.zeros(2), "memory": ()}, "above 0"),
-        ({"caps": np.ones(2), "memory": ()}, "0 nodes have memory, 2 costs"),
+        ({"caps": np.ones(2), "memory": ()}, "0 nodes have memory, but 2 have costs"),
         (
             {"caps": np.ones(2), "memory": (np.ones((2, 2)), np.ones((2, 2)))},
             r"node 1 .* of shape \(3, 2\)",
@@ -90,7 +90,7 @@ def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
         ({"caps": np.ones(1), "memory": (np.full((2, 1), -1.0), np.ones((3, 1)))}, "node 0"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(
+def test_numbers_that_do_not_fit_together_are_rejected(
     fields: dict[str, object], message: str
 ) -> None:
     whole = {"costs": PAIR.costs, "edges": PAIR.edges, "memory": None, "caps": None} | fields

@@ -10,7 +10,7 @@ from tests.distbelief.partition.solvers.problems import best, crowded, problems
 
 @settings(max_examples=40)
 @given(problems())
-def test_what_is_never_better_can_go(problem: Problem) -> None:
+def test_dominated_candidates_are_dropped(problem: Problem) -> None:
     expected = best(problem)
     if expected is None:
         return
@@ -22,7 +22,7 @@ def test_what_is_never_better_can_go(problem: Problem) -> None:
 
 @settings(max_examples=40)
 @given(problems())
-def test_what_is_forbidden_can_go(problem: Problem) -> None:
+def test_forbidden_candidates_are_dropped(problem: Problem) -> None:
     expected = best(problem)
     if expected is None:
         return
@@ -33,7 +33,7 @@ def test_what_is_forbidden_can_go(problem: Problem) -> None:
 
 @settings(max_examples=40)
 @given(problems(forbid=False))
-def test_what_fits_beside_nothing_can_go(problem: Problem) -> None:
+def test_candidates_that_fit_beside_nothing_are_dropped(problem: Problem) -> None:
     expected = enumerate_all(problem)
     kept = fitting(problem)
     if kept is None:
@@ -42,7 +42,7 @@ def test_what_fits_beside_nothing_can_go(problem: Problem) -> None:
         assert enumerate_all(problem.restricted(kept)).cost == expected.cost
 
 
-def test_of_equal_edges_the_dearer_goes_and_of_equals_the_later() -> None:
+def test_with_equal_edges_the_more_expensive_or_later_candidate_is_dropped() -> None:
     problem = Problem(
         costs=(np.array([2.0, 1.0, 1.0, 1.0]), np.zeros(2)),
         edges={(0, 1): np.array([[0, 5], [0, 5], [5, 0], [0, 5.0]])},
@@ -54,10 +54,10 @@ def test_what_takes_more_memory_is_not_better_for_being_cheaper() -> None:
     assert [list(rows) for rows in undominated(crowded(1, caps=1))] == [[0, 1]]
 
 
-def test_contradicting_pins_are_refused() -> None:
+def test_contradicting_pins_are_rejected() -> None:
     edge = np.array([[np.inf, 0.0], [0.0, np.inf]])
     pins = Problem(costs=(np.array([0.0, np.inf]), np.array([0.0, np.inf])), edges={(0, 1): edge})
-    with pytest.raises(GraphError, match="pins"):
+    with pytest.raises(GraphError, match="drop a pin"):
         permitted(pins)
 
 
