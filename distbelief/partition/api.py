@@ -173,7 +173,7 @@ class PlanningResult:
 
     @property
     def fits(self) -> bool:
-        return self.planned[-1].forecast.fits
+        return self.planned[-1].estimate.fits
 
     @property
     def origin(self) -> str:
@@ -182,7 +182,7 @@ class PlanningResult:
     @property
     def remarks(self) -> list[str]:
         remarks = report.remarks(
-            [done.forecast for done in self.planned],
+            [done.estimate for done in self.planned],
             caps=[machine.memory for machine in self.request.cluster.machines],
             whole=[(x.name, x.whole) for x in self.request.graph.layers if x.whole],
             origin=self.origin,
@@ -199,7 +199,7 @@ class PlanningResult:
             f"{self._model}: {request.graph.n_parameters:,} parameters, batch "
             f"{request.batch}, cluster {request.cluster.name}"
         )
-        return report.table([done.forecast for done in self.planned], title=title)
+        return report.table([done.estimate for done in self.planned], title=title)
 
     def plain(self) -> report.Plain:
         return {
@@ -207,7 +207,7 @@ class PlanningResult:
             "parameters": self.request.graph.n_parameters,
             "batch": self.request.batch,
             "cluster": self.request.cluster.name,
-            "rows": [report.plain(done.forecast) for done in self.planned],
+            "rows": [report.plain(done.estimate) for done in self.planned],
             "remarks": self.remarks,
         }
 
@@ -227,7 +227,7 @@ class PlanningResult:
     @property
     def plan(self) -> Plan:
         done = self.planned[-1]
-        estimate = done.forecast
+        estimate = done.estimate
         p10, p50, p90 = estimate.seconds
         predicted = Prediction(
             step_seconds=p50,
@@ -258,9 +258,9 @@ class PlanningResult:
     def draw(self, path: Path | str) -> None:
         """Draw the plan for the most machines as PNG; raise StorageError on failure."""
         done = self.planned[-1]
-        estimate = done.forecast
+        estimate = done.estimate
         crossing: dict[str, int] = {}
-        for flow in done.price.traffic:
+        for flow in done.cost.traffic:
             n_bytes = int(flow.n_bytes.sum())
             crossing[flow.name] = crossing.get(flow.name, 0) + n_bytes
         draw_plan(
@@ -275,7 +275,7 @@ class PlanningResult:
 
     def trace(self, path: Path | str) -> None:
         """Write the Chrome trace of a step; raise StorageError on failure."""
-        trace = json.dumps(chrome_trace(self.planned[-1].price)).encode()
+        trace = json.dumps(chrome_trace(self.planned[-1].cost)).encode()
         files.write(Path(path), trace)
 
     @override
@@ -350,7 +350,7 @@ def planning_result(
 ) -> PlanningResult:
     """Plan for each number of machines, ascending."""
     planned = make_plans(request, counts, notify=notify)
-    done = {each.forecast.n_machines for each in planned}
+    done = {each.estimate.n_machines for each in planned}
     skipped = sorted(set(counts) - done)  # pins need more machines
     return PlanningResult(request, planned, model=model, loss=loss, skipped=skipped)
 

@@ -133,7 +133,7 @@ def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
 
 
 def _check_memory(job: Job, result: PlanningResult) -> None:
-    estimate = result.planned[-1].forecast
+    estimate = result.planned[-1].estimate
     if estimate.fits:
         return
     caps = [machine.memory for machine in result.request.cluster.machines]

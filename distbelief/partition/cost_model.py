@@ -185,7 +185,9 @@ class Variance:
     ) -> tuple[float, ...]:
         """Return these quantiles of the seconds of a step."""
         tasks = step_cost.tasks
-        durations = step_cost.played.ends[: len(tasks)] - step_cost.played.starts[: len(tasks)]
+        durations = (
+            step_cost.simulated.ends[: len(tasks)] - step_cost.simulated.starts[: len(tasks)]
+        )
         rows: dict[tuple[int, bool], dict[int, float]] = {}
         for task, seconds in zip(tasks, durations.tolist(), strict=True):
             backward = task.phase in {"backward", "partial_backward"}

@@ -39,7 +39,7 @@ from distbelief.partition.search import (
     Notify,
     PlanEstimate,
     PlanningRequest,
-    Way,
+    SimulatedPlan,
     estimate_of,
     search,
     simulator_of,
@@ -54,7 +54,7 @@ from distbelief.program.placement import Placement
 from distbelief.program.step_graph import statistics_of
 
 
-__all__ = ["Notify", "Planned", "PlanningRequest", "each_plan", "plan", "played", "simulator_of"]
+__all__ = ["Notify", "Planned", "PlanningRequest", "each_plan", "plan", "simulated", "simulator_of"]
 
 
 # --- orders of machines ---
@@ -309,8 +309,8 @@ _FEWER: Final = (1, 2, 4, 8, 16)  # numbers of machines that are always planned
 class Planned:
     """The plan for one number of machines, and how it was found."""
 
-    forecast: PlanEstimate  # the estimate of the best plan
-    price: StepCost  # its simulated step
+    estimate: PlanEstimate  # the estimate of the best plan
+    cost: StepCost  # its simulated step
     problem: Problem  # the solver's problem
     decoder: Decoder  # from its choices to placements
     solution: Solution  # the solver's solution
@@ -363,14 +363,14 @@ def _all_counts(counts: Sequence[int], request: PlanningRequest) -> list[int]:
     return sorted({*counts, *fewer})
 
 
-def played(
+def simulated(
     request: PlanningRequest,
     placements: Mapping[str, Placement],
     *,
     n_machines: int,
     micro_batches: int = 1,
 ) -> StepCost:
-    return simulator_of(request).price(
+    return simulator_of(request).cost(
         placements, n_machines=n_machines, micro_batches=micro_batches
     )
 
@@ -387,7 +387,7 @@ class _Planner:
         self._request = request
         self._notify = notify
         self._simulator = simulator_of(request)
-        self._best: Way | None = None
+        self._best: SimulatedPlan | None = None
         whole = {
             layer.name: Placement.whole(len(layer.shape), 0)
             for layer in request.graph.layers
@@ -428,21 +428,21 @@ class _Planner:
         # Of equals `min` takes the first: of the search, the solver, the baselines, in this order.
         chosen = self._best = min(ways, key=lambda way: way.rank)
         return Planned(
-            forecast=estimate_of(
+            estimate=estimate_of(
                 chosen,
                 cluster,
                 alone=self._alone,
                 model_bound=min(each.solution.bound for each in solved),
                 lower_bound=lower_bound(request.graph, cluster, request.costs),
             ),
-            price=chosen.price,
+            cost=chosen.cost,
             problem=best.problem,
             decoder=best.decoder,
             solution=best.solution,
             baselines={way.method: way.seconds[1] for way in baselines},
         )
 
-    def _baselines(self, cluster: Cluster) -> list[Way]:
+    def _baselines(self, cluster: Cluster) -> list[SimulatedPlan]:
         request, count = self._request, len(cluster)
         layers = whole_layers(request.graph, cluster, costs=request.costs)
         return [
@@ -450,7 +450,7 @@ class _Planner:
             self._simulator.way("whole layers", layers, n_machines=count),
         ]
 
-    def _before(self, count: int) -> list[Way]:
+    def _before(self, count: int) -> list[SimulatedPlan]:
         # The best plan for fewer machines, on these.
         best = self._best
         if best is None or self._request.exactly:
@@ -460,7 +460,7 @@ class _Planner:
         )
         return [replace(again, model_seconds=best.model_seconds)]
 
-    def _stages(self, cluster: Cluster, orders: Sequence[Sequence[int]]) -> list[Way]:
+    def _stages(self, cluster: Cluster, orders: Sequence[Sequence[int]]) -> list[SimulatedPlan]:
         # Pipelines of whole layers with several micro-batches.
         request, count = self._request, len(cluster)
         if request.costs_for is None or count == 1 or statistics_of(request.graph):
@@ -476,11 +476,11 @@ class _Planner:
         ]
 
 
-def _of_most(ways: Sequence[Way], count: int) -> list[Way]:
-    most = max(len(way.price.compiled.order) for way in ways)
+def _of_most(ways: Sequence[SimulatedPlan], count: int) -> list[SimulatedPlan]:
+    most = max(len(way.cost.compiled.order) for way in ways)
     if most < count:
         raise GraphError(
             f"no plan uses exactly {count} machines, only {most}: request {most}, or allow "
             "idle machines"
         )
-    return [way for way in ways if len(way.price.compiled.order) == most]
+    return [way for way in ways if len(way.cost.compiled.order) == most]

@@ -315,7 +315,7 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
 def show_alternatives(planned: Planned, name: str) -> Table:
     root, alternatives = explain(planned, name)
     follows = "" if root == name else f" (it follows {root})"
-    n_machines = planned.forecast.n_machines
+    n_machines = planned.estimate.n_machines
     table = Table(title=Text(f"{name}{follows}, {n_machines} machines"))
     for column in ("split", "computing", "transfers", "together", ""):
         table.add_column(column, justify="left" if column in {"split", ""} else "right")

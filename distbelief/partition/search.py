@@ -27,12 +27,12 @@ from distbelief.program.placement import Placement
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class SimulatedPlan:
     """A simulated plan."""
 
     method: str  # solver, baseline or search that found it
     placements: Mapping[str, Placement]  # of every layer except inputs
-    price: StepCost
+    cost: StepCost
     seconds: tuple[float, float, float]  # of a step; quantiles 10 %, 50 % and 90 %
     overrun: float  # share by which the fullest machine exceeds its memory; 0 if none does
     # Cost in the solver's model; None if it is not a choice there.
@@ -40,7 +40,7 @@ class Way:
 
     @property
     def micro_batches(self) -> int:
-        return self.price.micro_batches
+        return self.cost.micro_batches
 
     @property
     def penalised(self) -> float:
@@ -84,7 +84,7 @@ class PlanSimulator:
         self._caches: dict[int, CompilerCache] = {}
         self._variance = Variance(graph, cluster)
 
-    def price(
+    def cost(
         self, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
     ) -> StepCost:
         """Return the cost of a plan on the first `n_machines` machines."""
@@ -117,15 +117,15 @@ class PlanSimulator:
         *,
         n_machines: int,
         micro_batches: int = 1,
-    ) -> Way:
+    ) -> SimulatedPlan:
         """Simulate a plan on the first `n_machines` machines."""
-        done = self.price(placements, n_machines=n_machines, micro_batches=micro_batches)
+        done = self.cost(placements, n_machines=n_machines, micro_batches=micro_batches)
         p10, p50, p90 = self._variance.quantiles(done)
         caps = [machine.memory for machine in self._cluster.machines[:n_machines]]
-        return Way(
+        return SimulatedPlan(
             method=method,
             placements=placements,
-            price=done,
+            cost=done,
             seconds=(p10, p50, p90),
             overrun=overrun(done, caps),
         )
@@ -197,7 +197,7 @@ class PlanEstimate:
 
 
 def estimate_of(
-    way: Way, cluster: Cluster, *, alone: float, model_bound: float, lower_bound: float
+    way: SimulatedPlan, cluster: Cluster, *, alone: float, model_bound: float, lower_bound: float
 ) -> PlanEstimate:
     """Return the estimate of a simulated plan.
 
@@ -208,7 +208,7 @@ def estimate_of(
         model_bound: Lower bound for plans of the candidates, in the solver's model.
         lower_bound: Lower bound for every plan.
     """
-    done = way.price
+    done = way.cost
     used = tuple(sorted(done.compiled.order))
     # Shares are averages over the machines used.
     step = max(done.step_seconds, 1e-300) * len(used)
@@ -348,7 +348,7 @@ class SolvedProblem:
     problem: Problem
     decoder: Decoder
     solution: Solution
-    ways: Mapping[Choice, Way]  # simulated plans, by choice of the problem
+    ways: Mapping[Choice, SimulatedPlan]  # simulated plans, by choice of the problem
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -360,7 +360,7 @@ def solve_problem(
     cluster: Cluster,
     *,
     machines: Sequence[int],
-    others: Sequence[Way],
+    others: Sequence[SimulatedPlan],
     simulator: PlanSimulator,
     notify: Notify,
 ) -> SolvedProblem:
@@ -414,7 +414,7 @@ def solve_problem(
 
 def search(
     solved: SolvedProblem, cluster: Cluster, *, simulator: PlanSimulator, notify: Notify
-) -> Way | None:
+) -> SimulatedPlan | None:
     """Improve the best plan by local search; None if nothing better was found.
 
     It minimises the median with variance, by which plans are ranked. With variances of 0.05 and 0.3
@@ -429,7 +429,7 @@ def search(
     """
     count = len(cluster)
     start, first = min(solved.ways.items(), key=lambda item: item[1].rank)
-    compiled = first.price.compiled
+    compiled = first.cost.compiled
     tries = min(
         TRIES_MAX,
         _EVENTS_MAX // (len(compiled.tasks) + compiled.n_messages),
@@ -440,7 +440,7 @@ def search(
     method = f"{first.method.removesuffix(_SEARCHED)}{_SEARCHED}"
     n_played = 0
 
-    def way_of(choice: Choice) -> Way:
+    def way_of(choice: Choice) -> SimulatedPlan:
         return solved.ways.get(choice) or simulator.way(
             method, solved.decoder(choice), n_machines=count
         )

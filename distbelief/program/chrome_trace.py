@@ -35,7 +35,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 def events(step_cost: StepCost) -> Iterator[Event]:
     """Yield all events of a step; messages twice, at the sender and at the receiver."""
-    for index in range(len(step_cost.played.starts)):
+    for index in range(len(step_cost.simulated.starts)):
         event = _event(step_cost, index)
         yield event
         if event.peer is not None:
@@ -50,13 +50,13 @@ def critical_path(step_cost: StepCost) -> list[Event]:
     The step lasts as long as these events and the latencies between them. Messages are seen from
     their sender.
     """
-    played = step_cost.played
+    simulated = step_cost.simulated
     path: list[Event] = []
-    index = int(played.arrivals.argmax()) if len(played.arrivals) else NOTHING
+    index = int(simulated.arrivals.argmax()) if len(simulated.arrivals) else NOTHING
     # Follow the causes back from the last arrival.
     while index != NOTHING:
         path.append(_event(step_cost, index))
-        index = int(played.causes[index])
+        index = int(simulated.causes[index])
     return path[::-1]
 
 
@@ -91,9 +91,9 @@ def chrome_trace(step_cost: StepCost) -> list[TraceEvent]:
 
 
 def _event(step_cost: StepCost, index: int) -> Event:
-    played = step_cost.played
-    start, end = float(played.starts[index]), float(played.ends[index])
-    if index < played.n_tasks:
+    simulated = step_cost.simulated
+    start, end = float(simulated.starts[index]), float(simulated.ends[index])
+    if index < simulated.n_tasks:
         task = step_cost.tasks[index]
         return Event(
             machine=task.machine,
@@ -103,9 +103,9 @@ def _event(step_cost: StepCost, index: int) -> Event:
             start=start,
             seconds=end - start,
         )
-    message = index - played.n_tasks
-    flow = step_cost.traffic[int(played.flows[message])]
-    sender, receiver = int(played.senders[message]), int(played.receivers[message])
+    message = index - simulated.n_tasks
+    flow = step_cost.traffic[int(simulated.flows[message])]
+    sender, receiver = int(simulated.senders[message]), int(simulated.receivers[message])
     return Event(
         machine=sender,
         track="send",

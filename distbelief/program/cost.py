@@ -106,7 +106,7 @@ class Seconds(NamedTuple):
 
 
 def shares(
-    played: SimulatedStep,
+    simulated: SimulatedStep,
     tasks: Sequence[Task],
     traffic: Sequence[Traffic],
     *,
@@ -115,25 +115,25 @@ def shares(
 ) -> list[Seconds]:
     """Return the seconds of every rank of a simulated step."""
     # A message appears twice, at its sender and at its receiver.
-    n_tasks, n_messages = played.n_tasks, len(played.flows)
+    n_tasks, n_messages = simulated.n_tasks, len(simulated.flows)
     messages = np.arange(n_tasks, n_tasks + n_messages)
     is_sync = np.zeros(n_tasks + n_messages, dtype=np.bool_)
     kinds = [flow.kind in {"parameter", "parameter_gradient"} for flow in traffic]
-    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[played.flows]
+    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[simulated.flows]
     events = np.concatenate([np.arange(n_tasks), messages, messages])
     machines = np.concatenate(
         [
             np.array([task.machine for task in tasks], dtype=np.int64),
-            played.senders,
-            played.receivers,
+            simulated.senders,
+            simulated.receivers,
         ]
     )
     found = []
     for own in _by_machine(events, machines, n_machines=n_machines):
         # Each category counts only the time that the ones before it leave.
-        compute = _covered(played, own[own < n_tasks])
-        busy = _covered(played, own[~is_sync[own]])
-        connected = _covered(played, own)
+        compute = _covered(simulated, own[own < n_tasks])
+        busy = _covered(simulated, own[~is_sync[own]])
+        connected = _covered(simulated, own)
         found.append(
             Seconds(
                 compute=compute,
@@ -151,12 +151,12 @@ def _by_machine(events: IntArray, machines: IntArray, *, n_machines: int) -> lis
     return np.split(events[order], bounds)
 
 
-def _covered(played: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
+def _covered(simulated: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
     # The length of the union of the intervals: sorted by start, each adds what lies after the
     # latest end so far.
-    starts: FloatArray = played.starts[events]
+    starts: FloatArray = simulated.starts[events]
     order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], played.ends[events][order]
+    starts, ends = starts[order], simulated.ends[events][order]
     so_far = np.maximum.accumulate(np.append(0.0, ends))
     return float(np.maximum(ends - np.maximum(starts, so_far[:-1]), 0.0).sum())
 
@@ -189,12 +189,12 @@ class StepCost:
     tasks: tuple[Task, ...]  # of all micro-batches
     traffic: tuple[Traffic, ...]  # messages of the step
     step_seconds: float  # until the last rank is done
-    played: SimulatedStep  # when each task and message ran
+    simulated: SimulatedStep  # when each task and message ran
 
     @cached_property
     def seconds(self) -> tuple[Seconds, ...]:
         found = shares(
-            self.played,
+            self.simulated,
             self.tasks,
             self.traffic,
             n_machines=self.compiled.n_machines,
@@ -241,7 +241,7 @@ def step_cost(
     step = schedule(compiled, micro_batches=micro_batches)
     seconds = [_seconds(task, compiled, cluster, costs) for task in compiled.tasks]
     machines = [cluster.machines[p] for p in compiled.order]
-    played = StepSimulator(
+    simulated = StepSimulator(
         step.nodes,
         machines=compiled.order,
         places=[place[task.machine] for task in step.tasks],
@@ -259,8 +259,8 @@ def step_cost(
         micro_batches=micro_batches,
         tasks=step.tasks,
         traffic=step.traffic,
-        step_seconds=float(played.arrivals.max(initial=0.0)),
-        played=played,
+        step_seconds=float(simulated.arrivals.max(initial=0.0)),
+        simulated=simulated,
     )
 
 

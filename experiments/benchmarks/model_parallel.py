@@ -48,7 +48,7 @@ import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
-from distbelief.partition.planner import plan, played
+from distbelief.partition.planner import plan, simulated
 from distbelief.partition.profiling.this_host import Network
 from distbelief.partition.search import PlanningRequest
 from experiments.benchmarks.measuring import measurement
@@ -235,7 +235,7 @@ def preferred(order: PlanningRequest, *, exactly: bool) -> tuple[Way, str]:
         order: What is to be planned.
         exactly: Use both, even if one were faster.
     """
-    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].forecast
+    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].estimate
     way = Way(placements=done.placements, micro_batches=done.micro_batches)
     return way, f"{done.method}, {1e3 * done.median:.0f} ms expected"
 
@@ -269,7 +269,7 @@ def _image(between: Network, folder: Path, options: argparse.Namespace) -> dict[
     _enter_usual(contest, order)
     name, way = min(
         by_places(order).items(),
-        key=lambda item: played(order, item[1].placements, n_machines=N_MACHINES).step_seconds,
+        key=lambda item: simulated(order, item[1].placements, n_machines=N_MACHINES).step_seconds,
     )
     contest.machines(TWO, way, order)
     planned, how = preferred(order, exactly=True)

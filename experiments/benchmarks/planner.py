@@ -95,7 +95,7 @@ def order_of(
 
 def choice_of(done: Planned) -> Choice | None:
     """Return the plan among its candidates, or None if it is none of them."""
-    return done.decoder.choice(done.forecast.placements)
+    return done.decoder.choice(done.estimate.placements)
 
 
 def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int = 0) -> float:
@@ -108,20 +108,20 @@ def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int 
         seed: Of the search.
     """
     jitter, player = Variance(order.graph, order.cluster), simulator_of(order)
-    n_machines = done.forecast.n_machines
+    n_machines = done.estimate.n_machines
     caps = [machine.memory for machine in order.cluster.first(n_machines).machines]
 
     def seconds_of(choice: Choice) -> float:
-        price = player.price(done.decoder(choice), n_machines=n_machines)
+        price = player.cost(done.decoder(choice), n_machines=n_machines)
         used = zip(price.memory_bytes, caps, strict=True)
-        if done.forecast.fits and any(n_bytes > cap for n_bytes, cap in used):
+        if done.estimate.fits and any(n_bytes > cap for n_bytes, cap in used):
             return math.inf
         return jitter.quantiles(price, [0.5])[0]
 
     words = [[candidate.label for candidate in node.candidates] for node in done.decoder.nodes]
     starts = [choice for choice in (choice_of(done), done.solution.choice) if choice]
     best = search(done.problem, words, seconds_of, starts, tries=tries, seed=seed)
-    return done.forecast.median / best
+    return done.estimate.median / best
 
 
 def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict[str, float]:
@@ -136,16 +136,16 @@ def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict
         # counts as that of the next row.
         now = time.perf_counter()
         seconds, last = now - last, now
-        forecast = done.forecast
-        rows[f"{forecast.n_machines}"] = {
-            "used": f"{len(forecast.used)}",
-            "step, s": f"{forecast.median:.4g}",
-            "speed-up": f"{forecast.speed_up:.2f}",
-            "over bound": f"{done.price.step_seconds / forecast.lower_bound:.2f}",
-            "by": forecast.method,
+        estimate = done.estimate
+        rows[f"{estimate.n_machines}"] = {
+            "used": f"{len(estimate.used)}",
+            "step, s": f"{estimate.median:.4g}",
+            "speed-up": f"{estimate.speed_up:.2f}",
+            "over bound": f"{done.cost.step_seconds / estimate.lower_bound:.2f}",
+            "by": estimate.method,
             "planned in, s": f"{seconds:.1f}",
         }
-        figures[f"speed_up_{name}_{forecast.n_machines}"] = forecast.speed_up
+        figures[f"speed_up_{name}_{estimate.n_machines}"] = estimate.speed_up
         figures[f"seconds_last_{name}"] = seconds
     figures[f"seconds_table_{name}"] = last - begun
     measurement.show(f"{name} on {cluster.name}", rows)
@@ -162,25 +162,25 @@ def _compared(
     few = FEW if thorough or len(graph.layers) <= LARGE else FEW[1:2]
     rows = {}
     for done in plan(order, few):
-        compiled = done.price.compiled
+        compiled = done.cost.compiled
         n_events = len(compiled.tasks) + compiled.n_messages
         tries = options.tries if thorough else min(_TRIES, _EVENTS_MAX // n_events)
         ratios = {
             "/ search": over_search(order, done, tries=tries, seed=options.seed),
-            "/ even": done.forecast.median / done.baselines["even"],
-            "/ whole_layer": done.forecast.median / done.baselines["whole layers"],
+            "/ even": done.estimate.median / done.baselines["even"],
+            "/ whole_layer": done.estimate.median / done.baselines["whole layers"],
         }
         if metis.IS_INSTALLED:
-            ratios["/ metis"] = done.forecast.median / _metis_seconds(order, done)
-        row = f"{name}, {done.forecast.n_machines}"
-        rows[row] = ratios | {"speed-up": done.forecast.speed_up}
+            ratios["/ metis"] = done.estimate.median / _metis_seconds(order, done)
+        row = f"{name}, {done.estimate.n_machines}"
+        rows[row] = ratios | {"speed-up": done.estimate.speed_up}
         shown = "  ".join(f"{key} {value:.4f}" for key, value in rows[row].items())
-        print(f"{row:16} {shown}  {tries} tries, {done.forecast.method}", flush=True)
+        print(f"{row:16} {shown}  {tries} tries, {done.estimate.method}", flush=True)
     return rows
 
 
 def _metis_seconds(order: PlanningRequest, done: Planned) -> float:
-    n_machines = done.forecast.n_machines
+    n_machines = done.estimate.n_machines
     cluster = order.cluster.first(n_machines)
     placed = metis.metis(order.graph, cluster, batch=order.batch, costs=order.costs)
     return simulator_of(order).way("metis", placed, n_machines=n_machines).seconds[1]

@@ -64,12 +64,12 @@ def speed_ups(name: str) -> list[SpeedUp]:
     found = [
         SpeedUp(
             net=name,
-            machines=done.forecast.n_machines,
-            used=len(done.forecast.used),
-            seconds=done.forecast.seconds,
-            speed_up=done.forecast.speed_up,
-            even=done.forecast.one_machine_seconds
-            / done.baselines.get("even", done.forecast.one_machine_seconds),
+            machines=done.estimate.n_machines,
+            used=len(done.estimate.used),
+            seconds=done.estimate.seconds,
+            speed_up=done.estimate.speed_up,
+            even=done.estimate.one_machine_seconds
+            / done.baselines.get("even", done.estimate.one_machine_seconds),
         )
         for done in plan(order, COUNTS)
     ]

@@ -10,9 +10,9 @@ from distbelief.program.cost import StepCost
 
 def overlap(price: StepCost) -> float:
     """Return the share, between 0 and 1, by the plan as it is played through."""
-    n_tasks = price.played.n_tasks
-    begins = [(float(begin), 1) for begin in price.played.starts[:n_tasks]]
-    ends = [(float(end), -1) for end in price.played.ends[:n_tasks]]
+    n_tasks = price.simulated.n_tasks
+    begins = [(float(begin), 1) for begin in price.simulated.starts[:n_tasks]]
+    ends = [(float(end), -1) for end in price.simulated.ends[:n_tasks]]
     every = shared = last = 0.0
     n_computing = 0
     for time, change in sorted(begins + ends):

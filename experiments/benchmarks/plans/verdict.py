@@ -12,7 +12,7 @@ from typing import Final, cast, final
 from scipy.stats import spearmanr
 
 from distbelief.partition.profiling.profile import Profile
-from distbelief.partition.search import PlanningRequest, Way, simulator_of
+from distbelief.partition.search import PlanningRequest, SimulatedPlan, simulator_of
 from distbelief.program.plan import Plan
 from experiments.benchmarks.plans.overlap import overlap
 from experiments.benchmarks.plans.pace import at_pace, slower
@@ -79,14 +79,14 @@ def verdict(
         profile: Of the layers.
         order_by: What the planner was told, by a profile.
     """
-    found = played(order_by(profile), plans)
+    found = simulated(order_by(profile), plans)
     predicted = {name: way.seconds[1] for name, way in found.items()}
-    shared = {name: overlap(way.price) for name, way in found.items()}
+    shared = {name: overlap(way.cost) for name, way in found.items()}
     brought: dict[str, list[float]] = {name: [] for name in plans}
     paces = [turn.pace(shared[turn.plan]) for turn in turns]
     for turn, pace in zip(turns, paces, strict=True):
         order, name = order_by(at_pace(profile, pace)), turn.plan
-        then = played(order, {name: plans[name]})[name].seconds[1]
+        then = simulated(order, {name: plans[name]})[name].seconds[1]
         brought[name].append(turn.seconds * predicted[name] / then)
     return Verdict(
         predicted=predicted,
@@ -98,7 +98,7 @@ def verdict(
     )
 
 
-def played(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, Way]:
+def simulated(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, SimulatedPlan]:
     """Return each plan played through, as the planner would print it."""
     player = simulator_of(order)
     return {

@@ -54,7 +54,7 @@ def ways(order: PlanningRequest) -> dict[str, Way]:
     """Return them by name, none twice."""
     graph, cluster = order.graph, order.cluster.first(N_MACHINES)
     layers = whole_layers(graph, cluster, costs=order.costs)
-    done = plan(order, [N_MACHINES])[-1].forecast
+    done = plan(order, [N_MACHINES])[-1].estimate
     found = {
         "one": on_one_machine(graph),
         "planner": Way(placements=done.placements, micro_batches=done.micro_batches),

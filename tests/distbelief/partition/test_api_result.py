@@ -92,9 +92,9 @@ def test_the_step_of_one_machine_is_the_sum_of_its_layers() -> None:
         for x in made.graph.layers
         if x.kind != INPUT
     )
-    forecast = outlook.planned[0].forecast
-    assert forecast.median == pytest.approx(total)
-    assert forecast.lower_bound <= forecast.median * (1 + 1e-9)
+    estimate = outlook.planned[0].estimate
+    assert estimate.median == pytest.approx(total)
+    assert estimate.lower_bound <= estimate.median * (1 + 1e-9)
 
 
 def test_a_second_planning_measures_nothing() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import Variance
-from distbelief.partition.planner import played
+from distbelief.partition.planner import simulated
 from distbelief.program.cluster import Cluster, uniform
 from distbelief.program.cost import StepCost
 from tests.distbelief.partition.plans import MACHINE, fully_connected
@@ -20,7 +20,7 @@ def cluster(jitter: float, n: int = 4) -> Cluster:
 
 
 def evenly(on: Cluster, n: int) -> StepCost:
-    return played(make_request(GRAPH, on), even(GRAPH, on.first(n)), n_machines=n)
+    return simulated(make_request(GRAPH, on), even(GRAPH, on.first(n)), n_machines=n)
 
 
 def test_equal_machines_always_take_the_simulated_step() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.graph.graph import INPUT
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
-from distbelief.partition.planner import lower_bound, played
+from distbelief.partition.planner import lower_bound, simulated
 from distbelief.partition.problem import build
 from distbelief.program.cluster import Cluster, uniform
 from distbelief.program.placement import Placement
@@ -28,7 +28,7 @@ def bound(cluster: Cluster) -> float:
 def test_no_plan_of_the_candidates_is_faster(name: str, data: st.DataObject) -> None:
     cluster, decoder = CLUSTERS[name], DECODERS[name]
     choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in decoder.nodes]
-    done = played(make_request(GRAPH, cluster), decoder(choice), n_machines=len(cluster))
+    done = simulated(make_request(GRAPH, cluster), decoder(choice), n_machines=len(cluster))
     assert done.step_seconds >= bound(cluster) * (1 - 1e-9)
 
 
@@ -38,7 +38,7 @@ def test_one_machine_does_exactly_that() -> None:
         for layer in GRAPH.layers
         if layer.kind != INPUT
     }
-    done = played(make_request(GRAPH, equal(1)), whole, n_machines=1)
+    done = simulated(make_request(GRAPH, equal(1)), whole, n_machines=1)
     assert done.step_seconds == pytest.approx(bound(equal(1)))
 
 

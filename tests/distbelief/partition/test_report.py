@@ -10,7 +10,7 @@ from distbelief.partition.report import plain, remarks, seconds, size, table
 from tests.distbelief.partition.requests import planned
 
 
-FORECASTS = [done.forecast for done in planned(1, 2, 4)]
+ESTIMATES = [done.estimate for done in planned(1, 2, 4)]
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 BYTES = {unit: 1024.0**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB"))}
 
@@ -35,28 +35,28 @@ def test_an_unlimited_size_is_formatted() -> None:
 
 
 def test_the_table_has_a_row_for_each_and_nothing_is_cut_off() -> None:
-    shown = table(FORECASTS, title="a net")
-    assert shown.row_count == len(FORECASTS)
+    shown = table(ESTIMATES, title="a net")
+    assert shown.row_count == len(ESTIMATES)
     console = Console(width=140)
     with console.capture() as written:
         console.print(shown)
-    for forecast in FORECASTS:
-        assert f"{forecast.speed_up:.2f}x" in written.get()
-        assert seconds(forecast.median) in written.get()
+    for estimate in ESTIMATES:
+        assert f"{estimate.speed_up:.2f}x" in written.get()
+        assert seconds(estimate.median) in written.get()
 
 
 def test_all_of_a_row_is_json() -> None:
-    for forecast in FORECASTS:
-        row = json.loads(json.dumps(plain(forecast)))
-        assert row["machines"] == forecast.n_machines
-        assert row["step_seconds"]["p50"] == forecast.median
+    for estimate in ESTIMATES:
+        row = json.loads(json.dumps(plain(estimate)))
+        assert row["machines"] == estimate.n_machines
+        assert row["step_seconds"]["p50"] == estimate.median
         parts = [row[key] for key in ("compute", "communication", "sync", "wait")]
         assert sum(parts) == pytest.approx(1.0)
-        assert row["bytes"] == sum(forecast.link_bytes.values())
+        assert row["bytes"] == sum(estimate.link_bytes.values())
 
 
 def said(*, caps: list[float], whole: list[tuple[str, str]] | None = None) -> list[str]:
-    return remarks(FORECASTS, caps=caps, whole=whole or [], origin="from a file.")
+    return remarks(ESTIMATES, caps=caps, whole=whole or [], origin="from a file.")
 
 
 def test_the_origin_is_always_the_last_remark() -> None:
@@ -66,7 +66,7 @@ def test_the_origin_is_always_the_last_remark() -> None:
 
 
 def test_idle_machines_are_reported() -> None:
-    idle = [replace(forecast, used=(0,)) for forecast in FORECASTS]
+    idle = [replace(estimate, used=(0,)) for estimate in ESTIMATES]
     found = remarks(idle, caps=[math.inf] * 4, whole=[], origin="")
     assert [text.split(",")[0] for text in found if "idle" in text] == [
         "2 machines: 1 left idle",
@@ -75,7 +75,7 @@ def test_idle_machines_are_reported() -> None:
 
 
 def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:
-    bad = replace(FORECASTS[-1], offenders=(1, 2), memory=(0.0, 2048.0, 4096.0, 0.0))
+    bad = replace(ESTIMATES[-1], offenders=(1, 2), memory=(0.0, 2048.0, 4096.0, 0.0))
     (text, _) = remarks([bad], caps=[1024.0] * 4, whole=[], origin="")[-2:]
     assert "machine 2 needs 4.0 KiB and has 1.0 KiB; 2 machines lack memory" in text
     assert table([bad], title="").rows[0].style == "red"

@@ -12,7 +12,7 @@ GRAPH = fully_connected(40, 600, 400, 50)
 
 def plan(n: int) -> Plan:
     (done,) = planned(n)
-    placements = done.forecast.placements
+    placements = done.estimate.placements
     return plan_for(GRAPH, placements, batch=32, loss="cross_entropy", cluster=equal(n))
 
 

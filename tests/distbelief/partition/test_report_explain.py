@@ -40,7 +40,7 @@ def test_a_follower_is_explained_by_its_leader() -> None:
 
 
 def test_a_plan_that_lacks_memory_says_so() -> None:
-    need = max(planned(1)[0].forecast.memory)
+    need = max(planned(1)[0].estimate.memory)
     done = planned(4, memory=0.6 * need)[-1]
     verdicts = [row.reason for name in ROOTS for row in explain(done, name)[1]]
     assert any("does not fit the memory of machine" in reason for reason in verdicts)

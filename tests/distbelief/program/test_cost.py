@@ -112,8 +112,8 @@ def test_memory_is_tensors_states_and_their_gradients() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_one_machine_takes_the_sum_of_its_tasks(name: str) -> None:
     found = priced(captured(name)[1], drawn(name, 0, n_machines=1), cluster(1))
-    played = found.played
-    total = float((played.ends - played.starts).sum())
+    simulated = found.simulated
+    total = float((simulated.ends - simulated.starts).sum())
     assert found.step_seconds == pytest.approx(total)
     assert found.seconds[0].compute == pytest.approx(total)
     assert not found.link_bytes
@@ -175,13 +175,13 @@ def test_no_track_overlaps_and_nothing_begins_early(name: str) -> None:
         assert min(seconds) >= -1e-9
         own = [end - start for start, end in tracks.get((machine, "compute"), [])]
         assert seconds.compute == pytest.approx(sum(own))
-    played = found.played
-    for index, cause in enumerate(played.causes):
+    simulated = found.simulated
+    for index, cause in enumerate(simulated.causes):
         if cause >= 0:
-            late = played.starts[index] - played.ends[cause]
+            late = simulated.starts[index] - simulated.ends[cause]
             assert late == pytest.approx(0.0) or late == pytest.approx(latency)
         else:
-            assert played.starts[index] == 0.0
+            assert simulated.starts[index] == 0.0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -244,7 +244,7 @@ def test_stages_that_send_while_they_compute_take_longer(micro_batches: int) -> 
     assert 0.0 < computing[1] - computing[0] <= 2 * 2 * micro_batches * 4 / 16.0
     assert took[1].step_seconds >= took[0].step_seconds
     for found in took:
-        assert found.played.ends.max() <= found.step_seconds
+        assert found.simulated.ends.max() <= found.step_seconds
 
 
 @pytest.mark.parametrize("cores", [1, 4])
@@ -263,7 +263,7 @@ def test_a_message_takes_core_time_at_both_ends(cores: int) -> None:
     paying = msgspec.structs.replace(machine, handling=0.1, cores=cores)
     on = msgspec.structs.replace(free, machines=(paying, paying))
     found = step_cost(compiled, on, PerElement(), micro_batches=2)
-    seconds = (found.played.ends - found.played.starts).tolist()
+    seconds = (found.simulated.ends - found.simulated.starts).tolist()
     first, second = (
         seconds[index]
         for index, task in enumerate(found.tasks)
@@ -283,7 +283,7 @@ def test_a_gradient_that_is_added_up_arrives_later() -> None:
     found = priced(graph, plan, adding)
     assert priced(graph, plan, on).step_seconds == 6.0 + 2 * 1.0
     assert found.step_seconds == 6.0 + 2 * 1.0 + 1.0
-    assert found.played.arrivals.max() == found.step_seconds
+    assert found.simulated.arrivals.max() == found.step_seconds
 
 
 def test_adding_up_partial_outputs_takes_its_share_of_memory() -> None:
