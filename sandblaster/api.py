@@ -171,14 +171,14 @@ class CallbackWatch:
         if view.phase != "training" or iteration in {None, self._iteration}:
             return self._has_ended_it
         self._iteration = iteration
-        return self._tell(interim_result(view))
+        return self._call(interim_result(view))
 
     def end(self, result: MinimizeResult) -> None:
         """Tell the last iteration: a short run ends before anybody looks."""
         if result.nit not in {0, self._iteration}:
-            self._tell(result)
+            self._call(result)
 
-    def _tell(self, result: MinimizeResult) -> bool:
+    def _call(self, result: MinimizeResult) -> bool:
         if not self._has_ended_it:
             try:
                 self._has_ended_it = plain(self._callback(result)) is True
@@ -264,7 +264,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         },
         "source": {"file": "minimize", "import_paths": _import_paths()},
     }
-    told = None if callback is None else CallbackWatch(callback)
+    callback_watch = None if callback is None else CallbackWatch(callback)
     with ExitStack() as stack:
         if resume is not None:
             directory = resume
@@ -281,12 +281,12 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             job = _job(others | problem.tables(directory), directory)
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
-        with nullcontext() if told is None else HeldCallback(told) as watch:
+        with nullcontext() if callback_watch is None else HeldCallback(callback_watch) as watch:
             run = train(job, resume=resume, from_scratch=from_scratch, show=show, watch=watch)
             module = model if isinstance(model, nn.Module) else None
             result = result_of(run, module=module)
-        if told is not None:
-            told.end(result)
+        if callback_watch is not None:
+            callback_watch.end(result)
         return result
 
 

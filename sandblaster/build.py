@@ -38,14 +38,14 @@ from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.optimizers import AnyMethod
-from sandblaster.partitioned_worker import ChunkObjective, Keeping, PartitionedBatchWorker
+from sandblaster.partitioned_worker import ChunkObjective, PartitionedBatchWorker, RankItems
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
 
 # Builds the coordinator and the replicas of a job, in the processes that run them.
 
-WINDOW_SETS_MIN: Final = 64
+WINDOW_CHUNKS_MIN: Final = 64
 """Sets that may be dealt beyond the oldest unfinished one: everybody has one to compute
 and one to go on with, however many replicas there are."""
 
@@ -82,8 +82,8 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
     rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
-            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas),
-            window_sets=max(WINDOW_SETS_MIN, 2 * context.n_replicas),
+            chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
+            window_chunks=max(WINDOW_CHUNKS_MIN, 2 * context.n_replicas),
             backups=config.backups,
             n_warm=0 if config.warm_start is None else context.n_replicas,
             await_begin=context.await_begin,
@@ -126,7 +126,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     client = build_client(context, pushes=True)
     replica = BatchWorker(
         BatchWorkerConfig(
-            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+            chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
         ),
         client=client,
         trainer=trainer,
@@ -207,20 +207,20 @@ def _summing_machine(
     batch = "portion", config.portion
     parts = replica_parts(place, context=context, split=split, batch=batch)
     flow, n_examples = parts.flow, len(parts.dataset)
-    cutting = config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+    chunk_sizes = config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
     samples = Samples(n_examples, seed=config.order_seed)
-    course = ChunkBatchPlan(samples, portion_size=cutting.portion_size)
-    of_replica = BatchWorkerConfig(cutting=cutting)
-    foreman = None
+    plan = ChunkBatchPlan(samples, mini_batch_size=chunk_sizes.mini_batch_size)
+    worker_config = BatchWorkerConfig(chunk_sizes=chunk_sizes)
+    group_tasks = None
     if place.machine == 0:
-        foreman = GroupTasks(
-            of_replica, course=course, n_machines=n_machines, await_begin=context.await_begin
+        group_tasks = GroupTasks(
+            worker_config, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
         )
-    sums = ChunkObjective(
-        _keeping(flow, layout_of(context), parts.dtype),
+    objective = ChunkObjective(
+        _rank_items(flow, layout_of(context), parts.dtype),
         client=parts.client,
-        course=course,
-        foreman=foreman,
+        plan=plan,
+        group_tasks=group_tasks,
     )
     leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
@@ -231,9 +231,9 @@ def _summing_machine(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,
-            course=course,
+            course=plan,
             reader=parts.reader,
-            duty=sums,
+            duty=objective,
             leader=leader,
             training=True,
             micro_batches=split.plan.micro_batches,
@@ -244,21 +244,21 @@ def _summing_machine(
     return PartitionedBatchWorker(
         machine,
         names=member_names(place.group, n_machines),
-        course=course,
-        sums=sums,
-        foreman=foreman,
-        retry_seconds=of_replica.retry_seconds,
+        plan=plan,
+        objective=objective,
+        group_tasks=group_tasks,
+        retry_seconds=worker_config.retry_seconds,
     )
 
 
-def _keeping(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> Keeping:
-    selection = PartialView.of(layout, flow.items)
-    kinds = [spec.kind for spec in selection.tensors]
-    return Keeping(
+def _rank_items(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> RankItems:
+    view = PartialView.of(layout, flow.items)
+    kinds = [spec.kind for spec in view.tensors]
+    return RankItems(
         sizes=[region.n_elements for _, region in flow.items],
         buffers=[item for item, kind in enumerate(kinds) if kind == "buffer"],
         counts=flow.counts,
-        shards=selection.shards,
+        shards=view.shards,
         dtype=dtype,
     )
 

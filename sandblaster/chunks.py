@@ -27,25 +27,25 @@ class ChunkSizes:
 
     Attributes:
         portion_size: Examples of a portion; the last of a batch may have fewer.
-        portions_per_set: How many are summed before they are pushed.
+        mini_batches_per_chunk: How many are summed before they are pushed.
     """
 
-    portion_size: int
-    portions_per_set: int = 1
+    mini_batch_size: int
+    mini_batches_per_chunk: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("portion_size", "portions_per_set"):
+        for name in ("mini_batch_size", "mini_batches_per_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")
 
     @property
-    def set_size(self) -> int:
+    def chunk_size(self) -> int:
         """Examples of a set; the last of a batch may have fewer."""
-        return self.portion_size * self.portions_per_set
+        return self.mini_batch_size * self.mini_batches_per_chunk
 
     def n_sets(self, n_examples: int) -> int:
         """Return how many sets a batch has."""
-        return -(-n_examples // self.set_size)
+        return -(-n_examples // self.chunk_size)
 
 
 @final
@@ -61,23 +61,23 @@ class BatchRange:
     first: int
     n_examples: int
 
-    def set_bounds(self, set_index: int, cutting: ChunkSizes) -> tuple[int, int]:
+    def chunk_bounds(self, set_index: int, chunk_sizes: ChunkSizes) -> tuple[int, int]:
         """Return the positions [start, stop) of a set.
 
         Raises:
             ValueError: the batch has no such set.
         """
-        start = set_index * cutting.set_size
+        start = set_index * chunk_sizes.chunk_size
         if not 0 <= start < self.n_examples:
             raise ValueError(
                 f"set {set_index} of a batch of {self.n_examples} examples, which has "
-                f"{cutting.n_sets(self.n_examples)}"
+                f"{chunk_sizes.n_sets(self.n_examples)}"
             )
-        stop = min(start + cutting.set_size, self.n_examples)
+        stop = min(start + chunk_sizes.chunk_size, self.n_examples)
         return self.first + start, self.first + stop
 
-    def portions(self, set_index: int, cutting: ChunkSizes) -> Iterator[tuple[int, int]]:
+    def mini_batches(self, set_index: int, chunk_sizes: ChunkSizes) -> Iterator[tuple[int, int]]:
         """Yield the positions [start, stop) of each portion of a set."""
-        start, stop = self.set_bounds(set_index, cutting)
-        for begin in range(start, stop, cutting.portion_size):
-            yield begin, min(begin + cutting.portion_size, stop)
+        start, stop = self.chunk_bounds(set_index, chunk_sizes)
+        for begin in range(start, stop, chunk_sizes.mini_batch_size):
+            yield begin, min(begin + chunk_sizes.mini_batch_size, stop)

@@ -42,11 +42,11 @@ HISTORY: Final = 10
 BATCH_MIN: Final = 3
 """Examples: one shared with each of its neighbours, and one of its own."""
 
-SETS_PER_REPLICA: Final = 16
+CHUNKS_PER_REPLICA: Final = 16
 """Of a batch, at the least: so a replica that is twice as slow costs no time."""
 
-SET_EXAMPLES_MIN: Final = 2048
-SET_EXAMPLES_MAX: Final = 4096
+CHUNK_EXAMPLES_MIN: Final = 2048
+CHUNK_EXAMPLES_MAX: Final = 4096
 """Of a set: to push it takes little of the time in which it is computed (of one of 1000
 3 %, whatever the model: both grow with it). Fewer than the first only if no replica
 would get four of them."""
@@ -229,7 +229,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """Of the order of the data; None: as they come, which is the quickest."""
         return None if self.batch_size is None else self.seed
 
-    def cutting(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
+    def chunk_sizes(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
         """Return how a batch is cut: the same for coordinator and replicas.
 
         Args:
@@ -237,13 +237,13 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             n_replicas: Of the job.
         """
         if self.portions_per_set is not None:
-            n_portions = self.portions_per_set
+            n_mini_batches = self.portions_per_set
         else:
             batch = min(self.batch_size or n_examples, n_examples)
-            least = min(SET_EXAMPLES_MIN, batch // (4 * n_replicas))
-            fair = max(batch // (SETS_PER_REPLICA * n_replicas), least)
-            n_portions = max(1, min(fair, SET_EXAMPLES_MAX) // self.portion)
-        return ChunkSizes(portion_size=self.portion, portions_per_set=n_portions)
+            least = min(CHUNK_EXAMPLES_MIN, batch // (4 * n_replicas))
+            fair = max(batch // (CHUNKS_PER_REPLICA * n_replicas), least)
+            n_mini_batches = max(1, min(fair, CHUNK_EXAMPLES_MAX) // self.portion)
+        return ChunkSizes(mini_batch_size=self.portion, mini_batches_per_chunk=n_mini_batches)
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:

@@ -29,7 +29,7 @@ from distbelief.worker.batches import BatchIndices
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.worker import (
-    N_SETS_HELD,
+    N_CHUNKS_HELD,
     BatchWorkerConfig,
     ChunkAttempt,
     ChunkAttempts,
@@ -53,14 +53,14 @@ class ChunkBatchPlan:
         order: What the present life is about; None if about nothing.
     """
 
-    def __init__(self, samples: Samples, *, portion_size: int) -> None:
+    def __init__(self, samples: Samples, *, mini_batch_size: int) -> None:
         self.order: ChunkOrder | None = None
         self._samples = samples
-        self._portion_size = portion_size
-        self._life = 0
+        self._portion_size = mini_batch_size
+        self._generation = 0
         self._next: ChunkOrder | None = None  # of the life that begins
 
-    def know(self, life: int, order: ChunkOrder | None) -> None:
+    def set_order(self, life: int, order: ChunkOrder | None) -> None:
         """A life is about this; words of older lives say nothing.
 
         Raises:
@@ -72,8 +72,8 @@ class ChunkBatchPlan:
                 f"a set of positions {order.start} to {order.stop} was ordered, of "
                 f"{n_samples} samples"
             )
-        if life > self._life:
-            self._life, self._next = life, order
+        if life > self._generation:
+            self._generation, self._next = life, order
 
     def start(self, position: int) -> None:
         """Begin the life that is known of."""
@@ -101,10 +101,10 @@ class ChunkBatchPlan:
 
 TIMER: Final = "foreman:say"
 
-_SILENT: Final = 4.0
+_SILENT_PERIODS: Final = 4.0
 """Times the pause between two words: a machine that is silent for so long is missed."""
 
-_ON_THE_MACHINES = ChunkSum((), ())
+_SUM_ON_RANKS = ChunkSum((), ())
 
 
 @final
@@ -119,29 +119,24 @@ class GroupTasks:
     """
 
     def __init__(
-        self,
-        config: BatchWorkerConfig,
-        *,
-        course: ChunkBatchPlan,
-        n_machines: int,
-        await_begin: bool,
+        self, config: BatchWorkerConfig, *, plan: ChunkBatchPlan, n_ranks: int, await_begin: bool
     ) -> None:
         self._config = config
-        self._course = course
-        self._n_machines = n_machines
+        self._plan = plan
+        self._n_ranks = n_ranks
         # Its machines cut a set into portions: to it a set is one.
-        self._tries = ChunkAttempts(ChunkSizes(portion_size=config.cutting.set_size))
+        self._attempts = ChunkAttempts(ChunkSizes(mini_batch_size=config.chunk_sizes.chunk_size))
         self._begun = not await_begin
         self._stopping = False
         self._incarnation = 0
-        self._replica_life = 0  # rises when a machine has begun anew
-        self._life = 0  # of the group
-        self._is_whole = False  # have all gathered, since a machine began anew?
+        self._replica_generation = 0  # rises when a machine has begun anew
+        self._generation = 0  # of the group
+        self._is_ready = False  # have all gathered, since a machine began anew?
         self._heard_at: dict[int, Seconds] = {}
         self._current: ChunkAttempt | None = None  # what the group's life is about
         self._began_at: Seconds | None = None  # when its first portion was begun
         self._waiting: dict[int, set[int]] = {}  # by grant: machines not done with it
-        self._due = True  # something is to be said
+        self._is_due = True  # something is to be said
 
     # -------------------------------------------------------------------------- events
 
@@ -155,7 +150,7 @@ class GroupTasks:
         """Obey the supervisor."""
         match message:
             case StartTraining():
-                self._begun = self._due = True
+                self._begun = self._is_due = True
             case Stop():
                 self._stopping = True
                 return leader.stop(now)
@@ -169,37 +164,37 @@ class GroupTasks:
         Raises:
             RemoteProtocolError: that cannot be.
         """
-        tries = self._tries
+        attempts = self._attempts
         life = message.replica_incarnation, message.replica_life
-        if life != (self._incarnation, self._replica_life):
+        if life != (self._incarnation, self._replica_generation):
             return  # meant for another life
-        if message.epoch < tries.epoch:
+        if message.epoch < attempts.epoch:
             return  # of a coordinator that is over
         try:
-            tries.told(message)
+            attempts.update(message)
         except ValueError as error:
             raise RemoteProtocolError(f"an impossible assignment: {error}") from None
-        self._due = True
+        self._is_due = True
 
-    def heard(self, machine: int, now: Seconds) -> None:
+    def note_alive(self, rank: int, now: Seconds) -> None:
         """A machine lives."""
-        self._heard_at[machine] = now
+        self._heard_at[rank] = now
 
-    def staged(self, machine: int, grants: Sequence[int]) -> None:
+    def staged(self, rank: int, grants: Sequence[int]) -> None:
         """Of these grants a machine's parts are on all shards that it pushes to."""
-        for one in self._tries:
+        for one in self._attempts:
             waiting = self._waiting.get(one.grant)
             if waiting is None or one.grant not in grants:
                 continue
-            waiting.discard(machine)
+            waiting.discard(rank)
             if not waiting:
                 del self._waiting[one.grant]
                 one.total, one.staged = None, True
-                self._due = True
+                self._is_due = True
 
-    def ask(self) -> None:
+    def request_report(self) -> None:
         """Let it say how it stands."""
-        self._due = True
+        self._is_due = True
 
     # ----------------------------------------------------------------------- the group
 
@@ -216,13 +211,13 @@ class GroupTasks:
         if self._stopping:
             return [], []
         actions: list[Action] = []
-        out = self._meet(leader, now)
+        out = self._check_generation(leader, now)
         current = self._current
         if current is not None and has_opened and self._began_at is None:
             self._began_at = now
-        if current is not None and current in self._tries:
+        if current is not None and current in self._attempts:
             if leader.is_complete:
-                actions += self._computed(current, leader, now)
+                actions += self._finish_chunk(current, leader, now)
         elif current is not None:
             self._current = None
             out = self._begin(leader, now)
@@ -230,34 +225,36 @@ class GroupTasks:
             out = self._begin(leader, now)
         return actions, [*out, *self._pushes()]
 
-    def _meet(self, leader: GroupLeader, now: Seconds) -> Outgoing:
+    def _check_generation(self, leader: GroupLeader, now: Seconds) -> Outgoing:
         """See whether a machine has begun anew, and whether all are there."""
         out: Outgoing = []
-        if leader.life != self._life:
-            is_first = not self._life
-            self._life = leader.life
-            self._replica_life += 1
-            self._tries.forget()
+        if leader.life != self._generation:
+            is_first = not self._generation
+            self._generation = leader.life
+            self._replica_generation += 1
+            self._attempts.clear()
             self._waiting.clear()
-            self._current, self._is_whole = None, False
+            self._current, self._is_ready = None, False
             if not is_first:
-                out = self._live(leader, now, None)
-        if leader.is_running and not self._is_whole:
-            self._is_whole = self._due = True
-            self._heard_at = dict.fromkeys(range(1, self._n_machines), now)
+                out = self._new_generation(leader, now, None)
+        if leader.is_running and not self._is_ready:
+            self._is_ready = self._is_due = True
+            self._heard_at = dict.fromkeys(range(1, self._n_ranks), now)
         return out
 
-    def _computed(self, one: ChunkAttempt, leader: GroupLeader, now: Seconds) -> Sequence[Action]:
+    def _finish_chunk(
+        self, one: ChunkAttempt, leader: GroupLeader, now: Seconds
+    ) -> Sequence[Action]:
         """All machines have taken all steps: the set is summed."""
         done = leader.life_done()
-        start, stop = one.next_portion
+        start, stop = one.next_mini_batch
         is_finite = math.isfinite(leader.square) and not done.no_loss
         loss = done.loss if is_finite else math.nan
-        total = _ON_THE_MACHINES if is_finite else None
+        total = _SUM_ON_RANKS if is_finite else None
         began_at = now if self._began_at is None else self._began_at
         one.computed(MiniBatchOutcome(loss=loss, total=total), seconds=now - began_at)
-        self._tries.n_computed += stop - start
-        self._current, self._due = None, True
+        self._attempts.n_computed += stop - start
+        self._current, self._is_due = None, True
         if is_finite:
             return []
         text = (
@@ -268,35 +265,37 @@ class GroupTasks:
 
     @property
     def _to_compute(self) -> Sequence[ChunkAttempt]:
-        return self._tries.to_compute(n_held_max=N_SETS_HELD)
+        return self._attempts.to_compute(n_held_max=N_CHUNKS_HELD)
 
     def _begin(self, leader: GroupLeader, now: Seconds) -> Outgoing:
         """Begin a life about the next set, or about none."""
         to_compute = self._to_compute
         if not to_compute:
-            return self._live(leader, now, None)
-        tries = self._tries
+            return self._new_generation(leader, now, None)
+        attempts = self._attempts
         self._current, self._began_at = to_compute[0], None
-        start, stop = to_compute[0].next_portion
-        keeps = tuple(one.attempt for one in tries if one.total is not None)
+        start, stop = to_compute[0].next_mini_batch
+        keeps = tuple(one.attempt for one in attempts if one.total is not None)
         order = ChunkOrder(
-            epoch=tries.epoch,
-            evaluation=tries.evaluation,
-            versions=tries.versions,
+            epoch=attempts.epoch,
+            evaluation=attempts.evaluation,
+            versions=attempts.versions,
             attempt=to_compute[0].attempt,
             start=start,
             stop=stop,
             keeps=keeps,
         )
-        return self._live(leader, now, order)
+        return self._new_generation(leader, now, order)
 
-    def _live(self, leader: GroupLeader, now: Seconds, order: ChunkOrder | None) -> Outgoing:
-        course = self._course
-        n_steps = 0 if order is None else course.n_steps(order)
+    def _new_generation(
+        self, leader: GroupLeader, now: Seconds, order: ChunkOrder | None
+    ) -> Outgoing:
+        plan = self._plan
+        n_steps = 0 if order is None else plan.n_steps(order)
         position = 0 if order is None else order.start
         out = leader.new_life(now, position=position, limit=n_steps, order=order)
-        self._life = leader.life
-        course.know(self._life, order)
+        self._generation = leader.life
+        plan.set_order(self._generation, order)
         return out
 
     # ---------------------------------------------------------------------- the pushes
@@ -304,46 +303,49 @@ class GroupTasks:
     def _pushes(self) -> Outgoing:
         """Return the words that let a sum be pushed that was granted just now."""
         out: Outgoing = []
-        for one in self._granted:
+        for one in self._with_token:
             if one.grant not in self._waiting:
-                self._waiting[one.grant] = set(range(self._n_machines))
+                self._waiting[one.grant] = set(range(self._n_ranks))
                 out += self._push(one)
-        grants = {one.grant for one in self._granted}
+        grants = {one.grant for one in self._with_token}
         for grant in [grant for grant in self._waiting if grant not in grants]:
             del self._waiting[grant]  # not wanted any more
         return out
 
     @property
-    def _granted(self) -> list[ChunkAttempt]:
-        return [one for one in self._tries if one.grant and one.total is not None]
+    def _with_token(self) -> list[ChunkAttempt]:
+        return [one for one in self._attempts if one.grant and one.total is not None]
 
     def _push(self, one: ChunkAttempt) -> Outgoing:
-        message = PushChunk(epoch=self._tries.epoch, attempt=one.attempt, grant=one.grant)
+        message = PushChunk(epoch=self._attempts.epoch, attempt=one.attempt, grant=one.grant)
         return [(m, message) for m in sorted(self._waiting[one.grant])]
 
     # ----------------------------------------------------------------------- the words
 
-    def again(self) -> Outgoing:
+    def resend(self) -> Outgoing:
         """Return what machines have to hear again: what they have not answered."""
-        self._due = True
+        self._is_due = True
         return [
-            word for one in self._granted if one.grant in self._waiting for word in self._push(one)
+            message
+            for one in self._with_token
+            if one.grant in self._waiting
+            for message in self._push(one)
         ]
 
-    def words(self, now: Seconds) -> Sequence[Action]:
+    def due_report(self, now: Seconds) -> Sequence[Action]:
         """Tell the coordinator how it stands, if that is due; and after a while."""
-        if not self._due:
+        if not self._is_due:
             return []
-        self._due = False
+        self._is_due = False
         config = self._config
-        is_idle = not any(True for _ in self._tries)
+        is_idle = not any(True for _ in self._attempts)
         pause = config.retry_seconds_max if is_idle else config.retry_seconds
         actions: list[Action] = [SetTimer(name=TIMER, at=now + pause)]
-        if self._begun and self._is_whole and not self._stopping and self._all_live(now):
-            account = self._tries.account_of(self._replica_life)
-            actions.append(Send(receiver=COORDINATOR, message=account))
+        if self._begun and self._is_ready and not self._stopping and self._all_alive(now):
+            report = self._attempts.report_of(self._replica_generation)
+            actions.append(Send(receiver=COORDINATOR, message=report))
         return actions
 
-    def _all_live(self, now: Seconds) -> bool:
-        silent = now - _SILENT * self._config.retry_seconds
+    def _all_alive(self, now: Seconds) -> bool:
+        silent = now - _SILENT_PERIODS * self._config.retry_seconds
         return all(at >= silent for at in self._heard_at.values())

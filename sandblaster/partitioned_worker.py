@@ -53,7 +53,7 @@ from distbelief.worker.group import Install, Vote
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.partition import PartitionWorker
 from sandblaster.chunks import COORDINATOR
-from sandblaster.group_tasks import TIMER as FOREMAN_TIMER, ChunkBatchPlan, GroupTasks
+from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, GroupTasks
 from sandblaster.worker import ChunkSum
 
 
@@ -67,7 +67,7 @@ from sandblaster.worker import ChunkSum
 
 PUSH: Final = "machine:push"
 
-N_TOLD: Final = 32
+N_STAGED_REPEATED: Final = 32
 """Grants whose staging is told of again: more than can be open."""
 
 Key = tuple[int, int]  # epoch, attempt
@@ -79,13 +79,13 @@ class KeptChunk:
     """This machine's part of the sum of one set."""
 
     total: ChunkSum
-    n_portions: int
+    n_mini_batches: int
     n_examples: int
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pushing:
+class _PushInFlight:
     """What is laid into the slots."""
 
     grant: int
@@ -106,15 +106,15 @@ class ChunkPushes:
     """
 
     def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
-        self.staged: deque[int] = deque(maxlen=N_TOLD)
+        self.staged: deque[int] = deque(maxlen=N_STAGED_REPEATED)
         self._client = client
         self._n_bytes = n_bytes
         self._has_parts = has_parts
         self._sums: dict[Key, KeptChunk] = {}
         self._to_push: dict[int, Key] = {}  # by grant, the oldest first
-        self._pushing: _Pushing | None = None  # in the lane
+        self._pushing: _PushInFlight | None = None  # in the lane
         self._pushed: deque[int] = deque()  # not acknowledged
-        self._news = False
+        self._has_new_staged = False
         self._has_work = False
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class ChunkPushes:
         """Drop all others: nobody may ask for them any more."""
         self._sums = {key: one for key, one in self._sums.items() if key in keys}
 
-    def grant(self, message: PushChunk) -> None:
+    def request_push(self, message: PushChunk) -> None:
         """Let what there is of this try be pushed, unless that was done."""
         key, grant = (message.epoch, message.attempt), message.grant
         known = grant in self.staged or grant in self._pushed or grant in self._to_push
@@ -138,7 +138,7 @@ class ChunkPushes:
         if not self._has_parts:
             del self._sums[key]
             self.staged.append(grant)
-            self._news = True
+            self._has_new_staged = True
             return
         self._to_push[grant] = key
         self._has_work = True
@@ -151,7 +151,7 @@ class ChunkPushes:
             return []
         grant = next(iter(self._to_push))
         kept = self._sums.pop(self._to_push.pop(grant))
-        self._pushing = _Pushing(grant, kept)
+        self._pushing = _PushInFlight(grant, kept)
         stage = client.stage(kept.total.gradients, kept.total.values)
         return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._n_bytes))]
 
@@ -167,18 +167,18 @@ class ChunkPushes:
         self._pushed.append(pushing.grant)
         return self._client.staged(
             result,
-            n_gradients=pushing.kept.n_portions,
+            n_gradients=pushing.kept.n_mini_batches,
             samples=pushing.kept.n_examples,
             grant=pushing.grant,
             now=now,
         )
 
-    def has_news(self) -> bool:
+    def has_new_staged(self) -> bool:
         """Return whether more parts are staged than when this was asked last."""
         while len(self._pushed) > self._client.unacknowledged:
             self.staged.append(self._pushed.popleft())
-            self._news = True
-        news, self._news = self._news, False
+            self._has_new_staged = True
+        news, self._has_new_staged = self._has_new_staged, False
         return news
 
     def has_work(self) -> bool:
@@ -202,7 +202,7 @@ class ChunkPushes:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Keeping:
+class RankItems:
     """What a machine keeps, item by item.
 
     Attributes:
@@ -237,17 +237,17 @@ class ChunkObjective:
 
     def __init__(
         self,
-        keeping: Keeping,
+        items: RankItems,
         *,
         client: ParameterClient,
-        course: ChunkBatchPlan,
-        foreman: GroupTasks | None,
+        plan: ChunkBatchPlan,
+        group_tasks: GroupTasks | None,
     ) -> None:
-        self.values = [torch.zeros(size, dtype=keeping.dtype) for size in keeping.sizes]
-        self._keeping = keeping
+        self.values = [torch.zeros(size, dtype=items.dtype) for size in items.sizes]
+        self._items = items
         self._client = client
-        self._course = course
-        self._foreman = foreman
+        self._plan = plan
+        self._group_tasks = group_tasks
         n_bytes = float(sum(value.nbytes for value in self.values))
         self.pushes = ChunkPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
         self._installed: tuple[int, int] | None = None  # which evaluation's parameters
@@ -258,8 +258,8 @@ class ChunkObjective:
         self._accrued: list[torch.Tensor | None] = []
         self._owned: set[int] = set()  # sums that are nobody else's memory
         self._gradients: dict[int, torch.Tensor] = {}
-        self._portion = BatchSlice(life=0, step=0)
-        self._chosen: BatchIndices | None = None
+        self._mini_batch = BatchSlice(life=0, step=0)
+        self._indices: BatchIndices | None = None
         self._key: Key = (0, 0)
         self._is_last = False
         self._done: tuple[Key, KeptChunk] | None = None
@@ -292,7 +292,7 @@ class ChunkObjective:
         del position, now
         self._collect()
         self._opened = False
-        order = self._course.order
+        order = self._plan.order
         if order is None:
             return
         self.pushes.retain({(order.epoch, attempt) for attempt in order.keeps})
@@ -319,7 +319,7 @@ class ChunkObjective:
 
     def fetches_at(self, step: int) -> bool:
         """Return whether this step begins with a fetch: once for an evaluation."""
-        return step == 0 and self._course.order is not None and self._installed is None
+        return step == 0 and self._plan.order is not None and self._installed is None
 
     def installing(self, work: Install) -> Install:
         """Return the work of an install as it is."""
@@ -328,35 +328,35 @@ class ChunkObjective:
     def fetched(self, seconds: Seconds) -> bool:
         """A fetch was installed; return whether it is of the evaluation (DB-16)."""
         del seconds
-        order = self._course.order
+        order = self._plan.order
         assert order is not None
         wanted = tuple(
             (version.incarnation, version.clock)
             for index, version in enumerate(order.versions)
-            if index in self._keeping.shards
+            if index in self._items.shards
         )
         if self._client.versions != wanted:
             return False
         self._installed = order.epoch, order.evaluation
-        self._fetched = [self.values[item].clone() for item in self._keeping.buffers]
+        self._fetched = [self.values[item].clone() for item in self._items.buffers]
         return True
 
     # ------------------------------------------------------------------------ the step
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
+    def open(self, step: int, chosen: BatchIndices, mini_batch: BatchSlice) -> Put:
         """Begin a portion; return what takes its gradients."""
-        order = self._course.order
+        order = self._plan.order
         assert order is not None
         if step == 0:
             self._opened = True
             self._key = order.epoch, order.attempt
             self._accrued = [None] * len(self.values)
             self._owned.clear()
-            for item, fetched in zip(self._keeping.buffers, self._fetched, strict=True):
+            for item, fetched in zip(self._items.buffers, self._fetched, strict=True):
                 self.values[item].copy_(fetched)
         self._gradients = {}
-        self._portion, self._chosen = portion, chosen
-        self._is_last = self._course.is_last(step)
+        self._mini_batch, self._indices = mini_batch, chosen
+        self._is_last = self._plan.is_last(step)
         return self._gradients.__setitem__
 
     def close(self, found: StepResult) -> Vote | None:
@@ -365,27 +365,29 @@ class ChunkObjective:
             self._add(item, gradient)
         self._gradients = {}
         self._average(found)
-        assert self._chosen is not None
-        self._n_computed += len(self._chosen.indices)
+        assert self._indices is not None
+        self._n_computed += len(self._indices.indices)
         if found.loss is not None and not math.isfinite(found.loss):
             self._find_blame()
         if not self._is_last:
             return None
-        order = self._course.order
+        order = self._plan.order
         assert order is not None
         accrued, self._accrued = self._accrued, []
         total = ChunkSum(tuple(accrued), self._values())
         finite = is_finite(
             dict(enumerate(tensor for tensor in accrued if tensor is not None))
-        ) and is_finite({item: total.values[item] for item in self._keeping.buffers})
+        ) and is_finite({item: total.values[item] for item in self._items.buffers})
         if not finite:
             self._find_blame()
-            return Vote(square=math.nan, settle=_nothing, cost=Cost())
+            return Vote(square=math.nan, settle=_ignore_vote, cost=Cost())
         kept = KeptChunk(
-            total=total, n_portions=self._course.n_steps(order), n_examples=order.stop - order.start
+            total=total,
+            n_mini_batches=self._plan.n_steps(order),
+            n_examples=order.stop - order.start,
         )
         self._done = self._key, kept
-        return Vote(square=0.0, settle=_nothing, cost=Cost())
+        return Vote(square=0.0, settle=_ignore_vote, cost=Cost())
 
     def _add(self, item: int, gradient: torch.Tensor) -> None:
         before = self._accrued[item]
@@ -402,20 +404,20 @@ class ChunkObjective:
         """Let running averages, and counts of their steps, be what they are now."""
         for item, value in found.averages.items():
             self.values[item].copy_(value.reshape(-1))
-            if item in self._keeping.counts:
-                self.values[self._keeping.counts[item]] += 1
+            if item in self._items.counts:
+                self.values[self._items.counts[item]] += 1
 
     def _values(self) -> list[torch.Tensor]:
         values = list(self.values)
-        for item in self._keeping.buffers:
+        for item in self._items.buffers:
             values[item] = values[item].clone()
         return values
 
     def _find_blame(self) -> None:
-        row = bad_sample(self._portion)
-        if row is not None and self._chosen is not None:
+        row = bad_sample(self._mini_batch)
+        if row is not None and self._indices is not None:
             self._blame = (
-                f"[data.train] sample {int(self._chosen.indices[row])} has NaN or "
+                f"[data.train] sample {int(self._indices.indices[row])} has NaN or "
                 "infinite values: mend or leave out such samples"
             )
 
@@ -433,7 +435,7 @@ class ChunkObjective:
     def push(self, message: PushChunk) -> None:
         """Push what there is of this try under this grant, unless that was done."""
         self._collect()
-        self.pushes.grant(message)
+        self.pushes.request_push(message)
 
     def work(self, *, final: bool) -> Sequence[Action]:
         """Stage what was granted, once there is a free slot on every shard."""
@@ -449,36 +451,36 @@ class ChunkObjective:
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
         """Obey the supervisor, if this machine leads."""
-        assert self._foreman is not None
-        return self._foreman.command(leader, message, now)
+        assert self._group_tasks is not None
+        return self._group_tasks.command(leader, message, now)
 
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Begin the next life, if there is one to begin."""
-        assert self._foreman is not None
+        assert self._group_tasks is not None
         if final:
             return [], []
-        actions, out = self._foreman.report(leader, now, has_opened=self._opened)
-        others: Outgoing = []
-        for machine, message in out:
-            if isinstance(message, PushChunk) and machine == 0:
+        actions, out = self._group_tasks.report(leader, now, has_opened=self._opened)
+        messages: Outgoing = []
+        for rank, message in out:
+            if isinstance(message, PushChunk) and rank == 0:
                 self.push(message)
             else:
-                others.append((machine, message))
-        return actions, others
+                messages.append((rank, message))
+        return actions, messages
 
     def figures(self) -> Mapping[str, float]:
         """Return counters."""
         return {"samples": float(self._n_computed), "sets_held": float(len(self.pushes))}
 
 
-def _nothing(square: float, sample: int | None) -> None:
+def _ignore_vote(square: float, sample: int | None) -> None:
     """Do nothing with what all have agreed on: the leader knows."""
     del square, sample
 
 
-SAY: Final = "split:say"
+STAGED_TIMER: Final = "split:say"
 
 
 @final
@@ -489,27 +491,27 @@ class PartitionedBatchWorker:
         machine: Which computes.
         names: Of all machines of the replica, its leader first.
         course: Of the machine.
-        sums: Its duty.
+        objective: Its duty.
         foreman: If it leads.
         retry_seconds: After which it says again how it stands.
     """
 
     def __init__(
         self,
-        machine: PartitionWorker,
+        worker: PartitionWorker,
         *,
         names: Sequence[Address],
-        course: ChunkBatchPlan,
-        sums: ChunkObjective,
-        foreman: GroupTasks | None,
+        plan: ChunkBatchPlan,
+        objective: ChunkObjective,
+        group_tasks: GroupTasks | None,
         retry_seconds: Seconds,
     ) -> None:
-        self._machine = machine
+        self._worker = worker
         self._names = names
-        self._places = {name: index for index, name in enumerate(names)}
-        self._course = course
-        self._sums = sums
-        self._foreman = foreman
+        self._ranks = {name: index for index, name in enumerate(names)}
+        self._plan = plan
+        self._objective = objective
+        self._group_tasks = group_tasks
         self._retry_seconds = retry_seconds
         self._is_over = False
 
@@ -522,85 +524,89 @@ class PartitionedBatchWorker:
         """
         if self._is_over:
             return []
-        actions = [*self._happened(event, now)]
-        if self._sums.pushes.has_work():
-            actions += self._machine.wake(now)
-        if self._sums.pushes.has_news():
-            actions += self._tell(now)
+        actions = [*self._dispatch(event, now)]
+        if self._objective.pushes.has_work():
+            actions += self._worker.wake(now)
+        if self._objective.pushes.has_new_staged():
+            actions += self._report_staged(now)
         if any(isinstance(action, Exit) for action in actions):
             self._is_over = True
-        elif self._foreman is not None:
-            actions += self._foreman.words(now)
+        elif self._group_tasks is not None:
+            actions += self._group_tasks.due_report(now)
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what it is doing, and its counters."""
-        return self._machine.status()
+        return self._worker.status()
 
     # -------------------------------------------------------------------------- events
 
-    def _happened(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def _dispatch(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
             case Started():
                 return self._start(event, now)
             case Received():
                 return self._receive(event, now)
-            case TimerFired(name=name) if name == SAY:
-                return self._tell(now)
-            case TimerFired(name=name) if name == FOREMAN_TIMER:
-                return self._say_again(now)
+            case TimerFired(name=name) if name == STAGED_TIMER:
+                return self._report_staged(now)
+            case TimerFired(name=name) if name == GROUP_TIMER:
+                return self._resend(now)
             case PeerJoined(peer=peer) if peer == COORDINATOR:
-                if self._foreman is not None:
-                    self._foreman.ask()
+                if self._group_tasks is not None:
+                    self._group_tasks.request_report()
                 return []
             case _:
-                return self._machine.handle(event, now)
+                return self._worker.handle(event, now)
 
     def _start(self, event: Started, now: Seconds) -> Sequence[Action]:
-        if self._foreman is not None:
-            self._foreman.start(event.incarnation)
-            return self._machine.handle(event, now)
-        return [*self._machine.handle(event, now), *self._tell(now)]
+        if self._group_tasks is not None:
+            self._group_tasks.start(event.incarnation)
+            return self._worker.handle(event, now)
+        return [*self._worker.handle(event, now), *self._report_staged(now)]
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
-        message, machine = event.message, self._places.get(event.sender)
-        if self._foreman is not None and machine is not None:
-            self._foreman.heard(machine, now)
+        message, rank = event.message, self._ranks.get(event.sender)
+        if self._group_tasks is not None and rank is not None:
+            self._group_tasks.note_alive(rank, now)
         match message:
-            case Assignment() if self._foreman is not None:
-                self._foreman.take(message)
-                return self._machine.wake(now)
-            case ChunkStaged() if self._foreman is not None and machine is not None:
-                self._foreman.staged(machine, message.grants)
-                return self._machine.wake(now)
-            case PushChunk() if machine == 0:
-                self._sums.push(message)
-                return self._tell(now) if message.grant in self._sums.pushes.staged else []
-            case StartEpoch() if machine == 0:
-                self._course.know(message.life, message.order)
-                return self._machine.handle(event, now)
+            case Assignment() if self._group_tasks is not None:
+                self._group_tasks.take(message)
+                return self._worker.wake(now)
+            case ChunkStaged() if self._group_tasks is not None and rank is not None:
+                self._group_tasks.staged(rank, message.grants)
+                return self._worker.wake(now)
+            case PushChunk() if rank == 0:
+                self._objective.push(message)
+                return (
+                    self._report_staged(now)
+                    if message.grant in self._objective.pushes.staged
+                    else []
+                )
+            case StartEpoch() if rank == 0:
+                self._plan.set_order(message.life, message.order)
+                return self._worker.handle(event, now)
             case _:
-                return self._machine.handle(event, now)
+                return self._worker.handle(event, now)
 
     # --------------------------------------------------------------------------- words
 
-    def _tell(self, now: Seconds) -> Sequence[Action]:
+    def _report_staged(self, now: Seconds) -> Sequence[Action]:
         """Tell the leader, who may be this machine, what is staged."""
-        grants = tuple(self._sums.pushes.staged)
-        if self._foreman is not None:
-            self._foreman.staged(0, grants)
-            return self._machine.wake(now)
+        grants = tuple(self._objective.pushes.staged)
+        if self._group_tasks is not None:
+            self._group_tasks.staged(0, grants)
+            return self._worker.wake(now)
         staged = ChunkStaged(grants=grants)
-        again = SetTimer(name=SAY, at=now + self._retry_seconds)
-        return [Send(receiver=self._names[0], message=staged), again]
+        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
+        return [Send(receiver=self._names[0], message=staged), timer]
 
-    def _say_again(self, now: Seconds) -> Sequence[Action]:
+    def _resend(self, now: Seconds) -> Sequence[Action]:
         """Say again, as the leader, what may have been lost."""
-        assert self._foreman is not None
+        assert self._group_tasks is not None
         actions: list[Action] = []
-        for machine, message in self._foreman.again():
-            if machine != 0:
-                actions.append(Send(receiver=self._names[machine], message=message))
+        for rank, message in self._group_tasks.resend():
+            if rank != 0:
+                actions.append(Send(receiver=self._names[rank], message=message))
             elif isinstance(message, PushChunk):
-                self._sums.push(message)
-        return [*actions, *self._machine.wake(now)]
+                self._objective.push(message)
+        return [*actions, *self._worker.wake(now)]

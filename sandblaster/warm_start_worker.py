@@ -40,7 +40,7 @@ from sandblaster.chunks import COORDINATOR
 from sandblaster.worker import BatchWorker
 
 
-_SAY = "warm:say"
+_REPORT_TIMER = "warm:say"
 
 
 class _Part(Enum):
@@ -89,11 +89,11 @@ class WarmStartWorker:
         match event:
             case Started():
                 self._incarnation = event.incarnation
-                actions += self._train(event, now) + self._say(now)
-            case TimerFired(name=name) if name == _SAY:
-                actions += self._say(now)
+                actions += self._train(event, now) + self._report(now)
+            case TimerFired(name=name) if name == _REPORT_TIMER:
+                actions += self._report(now)
             case PeerJoined(peer=peer) if peer == COORDINATOR:
-                actions += self._say(now) + self._forward(event, now)
+                actions += self._report(now) + self._forward(event, now)
             case Received():
                 actions += self._receive(event, now)
             case _:
@@ -106,9 +106,9 @@ class WarmStartWorker:
         """Return what it is doing, and its counters."""
         if self._part is _Part.TRAINING:
             return self._downpour.status()
-        word, counters = self._sandblaster.status()
+        state, counters = self._sandblaster.status()
         is_there = self._part is _Part.PORTIONS
-        return word if is_there else self._part.value, counters
+        return state if is_there else self._part.value, counters
 
     # ------------------------------------------------------------------------ events
 
@@ -134,23 +134,23 @@ class WarmStartWorker:
     def _begin(self, event: Received, now: Seconds) -> list[Action]:
         if event.sender != COORDINATOR:
             self._begun = True
-            return self._say(now)
+            return self._report(now)
         if self._part is _Part.WAITING:
             self._part = _Part.TRAINING
             return self._train(event, now)
-        return [] if self._part is _Part.TRAINING else [self._done()]
+        return [] if self._part is _Part.TRAINING else [self._finished()]
 
-    def _say(self, now: Seconds) -> list[Action]:
+    def _report(self, now: Seconds) -> list[Action]:
         """Say that it is here, until the coordinator answers."""
         if not self._begun or self._part not in {_Part.WAITING, _Part.TRAINING}:
             return []
         here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         actions: list[Action] = [Send(receiver=COORDINATOR, message=here)]
         if self._part is _Part.WAITING:
-            actions.append(SetTimer(name=_SAY, at=now + self._retry_seconds))
+            actions.append(SetTimer(name=_REPORT_TIMER, at=now + self._retry_seconds))
         return actions
 
-    def _done(self) -> Send:
+    def _finished(self) -> Send:
         _, counters = self._downpour.status()
         return Send(receiver=COORDINATOR, message=Finished(counters=dict(counters)))
 
@@ -179,7 +179,7 @@ class WarmStartWorker:
     def _take_over(self, now: Seconds) -> list[Action]:
         self._part = _Part.PORTIONS
         begin = Received(sender=SUPERVISOR, incarnation=0, message=StartTraining())
-        return [self._done(), *self._sandblaster.handle(begin, now)]
+        return [self._finished(), *self._sandblaster.handle(begin, now)]
 
 
 def _is_end(action: Action) -> bool:

@@ -92,7 +92,7 @@ class MiniBatchOutcome:
 
     loss: float
     blame: str | None = None
-    is_of_set: bool = False
+    is_of_chunk: bool = False
     total: ChunkSum | None = None
 
 
@@ -155,13 +155,13 @@ class MiniBatchSums:
         model.drop_accrued()
         gradients = (tensor for tensor in total.gradients if tensor is not None)
         if not is_finite(dict(enumerate(gradients))):
-            return MiniBatchOutcome(loss=math.nan, is_of_set=True)
+            return MiniBatchOutcome(loss=math.nan, is_of_chunk=True)
         return MiniBatchOutcome(loss=outcome.loss, total=total)
 
 
 # Portions read in advance, in the data lane: those that are computed next.
 
-N_PORTIONS_HELD: Final = 2
+N_MINI_BATCHES_HELD: Final = 2
 
 BatchBounds = tuple[int, int]  # positions [start, stop)
 
@@ -177,15 +177,15 @@ class Prefetch:
         self._reading: BatchBounds | None = None
         self._bytes_per_sample = 0.0  # once a portion has come
 
-    def get(self, portion: BatchBounds) -> Batch | None:
+    def get(self, mini_batch: BatchBounds) -> Batch | None:
         """Return the samples of a portion, if they have been read."""
-        return self._held.get(portion)
+        return self._held.get(mini_batch)
 
     def read(self, wanted: Sequence[BatchBounds]) -> Sequence[Action]:
         """Read what of these is missing, one at a time."""
-        wanted = wanted[:N_PORTIONS_HELD]
+        wanted = wanted[:N_MINI_BATCHES_HELD]
         self._held = {p: batch for p, batch in self._held.items() if p in wanted}
-        missing = [portion for portion in wanted if portion not in self._held]
+        missing = [mini_batch for mini_batch in wanted if mini_batch not in self._held]
         if self._reading is not None or not missing:
             return []
         start, stop = self._reading = missing[0]
@@ -241,7 +241,7 @@ class ChunkAttempt:
 
     set_index: int
     attempt: int
-    portions: Sequence[ChunkBounds]
+    mini_batches: Sequence[ChunkBounds]
     grant: int = 0
     losses: list[float] = field(default_factory=list)  # of the portions computed
     seconds: float = 0.0
@@ -253,22 +253,22 @@ class ChunkAttempt:
     @property
     def is_computed(self) -> bool:
         """Is nothing left to compute?"""
-        return len(self.losses) == len(self.portions) or not self.is_finite
+        return len(self.losses) == len(self.mini_batches) or not self.is_finite
 
     @property
-    def next_portion(self) -> ChunkBounds:
+    def next_mini_batch(self) -> ChunkBounds:
         """What is to be computed next."""
-        return self.portions[len(self.losses)]
+        return self.mini_batches[len(self.losses)]
 
     @property
     def is_last(self) -> bool:
         """Is that the last?"""
-        return len(self.losses) == len(self.portions) - 1
+        return len(self.losses) == len(self.mini_batches) - 1
 
     @property
     def n_examples(self) -> int:
         """Of the set."""
-        return self.portions[-1][1] - self.portions[0][0]
+        return self.mini_batches[-1][1] - self.mini_batches[0][0]
 
     def computed(self, outcome: MiniBatchOutcome, *, seconds: float) -> None:
         """One portion more is computed."""
@@ -301,10 +301,10 @@ class ChunkAttempts:
         n_computed: Examples, for this evaluation.
     """
 
-    def __init__(self, cutting: ChunkSizes) -> None:
-        self._cutting = cutting
+    def __init__(self, chunk_sizes: ChunkSizes) -> None:
+        self._cutting = chunk_sizes
         self._version = 0
-        self._tries: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
+        self._attempts: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
         self._pushed: deque[ChunkAttempt] = deque()  # not acknowledged, the oldest first
         self.epoch = 0
         self.evaluation = 0
@@ -317,13 +317,13 @@ class ChunkAttempts:
         return self.epoch, self.evaluation
 
     def __iter__(self) -> Iterator[ChunkAttempt]:
-        return iter(self._tries.values())
+        return iter(self._attempts.values())
 
     def __contains__(self, one: ChunkAttempt) -> bool:
         # Each epoch counts attempts from 1: of another, the same number is another try.
-        return self._tries.get(one.attempt) is one
+        return self._attempts.get(one.attempt) is one
 
-    def told(self, message: Assignment) -> bool:
+    def update(self, message: Assignment) -> bool:
         """Take an assignment; return whether it says anything new.
 
         Raises:
@@ -333,26 +333,26 @@ class ChunkAttempts:
             return False
         is_new = (message.epoch, message.evaluation) != self.key
         batch = BatchRange(first=message.first, n_examples=message.n_examples)
-        tries: dict[int, ChunkAttempt] = {}
+        attempts: dict[int, ChunkAttempt] = {}
         for task in message.tasks:
-            known = None if is_new else self._tries.get(task.attempt)
+            known = None if is_new else self._attempts.get(task.attempt)
             if known is None:
-                portions = tuple(batch.portions(task.set_index, self._cutting))
+                mini_batches = tuple(batch.mini_batches(task.set_index, self._cutting))
                 known = ChunkAttempt(
-                    set_index=task.set_index, attempt=task.attempt, portions=portions
+                    set_index=task.set_index, attempt=task.attempt, mini_batches=mini_batches
                 )
             known.grant = task.grant
-            tries[task.attempt] = known
-        self._tries = tries
+            attempts[task.attempt] = known
+        self._attempts = attempts
         if is_new:
             self.n_computed = 0
         self.epoch, self._version = message.epoch, message.version
         self.evaluation, self.versions = message.evaluation, message.versions
         return True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all tries: what was computed of them is lost."""
-        self._tries = {}
+        self._attempts = {}
         self._pushed.clear()
         self.n_computed = 0
 
@@ -389,11 +389,11 @@ class ChunkAttempts:
         return news
 
     @property
-    def account(self) -> WorkReport:
+    def report(self) -> WorkReport:
         """How it stands."""
-        return self.account_of(0)
+        return self.report_of(0)
 
-    def account_of(self, life: int) -> WorkReport:
+    def report_of(self, life: int) -> WorkReport:
         """Return how it stands, with this life of a replica of several machines."""
         return WorkReport(
             life=life,
@@ -444,11 +444,11 @@ class Parameters:
         self._waits = False  # before it fetches, or installs, again
         self._evaluation: tuple[int, int] | None = None  # of which they are
 
-    def lacks(self, tries: ChunkAttempts) -> bool:
+    def lacks(self, attempts: ChunkAttempts) -> bool:
         """Return whether these tries' evaluation has others."""
-        return self._evaluation != tries.key
+        return self._evaluation != attempts.key
 
-    def renew(self) -> None:
+    def invalidate(self) -> None:
         """Another evaluation has begun."""
         self._due, self._waits = True, False
 
@@ -456,12 +456,12 @@ class Parameters:
         """The pause before another go is over."""
         self._waits = False
 
-    def fetch(self, tries: ChunkAttempts, now: Seconds) -> Sequence[Action]:
+    def fetch(self, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
         """Begin to fetch, once for an evaluation; again if that brought another one."""
-        wanted = self._due or (self.lacks(tries) and not self._fetching)
+        wanted = self._due or (self.lacks(attempts) and not self._fetching)
         if not wanted or self._waits or self._installing:
             return []
-        if all(one.is_computed for one in tries):
+        if all(one.is_computed for one in attempts):
             return []
         self._due, self._fetching = False, True
         return self._client.begin_fetch(now)
@@ -484,17 +484,17 @@ class Parameters:
             )
         ]
 
-    def installed(self, result: object, tries: ChunkAttempts, now: Seconds) -> Sequence[Action]:
+    def installed(self, result: object, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
         """See what an install has brought."""
         assert isinstance(result, FetchResult), result
         self._installing = False
         actions = list(self._client.installed(result, now))
-        wanted = tuple((one.incarnation, one.clock) for one in tries.versions)
+        wanted = tuple((one.incarnation, one.clock) for one in attempts.versions)
         pause = TORN_RETRY_SECONDS
         if not result.torn:
             self._fetching = False
             if not self._due and self._client.versions == wanted:
-                self._evaluation = tries.key
+                self._evaluation = attempts.key
                 return actions
             self._evaluation = None
             if not self._due:  # the coordinator will soon know of it
@@ -503,9 +503,9 @@ class Parameters:
         return [*actions, SetTimer(name=RETRY, at=now + pause)]
 
 
-N_SETS_HELD: Final = 2
+N_CHUNKS_HELD: Final = 2
 
-_SAY = "replica:say"
+_REPORT_TIMER = "replica:say"
 
 
 @final
@@ -519,7 +519,7 @@ class BatchWorkerConfig:
         retry_seconds_max: After which an idle one does.
     """
 
-    cutting: ChunkSizes
+    chunk_sizes: ChunkSizes
     retry_seconds: Seconds = 0.5
     retry_seconds_max: Seconds = 4.0
 
@@ -554,7 +554,7 @@ class BatchWorker:
         self._client = client
         self._sums = MiniBatchSums(trainer)
         self._prefetch = Prefetch(self._sums, samples)
-        self._tries = ChunkAttempts(config.cutting)
+        self._attempts = ChunkAttempts(config.chunk_sizes)
         self._parameters = Parameters(client, self._sums, retry_seconds=config.retry_seconds)
         self._incarnation = 0
         self._begun = not await_begin
@@ -574,13 +574,13 @@ class BatchWorker:
             PeerLostError: a shard has been silent for too long.
         """
         if self._client.owns(event):
-            return self._shard_spoke(event, now)
+            return self._handle_client(event, now)
         actions: list[Action] = []
         match event:
             case Started():
                 self._incarnation = event.incarnation
                 actions += [*self._client.start(event.incarnation, now)]
-                actions += self._say(now)
+                actions += self._report(now)
             case Received():
                 actions += self._receive(event, now)
             case TimerFired(name=name):
@@ -588,21 +588,21 @@ class BatchWorker:
             case Computed():
                 actions += self._computed(event, now)
             case PeerJoined(peer=peer) if peer == COORDINATOR:
-                actions += self._say(now)
+                actions += self._report(now)
             case _:
                 pass  # peers come and go
         return [*actions, *self._advance(now)]
 
-    def _shard_spoke(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def _handle_client(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Let the client take an event; most of the events of a job are such.
 
         A shard's words let nothing begin but a push or an install; all else that could
         begin has begun. So the rest is not looked at.
         """
         actions = self._client.handle(event, now)
-        tries = self._tries
-        if tries.awaits_shards and tries.acknowledged(n_waiting=self._client.unacknowledged):
-            actions += self._say(now)
+        attempts = self._attempts
+        if attempts.awaits_shards and attempts.acknowledged(n_waiting=self._client.unacknowledged):
+            actions += self._report(now)
         if self._busy or not self._begun:
             return actions
         return [*actions, *(self._push() or self._install())]
@@ -617,14 +617,14 @@ class BatchWorker:
             **self._client.counters(),
             "samples": float(self._n_computed),
             "seconds_computing": self._seconds,
-            "sets_held": float(sum(one.total is not None for one in self._tries)),
+            "sets_held": float(sum(one.total is not None for one in self._attempts)),
         }
 
     def _state(self) -> str:
         if self._busy:
             return "computing"
         waited = self._client.waiting_for
-        if waited is not None and any(True for _ in self._tries):
+        if waited is not None and any(True for _ in self._attempts):
             return f"waiting for {waited}"
         return "waiting for work" if self._begun else "waiting for begin"
 
@@ -635,54 +635,54 @@ class BatchWorker:
         match message:
             case StartTraining():
                 self._begun = True
-                return self._say(now)
+                return self._report(now)
             case Stop():
                 self._stopped_by = event.sender
                 return []
             case Assignment():
-                return self._take(message, now)
+                return self._take_assignment(message, now)
             case _:
                 raise RemoteProtocolError(
                     f"{event.sender} sent a replica {type(message).__name__}: only "
                     "shards, the coordinator, and Begin and Stop, speak to it"
                 )
 
-    def _take(self, message: Assignment, now: Seconds) -> Sequence[Action]:
-        tries = self._tries
+    def _take_assignment(self, message: Assignment, now: Seconds) -> Sequence[Action]:
+        attempts = self._attempts
         if message.replica_incarnation != self._incarnation:
             return []  # meant for another life
-        if message.epoch < tries.epoch:
+        if message.epoch < attempts.epoch:
             return []  # of a coordinator that is over
-        before = tries.key
+        before = attempts.key
         try:
-            tries.told(message)
+            attempts.update(message)
         except ValueError as error:
             raise RemoteProtocolError(f"an impossible assignment: {error}") from None
-        if tries.key != before:
-            self._parameters.renew()
-        return self._say(now)
+        if attempts.key != before:
+            self._parameters.invalidate()
+        return self._report(now)
 
     def _timer(self, name: str, now: Seconds) -> Sequence[Action]:
         if name == RETRY:
             self._parameters.retry()
             return []
-        return self._say(now)
+        return self._report(now)
 
-    def _say(self, now: Seconds) -> Sequence[Action]:
+    def _report(self, now: Seconds) -> Sequence[Action]:
         """Tell the coordinator how it stands, now and after a while."""
         if not self._begun:
             return []
-        idle = not any(True for _ in self._tries)
+        idle = not any(True for _ in self._attempts)
         config = self._config
         pause = config.retry_seconds_max if idle else config.retry_seconds
         return [
-            Send(receiver=COORDINATOR, message=self._tries.account),
-            SetTimer(name=_SAY, at=now + pause),
+            Send(receiver=COORDINATOR, message=self._attempts.report),
+            SetTimer(name=_REPORT_TIMER, at=now + pause),
         ]
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         if event.error is not None:
-            raise _failure(event.error)
+            raise _job_error(event.error)
         if event.name == "replica:read":
             self._prefetch.have_read(event.result)
             return []
@@ -690,11 +690,11 @@ class BatchWorker:
         self._seconds += event.seconds
         match event.name:
             case name if name == INSTALL:
-                return self._parameters.installed(event.result, self._tries, now)
+                return self._parameters.installed(event.result, self._attempts, now)
             case "replica:portion":
-                return self._end_portion(event, now)
+                return self._finish_mini_batch(event, now)
             case "replica:push":
-                return self._end_push(event.result, now)
+                return self._finish_push(event.result, now)
             case _:
                 raise LocalProtocolError(f"nobody asked for {event.name!r}")
 
@@ -706,8 +706,8 @@ class BatchWorker:
             return [] if self._busy else self._end()
         if not self._begun:
             return []
-        to_compute = self._tries.to_compute(n_held_max=N_SETS_HELD)
-        actions = [*self._parameters.fetch(self._tries, now), *self._read(to_compute)]
+        to_compute = self._attempts.to_compute(n_held_max=N_CHUNKS_HELD)
+        actions = [*self._parameters.fetch(self._attempts, now), *self._read(to_compute)]
         if self._busy:
             return actions
         return [*actions, *(self._push() or self._install() or self._step(to_compute))]
@@ -721,9 +721,9 @@ class BatchWorker:
 
     def _read(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
         ahead = [
-            portion
-            for one in to_compute[:N_PORTIONS_HELD]
-            for portion in one.portions[len(one.losses) :][:N_PORTIONS_HELD]
+            mini_batch
+            for one in to_compute[:N_MINI_BATCHES_HELD]
+            for mini_batch in one.mini_batches[len(one.losses) :][:N_MINI_BATCHES_HELD]
         ]
         return self._prefetch.read(ahead)
 
@@ -737,46 +737,46 @@ class BatchWorker:
 
     def _step(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
         """Compute the next portion, if its samples and the parameters are here."""
-        if not to_compute or self._parameters.lacks(self._tries):
+        if not to_compute or self._parameters.lacks(self._attempts):
             return []
         one = to_compute[0]
         if self._accruing in to_compute and self._accruing is not None:
             one = self._accruing  # another was put before it
-        batch = self._prefetch.get(one.next_portion)
+        batch = self._prefetch.get(one.next_mini_batch)
         if batch is None:
             return []
         is_first = not one.losses
         self._busy, self._current, self._accruing = True, one, one
-        self._computing_for = self._tries.key
+        self._computing_for = self._attempts.key
         work = partial(self._sums.step, batch, is_first=is_first, is_last=one.is_last)
         cost = Cost(flops=self._sums.flops(batch.n_samples), n_bytes=float(self._sums.n_bytes))
         return [Compute(name="replica:portion", work=work, cost=cost)]
 
-    def _end_portion(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _finish_mini_batch(self, event: Computed, now: Seconds) -> Sequence[Action]:
         one, result = self._current, event.result
         assert one is not None
         assert isinstance(result, MiniBatchOutcome), result
-        start, stop = one.next_portion
+        start, stop = one.next_mini_batch
         self._current = None
         self._n_computed += stop - start
         one.computed(result, seconds=event.seconds)
-        if self._computing_for == self._tries.key:
-            self._tries.n_computed += stop - start
-        if one not in self._tries or not one.is_computed:
+        if self._computing_for == self._attempts.key:
+            self._attempts.n_computed += stop - start
+        if one not in self._attempts or not one.is_computed:
             return []
         actions: list[Action] = []
         if not one.is_finite:
-            start = one.portions[0][0] if result.is_of_set else start
+            start = one.mini_batches[0][0] if result.is_of_chunk else start
             blame = result.blame or "look at the model and its loss there"
             text = f"loss or gradient of positions {start} to {stop - 1} of the data is"
             actions.append(Report(text=f"{text} not finite: {blame}", level="warning"))
-        return [*actions, *self._say(now)]
+        return [*actions, *self._report(now)]
 
     # -------------------------------------------------------------------------- push
 
     def _push(self) -> Sequence[Action]:
         """Push a sum that was granted, once there is a free slot on every shard."""
-        one = self._tries.to_push
+        one = self._attempts.to_push
         if one is None or one.total is None or not self._client.can_push:
             return []
         self._busy, self._current = True, one
@@ -784,18 +784,22 @@ class BatchWorker:
         cost = Cost(n_bytes=2.0 * self._sums.n_bytes)
         return [Compute(name="replica:push", work=stage, cost=cost)]
 
-    def _end_push(self, result: object, now: Seconds) -> Sequence[Action]:
+    def _finish_push(self, result: object, now: Seconds) -> Sequence[Action]:
         one, self._current = self._current, None
         assert one is not None
         assert isinstance(result, PushResult), result
         actions = self._client.staged(
-            result, n_gradients=len(one.portions), samples=one.n_examples, grant=one.grant, now=now
+            result,
+            n_gradients=len(one.mini_batches),
+            samples=one.n_examples,
+            grant=one.grant,
+            now=now,
         )
-        self._tries.pushed(one, is_finite=result.finite)
-        return actions if result.finite else [*actions, *self._say(now)]
+        self._attempts.pushed(one, is_finite=result.finite)
+        return actions if result.finite else [*actions, *self._report(now)]
 
 
-def _failure(error: BaseException) -> DistBeliefError:
+def _job_error(error: BaseException) -> DistBeliefError:
     if isinstance(error, DistBeliefError):
         return error
     return JobError(f"a portion failed: {type(error).__name__}: {error}")

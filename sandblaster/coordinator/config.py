@@ -32,8 +32,8 @@ class CoordinatorConfig:
             its disk begins anew at the parameters.
     """
 
-    cutting: ChunkSizes
-    window_sets: int = 64
+    chunk_sizes: ChunkSizes
+    window_chunks: int = 64
     backups: bool = True
     backup_seconds_min: Seconds = 0.05
     retry_seconds: Seconds = 0.5
@@ -57,5 +57,5 @@ class CoordinatorConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
         if self.backup_seconds_min < 0:
             raise ValueError(f"backup_seconds_min is {self.backup_seconds_min}; use 0 or more")
-        if self.window_sets < 1:
-            raise ValueError(f"window_sets is {self.window_sets}; use at least 1")
+        if self.window_chunks < 1:
+            raise ValueError(f"window_sets is {self.window_chunks}; use at least 1")

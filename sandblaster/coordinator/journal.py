@@ -64,7 +64,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ResumePoint:
     """Where to go on: at which cut, and with what."""
 
     cut: int
@@ -128,7 +128,7 @@ class Journal:
             state=iterated.state,
         )
 
-    def settle(self, cut: int) -> None:
+    def confirm(self, cut: int) -> None:
         """This cut is safe here and on the shards: those before it can be forgotten.
 
         All but those that shards have on disk.
@@ -137,13 +137,13 @@ class Journal:
         keep.update(c for c in self._entries if c >= cut)
         self._entries = {c: e for c, e in self._entries.items() if c in keep}
 
-    def kept(self, cut: int) -> None:
+    def checkpointed(self, cut: int) -> None:
         """Every shard has this cut on disk."""
         if cut != self.on_disk:
             before = (*self._before_on_disk, self.on_disk)
             self._before_on_disk = before[1 - N_ON_DISK :]
         self.on_disk = cut
-        self.settle(cut)
+        self.confirm(cut)
 
     def end(self, clocks: Sequence[int], *, entry: CheckpointEntry) -> None:
         """The run is over: its parameters are published, at these clocks."""
@@ -168,7 +168,7 @@ class Journal:
 
     # -------------------------------------------------------------------- resuming
 
-    def choose(self, held: Sequence[Sequence[CheckpointRecord]]) -> Choice:
+    def choose(self, held: Sequence[Sequence[CheckpointRecord]]) -> ResumePoint:
         """Return where to go on, given what each shard holds.
 
         Raises:
@@ -177,7 +177,9 @@ class Journal:
         begins = self.base_clocks
         if self._all_at(self.end_clocks, held):
             begins = self.end_clocks
-        per_shard = [self._cuts_of(k, records, begins=begins) for k, records in enumerate(held)]
+        per_shard = [
+            self._savepoints_of(k, records, begins=begins) for k, records in enumerate(held)
+        ]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
         if not shared:
             shown = "; ".join(
@@ -188,16 +190,16 @@ class Journal:
                 f"{shown}): resume the run from its saved snapshots, or start anew"
             )
         whole = [
-            cut for cut in shared if self._goes_on(cut) and all(cuts[cut] for cuts in per_shard)
+            cut for cut in shared if self._can_resume(cut) and all(cuts[cut] for cuts in per_shard)
         ]
         # A newer cut of which nothing is written down is one iteration newer at most.
         cut = max(whole or shared)
         known = cut > 0 or begins is self.end_clocks
         entry = self._entries.get(cut) if known else None
         has_other_goal = not whole and entry is not None and entry.goal != self._goal
-        return Choice(cut=cut, whole=bool(whole), entry=entry, has_other_goal=has_other_goal)
+        return ResumePoint(cut=cut, whole=bool(whole), entry=entry, has_other_goal=has_other_goal)
 
-    def _goes_on(self, cut: int) -> bool:
+    def _can_resume(self, cut: int) -> bool:
         """Return whether a state of this cut is here, and of this goal."""
         entry = self._entries.get(cut)
         return entry is not None and entry.goal == self._goal
@@ -213,7 +215,7 @@ class Journal:
             for clock, records in zip(clocks, held, strict=True)
         )
 
-    def _cuts_of(
+    def _savepoints_of(
         self, k: int, records: Sequence[CheckpointRecord], *, begins: Sequence[int] | None
     ) -> Mapping[int, bool]:
         """Return (cut -> is it whole) of one shard."""

@@ -34,31 +34,31 @@ class TimeShares:
         self._began_at: Seconds = 0.0
         self._ended_at: Seconds | None = None  # the evaluation before, in this course
 
-    def course_begins(self) -> None:
+    def run_begins(self) -> None:
         """What was under way is given up."""
         self._ended_at = None
 
-    def evaluation_begins(self, crew: WorkerPool, now: Seconds) -> None:
+    def evaluation_begins(self, pool: WorkerPool, now: Seconds) -> None:
         """Until now shards had orders, and replicas nothing."""
         if self._ended_at is not None:
-            self._seconds["algebra"] += len(crew) * (now - self._ended_at)
+            self._seconds["algebra"] += len(pool) * (now - self._ended_at)
         self._began_at = now
 
-    def evaluation_ends(self, crew: WorkerPool, now: Seconds) -> None:
+    def evaluation_ends(self, pool: WorkerPool, now: Seconds) -> None:
         """Every set counts, or none will."""
-        for member in crew:
-            spent = member.spent
-            there = now - max(self._began_at, member.joined_at)
+        for worker in pool:
+            spent = worker.spent
+            there = now - max(self._began_at, worker.joined_at)
             self._seconds["computing"] += spent.computing
             self._seconds["fetching"] += spent.fetching
             self._seconds["staging"] += spent.staging
             self._seconds["waiting"] += max(0.0, there - spent.total)
         self._ended_at = now
 
-    def saved(self, crew: WorkerPool, *, since: Seconds, now: Seconds) -> None:
+    def saved(self, pool: WorkerPool, *, since: Seconds, now: Seconds) -> None:
         """Snapshots were taken, between two evaluations."""
         if self._ended_at is not None:
-            self._seconds["saving"] += len(crew) * (now - since)
+            self._seconds["saving"] += len(pool) * (now - since)
             self._ended_at += now - since
 
     def counters(self) -> Mapping[str, float]:
@@ -100,7 +100,7 @@ class CoordinatorMetrics:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class StopWishes:
+class PendingRequests:
     """What the supervisor has asked for.
 
     Attributes:

@@ -43,8 +43,8 @@ from distbelief.roles.role import Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
-from sandblaster.coordinator.metrics import CoordinatorMetrics, StopWishes
-from sandblaster.coordinator.work_queue import N_VOID_MAX, Commits, GrantNumbers, WorkQueue
+from sandblaster.coordinator.metrics import CoordinatorMetrics, PendingRequests
+from sandblaster.coordinator.work_queue import N_VOID_MAX, Commits, EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -59,7 +59,7 @@ from sandblaster.optimizers.termination import Reason
 
 
 PARAMETERS: Final = "parameters"
-SHARE_OF_SAVING: Final = 0.02
+SAVING_SHARE: Final = 0.02
 """Of the time that snapshots may take, for which all replicas wait: one that is asked
 for too soon after another is taken later. Of 42 million parameters with three pairs of
 corrections 2 GB are written: 4 s, which were 9 % of the time at one in 30 s."""
@@ -78,7 +78,7 @@ class Method(Protocol):
 class Wait(Enum):
     """What a course waits for, if not for the shards."""
 
-    SETS = "computing"  # some set is on every shard, or the loss is not a number
+    CHUNKS = "computing"  # some set is on every shard, or the loss is not a number
     SAVED = "saving"  # the journal is on disk
 
 
@@ -92,7 +92,7 @@ class Answered:
     versions: tuple[ShardVersion, ...]
 
 
-CourseSteps = Generator[Task | Wait, Answered, Result]
+RunSteps = Generator[Task | Wait, Answered, Result]
 
 
 @final
@@ -118,82 +118,86 @@ class CoordinatorRun:
         method: Method,
         n_examples: int,
         epoch: int,
-        crew: WorkerPool,
+        pool: WorkerPool,
         journal: Journal,
-        figures: CoordinatorMetrics,
-        wishes: StopWishes,
+        metrics: CoordinatorMetrics,
+        requests: PendingRequests,
     ) -> None:
         self._config = config
         self._method = method
         self._n_examples = n_examples
         self._epoch = epoch
-        self._crew = crew
+        self._pool = pool
         self._journal = journal
-        self._figures = figures
-        self._wishes = wishes
+        self._metrics = metrics
+        self._requests = requests
         first = epoch << GRANT_BITS
-        self._numbers = GrantNumbers(grant=first)
-        self._last_cut = first
-        self._marked: IterationDone | None = None  # of which the last cut is
-        self.mark: Savepoint | None = None
+        self._numbers = EpochCounters(grant=first)
+        self._last_savepoint = first
+        self._savepoint_point: IterationDone | None = None  # of which the last cut is
+        self.savepoint: Savepoint | None = None
         self.unsaved: int | None = None
         self.save_error: str | None = None
         self.settled = 0
         self.has_point = False
-        self.dealing: WorkQueue | None = None
+        self.queue: WorkQueue | None = None
         self.progress: deque[IterationDone] = deque()
         self.note = ""
         self.now: Seconds = 0.0
 
     # -------------------------------------------------------------------------- whole
 
-    def run(self) -> CourseSteps:
+    def steps(self) -> RunSteps:
         """Attach, go on from somewhere, and come to an end.
 
         Raises:
             DistBeliefError: the shards disagree, or share no point to go on from.
         """
-        self._figures.shares.course_begins()
+        self._metrics.shares.run_begins()
         attached = yield BeginEpoch()
-        choice = self._journal.choose([answer.cuts for answer in attached.answers])
-        if choice.cut == 0 and self._journal.base_clocks is None:
+        resume_point = self._journal.choose([answer.cuts for answer in attached.answers])
+        if resume_point.cut == 0 and self._journal.base_clocks is None:
             clocks = (answer.cuts[0].clock for answer in attached.answers)
             self._journal.base_clocks = tuple(clocks)
             self.unsaved = 0
-        yield Restore(cut=choice.cut, whole=choice.whole)
-        state, figures = None, self._figures
-        figures.offset, figures.iterated = 0, None
-        if choice.entry is not None:
-            figures.samples = choice.entry.samples
-            figures.n_evaluations = max(figures.n_evaluations, choice.entry.evaluations)
-            if choice.whole:
-                state, self.unsaved = choice.entry.state, choice.cut
-                figures.offset = choice.entry.offset
+        yield Restore(cut=resume_point.cut, whole=resume_point.whole)
+        state, metrics = None, self._metrics
+        metrics.offset, metrics.iterated = 0, None
+        if resume_point.entry is not None:
+            metrics.samples = resume_point.entry.samples
+            metrics.n_evaluations = max(metrics.n_evaluations, resume_point.entry.evaluations)
+            if resume_point.whole:
+                state, self.unsaved = resume_point.entry.state, resume_point.cut
+                metrics.offset = resume_point.entry.offset
             else:
-                figures.offset = choice.entry.iteration
-        if choice.has_other_goal:
+                metrics.offset = resume_point.entry.iteration
+        if resume_point.has_other_goal:
             self.note = (
                 "method, loss, l1, l2 or batches are others than before: the method "
                 "begins anew at the parameters"
             )
-        elif choice.cut and not choice.whole:
+        elif resume_point.cut and not resume_point.whole:
             self.note = "going on from parameters alone: the method begins anew there"
         self.has_point = True
         result = yield from self._drive(self._method.steps(state))
-        if figures.iterated is None:  # it ended where it began
-            figures.iterated = _iterated(result)
-            self.progress.append(figures.iterated)
+        if metrics.iterated is None:  # it ended where it began
+            metrics.iterated = _iterated(result)
+            self.progress.append(metrics.iterated)
         yield from self._publish()
         return result
 
-    def end_early(self) -> CourseSteps:
+    def end_early(self) -> RunSteps:
         """Leave the last point that was accepted; to be run instead of the rest."""
         assert self.has_point
-        self.dealing = None
-        last = self._figures.iterated
-        if self.mark is None and self._marked is not None and self._marked is last:
+        self.queue = None
+        last = self._metrics.iterated
+        if (
+            self.savepoint is None
+            and self._savepoint_point is not None
+            and self._savepoint_point is last
+        ):
             # With its history, which is half-way to the next one.
-            yield Restore(cut=self._last_cut, whole=True)
+            yield Restore(cut=self._last_savepoint, whole=True)
         yield from self._publish()
         return Result(
             reason=Reason.STOPPED,
@@ -212,22 +216,22 @@ class CoordinatorRun:
             [answer.clock for answer in published.answers],
             entry=CheckpointEntry(
                 cut=0,
-                iteration=self._figures.iteration,
-                offset=self._figures.offset,
-                samples=self._figures.samples,
-                evaluations=self._figures.n_evaluations,
+                iteration=self._metrics.iteration,
+                offset=self._metrics.offset,
+                samples=self._metrics.samples,
+                evaluations=self._metrics.n_evaluations,
                 goal=self._config.goal,
                 state="",
             ),
         )
         if self.save_error is None:
-            self.unsaved = self._last_cut
+            self.unsaved = self._last_savepoint
             yield Execute(commands=())  # with which it is written
         while self.unsaved is not None and self.save_error is None:
             yield Wait.SAVED
-        self._wishes.saves.clear()  # who asked will see the end, and ask the shards
+        self._requests.saves.clear()  # who asked will see the end, and ask the shards
 
-    def _drive(self, steps: Steps[Result]) -> CourseSteps:
+    def _drive(self, steps: Steps[Result]) -> RunSteps:
         """Answer the requests of the algorithm."""
         try:
             request = next(steps)
@@ -241,7 +245,7 @@ class CoordinatorRun:
                         reply = yield from self._evaluate(request)
                     case IterationDone():
                         yield from self._iterated(request)
-                        reply = self._wishes.stop
+                        reply = self._requests.stop
                     case _:
                         assert_never(request)
                 request = steps.send(reply)
@@ -253,37 +257,37 @@ class CoordinatorRun:
 
     def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
         batch = self._batch(request)
-        config, figures, numbers = self._config, self._figures, self._numbers
+        config, metrics, numbers = self._config, self._metrics, self._numbers
         opened = yield BeginEvaluation(
             point=request.point,
             before=request.before,
             first_grant=numbers.grant + 1,
-            n_staged_max=config.window_sets + N_VOID_MAX,
+            n_staged_max=config.window_chunks + N_VOID_MAX,
         )
-        figures.n_evaluations += 1
-        figures.shares.evaluation_begins(self._crew, self.now)
-        self._crew.begin(
+        metrics.n_evaluations += 1
+        metrics.shares.evaluation_begins(self._pool, self.now)
+        self._pool.begin(
             epoch=self._epoch,
-            evaluation=figures.n_evaluations,
+            evaluation=metrics.n_evaluations,
             versions=opened.versions,
             batch=batch,
         )
-        dealing = WorkQueue(config, crew=self._crew, batch=batch, numbers=numbers)
-        self.dealing = dealing
-        granting = dealing.sets
-        while granting.is_finite and not granting.is_complete:
-            sets, void = granting.to_fold()
+        queue = WorkQueue(config, pool=self._pool, batch=batch, numbers=numbers)
+        self.queue = queue
+        commits = queue.commits
+        while commits.is_finite and not commits.is_complete:
+            sets, void = commits.to_commit()
             if sets or void:
-                folded = yield Commit(sets=sets, void=void)
-                granting.folded(sets, void, folded.now)
+                committed = yield Commit(sets=sets, void=void)
+                commits.committed(sets, void, committed.now)
             else:
-                yield Wait.SETS
-        self.dealing = None
-        figures.shares.evaluation_ends(self._crew, self.now)
-        figures.n_backups += dealing.n_backups
-        is_finite, n_examples = granting.is_finite, batch.n_examples
-        figures.n_wasted += max(self._crew.n_computed - n_examples, 0)
-        figures.samples += n_examples
+                yield Wait.CHUNKS
+        self.queue = None
+        metrics.shares.evaluation_ends(self._pool, self.now)
+        metrics.n_backups += queue.n_backups
+        is_finite, n_examples = commits.is_finite, batch.n_examples
+        metrics.n_wasted += max(self._pool.n_computed - n_examples, 0)
+        metrics.samples += n_examples
         seal = FinishEvaluation(
             gradient=request.gradient,
             n_examples=n_examples if is_finite else 0,
@@ -291,9 +295,9 @@ class CoordinatorRun:
         )
         sealed = yield seal
         if is_finite:
-            _check(sealed.answers, granting)
+            _check(sealed.answers, commits)
         return Evaluation(
-            loss=granting.loss / n_examples if is_finite else math.nan,
+            loss=commits.loss / n_examples if is_finite else math.nan,
             n_examples=n_examples,
             scalars=(
                 *combine(request.before, _scalars(opened)),
@@ -319,52 +323,52 @@ class CoordinatorRun:
 
     def _iterated(self, request: IterationDone) -> Generator[Task | Wait, Answered, None]:
         """Let this be a cut, unless the one before it is not safe yet."""
-        self._figures.iterated = request
+        self._metrics.iterated = request
         self.progress.append(request)
         since = self.now
-        while self._wishes.saves and self.now >= self._figures.save_again_at:
+        while self._requests.saves and self.now >= self._metrics.save_again_at:
             error = self.save_error
-            while self.unsaved is not None and self.mark is None and error is None:
+            while self.unsaved is not None and self.savepoint is None and error is None:
                 yield Wait.SAVED
                 error = self.save_error
-            label = self._wishes.saves[0]  # it stays there if this course ends
+            label = self._requests.saves[0]  # it stays there if this course ends
             if error is None:
                 error = yield from self._save(label, request)
             taken = self.now - since
-            self._figures.save_again_at = self.now + taken / SHARE_OF_SAVING
-            self._wishes.saves.popleft()
-            self._wishes.saved.append((label, error))
-        self._figures.shares.saved(self._crew, since=since, now=self.now)
+            self._metrics.save_again_at = self.now + taken / SAVING_SHARE
+            self._requests.saves.popleft()
+            self._requests.saved.append((label, error))
+        self._metrics.shares.saved(self._pool, since=since, now=self.now)
         if self.unsaved is None:
-            self._mark(request)
+            self._take_savepoint(request)
 
-    def _mark(self, request: IterationDone) -> int:
-        self._last_cut += 1
-        self._marked = request
-        cut = self.unsaved = self._last_cut
+    def _take_savepoint(self, request: IterationDone) -> int:
+        self._last_savepoint += 1
+        self._savepoint_point = request
+        cut = self.unsaved = self._last_savepoint
         self._journal.write(
             cut,
             request,
-            samples=self._figures.samples,
-            offset=self._figures.offset,
-            evaluations=self._figures.n_evaluations,
+            samples=self._metrics.samples,
+            offset=self._metrics.offset,
+            evaluations=self._metrics.n_evaluations,
         )
-        self.mark = Savepoint(cut=cut, vectors=request.vectors)
+        self.savepoint = Savepoint(cut=cut, vectors=request.vectors)
         return cut
 
     def _save(
         self, label: str, request: IterationDone
     ) -> Generator[Task | Wait, Answered, str | None]:
         """Save this cut everywhere; return why not, if so."""
-        cut = self.unsaved if self.unsaved is not None else self._mark(request)
-        kept = yield Checkpoint(label=label, cut=cut)
+        cut = self.unsaved if self.unsaved is not None else self._take_savepoint(request)
+        checkpointed = yield Checkpoint(label=label, cut=cut)
         errors = [
             f"shard {k}: {answer.error}"
-            for k, answer in enumerate(kept.answers)
+            for k, answer in enumerate(checkpointed.answers)
             if answer.error is not None
         ]
         if not errors:
-            self._journal.kept(cut)
+            self._journal.checkpointed(cut)
         while self.unsaved is not None and self.save_error is None:
             yield Wait.SAVED
         return "; ".join(errors) or self.save_error

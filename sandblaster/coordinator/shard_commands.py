@@ -47,7 +47,7 @@ class CommandBroadcast:
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
         self._shards = tuple(shards)
-        self._order: ShardCommand | None = None  # until every shard has answered
+        self._command: ShardCommand | None = None  # until every shard has answered
         self._answers: dict[Address, CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # when they attached
         self._newest: dict[Address, int] = {}  # heard of
@@ -57,7 +57,7 @@ class CommandBroadcast:
         self.epoch = 0
         self.number = 0
         self.lost: Address | None = None
-        self.n_orders = 0
+        self.n_commands = 0
 
     def owns(self, sender: Address) -> bool:
         """Return whether that is a shard."""
@@ -66,12 +66,12 @@ class CommandBroadcast:
     @property
     def complete(self) -> bool:
         """Is no order under way?"""
-        return self._order is None
+        return self._command is None
 
     @property
     def waiting_for(self) -> Address | None:
         """The first shard that has not answered, if one has not."""
-        if self._order is None:
+        if self._command is None:
             return None
         return next((s for s in self._shards if s not in self._answers), None)
 
@@ -90,29 +90,29 @@ class CommandBroadcast:
 
     # ------------------------------------------------------------------------ orders
 
-    def attach(self, epoch: int, now: Seconds) -> list[Action]:
+    def begin_epoch(self, epoch: int, now: Seconds) -> list[Action]:
         """Begin an epoch."""
         self.epoch, self.number, self.lost = epoch, 0, None
         self._incarnations = {}
-        return self.give(BeginEpoch(), now)
+        return self.send(BeginEpoch(), now)
 
-    def give(
+    def send(
         self,
         task: Task,
         now: Seconds,
         *,
-        mark: Savepoint | None = None,
+        savepoint: Savepoint | None = None,
         settled: int = 0,
         on_disk: int = 0,
     ) -> list[Action]:
         """Order the next thing; the rest is as in `Order`."""
         self.number += 1
-        self.n_orders += 1
-        self._order = ShardCommand(
+        self.n_commands += 1
+        self._command = ShardCommand(
             epoch=self.epoch,
             number=self.number,
             task=task,
-            mark=mark,
+            mark=savepoint,
             settled=settled,
             on_disk=on_disk,
         )
@@ -128,8 +128,8 @@ class CommandBroadcast:
             DistBeliefError: another coordinator has taken over, or a shard cannot do
                 what it was told.
         """
-        shard, order = event.sender, self._order
-        self._meet(shard, event.incarnation)
+        shard, command = event.sender, self._command
+        self._note_incarnation(shard, event.incarnation)
         if event.incarnation < self._newest[shard]:
             return
         if message.epoch > self.epoch:
@@ -138,28 +138,28 @@ class CommandBroadcast:
                 f"{self.epoch}: another one has taken over"
             )
         self._heard_at[shard] = now
-        if self.lost is not None or order is None:
+        if self.lost is not None or command is None:
             return
-        if (message.epoch, message.number) != (order.epoch, order.number):
+        if (message.epoch, message.number) != (command.epoch, command.number):
             return
-        if message.error is not None and not isinstance(order.task, Checkpoint):
+        if message.error is not None and not isinstance(command.task, Checkpoint):
             raise DistBeliefError(
-                f"{shard} cannot perform {type(order.task).__name__}, order "
-                f"{order.number} of epoch {order.epoch}: {message.error}"
+                f"{shard} cannot perform {type(command.task).__name__}, order "
+                f"{command.number} of epoch {command.epoch}: {message.error}"
             )
         self._incarnations.setdefault(shard, event.incarnation)
         self._answers[shard] = message
         if len(self._answers) == len(self._shards):
-            self._order = None
+            self._command = None
 
     def joined(self, shard: Address, incarnation: int) -> list[Action]:
         """A shard, or a new life of it, can be reached: it hears the order at once."""
-        self._meet(shard, incarnation)
-        if self._order is None or shard in self._answers or self.lost is not None:
+        self._note_incarnation(shard, incarnation)
+        if self._command is None or shard in self._answers or self.lost is not None:
             return []
-        return [Send(receiver=shard, message=self._order)]
+        return [Send(receiver=shard, message=self._command)]
 
-    def _meet(self, shard: Address, incarnation: int) -> None:
+    def _note_incarnation(self, shard: Address, incarnation: int) -> None:
         self._newest[shard] = max(incarnation, self._newest.get(shard, 0))
         known = self._incarnations.get(shard)
         if known is not None and incarnation > known:
@@ -191,11 +191,11 @@ class CommandBroadcast:
         return self._send(now)
 
     def _send(self, now: Seconds) -> list[Action]:
-        assert self._order is not None
+        assert self._command is not None
         self._timer_at = now + self._delay
         return [
             *(
-                Send(receiver=shard, message=self._order)
+                Send(receiver=shard, message=self._command)
                 for shard in self._shards
                 if shard not in self._answers
             ),

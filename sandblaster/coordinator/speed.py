@@ -24,25 +24,25 @@ from sandblaster.coordinator.workers import ChunkCopy, WorkerState, typical
 # not its progress, and that machines differ: so each replica has a pace of its own, and a
 # try that takes longer than it should is expected to take as long again.
 
-SHARE_OF_DEALING: Final = 0.01
+ASSIGNMENT_SHARE: Final = 0.01
 """Of the time of computing that dealing may take."""
 
-N_DEALT_MAX: Final = 32
+N_ASSIGNED_MAX: Final = 32
 """Sets dealt to one replica at once."""
 
 _OVERDUE: Final = 1.25
 """Times what was expected: then the expectation is worth nothing."""
 
 
-def n_at_once(member: WorkerState, set_seconds: Seconds) -> int:
+def n_at_once(worker: WorkerState, chunk_seconds: Seconds) -> int:
     """Return how many sets to deal at once, so that dealing costs next to nothing."""
-    if member.turnaround is None or set_seconds <= 0.0:
+    if worker.turnaround is None or chunk_seconds <= 0.0:
         return 1
-    wanted = member.turnaround / (SHARE_OF_DEALING * set_seconds)
-    return max(1, min(N_DEALT_MAX, math.ceil(wanted)))
+    wanted = worker.turnaround / (ASSIGNMENT_SHARE * chunk_seconds)
+    return max(1, min(N_ASSIGNED_MAX, math.ceil(wanted)))
 
 
-def left(member: WorkerState, pace: float, lag: Seconds, now: Seconds) -> tuple[Line, Seconds]:
+def left(worker: WorkerState, pace: float, lag: Seconds, now: Seconds) -> tuple[Line, Seconds]:
     """Return the seconds until a member has computed all that it was dealt.
 
     The first set is under way, the others wait for it; the first of an evaluation waits
@@ -57,12 +57,12 @@ def left(member: WorkerState, pace: float, lag: Seconds, now: Seconds) -> tuple[
     Returns:
         What holds now, and until when it does.
     """
-    outstanding = member.outstanding
+    outstanding = worker.outstanding
     if not outstanding:
         return Line(0.0), math.inf
     first = outstanding[0]
-    begun = max(first.dealt_at, member.progress_at)
-    expected = pace * first.n_examples + (0.0 if member.n_sets else lag)
+    begun = max(first.assigned_at, worker.progress_at)
+    expected = pace * first.n_examples + (0.0 if worker.n_sets else lag)
     others = sum(pace * copy.n_examples for copy in outstanding[1:])
     elapsed = now - begun
     if elapsed < expected:
@@ -72,7 +72,7 @@ def left(member: WorkerState, pace: float, lag: Seconds, now: Seconds) -> tuple[
     return Line(others - begun, 1), math.inf
 
 
-def seconds_to_end(members: FinishTimes, n_sets: int, now: Seconds) -> Seconds:
+def seconds_to_end(workers: FinishTimes, n_sets: int, now: Seconds) -> Seconds:
     """Return when so many more sets will be done, if they are dealt as well as can be.
 
     No member gets a set that another would have done before; sets may be parted, so the
@@ -84,9 +84,9 @@ def seconds_to_end(members: FinishTimes, n_sets: int, now: Seconds) -> Seconds:
         n_sets: To be dealt; at least one.
         now: The time.
     """
-    end, n_before = math.inf, len(members) + 1
+    end, n_before = math.inf, len(workers) + 1
     while True:  # of those who have done before all others have: fewer each time
-        n, speed, sets = members.below(end, now)
+        n, speed, sets = workers.below(end, now)
         # More of them, by rounding alone, where one is done as all the others are.
         if not n or n >= n_before:
             return end
@@ -99,21 +99,21 @@ def seconds_to_rival(copy: ChunkCopy, expected: Seconds, now: Seconds) -> Second
     Whoever is late takes as long again; a rival has all of its own push before it. So
     nobody rivals a push that may yet be in time.
     """
-    return now - copy.granted_at - expected if is_overdue(copy, expected, now) else 0.0
+    return now - copy.token_issued_at - expected if is_overdue(copy, expected, now) else 0.0
 
 
 def is_overdue(copy: ChunkCopy, expected: Seconds, now: Seconds) -> bool:
     """Return whether the push of a granted set takes longer than it should."""
-    return now - copy.granted_at > max(_OVERDUE * expected, 0.0)
+    return now - copy.token_issued_at > max(_OVERDUE * expected, 0.0)
 
 
-_PACES_OF_NEWS: Final = 8
+_PACES_PER_REFRESH: Final = 8
 """The typical pace is looked up again when one of so many paces is new ..."""
 
-_NEWCOMERS_OF_NEWS: Final = 16
+_UNMEASURED_PER_REFRESH: Final = 16
 """... and one for so many members without a pace; or ..."""
 
-_WAIT_OF_NEWS: Final = 1.1
+_LAG_GROWTH: Final = 1.1
 """... if somebody has waited this many times as long for parameters as anybody else."""
 
 
@@ -133,25 +133,25 @@ class SpeedModel:
         self._longest_lag: Seconds = 0.0
         self._n_new = 0  # since those were looked up
         self._has_waited = False  # much longer than anybody had until then
-        self._had_newcomers = False  # then
-        self.newcomers: dict[int, WorkerState] = {}
+        self._had_unmeasured = False  # then
+        self.unmeasured: dict[int, WorkerState] = {}
 
-    def look(self, member: WorkerState) -> None:
+    def update(self, worker: WorkerState) -> None:
         """Take the pace that a member has now."""
-        self._change(member.number, member.seconds_per_example)
-        if member.lag is not None:
-            self._lags[member.number] = member.lag
-            self._has_waited |= member.lag > _WAIT_OF_NEWS * self._longest_lag
-        if member.seconds_per_example is None:
-            self.newcomers[member.number] = member
+        self._change(worker.number, worker.seconds_per_example)
+        if worker.lag is not None:
+            self._lags[worker.number] = worker.lag
+            self._has_waited |= worker.lag > _LAG_GROWTH * self._longest_lag
+        if worker.seconds_per_example is None:
+            self.unmeasured[worker.number] = worker
         else:
-            self.newcomers.pop(member.number, None)
+            self.unmeasured.pop(worker.number, None)
 
-    def forget(self, member: WorkerState) -> None:
+    def forget(self, worker: WorkerState) -> None:
         """A member is gone."""
-        self._change(member.number, None)
-        self._lags.pop(member.number, None)
-        self.newcomers.pop(member.number, None)
+        self._change(worker.number, None)
+        self._lags.pop(worker.number, None)
+        self.unmeasured.pop(worker.number, None)
 
     def _change(self, number: int, pace: float | None) -> None:
         before = self._own.pop(number, None)
@@ -165,12 +165,12 @@ class SpeedModel:
         if pace is not None:
             insort(self._sorted, pace)
 
-    def look_up_typical(self) -> bool:
+    def refresh_typical(self) -> bool:
         """Look up the typical pace, if somebody needs it, and there is enough news."""
-        had_newcomers = self._had_newcomers
-        self._had_newcomers = bool(self.newcomers)
-        is_due = not had_newcomers or self._has_news
-        if not self.newcomers or not is_due:
+        had_unmeasured = self._had_unmeasured
+        self._had_unmeasured = bool(self.unmeasured)
+        is_due = not had_unmeasured or self._is_stale
+        if not self.unmeasured or not is_due:
             return False
         self._n_new, self._has_waited = 0, False
         self._typical = typical(self._sorted) or 0.0
@@ -178,11 +178,11 @@ class SpeedModel:
         return True
 
     @property
-    def _has_news(self) -> bool:
+    def _is_stale(self) -> bool:
         is_first = not self._typical and self.is_known
-        n_of_paces = len(self._sorted) / _PACES_OF_NEWS
-        n_of_newcomers = len(self.newcomers) / _NEWCOMERS_OF_NEWS
-        is_enough = self._n_new >= max(n_of_paces, n_of_newcomers)
+        n_of_paces = len(self._sorted) / _PACES_PER_REFRESH
+        n_of_unmeasured = len(self.unmeasured) / _UNMEASURED_PER_REFRESH
+        is_enough = self._n_new >= max(n_of_paces, n_of_unmeasured)
         return is_first or is_enough or self._has_waited
 
     # -------------------------------------------------------------------- what is seen
@@ -193,15 +193,15 @@ class SpeedModel:
         return bool(self._sorted)
 
     @property
-    def quickest(self) -> float:
+    def fastest(self) -> float:
         """The least of all; some must be known."""
         return self._sorted[0]
 
-    def of(self, member: WorkerState) -> float:
+    def of(self, worker: WorkerState) -> float:
         """Return a member's; 0 if nobody knows."""
-        own = member.seconds_per_example
+        own = worker.seconds_per_example
         return self._typical if own is None else own
 
-    def lag_of(self, member: WorkerState) -> Seconds:
+    def lag_of(self, worker: WorkerState) -> Seconds:
         """Return how long a member waits for parameters, in each evaluation."""
-        return self._longest_lag if member.lag is None else member.lag
+        return self._longest_lag if worker.lag is None else worker.lag

@@ -23,7 +23,7 @@ from distbelief.roles.role import SUPERVISOR, Action, Address, Seconds, Send, Se
 
 TIMER: Final = "coordinator:warm"
 
-_PATIENCE: Final = 0.5
+_GRACE_SHARE: Final = 0.5
 """Of the time that the first one has taken: so long others may take besides."""
 
 _STOP = Stop(reason="the warm start is over")
@@ -44,30 +44,30 @@ class WarmStartRun:
         self._running: set[Address] = set()
         self._done: set[Address] = set()
         self._began_at: Seconds | None = None
-        self._is_late = False  # for those that are not done
+        self._time_is_up = False  # for those that are not done
 
     @property
     def is_over(self) -> bool:
         """Can the run begin?"""
-        is_time = self._is_late or len(self._done) >= self._n_replicas
+        is_time = self._time_is_up or len(self._done) >= self._n_replicas
         return is_time and not self._running
 
     def is_done(self, name: Address) -> bool:
         """Return whether a replica has done its share."""
         return name in self._done
 
-    def heard(self, name: Address, now: Seconds) -> list[Action]:
+    def replica_joined(self, name: Address, now: Seconds) -> list[Action]:
         """A replica is here: let it train, unless it has."""
         if name in self._done:
             return []
         if self._began_at is None:
             self._began_at = now
-        if self._is_late and name not in self._running:
+        if self._time_is_up and name not in self._running:
             return []  # too late to begin
         self._running.add(name)
         return [Send(receiver=name, message=StartTraining())]
 
-    def finished(self, name: Address, now: Seconds) -> list[Action]:
+    def replica_finished(self, name: Address, now: Seconds) -> list[Action]:
         """A replica is done."""
         is_first = not self._done
         self._running.discard(name)
@@ -75,7 +75,7 @@ class WarmStartRun:
         if not is_first:
             return []
         taken = 0.0 if self._began_at is None else now - self._began_at
-        pause = max(_PATIENCE * taken, self._retry_seconds)
+        pause = max(_GRACE_SHARE * taken, self._retry_seconds)
         return [SetTimer(name=TIMER, at=now + pause)]
 
     def lost(self, name: Address) -> None:
@@ -85,7 +85,7 @@ class WarmStartRun:
 
     def timer(self, now: Seconds) -> list[Action]:
         """Tell who is late to stop."""
-        self._is_late = True
+        self._time_is_up = True
         stops = [Send(receiver=name, message=_STOP) for name in sorted(self._running)]
         return [*stops, SetTimer(name=TIMER, at=now + self._retry_seconds)]
 
@@ -104,7 +104,7 @@ class WarmSaves:
         self._waiting: set[Address] = set()
         self._errors: dict[Address, str] = {}
 
-    def ask(self, label: str) -> list[Action]:
+    def request(self, label: str) -> list[Action]:
         """Let all shards save, or those again that have not, or could not."""
         if label != self._label:
             self._label, self._waiting = label, set(self._shards)
@@ -115,7 +115,7 @@ class WarmSaves:
         save = SaveCheckpoint(label=label)
         return [Send(receiver=name, message=save) for name in sorted(self._waiting)]
 
-    def answered(self, sender: Address, message: CheckpointSaved) -> list[Action]:
+    def shard_answered(self, sender: Address, message: CheckpointSaved) -> list[Action]:
         """A shard has saved, or could not; the last one's answer is everybody's."""
         if message.label != self._label or sender not in self._waiting:
             return []

@@ -20,7 +20,7 @@ from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 
 
-_NEWS: Final = 0.3
+_NEWEST_WEIGHT: Final = 0.3
 """Weight of the newest measurement in an average."""
 
 
@@ -32,16 +32,16 @@ class ChunkCopy:
     set_index: int
     attempt: int
     n_examples: int
-    dealt_at: Seconds
+    assigned_at: Seconds
     result: ChunkResult | None = None
     grant: int = 0
-    granted_at: Seconds = 0.0
+    token_issued_at: Seconds = 0.0
     is_doubled: bool = False  # has another replica one of the same set?
 
 
 @final
 @dataclass(slots=True)
-class Spent:
+class TimeSpent:
     """What one replica has spent its time with, in one evaluation.
 
     Attributes:
@@ -105,14 +105,14 @@ class WorkerState:
     seconds_per_example: float | None = None
     lag: float | None = None
     turnaround: float | None = None
-    spent: Spent = field(default_factory=Spent)
+    spent: TimeSpent = field(default_factory=TimeSpent)
 
     @property
     def outstanding(self) -> list[ChunkCopy]:
         """What it has to compute, in order."""
         return [copy for copy in self.copies.values() if copy.result is None]
 
-    def measured(self, result: ChunkResult, *, elapsed: Seconds) -> None:
+    def record(self, result: ChunkResult, *, elapsed: Seconds) -> None:
         """It has computed a set, so long after it could begin to."""
         pace = result.seconds / max(result.n_examples, 1)
         if 0.0 < pace < math.inf:
@@ -138,11 +138,11 @@ class WorkerPool:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
-        self._members: dict[Address, WorkerState] = {}
+        self._workers: dict[Address, WorkerState] = {}
         # The newest life known to be over: incarnation, and life within.
         self._gone: dict[Address, tuple[int, int]] = {}
         # What those who left were told last: it may yet reach them.
-        self._told: dict[Address, int] = {}
+        self._last_versions: dict[Address, int] = {}
         self._epoch = 0
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
@@ -152,19 +152,19 @@ class WorkerPool:
         self.n_wasted_lost = 0
 
     def __iter__(self) -> Iterator[WorkerState]:
-        return iter(self._members.values())
+        return iter(self._workers.values())
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._workers)
 
     @property
     def n_computed(self) -> int:
         """Examples computed for this evaluation, as far as is known."""
-        return self.n_wasted_lost + sum(member.n_computed for member in self)
+        return self.n_wasted_lost + sum(worker.n_computed for worker in self)
 
     def get(self, name: Address) -> WorkerState | None:
         """Return a member."""
-        return self._members.get(name)
+        return self._workers.get(name)
 
     def begin(
         self, *, epoch: int, evaluation: int, versions: tuple[ShardVersion, ...], batch: BatchRange
@@ -173,142 +173,142 @@ class WorkerPool:
         self._epoch, self._evaluation = epoch, evaluation
         self._versions, self._batch = versions, batch
         self.n_wasted_lost = 0
-        for member in self:
-            member.copies.clear()
-            member.n_computed = member.n_sets = 0
-            member.spent = Spent()
+        for worker in self:
+            worker.copies.clear()
+            worker.n_computed = worker.n_sets = 0
+            worker.spent = TimeSpent()
 
     # ---------------------------------------------------------------------- messages
 
-    def hear(self, event: Received, account: WorkReport, now: Seconds) -> WorkerState | None:
+    def take_report(self, event: Received, report: WorkReport, now: Seconds) -> WorkerState | None:
         """Take an account; return whose it is, if it may have news of this evaluation.
 
         A new life of a member is another one: `leave` the former first.
         """
-        member = self._members.get(event.sender)
-        life = event.incarnation, account.life
-        if member is None:
+        worker = self._workers.get(event.sender)
+        life = event.incarnation, report.life
+        if worker is None:
             if life <= self._gone.get(event.sender, (0, 0)):
                 return None
             self._n_joined += 1
             self.n_changes += 1
-            version = max(account.version, self._told.get(event.sender, 0))
-            member = WorkerState(
+            version = max(report.version, self._last_versions.get(event.sender, 0))
+            worker = WorkerState(
                 name=event.sender,
                 number=self._n_joined,
                 incarnation=event.incarnation,
-                life=account.life,
+                life=report.life,
                 version=version,
                 known=version,
                 heard_at=now,
                 joined_at=now,
             )
-            self._members[event.sender] = member
-            return member
-        if life != (member.incarnation, member.life):
+            self._workers[event.sender] = worker
+            return worker
+        if life != (worker.incarnation, worker.life):
             return None  # an older one
-        member.heard_at = now
-        if account.epoch != self._epoch:
+        worker.heard_at = now
+        if report.epoch != self._epoch:
             return None
-        if account.version > member.known:
-            member.known = account.version
-            if account.version == member.version:
-                taken = now - member.sent_at
-                member.turnaround = _average(member.turnaround, taken)
-        if account.evaluation != self._evaluation:
+        if report.version > worker.known:
+            worker.known = report.version
+            if report.version == worker.version:
+                taken = now - worker.sent_at
+                worker.turnaround = _average(worker.turnaround, taken)
+        if report.evaluation != self._evaluation:
             return None
-        member.n_computed = max(member.n_computed, account.n_computed)
-        return member
+        worker.n_computed = max(worker.n_computed, report.n_computed)
+        return worker
 
-    def is_new_life(self, event: Received, account: WorkReport) -> bool:
+    def has_restarted(self, event: Received, report: WorkReport) -> bool:
         """Return whether a member has begun another life."""
-        member = self._members.get(event.sender)
-        life = event.incarnation, account.life
-        return member is not None and life > (member.incarnation, member.life)
+        worker = self._workers.get(event.sender)
+        life = event.incarnation, report.life
+        return worker is not None and life > (worker.incarnation, worker.life)
 
-    def leave(self, name: Address, *, is_over: bool) -> WorkerState | None:
+    def remove(self, name: Address, *, is_over: bool) -> WorkerState | None:
         """Forget a member; if its life `is_over`, whatever it says from now on too."""
-        member = self._members.pop(name, None)
-        if member is not None:
+        worker = self._workers.pop(name, None)
+        if worker is not None:
             self.n_changes += 1
-            self.n_wasted_lost += member.n_computed
-            self._told[name] = member.version
+            self.n_wasted_lost += worker.n_computed
+            self._last_versions[name] = worker.version
             if is_over:
-                self._gone[name] = member.incarnation, member.life
-        return member
+                self._gone[name] = worker.incarnation, worker.life
+        return worker
 
     def silent(self, now: Seconds) -> list[Address]:
         """Return who has work, and has not been heard of for too long."""
         limit = now - self._config.suspect_seconds
         return [m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit]
 
-    def tell(self, member: WorkerState, now: Seconds) -> list[Action]:
+    def send_assignment(self, worker: WorkerState, now: Seconds) -> list[Action]:
         """Tell a member what it has to do now."""
-        if member.known == member.version:
-            member.asked_at = now
-        member.version += 1
-        member.delay = self._config.retry_seconds
-        return self._send(member, now)
+        if worker.known == worker.version:
+            worker.asked_at = now
+        worker.version += 1
+        worker.delay = self._config.retry_seconds
+        return self._send(worker, now)
 
-    def dismissed(self) -> None:
+    def clear_tasks(self) -> None:
         """An epoch begins; what anybody has to do is of the one before."""
-        for member in self:
-            member.copies.clear()
+        for worker in self:
+            worker.copies.clear()
 
     @property
-    def set_seconds(self) -> Seconds:
+    def chunk_seconds(self) -> Seconds:
         """How long a typical replica computes a set; 0 if nobody knows."""
-        pace = typical(member.seconds_per_example for member in self)
-        return 0.0 if pace is None else pace * self._config.cutting.set_size
+        pace = typical(worker.seconds_per_example for worker in self)
+        return 0.0 if pace is None else pace * self._config.chunk_sizes.chunk_size
 
-    def dismiss(self, now: Seconds) -> list[Action]:
+    def cancel_all(self, now: Seconds) -> list[Action]:
         """Let everybody drop what it has to do."""
         actions: list[Action] = []
-        for member in self:
-            if member.copies:
-                member.copies.clear()
-                actions += self.tell(member, now)
+        for worker in self:
+            if worker.copies:
+                worker.copies.clear()
+                actions += self.send_assignment(worker, now)
         return actions
 
-    def tell_again(self, now: Seconds) -> list[Action]:
+    def resend(self, now: Seconds) -> list[Action]:
         """Repeat what nobody has answered for a while."""
         actions: list[Action] = []
-        for member in self:
-            if member.known < member.version and now >= member.sent_at + member.delay:
-                member.delay = min(2 * member.delay, self._config.retry_seconds_max)
-                actions += self._send(member, now)
+        for worker in self:
+            if worker.known < worker.version and now >= worker.sent_at + worker.delay:
+                worker.delay = min(2 * worker.delay, self._config.retry_seconds_max)
+                actions += self._send(worker, now)
         return actions
 
-    def excuse(self, seconds: Seconds) -> None:
+    def adjust_for_delay(self, seconds: Seconds) -> None:
         """Nobody drove the coordinator for so long: no silence of theirs."""
-        for member in self:
-            member.heard_at += seconds
-            member.asked_at += seconds
+        for worker in self:
+            worker.heard_at += seconds
+            worker.asked_at += seconds
 
-    def _send(self, member: WorkerState, now: Seconds) -> list[Action]:
-        member.sent_at = now
+    def _send(self, worker: WorkerState, now: Seconds) -> list[Action]:
+        worker.sent_at = now
         assignment = Assignment(
             epoch=self._epoch,
-            replica_incarnation=member.incarnation,
-            replica_life=member.life,
-            version=member.version,
+            replica_incarnation=worker.incarnation,
+            replica_life=worker.life,
+            version=worker.version,
             evaluation=self._evaluation,
             versions=self._versions,
             first=self._batch.first,
             n_examples=self._batch.n_examples,
             tasks=tuple(
                 ChunkTask(set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant)
-                for copy in member.copies.values()
+                for copy in worker.copies.values()
             ),
         )
-        return [Send(receiver=member.name, message=assignment)]
+        return [Send(receiver=worker.name, message=assignment)]
 
 
-def typical(paces: Iterable[float | None]) -> float | None:
+def typical(speeds: Iterable[float | None]) -> float | None:
     """Return the median of what is known."""
-    known = sorted(pace for pace in paces if pace is not None)
+    known = sorted(pace for pace in speeds if pace is not None)
     return known[len(known) // 2] if known else None
 
 
 def _average(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _NEWS * (newest - before)
+    return newest if before is None else before + _NEWEST_WEIGHT * (newest - before)

@@ -166,17 +166,17 @@ class DescentRun:
         """Run from "parameters", or on from where a run was cut."""
         if present is None:
             present = yield from self._begin()
-            reason = self._verdict_at_start(present)
+            reason = self._stop_reason_at_start(present)
             if reason is not None:
                 return self._result(present, reason)
-            present = yield from self._turn(present, accepted=())
-            if (yield from stop_requested(self._cut(present, step_length=0.0))):
+            present = yield from self._choose_direction(present, accepted=())
+            if (yield from stop_requested(self._iteration_done(present, step_length=0.0))):
                 return self._result(present, Reason.STOPPED)
         elif present.step == 0.0:  # it had ended there, by the bounds of then
-            reason = self._verdict(present)
+            reason = self._stop_reason(present)
             if reason is not None:
                 return self._result(present, reason)
-            present = yield from self._turn(present, accepted=())
+            present = yield from self._choose_direction(present, accepted=())
         else:
             yield from perform(*self.line.make_trial(present.step))
         return (yield from self._descend(present))
@@ -188,23 +188,23 @@ class DescentRun:
             present = _counted(present, searched)
             if searched.trial is None:
                 expected = min(expected, _expected(present, searched))
-                reason = self._verdict_on_failure(present, searched, expected)
+                reason = self._stop_reason_on_failure(present, searched, expected)
                 if reason is not None:
                     return self._result(present, reason)
                 self.descent.forget(gradient_square=present.gradient_square)
-                present = yield from self._turn(present, accepted=())
+                present = yield from self._choose_direction(present, accepted=())
                 continue
 
             expected, trial = math.inf, searched.trial
             self.descent.accept(trial, slope_at_start=present.slope)
             present = self._moved(present, searched, trial)
-            reason = self._verdict(present)
+            reason = self._stop_reason(present)
             accepted = self.line.accepted(trial)
             if reason is None:
-                present = yield from self._turn(present, accepted=accepted)
+                present = yield from self._choose_direction(present, accepted=accepted)
             else:
                 yield from perform(*accepted)
-            cut = self._cut(present, step_length=trial.sample.step)
+            cut = self._iteration_done(present, step_length=trial.sample.step)
             stop = yield from stop_requested(cut)
             if reason is not None or stop:
                 return self._result(present, reason or Reason.STOPPED)
@@ -226,14 +226,16 @@ class DescentRun:
             gradient_square=square,
         )
 
-    def _turn(self, present: Present, *, accepted: tuple[Command, ...]) -> Steps[Present]:
+    def _choose_direction(
+        self, present: Present, *, accepted: tuple[Command, ...]
+    ) -> Steps[Present]:
         """Move to the accepted point, form the direction and the first trial."""
         step = self.descent.first_step(present)
         terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
         (slope,) = yield from perform(
             *accepted,
             LinearCombination(target=DIRECTION, terms=terms),
-            *self.line.turned(),
+            *self.line.measure_direction(),
             *self.line.make_trial(step),
         )
         return msgspec.structs.replace(present, slope=slope, step=step)
@@ -257,12 +259,12 @@ class DescentRun:
 
     # ------------------------------------------------------------------ verdicts
 
-    def _verdict_at_start(self, present: Present) -> Reason | None:
+    def _stop_reason_at_start(self, present: Present) -> Reason | None:
         if not math.isfinite(present.loss) or not math.isfinite(present.gradient_norm):
             return Reason.NOT_FINITE
-        return self._verdict(present)
+        return self._stop_reason(present)
 
-    def _verdict(self, present: Present) -> Reason | None:
+    def _stop_reason(self, present: Present) -> Reason | None:
         """Return why to end at a point that was accepted, if at all."""
         if small_gradient(self.method, present.gradient_norm):
             return Reason.CONVERGED_GRADIENT
@@ -270,7 +272,7 @@ class DescentRun:
             return Reason.CONVERGED_VALUE
         return self._bound(present)
 
-    def _verdict_on_failure(
+    def _stop_reason_on_failure(
         self, present: Present, searched: Searched, expected: float
     ) -> Reason | None:
         bound = self._bound(present)
@@ -315,8 +317,8 @@ class DescentRun:
         state = State(present=present, memory=self.descent.memory)
         return msgspec.json.encode(state).decode()
 
-    def _cut(self, present: Present, *, step_length: float) -> IterationDone:
-        return cut_at(
+    def _iteration_done(self, present: Present, *, step_length: float) -> IterationDone:
+        return iteration_done_at(
             present,
             step_length=step_length,
             state=self._state(present),
@@ -327,7 +329,7 @@ class DescentRun:
         return result_at(present, reason, state=self._state(present))
 
 
-def cut_at(
+def iteration_done_at(
     present: Present, *, step_length: float, state: str, vectors: tuple[VectorName, ...]
 ) -> IterationDone:
     """Return what is told of a point that was accepted."""

@@ -64,7 +64,7 @@ class Sample:
         """Whether one can reckon with it."""
         return math.isfinite(self.value) and math.isfinite(self.slope)
 
-    def steadied(self, start: "Sample", noise: float) -> "Sample":
+    def denoised(self, start: "Sample", noise: float) -> "Sample":
         """Return it with the value that slopes say, if values may be all noise."""
         by_slopes = start.value + 0.5 * self.step * (start.slope + self.slope)
         off = max(abs(self.value - start.value), abs(self.value - by_slopes))
@@ -140,7 +140,7 @@ def more_thuente(
     n_noisy = 0
     for _ in range(wolfe.n_trials_max):
         measured = yield step
-        trial = measured.steadied(start, noise)
+        trial = measured.denoised(start, noise)
         best = interval.best
         if not trial.finite:
             step_max = min(step, step_max) if step > best.step else step_max
@@ -364,7 +364,7 @@ class Line(Protocol):
         """Evaluate "parameters"; return loss, and norm and square of its gradient."""
         ...
 
-    def turned(self) -> tuple[Command, ...]:
+    def measure_direction(self) -> tuple[Command, ...]:
         """Return what to do once "direction" is formed; it measures the slope."""
         ...
 
@@ -409,7 +409,7 @@ class Straight:
         )
         return loss, norm, square
 
-    def turned(self) -> tuple[Command, ...]:
+    def measure_direction(self) -> tuple[Command, ...]:
         """Measure the slope."""
         return (Dot(x=GRADIENT, y=DIRECTION),)
 
@@ -467,8 +467,8 @@ class Straight:
 
 def _by_slopes(start: Sample, sample: Sample, noise: float) -> float | None:
     """Return what a step improves the loss by, if that is less than values can tell."""
-    steadied = sample.steadied(start, noise)
-    return None if steadied is sample else start.value - steadied.value
+    denoised = sample.denoised(start, noise)
+    return None if denoised is sample else start.value - denoised.value
 
 
 def _better(sample: Sample, best: Trial | None, *, start: Start) -> bool:

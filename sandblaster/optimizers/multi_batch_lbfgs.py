@@ -48,7 +48,7 @@ from sandblaster.optimizers.base import (
     perform,
     stop_requested,
 )
-from sandblaster.optimizers.descent import Present, cut_at, result_at
+from sandblaster.optimizers.descent import Present, iteration_done_at, result_at
 from sandblaster.optimizers.lbfgs import QuasiNewton
 from sandblaster.optimizers.line_search import DIRECTION, GRADIENT, PARAMETERS, TRIAL, Sample, Trial
 from sandblaster.optimizers.termination import (
@@ -200,16 +200,16 @@ class _Run:
     def _descend(self, present: Present, step_length: float | None) -> Steps[Result]:
         """Go on until it ends; a step has just been made, or none (None)."""
         while True:
-            reason = yield from self._arrived(present, step_length)
+            reason = yield from self._report_step(present, step_length)
             if reason is not None:
                 return self._result(present, reason)
             step_length = None
             if small_gradient(self.method, present.gradient_norm):
-                present, reason = yield from self._ask_all(present)
+                present, reason = yield from self._check_all_examples(present)
                 if reason is not None:
                     return self._result(present, reason)
                 continue
-            present = yield from self._turn(present)
+            present = yield from self._choose_direction(present)
             moved = yield from self._search(present)
             if moved is not None:
                 present, step_length = moved
@@ -222,7 +222,7 @@ class _Run:
 
     def _begin(self) -> Steps[Present]:
         """Begin with the first batch."""
-        loss, norm, square = yield from self._here()
+        loss, norm, square = yield from self._evaluate_batch()
         return Present(
             iteration=0,
             n_evaluations=2,
@@ -234,15 +234,15 @@ class _Run:
             gradient_square=square,
         )
 
-    def _arrived(self, present: Present, step_length: float | None) -> Steps[Reason | None]:
+    def _report_step(self, present: Present, step_length: float | None) -> Steps[Reason | None]:
         """Tell of a step; return why to go no further, if so."""
         reason = self._bound(present)
         if step_length is not None:
-            stop = yield from stop_requested(self._cut(present, step_length))
+            stop = yield from stop_requested(self._iteration_done(present, step_length))
             reason = reason or (Reason.STOPPED if stop else None)
         return reason
 
-    def _ask_all(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
+    def _check_all_examples(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
         """This batch's gradient is small: ask all examples, or go on to the next."""
         if self.n_unasked >= self.n_refuted:
             whole = Objective(l2=self.method.l2)
@@ -258,7 +258,7 @@ class _Run:
         else:
             self.n_unasked += 1
         self.batch = self.batch.next()
-        loss, norm, square = yield from self._here()
+        loss, norm, square = yield from self._evaluate_batch()
         return (
             msgspec.structs.replace(
                 _counted(present), loss=loss, gradient_norm=norm, gradient_square=square
@@ -266,7 +266,7 @@ class _Run:
             None,
         )
 
-    def _here(self) -> Steps[tuple[float, float, float]]:
+    def _evaluate_batch(self) -> Steps[tuple[float, float, float]]:
         """Evaluate the present batch at "parameters", and forget what was before."""
         rest, tail = self.batch.rest, self.batch.tail
         rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
@@ -277,7 +277,7 @@ class _Run:
         self.descent.forget(gradient_square=square)
         return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
 
-    def _turn(self, present: Present) -> Steps[Present]:
+    def _choose_direction(self, present: Present) -> Steps[Present]:
         """Form the direction."""
         terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
         (slope,) = yield from perform(
@@ -392,8 +392,8 @@ class _Run:
         )
         return msgspec.json.encode(state).decode()
 
-    def _cut(self, present: Present, step_length: float) -> IterationDone:
-        return cut_at(
+    def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
+        return iteration_done_at(
             present,
             step_length=step_length,
             state=self._state(present),

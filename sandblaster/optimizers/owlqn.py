@@ -113,7 +113,7 @@ class WithinOrthant:
             yield from self._at(PARAMETERS, gradient=GRADIENT, pseudo_gradient=PSEUDO_GRADIENT)
         )[:3]
 
-    def turned(self) -> tuple[Command, ...]:
+    def measure_direction(self) -> tuple[Command, ...]:
         """Keep the direction in line with -v, choose the orthant, measure the slope."""
         return (
             Pointwise(target=DIRECTION, function="oppose", x=DIRECTION, y=PSEUDO_GRADIENT),

@@ -117,17 +117,17 @@ def test_what_has_the_effect_it_says_is_not_refused() -> None:
 
 
 def test_sets_are_as_large_as_balance_allows() -> None:
-    def set_size(n_examples: int, n_replicas: int, **keys: object) -> int:
-        cutting = settings(**keys).cutting(n_examples=n_examples, n_replicas=n_replicas)
-        return cutting.set_size
+    def chunk_size(n_examples: int, n_replicas: int, **keys: object) -> int:
+        chunk_sizes = settings(**keys).chunk_sizes(n_examples=n_examples, n_replicas=n_replicas)
+        return chunk_sizes.chunk_size
 
-    assert set_size(1_000_000, 2) == 4096  # large enough for any push
-    assert set_size(20_000, 4) == 1024
-    assert set_size(20_000, 4, portion=100) == 1200
-    assert set_size(1000, 4) == 256  # one portion is the least
-    assert set_size(1000, 4, portion=10) == 60
-    assert set_size(1_000_000, 2, batch_size=20_000) == 2048
-    assert set_size(1_000_000, 2, portions_per_set=3) == 768
+    assert chunk_size(1_000_000, 2) == 4096  # large enough for any push
+    assert chunk_size(20_000, 4) == 1024
+    assert chunk_size(20_000, 4, portion=100) == 1200
+    assert chunk_size(1000, 4) == 256  # one portion is the least
+    assert chunk_size(1000, 4, portion=10) == 60
+    assert chunk_size(1_000_000, 2, batch_size=20_000) == 2048
+    assert chunk_size(1_000_000, 2, portions_per_set=3) == 768
 
 
 def job(more: str = "") -> Job:

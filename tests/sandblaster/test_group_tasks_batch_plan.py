@@ -20,9 +20,9 @@ def attempt_of(course: ChunkBatchPlan) -> int | None:
 
 
 def test_a_set_is_computed_portion_by_portion() -> None:
-    course = ChunkBatchPlan(Samples(10), portion_size=3)
+    course = ChunkBatchPlan(Samples(10), mini_batch_size=3)
     assert course.n_steps(order(7, 15)) == 3
-    course.know(1, order(7, 15))
+    course.set_order(1, order(7, 15))
     assert not len(course.batch(0).indices)  # the life has not begun
     course.start(7)
     assert course.order is not None
@@ -33,12 +33,12 @@ def test_a_set_is_computed_portion_by_portion() -> None:
 
 
 def test_late_words_of_older_lives_say_nothing() -> None:
-    course = ChunkBatchPlan(Samples(10, seed=3), portion_size=3)
-    course.know(5, order(0, 3, attempt=2))
-    course.know(4, order(0, 3, attempt=1))
+    course = ChunkBatchPlan(Samples(10, seed=3), mini_batch_size=3)
+    course.set_order(5, order(0, 3, attempt=2))
+    course.set_order(4, order(0, 3, attempt=1))
     course.start(0)
     assert attempt_of(course) == 2
-    course.know(6, None)
+    course.set_order(6, None)
     course.start(0)
     assert attempt_of(course) is None
     assert not course.is_last(0)
@@ -47,6 +47,6 @@ def test_late_words_of_older_lives_say_nothing() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(3, 3), (4, 3), (0, 1 << 62)])
 def test_a_set_that_cannot_be_is_refused(start: int, stop: int) -> None:
-    course = ChunkBatchPlan(Samples(10), portion_size=3)
+    course = ChunkBatchPlan(Samples(10), mini_batch_size=3)
     with pytest.raises(RemoteProtocolError, match=f"{start} to {stop} was ordered"):
-        course.know(1, order(start, stop))
+        course.set_order(1, order(start, stop))

@@ -124,10 +124,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
 )
 def test_a_module_is_built_again_from_what_it_tells(module: nn.Module) -> None:
     arguments = json.loads(json.dumps(recipe_of(module)))
-    again = build(arguments["recipe"], arguments["dtype"])
-    assert repr(again) == repr(module)
-    again.load_state_dict(module.state_dict())
-    assert vars(again).keys() == vars(module).keys()
+    resend = build(arguments["recipe"], arguments["dtype"])
+    assert repr(resend) == repr(module)
+    resend.load_state_dict(module.state_dict())
+    assert vars(resend).keys() == vars(module).keys()
 
 
 def test_a_module_that_forgets_its_arguments_is_refused() -> None:

@@ -26,7 +26,7 @@ from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.run import _check
-from sandblaster.coordinator.work_queue import Commits, ExpectedFinish, GrantNumbers
+from sandblaster.coordinator.work_queue import Commits, EpochCounters, ExpectedFinish
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -58,8 +58,8 @@ def ended(run: Run, *, within: float = 60.0) -> str | None:
 
 def finished(run: Run) -> Finished:
     run.cluster.run(until=run.cluster.now + 0.1)
-    told = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
-    return next(message for message in told if isinstance(message, Finished))
+    update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
+    return next(message for message in update if isinstance(message, Finished))
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class Scripted:
 
 
 @pytest.mark.parametrize("hosts", ["one", "own"])
-@pytest.mark.parametrize("window_sets", [1, 64])
-def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_sets: int) -> None:
-    run = play(Sandblast(hosts=hosts, window_sets=window_sets))
+@pytest.mark.parametrize("window_chunks", [1, 64])
+def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_chunks: int) -> None:
+    run = play(Sandblast(hosts=hosts, window_chunks=window_chunks))
     assert run.coordinator.result is not None
     assert run.ledger.n_sealed == run.coordinator.result.n_evaluations
     assert finished(run).counters["iteration"] == 3.0
-    told = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
-    steps = [message.step for message in told if isinstance(message, Progress)]
+    update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
+    steps = [message.step for message in update if isinstance(message, Progress)]
     assert steps == [0, 1, 2, 3]
 
 
@@ -106,7 +106,7 @@ def test_nothing_begins_before_the_supervisor_says_so() -> None:
     for name in (COORDINATOR, *run.scene.replicas):
         run.cluster.post(name, from_supervisor(StartTraining()))
     assert ended(run) is None
-    assert run.values == undisturbed(SMALL.cutting, 2)[0]
+    assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
 def test_whoever_is_stopped_before_it_begins_ends_at_once() -> None:
@@ -169,20 +169,20 @@ def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:
     run = Run(scene)
     run.play()
     assert [saved.error for saved in run.ledger.saved] == [None]
-    assert run.values == undisturbed(scene.cutting, 2)[0]
+    assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
 
 
 def test_it_is_told_when_a_run_has_lost_its_history() -> None:
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
     run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
-    told: list[str] = []
+    update: list[str] = []
     run.cluster.observe(
-        lambda happening: told.extend(
+        lambda happening: update.extend(
             action.text for action in happening.actions if isinstance(action, Report)
         )
     )
     run.play()
-    assert [text for text in told if "from parameters alone" in text]
+    assert [text for text in update if "from parameters alone" in text]
 
 
 def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:
@@ -192,7 +192,7 @@ def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:
     errors = [saved.error for saved in run.ledger.saved]
     assert errors
     assert all(errors)
-    assert run.values == undisturbed(scene.cutting, 2)[0]
+    assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
 
 
 def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
@@ -226,9 +226,9 @@ def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]
 
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
-    config = CoordinatorConfig(cutting=SMALL.cutting)
+    config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
     loads = ExpectedFinish(config, WorkerPool(config))
-    sets = Commits(range(0, 4, 4), numbers=GrantNumbers(), loads=loads)
+    sets = Commits(range(0, 4, 4), numbers=EpochCounters(), loads=loads)
     answers = [CommandDone(epoch=1, number=1, n_sets=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 sets of 0 examples"):
         _check(answers, sets)
@@ -391,7 +391,7 @@ def test_a_coordinator_that_is_overtaken_ends() -> None:
     run.cluster._lives.start(COORDINATOR)
     assert ended(run) is None
     assert run.cluster.role(COORDINATOR) is not first
-    assert run.values == undisturbed(SMALL.cutting, 2)[0]
+    assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
 def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:

@@ -34,7 +34,7 @@ from distbelief.worker.local_executor import FlatModel
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
-from sandblaster.partitioned_worker import SAY, PartitionedBatchWorker
+from sandblaster.partitioned_worker import STAGED_TIMER, PartitionedBatchWorker
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 
@@ -75,16 +75,16 @@ def sent(actions: Sequence[Action], kind: type) -> list[Address]:
 
 def test_a_machine_says_now_and_then_that_it_lives() -> None:
     worker = machine(WORKER)
-    actions = worker.handle(TimerFired(name=SAY), 0.5)
+    actions = worker.handle(TimerFired(name=STAGED_TIMER), 0.5)
     assert sent(actions, ChunkStaged) == [LEADER]
-    assert [a.at for a in actions if isinstance(a, SetTimer) and a.name == SAY] == [1.0]
+    assert [a.at for a in actions if isinstance(a, SetTimer) and a.name == STAGED_TIMER] == [1.0]
 
 
 def test_what_is_staged_is_told_again_and_what_it_has_not_is_not() -> None:
     worker = machine(WORKER)
     push = PushChunk(epoch=1, attempt=1, grant=9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == []
-    worker._sums.pushes.staged.append(9)
+    worker._objective.pushes.staged.append(9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == [LEADER]
 
 
@@ -119,13 +119,13 @@ def test_words_that_are_for_others_are_refused(sender: Address, message: str) ->
         n_examples=4,
         tasks=(),
     )
-    words = {
+    due_report = {
         "assignment": assignment,
         "staged": ChunkStaged(grants=()),
         "push": PushChunk(epoch=1, attempt=1, grant=1),
     }
     with pytest.raises(RemoteProtocolError, match="which is not for it"):
-        machine(WORKER).handle(says(sender, words[message]), 0.0)
+        machine(WORKER).handle(says(sender, due_report[message]), 0.0)
 
 
 def test_a_set_that_cannot_be_is_refused_before_it_is_begun() -> None:
@@ -146,7 +146,7 @@ def test_once_it_has_gone_it_says_nothing() -> None:
     worker.handle(says(SUPERVISOR, Stop(reason="over")), 0.0)
     actions = worker.handle(TimerFired(name="machine:remind"), 31.0)
     assert sent(actions, Finished) == [SUPERVISOR]
-    assert worker.handle(TimerFired(name=SAY), 32.0) == []
+    assert worker.handle(TimerFired(name=STAGED_TIMER), 32.0) == []
 
 
 def test_a_plan_for_other_portions_is_refused() -> None:

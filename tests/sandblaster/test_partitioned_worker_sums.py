@@ -18,7 +18,7 @@ from distbelief.roles.role import Action, Compute, Computed, Report
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import Vote
 from sandblaster.group_tasks import ChunkBatchPlan
-from sandblaster.partitioned_worker import PUSH, ChunkObjective, Keeping
+from sandblaster.partitioned_worker import PUSH, ChunkObjective, RankItems
 
 
 VERSION = ShardVersion(incarnation=1, clock=7)
@@ -54,8 +54,8 @@ class Bench:
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.client = Client()
-        self.course = ChunkBatchPlan(Samples(8), portion_size=2)
-        keeping = Keeping(
+        self.plan = ChunkBatchPlan(Samples(8), mini_batch_size=2)
+        items = RankItems(
             sizes=[2, 1, 1] if keeps else [],
             buffers=[1, 2] if keeps else [],
             counts={1: 2} if keeps else {},
@@ -65,7 +65,7 @@ class Bench:
         if not keeps:
             self.client.versions = ()
         self.sums = ChunkObjective(
-            keeping, client=cast("ParameterClient", self.client), course=self.course, foreman=None
+            items, client=cast("ParameterClient", self.client), plan=self.plan, group_tasks=None
         )
         self._life = 0
 
@@ -81,8 +81,8 @@ class Bench:
             stop=3,
             keeps=tuple(keeps),
         )
-        self.course.know(self._life, order)
-        self.course.start(0)
+        self.plan.set_order(self._life, order)
+        self.plan.start(0)
         self.sums.begin(0, 0.0)
 
     def fetch(self) -> bool:
@@ -92,7 +92,7 @@ class Bench:
 
     def step(self, step: int, gradient: float, *, loss: float = 1.0) -> Vote | None:
         """Compute a portion."""
-        chosen = self.course.batch(step)
+        chosen = self.plan.batch(step)
         inputs = torch.full((len(chosen.indices), 1), gradient)
         portion = BatchSlice(life=1, step=step, inputs={"x": [inputs]})
         put = self.sums.open(step, chosen, portion)
@@ -158,15 +158,15 @@ def test_a_part_is_staged_once_all_its_shards_have_acknowledged() -> None:
     bench.push(4, 50)
     bench.push(4, 50)
     bench.work()
-    assert not bench.sums.pushes.has_news()
+    assert not bench.sums.pushes.has_new_staged()
     bench.push(4, 50)
     assert bench.work() == []
     bench.client.unacknowledged = 0
-    assert bench.sums.pushes.has_news()
+    assert bench.sums.pushes.has_new_staged()
     assert list(bench.sums.pushes.staged) == [50]
     bench.push(4, 50)  # asked again, when it is long done
     assert bench.work() == []
-    assert not bench.sums.pushes.has_news()
+    assert not bench.sums.pushes.has_new_staged()
 
 
 def test_while_it_is_laid_into_the_slots_it_is_not_pushed_again() -> None:
@@ -213,8 +213,8 @@ def test_a_sum_that_is_not_named_any_more_is_dropped() -> None:
 def test_a_sum_that_is_named_is_kept_and_idle_lives_drop_none() -> None:
     bench = computed()
     bench.begin(5, keeps=[4])
-    bench.course.know(9, None)
-    bench.course.start(0)
+    bench.plan.set_order(9, None)
+    bench.plan.start(0)
     bench.sums.begin(0, 0.0)
     assert not bench.sums.fetches_at(0)
     bench.push(4, 50)
@@ -283,7 +283,7 @@ def test_a_machine_that_keeps_nothing_has_nothing_to_push() -> None:
     bench.step(0, 1.0)
     bench.step(1, 1.0)
     bench.push(4, 50)
-    assert bench.sums.pushes.has_news()
+    assert bench.sums.pushes.has_new_staged()
     assert list(bench.sums.pushes.staged) == [50]
 
 

@@ -76,11 +76,11 @@ def test_it_says_that_it_is_here_until_it_is_answered() -> None:
     stage = Stage()
     assert sent(stage.starts()) == []  # the supervisor has not let it begin
     assert sent(stage.hears(StartTraining(), SUPERVISOR)) == [WorkReport]
-    again = TimerFired(name="warm:say")
-    assert sent(stage.role.handle(again, 2.0)) == [WorkReport]
+    resend = TimerFired(name="warm:say")
+    assert sent(stage.role.handle(resend, 2.0)) == [WorkReport]
     assert stage.word == "waiting for the coordinator"
     stage.hears(StartTraining())
-    assert sent(stage.role.handle(again, 3.0)) == [WorkReport]  # one that was set before
+    assert sent(stage.role.handle(resend, 3.0)) == [WorkReport]  # one that was set before
     joined = PeerJoined(peer=COORDINATOR, incarnation=2)
     assert sent(stage.role.handle(joined, 4.0)) == [WorkReport]  # it may have to know
     assert stage.hears(StartTraining()) == []

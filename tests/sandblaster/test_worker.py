@@ -48,11 +48,11 @@ from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.worker import N_SETS_HELD, BatchWorker, BatchWorkerConfig, summed
+from sandblaster.worker import N_CHUNKS_HELD, BatchWorker, BatchWorkerConfig, summed
 from tests.distbelief.worker.bench import SHARD, Shard
 
 
-CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
+CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
 N_SAMPLES = 12
 
 
@@ -89,7 +89,7 @@ class Bench:
         layout = Layout.of(model.specs(), n_shards=1)
         self.shard = Shard(np.zeros(layout.shard_size(0), np.float32))
         self.replica = BatchWorker(
-            BatchWorkerConfig(cutting=CUTTING),
+            BatchWorkerConfig(chunk_sizes=CHUNK_SIZES),
             client=ParameterClient(
                 ClientConfig(pushes=True),
                 layout=layout,
@@ -125,9 +125,9 @@ class Bench:
                 case Send(receiver=receiver, message=message) if receiver == SHARD:
                     for answer in [] if self.deaf else self.shard.answer(message):
                         self.hear(answer)
-                case Send(receiver=receiver, message=WorkReport() as account):
+                case Send(receiver=receiver, message=WorkReport() as report):
                     assert receiver == COORDINATOR
-                    self.accounts.append(account)
+                    self.accounts.append(report)
                 case Compute():
                     self.computes.append(action)
                 case Report():
@@ -273,8 +273,8 @@ def test_no_more_sums_are_held_than_there_is_room_for() -> None:
     bench = Bench()
     bench.assign(1, *((index, index + 1, 0) for index in range(3)))
     bench.work_all()
-    assert len(bench.attempts) == N_SETS_HELD
-    assert bench.replica.status()[1]["sets_held"] == N_SETS_HELD
+    assert len(bench.attempts) == N_CHUNKS_HELD
+    assert bench.replica.status()[1]["sets_held"] == N_CHUNKS_HELD
     bench.assign(2, (0, 1, 9), (1, 2, 0), (2, 3, 0))
     bench.work_all()
     assert len(bench.attempts) == 3
@@ -390,4 +390,4 @@ def test_what_the_user_has_got_wrong_ends_it_in_words() -> None:
 @pytest.mark.parametrize("name", ["retry_seconds", "retry_seconds_max"])
 def test_a_time_is_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use more than 0"):
-        BatchWorkerConfig(cutting=CUTTING, **{name: 0})
+        BatchWorkerConfig(chunk_sizes=CHUNK_SIZES, **{name: 0})

@@ -61,7 +61,7 @@ def answers_of_any_order(patch: Patch) -> None:
     def receive(
         self: CommandBroadcast, event: Received, message: CommandDone, now: Seconds
     ) -> None:
-        if self._order is not None and message.epoch == self.epoch:
+        if self._command is not None and message.epoch == self.epoch:
             message = msgspec.structs.replace(message, number=self.number)
         whole(self, event, message, now)
 
@@ -73,7 +73,7 @@ def answers_of_any_order(patch: Patch) -> None:
 
 def one_grant_for_all(patch: Patch) -> None:
     """A set has one number, whoever pushes it: shards keep what comes first."""
-    whole = Commits._grant_next
+    whole = Commits._issue_token
 
     def grant_next(self: Commits, one: _Chunk, now: Seconds) -> None:
         before = one.winner
@@ -87,7 +87,7 @@ def one_grant_for_all(patch: Patch) -> None:
         del self, copy
         one.winner = 0
 
-    patch.setattr(Commits, "_grant_next", grant_next)
+    patch.setattr(Commits, "_issue_token", grant_next)
     patch.setattr(Commits, "_fence", fence)
 
 
@@ -138,8 +138,8 @@ def counted_twice(patch: Patch) -> None:
 def any_version(patch: Patch) -> None:
     """A replica computes with whatever parameters it has fetched last."""
 
-    def lacks(self: Parameters, tries: ChunkAttempts) -> bool:
-        del tries
+    def lacks(self: Parameters, attempts: ChunkAttempts) -> bool:
+        del attempts
         return not self._evaluation
 
     patch.setattr(Parameters, "lacks", lacks)
@@ -170,14 +170,14 @@ def changed_in_place(patch: Patch) -> None:
 
 def settled_before_durable(patch: Patch) -> None:
     """A cut is settled when it is marked, before the journal of it is on disk."""
-    whole = CoordinatorRun._mark
+    whole = CoordinatorRun._take_savepoint
 
     def mark(self: CoordinatorRun, request: IterationDone) -> int:
         cut = whole(self, request)
         self.settled = cut
         return cut
 
-    patch.setattr(CoordinatorRun, "_mark", mark)
+    patch.setattr(CoordinatorRun, "_take_savepoint", mark)
     whole_mark = Savepoints.mark
 
     def mark_and_settle(self: Savepoints, mark: Savepoint, *, settled: int) -> None:
@@ -200,25 +200,25 @@ def forgotten_too_early(patch: Patch) -> None:
 
 def same_epoch(patch: Patch) -> None:
     """A coordinator goes on after a shard was lost, as if nothing had happened."""
-    whole = CommandBroadcast._meet
+    whole = CommandBroadcast._note_incarnation
 
     def meet(self: CommandBroadcast, shard: object, incarnation: int) -> None:
         whole(self, shard, incarnation)  # type: ignore[arg-type]
         self.lost = None
 
-    patch.setattr(CommandBroadcast, "_meet", meet)
+    patch.setattr(CommandBroadcast, "_note_incarnation", meet)
 
 
 def told_at_once(patch: Patch) -> None:
     """A save is told to have been made when it was asked for."""
-    whole = SupervisorRequests.ask_to_save
+    whole = SupervisorRequests.request_save
 
     def ask(self: SupervisorRequests, label: str) -> None:
         whole(self, label)
-        self._wishes.saves.clear()
-        self._wishes.saved.append((label, None))
+        self._requests.saves.clear()
+        self._requests.saved.append((label, None))
 
-    patch.setattr(SupervisorRequests, "ask_to_save", ask)
+    patch.setattr(SupervisorRequests, "request_save", ask)
 
 
 VARIANTS: Final[dict[str, Variant]] = {

@@ -76,10 +76,10 @@ from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
 N_SAMPLES = 30
 N_INPUTS = 5
-SECONDS_PER_PORTION: Seconds = 2e-3
+SECONDS_PER_MINI_BATCH: Seconds = 2e-3
 METHOD = LBFGS(n_history=3, n_iterations_max=3, gradient_tolerance=1e-12)
 ORDER_SEED = 11
-CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
+CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
 
 
 class Points:
@@ -130,7 +130,7 @@ def layout_of(n_shards: int, n_inputs: int = N_INPUTS) -> Layout:
 
 @cache
 def plain_gradient(
-    point: bytes, cutting: ChunkSizes, n_samples: int, n_inputs: int
+    point: bytes, chunk_sizes: ChunkSizes, n_samples: int, n_inputs: int
 ) -> tuple[torch.Tensor, ...]:
     """Return the batch gradient at a point, flat per tensor: loops, and a tree."""
     model = FlatModel(module(n_inputs))
@@ -141,11 +141,11 @@ def plain_gradient(
         values = values[n:]
     samples = Samples(n_samples, seed=ORDER_SEED)
     sets = []
-    for start in range(0, n_samples, cutting.set_size):
-        stop = min(start + cutting.set_size, n_samples)
+    for start in range(0, n_samples, chunk_sizes.chunk_size):
+        stop = min(start + chunk_sizes.chunk_size, n_samples)
         total: list[torch.Tensor] = []
-        for begin in range(start, stop, cutting.portion_size):
-            indices = samples.at(begin, min(begin + cutting.portion_size, stop))
+        for begin in range(start, stop, chunk_sizes.mini_batch_size):
+            indices = samples.at(begin, min(begin + chunk_sizes.mini_batch_size, stop))
             model.gradient(
                 *points(n_samples, n_inputs).__getitems__(list(indices)), summed(logistic)
             )
@@ -193,7 +193,7 @@ class Ledger:
 
     n_shards: int
     layout: Layout
-    cutting: ChunkSizes
+    chunk_sizes: ChunkSizes
     n_samples: int
     n_inputs: int
     tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Ledger:
     points: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
     sealed: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
     staged_by: dict[tuple[Address, int, int], tuple[Address, int]] = field(default_factory=dict)
-    tries: dict[int, tuple[Address, int]] = field(default_factory=dict)  # by grant
+    attempts: dict[int, tuple[Address, int]] = field(default_factory=dict)  # by grant
     n_sealed: int = 0
     n_void: int = 0
     losses: list[float] = field(default_factory=list)
@@ -277,7 +277,7 @@ class Ledger:
                     grant = self.folded.setdefault(place, one.grant)
                     assert grant == one.grant, "shards count different tries"
                     pusher = self.staged_by[name, happening.incarnation, grant]
-                    known_pusher = self.tries.setdefault(grant, pusher)
+                    known_pusher = self.attempts.setdefault(grant, pusher)
                     assert pusher == known_pusher, "shards count different replicas"
                     life = name, *place
                     before = self.counted.setdefault(life, key[1])
@@ -298,7 +298,7 @@ class Ledger:
         if len(sealed) < self.n_shards:
             return
         point = b"".join(t.numpy().tobytes() for t in self._whole(self.points[opened]))
-        expected = plain_gradient(point, self.cutting, self.n_samples, self.n_inputs)
+        expected = plain_gradient(point, self.chunk_sizes, self.n_samples, self.n_inputs)
         for got, wanted in zip(self._whole(sealed), expected, strict=True):
             assert torch.equal(got, wanted), f"the gradient is {got}, not {wanted}"
         self.n_sealed += 1
@@ -320,10 +320,10 @@ class Sandblast:
     seed: int = 0
     n_shards: int = 2
     n_replicas: int = 3
-    cutting: ChunkSizes = CUTTING
+    chunk_sizes: ChunkSizes = CHUNK_SIZES
     n_samples: int = N_SAMPLES
     n_inputs: int = N_INPUTS
-    window_sets: int = 64
+    window_chunks: int = 64
     backups: bool = True
     hosts: str = "one"  # or "own": block messages
     faults: tuple[Fault, ...] = ()
@@ -373,7 +373,9 @@ class Run:
     def __init__(self, scene: Sandblast) -> None:
         self.scene = scene
         layout = scene.layout
-        self.ledger = Ledger(scene.n_shards, layout, scene.cutting, scene.n_samples, scene.n_inputs)
+        self.ledger = Ledger(
+            scene.n_shards, layout, scene.chunk_sizes, scene.n_samples, scene.n_inputs
+        )
         builders: dict[Address, Builder] = {
             COORDINATOR: self._coordinator,
             **{name: partial(self._shard, layout, k) for k, name in enumerate(scene.shards)},
@@ -411,12 +413,12 @@ class Run:
 
     def _flops(self, name: Address) -> float:
         scene = self.scene
-        flops = flops_of_portion(scene.n_inputs, scene.cutting.portion_size)
+        flops = flops_of_mini_batch(scene.n_inputs, scene.chunk_sizes.mini_batch_size)
         speed = 1.0
         if name in scene.replicas:
             index = scene.replicas.index(name)
             speed = scene.speeds[index] if index < len(scene.speeds) else 1.0
-        return speed * flops / SECONDS_PER_PORTION
+        return speed * flops / SECONDS_PER_MINI_BATCH
 
     def _shard(self, layout: Layout, index: int, memory: Memory) -> Role:
         return Shard(
@@ -450,7 +452,7 @@ class Run:
         )
         replica = BatchWorker(
             BatchWorkerConfig(
-                cutting=scene.cutting,
+                chunk_sizes=scene.chunk_sizes,
                 retry_seconds=0.03 * scene.leisure,
                 retry_seconds_max=0.1 * scene.leisure,
             ),
@@ -492,8 +494,8 @@ class Run:
         del memory
         scene = self.scene
         config = CoordinatorConfig(
-            cutting=scene.cutting,
-            window_sets=scene.window_sets,
+            chunk_sizes=scene.chunk_sizes,
+            window_chunks=scene.window_chunks,
             backups=scene.backups,
             backup_seconds_min=1e-3,
             retry_seconds=0.02 * scene.leisure,
@@ -544,14 +546,14 @@ class Run:
 
 
 @cache
-def flops_of_portion(n_inputs: int, portion_size: int) -> float:
-    return FlatModel(module(n_inputs)).flops(portion_size)
+def flops_of_mini_batch(n_inputs: int, mini_batch_size: int) -> float:
+    return FlatModel(module(n_inputs)).flops(mini_batch_size)
 
 
 @cache
-def undisturbed(cutting: ChunkSizes, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
+def undisturbed(chunk_sizes: ChunkSizes, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
     """Return where a run ends that nothing disturbs, and its losses."""
-    run = Run(Sandblast(n_replicas=1, n_shards=n_shards, cutting=cutting))
+    run = Run(Sandblast(n_replicas=1, n_shards=n_shards, chunk_sizes=chunk_sizes))
     run.play()
     return run.values, tuple(run.ledger.losses)
 
@@ -579,13 +581,15 @@ def drawn(seed: int) -> Sandblast:
     faults = tuple(f for f in faults if not isinstance(f, TornSnapshot) or f.role not in shards)
     saves = stream.uniform(0.0, HORIZON, size=int(stream.integers(0, 4)))
     sizes = [(2, 2), (4, 1), (3, 2), (1, 5), (11, 1)]
-    portion_size, portions_per_set = sizes[int(stream.integers(len(sizes)))]
+    mini_batch_size, portions_per_set = sizes[int(stream.integers(len(sizes)))]
     return Sandblast(
         seed=seed,
         n_shards=n_shards,
         n_replicas=n_replicas,
-        cutting=ChunkSizes(portion_size=portion_size, portions_per_set=portions_per_set),
-        window_sets=int(stream.choice([1, 2, 5, 64])),
+        chunk_sizes=ChunkSizes(
+            mini_batch_size=mini_batch_size, mini_batches_per_chunk=portions_per_set
+        ),
+        window_chunks=int(stream.choice([1, 2, 5, 64])),
         backups=bool(stream.random() < 0.8),
         hosts=str(stream.choice(["one", "own"])),
         faults=faults,
@@ -601,7 +605,7 @@ def play(scene: Sandblast) -> Run:
     run = Run(scene)
     run.play()
     sights, coordinator = run.ledger.sights, run.coordinator
-    figures = coordinator._figures
+    figures = coordinator._metrics
     incarnation = run.cluster.incarnation
     sights["backups"] = figures.n_backups
     sights["wasted"] = figures.n_wasted
@@ -610,7 +614,7 @@ def play(scene: Sandblast) -> Run:
     sights["coordinators restarted"] = incarnation(COORDINATOR) - 1
     sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
     sights["replicas restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
-    values, losses = undisturbed(scene.cutting, scene.n_shards)
+    values, losses = undisturbed(scene.chunk_sizes, scene.n_shards)
     if not sights["shards restarted"] and not sights["journals lost"]:
         assert run.values == values, "it has ended somewhere else"
         assert set(run.ledger.losses) <= set(losses), "losses of another course"

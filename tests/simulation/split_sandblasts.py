@@ -239,7 +239,9 @@ class Run:
         )
         if name == COORDINATOR:
             config = CoordinatorConfig(
-                cutting=scene.settings.cutting(n_examples=N_SAMPLES, n_replicas=scene.n_replicas),
+                chunk_sizes=scene.settings.chunk_sizes(
+                    n_examples=N_SAMPLES, n_replicas=scene.n_replicas
+                ),
                 backups=scene.backups,
                 suspect_seconds=2.5,
                 await_begin=False,

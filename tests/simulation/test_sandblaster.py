@@ -31,7 +31,7 @@ from tests.simulation.sandblast_variants import VARIANTS
 from tests.simulation.sandblasts import (
     DIRECTED,
     METHOD,
-    SECONDS_PER_PORTION,
+    SECONDS_PER_MINI_BATCH,
     Run,
     Sandblast,
     drawn,
@@ -182,15 +182,15 @@ def seconds_of_evaluations(scene: Sandblast) -> tuple[Run, list[Seconds]]:
 
 def ideal_seconds(scene: Sandblast, speeds: Sequence[float]) -> Seconds:
     """Return what the summed speeds allow; work takes 5 % longer than modelled."""
-    n_portions = scene.n_samples / scene.cutting.portion_size
-    return 1.05 * n_portions * SECONDS_PER_PORTION / sum(speeds)
+    n_mini_batches = scene.n_samples / scene.chunk_sizes.mini_batch_size
+    return 1.05 * n_mini_batches * SECONDS_PER_MINI_BATCH / sum(speeds)
 
 
 STRAGGLER = Sandblast(
     n_replicas=4,
     speeds=(1.0, 1.0, 1.0, 0.2),
     n_samples=344,
-    cutting=ChunkSizes(portion_size=2, portions_per_set=4),
+    chunk_sizes=ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=4),
 )
 
 
@@ -203,7 +203,7 @@ def test_a_replica_twice_as_fast_computes_twice_as_much() -> None:
     scene = replace(
         STRAGGLER,
         speeds=(2.0, 1.0, 1.0, 1.0),
-        cutting=ChunkSizes(portion_size=2, portions_per_set=2),
+        chunk_sizes=ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2),
     )
     run, times = seconds_of_evaluations(scene)
     fast, *others = examples_computed(run)
@@ -216,14 +216,14 @@ def test_one_replica_five_times_slower_delays_a_batch_by_a_tenth_at_most() -> No
     """DB-15: backup tasks; and no more than 5 % is computed in vain."""
     run, times = seconds_of_evaluations(STRAGGLER)
     assert max(times) <= 1.1 * ideal_seconds(STRAGGLER, STRAGGLER.speeds)
-    figures = run.coordinator._figures
+    figures = run.coordinator._metrics
     assert figures.n_backups
     assert figures.n_wasted <= 0.05 * figures.samples
 
 
 def test_without_backup_tasks_the_slowest_has_the_last_word() -> None:
     run, times = seconds_of_evaluations(replace(STRAGGLER, backups=False))
-    assert not run.coordinator._figures.n_backups
+    assert not run.coordinator._metrics.n_backups
     assert max(times) > 1.1 * ideal_seconds(STRAGGLER, STRAGGLER.speeds)
 
 
@@ -254,12 +254,12 @@ def test_a_replica_killed_in_each_evaluation_costs_two_sets_at_the_most() -> Non
     scene = replace(STRAGGLER, speeds=(), faults=kills, suspect_seconds=0.05)
     run, _ = seconds_of_evaluations(scene)
     lost = sum(kill.at < run.cluster.now for kill in kills)
-    figures, n_sets = run.coordinator._figures, 2 * lost + figures_backups(run)
-    assert figures.n_wasted <= n_sets * scene.cutting.set_size
+    figures, n_sets = run.coordinator._metrics, 2 * lost + figures_backups(run)
+    assert figures.n_wasted <= n_sets * scene.chunk_sizes.chunk_size
 
 
 def figures_backups(run: Run) -> int:
-    return run.coordinator._figures.n_backups
+    return run.coordinator._metrics.n_backups
 
 
 # --------------------------------------------------------------------------- traffic

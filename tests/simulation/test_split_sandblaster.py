@@ -103,8 +103,8 @@ def test_a_machine_that_dies_as_it_pushes_its_part_costs_its_replica_one_life(
         Scene(n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
     )
     assert run.sights["machines restarted"] == 1
-    wasted = run.coordinator._figures.n_wasted
-    assert wasted <= 4 * run.coordinator._config.cutting.set_size  # what it was dealt
+    wasted = run.coordinator._metrics.n_wasted
+    assert wasted <= 4 * run.coordinator._config.chunk_sizes.chunk_size  # what it was dealt
 
 
 def test_a_leader_that_dies_is_replaced_by_its_next_life() -> None:

@@ -58,13 +58,13 @@ def held(text: str) -> Sequence[CheckpointRecord]:
 def test_a_run_goes_on_from_the_newest_cut_that_all_share(
     shards: list[str], written: list[int], cut: int, *, whole: bool
 ) -> None:
-    choice = journal(*written).choose([held(text) for text in shards])
-    assert (choice.cut, choice.whole) == (cut, whole)
+    resume_point = journal(*written).choose([held(text) for text in shards])
+    assert (resume_point.cut, resume_point.whole) == (cut, whole)
     if cut in written:
-        assert choice.entry is not None
-        assert choice.entry.iteration == cut + 2
-        assert choice.entry.samples == 10 * cut
-        assert choice.entry.state == f"state {cut}"
+        assert resume_point.entry is not None
+        assert resume_point.entry.iteration == cut + 2
+        assert resume_point.entry.samples == 10 * cut
+        assert resume_point.entry.state == f"state {cut}"
 
 
 def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
@@ -73,7 +73,7 @@ def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
     written.base_clocks = (0, 0)
     for cut in (28, 31):
         written.write(cut, iterated(cut), samples=10 * cut, offset=2)
-    written.kept(28)
+    written.checkpointed(28)
     snapshot = written.snapshot(incarnation=1)
     same = Journal(snapshot, goal="l2 = 0").choose([held("31")] * 2)
     assert (same.cut, same.whole, same.has_other_goal) == (31, True, False)
@@ -104,8 +104,8 @@ def test_a_beginning_at_another_clock_is_another_beginning() -> None:
 
 def test_what_is_written_down_comes_back() -> None:
     written = journal(28, 30, 31)
-    written.kept(28)
-    written.settle(31)
+    written.checkpointed(28)
+    written.confirm(31)
     snapshot = written.snapshot(incarnation=1)
     restored = Journal(snapshot)
     assert (restored.on_disk, restored.base_clocks) == (28, (0, 0))
@@ -120,13 +120,13 @@ def test_a_run_whose_newest_snapshots_are_damaged_goes_on_with_its_history() -> 
     written = journal(0)
     for cut in range(10, 60, 10):
         written.write(cut, iterated(cut), samples=10 * cut, offset=2)
-        written.kept(cut)
+        written.checkpointed(cut)
     written = Journal(written.snapshot(incarnation=1))
     for cut in (30, 40, 50):
-        choice = written.choose([held(f"{cut} ({cut})")] * 2)
-        assert choice.whole
-        assert choice.entry is not None
-        assert choice.entry.state == f"state {cut}"
+        resume_point = written.choose([held(f"{cut} ({cut})")] * 2)
+        assert resume_point.whole
+        assert resume_point.entry is not None
+        assert resume_point.entry.state == f"state {cut}"
     assert not written.choose([held("20 (20)")] * 2).whole
 
 

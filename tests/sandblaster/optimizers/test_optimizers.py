@@ -85,13 +85,13 @@ def test_a_run_resumes_from_any_cut_as_if_nothing_had_happened(name: str) -> Non
     assert len(whole.cuts) > 5
     some = np.linspace(0, len(whole.cuts) - 2, 6).astype(int)
     for cut, vectors in [whole.cuts[k] for k in some]:
-        again = Recorder(problem, 12)
-        again.local.restore(vectors)
-        resumed = again.local.run(method.steps(cut.state))
+        resend = Recorder(problem, 12)
+        resend.local.restore(vectors)
+        resumed = resend.local.run(method.steps(cut.state))
         assert resumed == result
-        np.testing.assert_array_equal(again.local.get("parameters"), last)
+        np.testing.assert_array_equal(resend.local.get("parameters"), last)
         expected = [c.loss for c, _ in whole.cuts if c.iteration > cut.iteration]
-        assert [c.loss for c, _ in again.cuts] == expected
+        assert [c.loss for c, _ in resend.cuts] == expected
 
 
 @each_method
@@ -127,8 +127,8 @@ def test_a_run_that_goes_on_where_it_had_ended_ends_there_again(name: str) -> No
     second.local.restore(vectors)
     assert second.local.run(method.steps(cut.state)) == result
     assert second.points == []
-    last, again = (r.local.get("parameters") for r in (first, second))
-    np.testing.assert_array_equal(again, last)
+    last, resend = (r.local.get("parameters") for r in (first, second))
+    np.testing.assert_array_equal(resend, last)
 
 
 @each_method
