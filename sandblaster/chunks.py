@@ -70,7 +70,7 @@ class BatchRange:
         start = set_index * chunk_sizes.chunk_size
         if not 0 <= start < self.n_examples:
             raise ValueError(
-                f"set {set_index} of a batch of {self.n_examples} examples, which has "
+                f"chunk {set_index} of a batch of {self.n_examples} examples, which has "
                 f"{chunk_sizes.n_sets(self.n_examples)}"
             )
         stop = min(start + chunk_sizes.chunk_size, self.n_examples)

@@ -1,18 +1,15 @@
-"""A replica whose job begins with Downpour and ends with Sandblaster, on one model.
+"""Worker that begins with Downpour and ends with Sandblaster, on one model.
 
-    here             coordinator
-      | -- Account ---> |     I am here
-      | <--- Begin ---- |     the warm start is not over: train
-      |   (Downpour)    |
-      | -- Finished --> |     my share is done, and every push of it is applied
-      | <- Assignment - |     from here on as any replica of Sandblaster
+    here                coordinator
+      | -- WorkReport ---> |    it is ready
+      | <- StartTraining - |    the warm start goes on: train
+      |   (Downpour)       |
+      | -- Finished -----> |    its share is done, and all its pushes are applied
+      | <- Assignment ---- |    from here on a batch worker
 
-Rules:
-
-* Nothing is trained before the coordinator says so: a replica that begins a new life
-  late, or a whole job that is resumed, does not move a point that is being improved.
-* One client speaks to the shards in both parts: they keep one watermark of its pushes.
-* The second part begins when nothing of the first is under way in any lane.
+Nothing is trained before the coordinator asks for it: a worker that restarts late, or a
+resumed job, must not move a point that is being optimized. Both parts share one client,
+so the shards count one sequence of pushes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +44,7 @@ class _Part(Enum):
     WAITING = "waiting for the coordinator"
     TRAINING = "training"
     ENDING = "ending the warm start"
-    PORTIONS = "computing portions"
+    CHUNKS = "computing chunks"
 
 
 @final
@@ -55,10 +52,10 @@ class WarmStartWorker:
     """The role `replica-INDEX` of a Sandblaster job with a warm start.
 
     Args:
-        downpour: Its first part; it waits for `StartTraining`, and ends by itself.
-        sandblaster: Its second part, with the same client and model.
+        downpour: The first part; it waits for `StartTraining`, and ends by itself.
+        sandblaster: The second part, with the same client and model.
         await_begin: Wait for `StartTraining` of the supervisor.
-        retry_seconds: After which it says again that it is here.
+        retry_seconds: Seconds after which it reports again that it is ready.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class WarmStartWorker:
         self._part = _Part.WAITING
         self._stopping = False
         self._incarnation = 0
-        self._n_under_way = 0  # in the lanes, of the first part
+        self._n_under_way = 0  # works of the first part in the executors
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -98,19 +95,17 @@ class WarmStartWorker:
                 actions += self._receive(event, now)
             case _:
                 actions += self._forward(event, now)
+        # The parts share a model: the second begins when no work of the first is left.
         if self._part is _Part.ENDING and not self._n_under_way:
             actions += self._take_over(now)
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and its counters."""
         if self._part is _Part.TRAINING:
             return self._downpour.status()
         state, counters = self._sandblaster.status()
-        is_there = self._part is _Part.PORTIONS
+        is_there = self._part is _Part.CHUNKS
         return state if is_there else self._part.value, counters
-
-    # ------------------------------------------------------------------------ events
 
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
         from_coordinator = event.sender == COORDINATOR
@@ -118,13 +113,13 @@ class WarmStartWorker:
             case StartTraining():
                 return self._begin(event, now)
             case Assignment() if self._part is _Part.WAITING:
-                self._part = _Part.ENDING  # it is over already
+                self._part = _Part.ENDING  # the warm start is over already
                 self._sandblaster.adopt(self._incarnation)
                 return self._forward(event, now)
             case Assignment() if self._part is _Part.TRAINING:
-                return []  # it will be said again
+                return []  # the coordinator will repeat it
             case Stop() if from_coordinator and self._part is not _Part.TRAINING:
-                return []  # meant for the first part, which is over
+                return []  # for the first part, which is over
             case Stop() if not from_coordinator:
                 self._stopping = True
             case _:
@@ -141,7 +136,6 @@ class WarmStartWorker:
         return [] if self._part is _Part.TRAINING else [self._finished()]
 
     def _report(self, now: Seconds) -> list[Action]:
-        """Say that it is here, until the coordinator answers."""
         if not self._begun or self._part not in {_Part.WAITING, _Part.TRAINING}:
             return []
         here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
@@ -154,20 +148,17 @@ class WarmStartWorker:
         _, counters = self._downpour.status()
         return Send(receiver=COORDINATOR, message=Finished(counters=dict(counters)))
 
-    # ------------------------------------------------------------------------- parts
-
     def _forward(self, event: Event, now: Seconds) -> list[Action]:
-        """Let the part that is on handle an event."""
         if isinstance(event, Computed) and self._n_under_way:
             self._n_under_way -= 1
             if self._part is _Part.ENDING:
-                return []  # a batch, read in advance
+                return []  # a batch that was read ahead
         if self._part in {_Part.WAITING, _Part.TRAINING}:
             return self._train(event, now)
         return [*self._sandblaster.handle(event, now)]
 
     def _train(self, event: Event, now: Seconds) -> list[Action]:
-        """Let the first part handle an event; keep its end to ourselves."""
+        # The end of Downpour is not the end of this role: `Finished` and `Exit` are dropped.
         actions = self._downpour.handle(event, now)
         self._n_under_way += sum(isinstance(one, Compute) for one in actions)
         if self._stopping or not any(isinstance(one, Exit) for one in actions):
@@ -177,7 +168,7 @@ class WarmStartWorker:
         return [one for one in actions if not _is_end(one)]
 
     def _take_over(self, now: Seconds) -> list[Action]:
-        self._part = _Part.PORTIONS
+        self._part = _Part.CHUNKS
         begin = Received(sender=SUPERVISOR, incarnation=0, message=StartTraining())
         return [self._finished(), *self._sandblaster.handle(begin, now)]
 

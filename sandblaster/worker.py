@@ -1,18 +1,14 @@
-"""The replica of Sandblaster: Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`.
+"""Batch worker: computes gradient sums of chunks for the coordinator, as a state machine.
 
-    Assignment      fetch, if this evaluation's parameters are not here     DB-16
-                    read and compute portions, in the order given
-    set computed    Account: its loss; hold the sum
-    granted         push the sum, under the grant
-    acknowledged    Account: every shard holds it
-    not named       drop it, whatever state it is in
+Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`:
 
-Rules:
+    Assignment           fetch the parameters of this evaluation, compute mini-batches
+    chunk computed       WorkReport: its loss; the sum is held
+    commit token         push the sum under the token
+    shards acknowledge   WorkReport: staged
 
-* All portions of a batch are computed at one point: `parameters` sees to that.
-* At most `N_SETS_HELD` sums wait to be granted; meanwhile nothing more is computed.
-* The last word said is said again after a while: either side may have missed something.
-  A replica without work says so too, and is given some when there is any.
+An attempt that an assignment no longer names is dropped, whatever its state. At most
+`N_CHUNKS_HELD` computed sums are held. The last report is repeated on a timer.
 """
 
 import math
@@ -62,17 +58,13 @@ from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor
 from sandblaster.chunks import COORDINATOR, BatchRange, ChunkSizes
 
 
-# What a replica runs in its lanes: portions, one after the other, summed to a set.
-#
-# The sum of a set depends on its portions and the parameters alone, not on what the
-# replica computed before: buffers begin each set as they were fetched, and the model's
-# own random numbers are drawn by position. So every try at a set is worth the same.
+# --- sums of chunks ---
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSum:
-    """The gradient of a set, and the buffers after it; flat, as a client stages it."""
+    """The gradient of a chunk, and the buffers after it; flat, as a client stages them."""
 
     gradients: Sequence[torch.Tensor | None]
     values: Sequence[torch.Tensor]
@@ -81,13 +73,13 @@ class ChunkSum:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MiniBatchOutcome:
-    """What came of one portion.
+    """What came of one mini-batch.
 
     Attributes:
-        loss: Sum over its examples; NaN if that or the gradient is not finite.
-        blame: Which sample is to blame for that, if one is.
-        is_of_set: Of which portion of the set that is cannot be told.
-        total: Of the set, if this was its last portion.
+        loss: Sum over its examples; NaN if the loss or the gradient is not finite.
+        blame: Which sample causes that, if one is known.
+        is_of_chunk: Whether only the chunk is known, not the mini-batch, where that happened.
+        total: The sum of the chunk, if this was its last mini-batch.
     """
 
     loss: float
@@ -98,10 +90,13 @@ class MiniBatchOutcome:
 
 @final
 class MiniBatchSums:
-    """The lanes' work of one replica.
+    """Sums gradients of mini-batches to those of chunks; the work of the executors.
+
+    A sum depends on its mini-batches and the parameters alone, so every attempt at a chunk
+    gives the same bits.
 
     Args:
-        trainer: Which computes gradients, of a loss that is a sum.
+        trainer: Computes gradients of a loss that is a sum over samples.
     """
 
     def __init__(self, trainer: LocalExecutor) -> None:
@@ -113,32 +108,30 @@ class MiniBatchSums:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all tensors of the model."""
         return self._trainer.model.n_bytes
 
     def flops(self, n_samples: int) -> float:
-        """Return about how many operations a portion takes."""
         return self._trainer.model.flops(n_samples)
 
     def read(self, position: int, indices: Indices) -> Batch:
-        """Return the samples of a portion (in the data lane)."""
         return self._trainer.read(position, indices)
 
     def install(self, work: Callable[[], FetchResult]) -> FetchResult:
-        """Copy what was fetched into the model; remember its buffers."""
         installed = work()
         if not installed.torn:
             self._fetched = [self.values[index].clone() for index in self._buffers]
         return installed
 
     def step(self, batch: Batch, *, is_first: bool, is_last: bool) -> MiniBatchOutcome:
-        """Add the gradient of a portion to that of its set.
+        """Add the gradient of a mini-batch to that of its chunk.
 
         Raises:
             JobError: the user's model, loss or data fails on it.
         """
         model = self._trainer.model
         if is_first:
+            # Each chunk starts from the fetched buffers: what the worker computed before
+            # must not change the sum.
             model.drop_accrued()
             for index, fetched in zip(self._buffers, self._fetched, strict=True):
                 self.values[index].copy_(fetched)
@@ -148,18 +141,20 @@ class MiniBatchSums:
             return MiniBatchOutcome(loss=math.nan, blame=outcome.blame)
         if not is_last:
             return MiniBatchOutcome(loss=outcome.loss)
+        # Copies: the next chunk overwrites the model's buffers before this one is pushed.
         values = list(self.values)
         for index in self._buffers:
             values[index] = values[index].clone()
         total = ChunkSum(tuple(model.accrued), values)
         model.drop_accrued()
+        # Finite mini-batches may still overflow in their sum.
         gradients = (tensor for tensor in total.gradients if tensor is not None)
         if not is_finite(dict(enumerate(gradients))):
             return MiniBatchOutcome(loss=math.nan, is_of_chunk=True)
         return MiniBatchOutcome(loss=outcome.loss, total=total)
 
 
-# Portions read in advance, in the data lane: those that are computed next.
+# --- reading ahead ---
 
 N_MINI_BATCHES_HELD: Final = 2
 
@@ -168,21 +163,19 @@ BatchBounds = tuple[int, int]  # positions [start, stop)
 
 @final
 class Prefetch:
-    """The samples of the next portions; what is not wanted any more is dropped."""
+    """Reads the samples of the next mini-batches; drops those no longer wanted."""
 
     def __init__(self, sums: MiniBatchSums, samples: Samples) -> None:
         self._sums = sums
         self._samples = samples
         self._held: dict[BatchBounds, Batch] = {}
         self._reading: BatchBounds | None = None
-        self._bytes_per_sample = 0.0  # once a portion has come
+        self._bytes_per_sample = 0.0  # known after the first mini-batch
 
     def get(self, mini_batch: BatchBounds) -> Batch | None:
-        """Return the samples of a portion, if they have been read."""
         return self._held.get(mini_batch)
 
     def read(self, wanted: Sequence[BatchBounds]) -> Sequence[Action]:
-        """Read what of these is missing, one at a time."""
         wanted = wanted[:N_MINI_BATCHES_HELD]
         self._held = {p: batch for p, batch in self._held.items() if p in wanted}
         missing = [mini_batch for mini_batch in wanted if mini_batch not in self._held]
@@ -201,7 +194,6 @@ class Prefetch:
         ]
 
     def have_read(self, result: object) -> None:
-        """Keep what was read."""
         assert isinstance(result, Batch), result
         assert self._reading is not None
         self._held[self._reading] = result
@@ -209,27 +201,17 @@ class Prefetch:
         self._bytes_per_sample = result.n_bytes / result.n_samples
 
 
-# Losses as sums: the gradient of a portion is a sum over its examples.
-#
-# Users give a loss that is a mean over the samples of a batch. A batch gradient is the
-# mean over all its portions, of which the last may be smaller; so portions are summed,
-# and the shards divide once, at the end.
-
-
 def summed(loss: Loss) -> Loss:
-    """Return the loss times the number of samples."""
+    """Return the loss times the number of samples: a sum, where users give a mean."""
 
+    # The last mini-batch may be smaller: so sums are added, and the shards divide once.
     def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return loss(outputs, targets) * targets.shape[0]
 
     return total
 
 
-# A replica's tries at sets: what it was told, and how far it has come.
-#
-# told of -> computing -> computed -> granted -> pushed -> staged
-#    |           |           |
-#    +-----------+-----------+--> no longer told of: dropped
+# --- attempts ---
 
 ChunkBounds = tuple[int, int]  # positions [start, stop)
 
@@ -237,13 +219,13 @@ ChunkBounds = tuple[int, int]  # positions [start, stop)
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChunkAttempt:
-    """One try at one set."""
+    """One attempt at one chunk: assigned, computed, committing, pushed, staged."""
 
     set_index: int
     attempt: int
     mini_batches: Sequence[ChunkBounds]
     grant: int = 0
-    losses: list[float] = field(default_factory=list)  # of the portions computed
+    losses: list[float] = field(default_factory=list)  # of the mini-batches computed
     seconds: float = 0.0
     total: ChunkSum | None = None  # once computed, until it is pushed
     pushed: bool = False
@@ -252,26 +234,21 @@ class ChunkAttempt:
 
     @property
     def is_computed(self) -> bool:
-        """Is nothing left to compute?"""
         return len(self.losses) == len(self.mini_batches) or not self.is_finite
 
     @property
     def next_mini_batch(self) -> ChunkBounds:
-        """What is to be computed next."""
         return self.mini_batches[len(self.losses)]
 
     @property
     def is_last(self) -> bool:
-        """Is that the last?"""
         return len(self.losses) == len(self.mini_batches) - 1
 
     @property
     def n_examples(self) -> int:
-        """Of the set."""
         return self.mini_batches[-1][1] - self.mini_batches[0][0]
 
     def computed(self, outcome: MiniBatchOutcome, *, seconds: float) -> None:
-        """One portion more is computed."""
         self.losses.append(outcome.loss)
         self.seconds += seconds
         self.total = outcome.total
@@ -279,7 +256,6 @@ class ChunkAttempt:
 
     @property
     def result(self) -> ChunkResult:
-        """What the coordinator is told."""
         loss = math.fsum(self.losses) if self.is_finite else math.nan
         return ChunkResult(
             attempt=self.attempt,
@@ -292,13 +268,13 @@ class ChunkAttempt:
 
 @final
 class ChunkAttempts:
-    """All tries of one replica at the sets of one evaluation.
+    """All attempts of one worker at the chunks of one evaluation.
 
     Attributes:
         epoch: Of the coordinator.
         evaluation: Its number.
-        versions: Of the shards' values at which it is computed.
-        n_computed: Examples, for this evaluation.
+        versions: Versions of the shards' values at which it is computed.
+        n_computed: Examples computed for this evaluation.
     """
 
     def __init__(self, chunk_sizes: ChunkSizes) -> None:
@@ -313,21 +289,20 @@ class ChunkAttempts:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which evaluation it is."""
         return self.epoch, self.evaluation
 
     def __iter__(self) -> Iterator[ChunkAttempt]:
         return iter(self._attempts.values())
 
     def __contains__(self, one: ChunkAttempt) -> bool:
-        # Each epoch counts attempts from 1: of another, the same number is another try.
+        # Each epoch counts attempts from 1: the same number may be another attempt.
         return self._attempts.get(one.attempt) is one
 
     def update(self, message: Assignment) -> bool:
-        """Take an assignment; return whether it says anything new.
+        """Take an assignment; return whether it is newer than the last one.
 
         Raises:
-            ValueError: it names a set that the batch does not have.
+            ValueError: it names a chunk that the batch does not have.
         """
         if (message.epoch, message.version) <= (self.epoch, self._version):
             return False
@@ -335,6 +310,7 @@ class ChunkAttempts:
         batch = BatchRange(first=message.first, n_examples=message.n_examples)
         attempts: dict[int, ChunkAttempt] = {}
         for task in message.tasks:
+            # An attempt that is already here keeps what it has computed.
             known = None if is_new else self._attempts.get(task.attempt)
             if known is None:
                 mini_batches = tuple(batch.mini_batches(task.set_index, self._cutting))
@@ -351,26 +327,20 @@ class ChunkAttempts:
         return True
 
     def clear(self) -> None:
-        """Forget all tries: what was computed of them is lost."""
         self._attempts = {}
         self._pushed.clear()
         self.n_computed = 0
 
-    # ------------------------------------------------------------- what is to be done
-
     @property
     def to_push(self) -> ChunkAttempt | None:
-        """One that is granted and not yet pushed."""
         return next((t for t in self if t.grant and t.total is not None), None)
 
     def to_compute(self, *, n_held_max: int) -> Sequence[ChunkAttempt]:
-        """Return those to compute, in order; none while too many sums are held."""
         if sum(t.total is not None for t in self) >= n_held_max:
             return ()
         return [t for t in self if not t.is_computed]
 
     def pushed(self, one: ChunkAttempt, *, is_finite: bool) -> None:
-        """Its sum was pushed; or could not be, because it is not finite."""
         one.total, one.is_finite = None, is_finite
         if is_finite:
             one.pushed = True
@@ -378,11 +348,10 @@ class ChunkAttempts:
 
     @property
     def awaits_shards(self) -> bool:
-        """Was one pushed, and not acknowledged?"""
         return bool(self._pushed)
 
     def acknowledged(self, *, n_waiting: int) -> bool:
-        """So many pushes are not acknowledged; return whether that is news."""
+        """Mark what shards hold, given the pushes still in flight; return whether any is new."""
         news = False
         while len(self._pushed) > n_waiting:
             self._pushed.popleft().staged = news = True
@@ -390,11 +359,9 @@ class ChunkAttempts:
 
     @property
     def report(self) -> WorkReport:
-        """How it stands."""
         return self.report_of(0)
 
     def report_of(self, life: int) -> WorkReport:
-        """Return how it stands, with this life of a replica of several machines."""
         return WorkReport(
             life=life,
             epoch=self.epoch,
@@ -405,31 +372,23 @@ class ChunkAttempts:
         )
 
 
-# The parameters with which a replica computes: those of one evaluation.
-#
-#     wanted --> fetched --> installed --> of the evaluation
-#       ^                        |
-#       +--- torn, or another ---+
-#
-# They are fetched once for each evaluation, and used only if every shard says that they
-# are the version which the coordinator opened: so all portions of a batch are computed at
-# one point (DB-16).
+# --- parameters ---
 
 INSTALL: Final = "replica:install"
 RETRY: Final = "replica:retry"
 
 TORN_RETRY_SECONDS: Final = 1e-3
-"""After a fetch that met an update half done."""
+"""Pause after a fetch that met an update in progress."""
 
 
 @final
 class Parameters:
-    """What a replica has fetched, and of which evaluation.
+    """Fetches and installs the parameters of one evaluation, for a worker.
 
     Args:
-        client: Of all shards.
-        sums: Whose model they are installed in.
-        retry_seconds: After which it fetches again what is not the right version.
+        client: Client of all shards.
+        sums: Holds the model that parameters are installed in.
+        retry_seconds: Pause before a fetch that brought another version is repeated.
     """
 
     def __init__(
@@ -438,26 +397,22 @@ class Parameters:
         self._client = client
         self._sums = sums
         self._retry_seconds = retry_seconds
-        self._due = False  # another evaluation has begun
+        self._due = False  # an evaluation has begun whose parameters are not fetched
         self._fetching = False
         self._installing = False
         self._waits = False  # before it fetches, or installs, again
         self._evaluation: tuple[int, int] | None = None  # of which they are
 
     def lacks(self, attempts: ChunkAttempts) -> bool:
-        """Return whether these tries' evaluation has others."""
         return self._evaluation != attempts.key
 
     def invalidate(self) -> None:
-        """Another evaluation has begun."""
         self._due, self._waits = True, False
 
     def retry(self) -> None:
-        """The pause before another go is over."""
         self._waits = False
 
     def fetch(self, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
-        """Begin to fetch, once for an evaluation; again if that brought another one."""
         wanted = self._due or (self.lacks(attempts) and not self._fetching)
         if not wanted or self._waits or self._installing:
             return []
@@ -467,7 +422,6 @@ class Parameters:
         return self._client.begin_fetch(now)
 
     def install(self) -> Sequence[Action]:
-        """Copy what was fetched into the model, if all of it is here."""
         if not self._fetching or self._due or self._waits:
             return []
         client = self._client
@@ -485,10 +439,11 @@ class Parameters:
         ]
 
     def installed(self, result: object, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
-        """See what an install has brought."""
         assert isinstance(result, FetchResult), result
         self._installing = False
         actions = list(self._client.installed(result, now))
+        # All mini-batches of a batch must be computed at one point: parameters count only
+        # if every shard sent the version that the coordinator published (DB-16).
         wanted = tuple((one.incarnation, one.clock) for one in attempts.versions)
         pause = TORN_RETRY_SECONDS
         if not result.torn:
@@ -497,7 +452,7 @@ class Parameters:
                 self._evaluation = attempts.key
                 return actions
             self._evaluation = None
-            if not self._due:  # the coordinator will soon know of it
+            if not self._due:  # the coordinator will soon send another evaluation
                 pause = self._retry_seconds
         self._waits = True
         return [*actions, SetTimer(name=RETRY, at=now + pause)]
@@ -511,12 +466,12 @@ _REPORT_TIMER = "replica:say"
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchWorkerConfig:
-    """How a replica works.
+    """Settings of a batch worker.
 
     Attributes:
-        cutting: How batches are cut; the coordinator must have the same.
-        retry_seconds: After which a busy one says again how it stands.
-        retry_seconds_max: After which an idle one does.
+        chunk_sizes: How batches are divided; the coordinator must have the same.
+        retry_seconds: Seconds after which a busy worker repeats its report.
+        retry_seconds_max: Seconds after which an idle worker does.
     """
 
     chunk_sizes: ChunkSizes
@@ -534,9 +489,9 @@ class BatchWorker:
     """The role `replica-INDEX` of a Sandblaster job.
 
     Args:
-        config: How it works.
-        client: Of all shards; it pushes.
-        trainer: What is run in its lanes; its loss is a sum (`sums.summed`).
+        config: Its settings.
+        client: Client of all shards, which pushes.
+        trainer: Runs in the executors; its loss is a sum (`summed`).
         samples: The order of the data.
         await_begin: Wait for `StartTraining` before it asks for work.
     """
@@ -561,9 +516,9 @@ class BatchWorker:
         self._stopped_by: Address | None = None
         self._busy = False  # the compute lane
         self._current: ChunkAttempt | None = None  # whose portion is computed, or whose sum pushed
-        self._accruing: ChunkAttempt | None = None  # what the model has accrued is of this one
+        self._accruing: ChunkAttempt | None = None  # whose gradients the model has accrued
         self._computing_for = (0, 0)  # which evaluation
-        self._n_computed = 0  # examples of this life
+        self._n_computed = 0  # examples, in this incarnation
         self._seconds = 0.0
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -590,15 +545,12 @@ class BatchWorker:
             case PeerJoined(peer=peer) if peer == COORDINATOR:
                 actions += self._report(now)
             case _:
-                pass  # peers come and go
+                pass  # other peers that join or leave change nothing
         return [*actions, *self._advance(now)]
 
     def _handle_client(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Let the client take an event; most of the events of a job are such.
-
-        A shard's words let nothing begin but a push or an install; all else that could
-        begin has begun. So the rest is not looked at.
-        """
+        # Most events of a job come here. A shard's message can only make a push or an
+        # install possible; nothing else needs to be checked.
         actions = self._client.handle(event, now)
         attempts = self._attempts
         if attempts.awaits_shards and attempts.acknowledged(n_waiting=self._client.unacknowledged):
@@ -608,11 +560,10 @@ class BatchWorker:
         return [*actions, *(self._push() or self._install())]
 
     def adopt(self, incarnation: int) -> None:
-        """Be a life whose client another role has begun; it begins when it is told."""
+        """Continue as this incarnation, with a client that another role has started."""
         self._incarnation, self._begun = incarnation, False
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and its counters."""
         return self._state(), {
             **self._client.counters(),
             "samples": float(self._n_computed),
@@ -628,7 +579,7 @@ class BatchWorker:
             return f"waiting for {waited}"
         return "waiting for work" if self._begun else "waiting for begin"
 
-    # ------------------------------------------------------------------------ events
+    # --- events ---
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
         message = event.message
@@ -650,14 +601,14 @@ class BatchWorker:
     def _take_assignment(self, message: Assignment, now: Seconds) -> Sequence[Action]:
         attempts = self._attempts
         if message.replica_incarnation != self._incarnation:
-            return []  # meant for another life
+            return []  # for another incarnation
         if message.epoch < attempts.epoch:
-            return []  # of a coordinator that is over
+            return []  # from an earlier coordinator
         before = attempts.key
         try:
             attempts.update(message)
         except ValueError as error:
-            raise RemoteProtocolError(f"an impossible assignment: {error}") from None
+            raise RemoteProtocolError(f"invalid assignment: {error}") from None
         if attempts.key != before:
             self._parameters.invalidate()
         return self._report(now)
@@ -669,7 +620,6 @@ class BatchWorker:
         return self._report(now)
 
     def _report(self, now: Seconds) -> Sequence[Action]:
-        """Tell the coordinator how it stands, now and after a while."""
         if not self._begun:
             return []
         idle = not any(True for _ in self._attempts)
@@ -696,20 +646,20 @@ class BatchWorker:
             case "replica:push":
                 return self._finish_push(event.result, now)
             case _:
-                raise LocalProtocolError(f"nobody asked for {event.name!r}")
+                raise LocalProtocolError(f"unexpected result of {event.name!r}")
 
-    # ------------------------------------------------------------------- the machine
+    # --- what to start next ---
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
-        """Begin what can begin; the compute lane has one thing to do at a time."""
         if self._stopped_by is not None:
-            return [] if self._busy else self._end()
+            return [] if self._busy else self._end()  # the executor finishes its work first
         if not self._begun:
             return []
         to_compute = self._attempts.to_compute(n_held_max=N_CHUNKS_HELD)
         actions = [*self._parameters.fetch(self._attempts, now), *self._read(to_compute)]
         if self._busy:
             return actions
+        # One work at a time in the compute executor; a push frees memory, so it goes first.
         return [*actions, *(self._push() or self._install() or self._step(to_compute))]
 
     def _end(self) -> Sequence[Action]:
@@ -733,15 +683,13 @@ class BatchWorker:
             self._busy, self._current, self._accruing = True, None, None
         return actions
 
-    # ----------------------------------------------------------------------- portions
-
     def _step(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
-        """Compute the next portion, if its samples and the parameters are here."""
         if not to_compute or self._parameters.lacks(self._attempts):
             return []
         one = to_compute[0]
         if self._accruing in to_compute and self._accruing is not None:
-            one = self._accruing  # another was put before it
+            # A new assignment put another first; finish this one, or its sum is lost.
+            one = self._accruing
         batch = self._prefetch.get(one.next_mini_batch)
         if batch is None:
             return []
@@ -767,15 +715,12 @@ class BatchWorker:
         actions: list[Action] = []
         if not one.is_finite:
             start = one.mini_batches[0][0] if result.is_of_chunk else start
-            blame = result.blame or "look at the model and its loss there"
+            blame = result.blame or "check the model and its loss there"
             text = f"loss or gradient of positions {start} to {stop - 1} of the data is"
             actions.append(Report(text=f"{text} not finite: {blame}", level="warning"))
         return [*actions, *self._report(now)]
 
-    # -------------------------------------------------------------------------- push
-
     def _push(self) -> Sequence[Action]:
-        """Push a sum that was granted, once there is a free slot on every shard."""
         one = self._attempts.to_push
         if one is None or one.total is None or not self._client.can_push:
             return []
@@ -802,4 +747,4 @@ class BatchWorker:
 def _job_error(error: BaseException) -> DistBeliefError:
     if isinstance(error, DistBeliefError):
         return error
-    return JobError(f"a portion failed: {type(error).__name__}: {error}")
+    return JobError(f"a mini-batch failed: {type(error).__name__}: {error}")

@@ -1,20 +1,14 @@
-"""The coordinator: Algorithm 1.2 of Dean et al. 2012, "Coordinator main".
+"""Coordinator: drives an optimizer over shards and workers (Dean et al. 2012, Algorithm 1.2).
 
-It drives an optimiser over the shards, and deals the portions of each batch to the
-replicas. It never sees a parameter: it holds names of vectors, scalars and counts.
+It holds names of vectors, scalars and counts, never a parameter. Its parts:
 
-    course      what is done, one thing after the other: a generator
-    orders      what the shards are told, and whether all have answered
-    dealing     which replica computes which set; crew: what replicas are told
-    journal     from where another life of this role goes on
+    CoordinatorRun      one epoch, step by step: a generator
+    CommandBroadcast    commands to the shards
+    WorkQueue           chunks of one evaluation; WorkerPool: the workers
+    Journal             where a restarted coordinator continues
 
-Rules:
-
-* One epoch is one course. When a shard has begun a new life, which has forgotten what
-  it was told, the course is given up, and the next one begins at the newest cut that
-  all shards share. Epochs rise from life to life, and shards obey the highest alone.
-* A cut is settled when every shard has marked it and the journal of it is on disk.
-* Whoever is told to stop leaves the last point that was accepted.
+One epoch is one run. When a shard restarts, the run ends and another begins, with a higher
+epoch, from the newest savepoint that all shards share; shards obey the highest epoch only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,11 +56,6 @@ from sandblaster.optimizers.base import Result
 from sandblaster.optimizers.termination import Reason
 
 
-# What a coordinator has to do with its replicas, from word to word and tick to tick.
-#
-# Account      taken, and what follows from it dealt
-# tick         who is silent is given up for now; what nobody answered is said again
-
 TICK: Final = "coordinator:tick"
 
 _TICK_SECONDS_MIN: Final = 0.02
@@ -74,23 +63,22 @@ _TICK_SECONDS_MIN: Final = 0.02
 
 @final
 class WorkerTicks:
-    """The replicas of one coordinator, and its ticks while there is work.
+    """Takes reports of workers, and checks on a timer which are silent while there is work.
 
     Args:
-        config: How it works.
-        crew: Who is there.
+        config: Settings of the coordinator.
+        pool: The workers.
     """
 
     def __init__(self, config: CoordinatorConfig, pool: WorkerPool) -> None:
         self._config = config
         self._pool = pool
         self._tick_at: Seconds | None = None  # None: there is no work
-        self._seen_at: Seconds = 0.0  # when there was anybody
+        self._seen_at: Seconds = 0.0  # when there was any worker
 
     def take_report(
         self, event: Received, report: WorkReport, queue: WorkQueue | None, now: Seconds
     ) -> None:
-        """A replica says how it stands."""
         if self._pool.has_restarted(event, report):
             self.remove(event.sender, queue, now, is_over=True)
         worker = self._pool.take_report(event, report, now)
@@ -102,7 +90,6 @@ class WorkerTicks:
             queue.heard(known)
 
     def lost(self, name: Address, incarnation: int, queue: WorkQueue | None, now: Seconds) -> None:
-        """A life of a replica is over."""
         worker = self._pool.get(name)
         if worker is not None and worker.incarnation <= incarnation:
             self.remove(name, queue, now, is_over=True)
@@ -110,13 +97,13 @@ class WorkerTicks:
     def remove(
         self, name: Address, queue: WorkQueue | None, now: Seconds, *, is_over: bool
     ) -> None:
-        """Deal what it has again; if its life `is_over`, listen to it no more."""
+        """Put a worker's chunks back; if its incarnation `is_over`, ignore it from now on."""
         worker = self._pool.remove(name, is_over=is_over)
         if worker is not None and queue is not None:
             queue.lost(worker, now)
 
     def assign(self, queue: WorkQueue | None, now: Seconds) -> list[Action]:
-        """Tell replicas what they have to do now; look again after a while."""
+        """Send workers what has changed for them, and keep the timer running."""
         if queue is None:
             self._tick_at = None
             return []
@@ -131,14 +118,15 @@ class WorkerTicks:
         return actions
 
     def tick(self, queue: WorkQueue | None, now: Seconds) -> list[Action]:
-        """See who is late or silent.
+        """Remove silent workers; resend assignments that are not answered.
 
         Raises:
-            PeerLostError: there has been no replica for too long.
+            PeerLostError: there has been no worker for too long.
         """
         if self._tick_at is None:
             return []
-        late = max(0.0, now - self._tick_at)  # nobody drove this role meanwhile
+        # If our own timer came late, this process stood still: do not blame the workers.
+        late = max(0.0, now - self._tick_at)
         self._pool.adjust_for_delay(late)
         self._seen_at += late
         for name in self._pool.silent(now):
@@ -147,9 +135,8 @@ class WorkerTicks:
             self._seen_at = now
         elif now - self._seen_at >= self._config.starved_seconds_max:
             raise PeerLostError(
-                f"no replica has been there for {now - self._seen_at:.1f} s "
-                "(starved_seconds_max is "
-                f"{self._config.starved_seconds_max:g}): look at their logs"
+                f"no replica has reported for {now - self._seen_at:.1f} s "
+                f"(starved_seconds_max is {self._config.starved_seconds_max:g}): check their logs"
             )
         return [*self._pool.resend(now), self._set_tick(now)]
 
@@ -159,18 +146,18 @@ class WorkerTicks:
         return SetTimer(name=TICK, at=self._tick_at)
 
 
-# Between a coordinator and its supervisor: snapshots asked for, progress told of.
+# --- supervisor ---
 
 _N_SAVES_MAX: Final = 8
 
 
 @final
 class SupervisorRequests:
-    """What the supervisor has asked for, and what it is told.
+    """Takes requests of the supervisor and reports progress and checkpoints to it.
 
     Args:
-        wishes: What was asked for, for courses to see.
-        figures: Of all courses.
+        requests: What was asked for; runs read it.
+        metrics: Of all runs.
     """
 
     def __init__(self, requests: PendingRequests, metrics: CoordinatorMetrics) -> None:
@@ -178,18 +165,17 @@ class SupervisorRequests:
         self._metrics = metrics
 
     def request_save(self, label: str) -> None:
-        """A snapshot of this name is to be taken, at the next accepted point."""
+        """Request a checkpoint with this label at the next accepted point."""
         saves = self._requests.saves
         if label in saves:
             return
         if len(saves) >= _N_SAVES_MAX:
-            error = f"{_N_SAVES_MAX} snapshots wait to be taken already: ask less often"
+            error = f"{_N_SAVES_MAX} checkpoints are pending already: request them less often"
             self._requests.saved.append((label, error))
         else:
             saves.append(label)
 
     def report(self, run: CoordinatorRun | None) -> Sequence[Action]:
-        """Tell what there is to tell."""
         actions: list[Action] = []
         metrics, saved = self._metrics, self._requests.saved
         while run is not None and run.progress:
@@ -212,29 +198,29 @@ class SupervisorRequests:
         return actions
 
 
-# Writes the journal down, whenever every shard has marked a cut.
+# --- journal ---
 
 TIMER: Final = "coordinator:save"
 
 
 @final
 class JournalWriter:
-    """The journal of one life on its way to the disk, one cut at a time.
+    """Saves the journal of one incarnation, one savepoint at a time.
 
     Args:
-        config: Of the coordinator.
-        journal: What is written.
-        incarnation: Whose.
+        config: Settings of the coordinator.
+        journal: What is saved.
+        incarnation: Of the coordinator.
     """
 
     def __init__(self, config: CoordinatorConfig, journal: Journal, *, incarnation: int) -> None:
         self._config = config
         self._journal = journal
         self._incarnation = incarnation
-        self._saving: int | None = None  # the cut that is being written down
+        self._saving: int | None = None  # the savepoint that is being saved
 
     def write_if_taken(self, run: CoordinatorRun) -> Sequence[Action]:
-        """Write down the cut that every shard has marked by now, if there is one."""
+        """Save the newest savepoint, if every shard has taken it and it is not saved yet."""
         if run.unsaved is None or run.savepoint is not None:
             return []
         if self._saving is not None or run.save_error is not None:
@@ -242,7 +228,6 @@ class JournalWriter:
         return self.write(run)
 
     def write(self, run: CoordinatorRun | None) -> Sequence[Action]:
-        """Write it down, unless that is under way."""
         if run is None or run.unsaved is None or self._saving is not None:
             return []
         run.save_error = None
@@ -253,24 +238,24 @@ class JournalWriter:
     def persisted(
         self, event: Persisted, run: CoordinatorRun | None, now: Seconds
     ) -> Sequence[Action]:
-        """It is on disk, or is not."""
         saved, self._saving = self._saving, None
         if run is None or run.unsaved is None:
             return []
-        if saved != run.unsaved:  # of a course that was given up
+        if saved != run.unsaved:  # of an earlier run
             return [] if run.savepoint is not None else self.write(run)
         if event.error is not None:
             run.save_error = event.error
-            text = f"the journal could not be saved, and will be later: {event.error}"
+            text = f"the coordinator's journal could not be saved: {event.error}; retrying"
             retry = SetTimer(name=TIMER, at=now + self._config.retry_seconds_max)
             return [Report(text=text, level="warning"), retry]
+        # Every shard has taken the savepoint and its journal is on disk: older ones may go.
         run.unsaved, run.settled = None, max(saved, run.settled)
         self._journal.confirm(saved)
         return []
 
 
 _EPOCH_BITS: Final = 12
-"""Epochs of life i begin at i << 12: so often may shards be lost in one life."""
+"""Epochs of incarnation i begin at i << 12, so they rise; this bounds lost shards."""
 
 
 @final
@@ -278,10 +263,10 @@ class Coordinator:
     """The role `coordinator`.
 
     Args:
-        config: How it works.
-        method: The algorithm.
-        shards: Their addresses, shard 0 first.
-        n_examples: Of the training data.
+        config: Its settings.
+        method: The optimizer.
+        shards: Addresses of the shards, shard 0 first.
+        n_examples: Examples of the training data.
 
     Attributes:
         result: How the run ended, once it has.
@@ -312,7 +297,7 @@ class Coordinator:
         if config.n_warm:
             self._warm_start = WarmStartRun(config.n_warm, retry_seconds=config.retry_seconds)
         self._warm_saves = WarmSaves(shards)
-        self._wait: Wait | None = None  # that the course waits for, if not for orders
+        self._wait: Wait | None = None  # what the run waits for, other than commands
         self._incarnation = 0
         self._n_epochs = 0
         self._begun = not config.await_begin
@@ -342,7 +327,7 @@ class Coordinator:
             case PeerJoined() | PeerLost():
                 actions += self._peer(event, now)
             case Computed():
-                pass  # nothing is ever computed here
+                pass  # the coordinator computes nothing
             case _:
                 assert_never(event)
         return [*actions, *self._advance(now)]
@@ -350,7 +335,7 @@ class Coordinator:
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what it is doing, and its counters.
 
-        `wasted` are examples computed in vain, of evaluations that came to their end.
+        `wasted` counts examples computed more than once, in evaluations that are finished.
         """
         metrics, queue = self._metrics, self._queue
         last = metrics.iterated
@@ -376,7 +361,6 @@ class Coordinator:
 
     @property
     def _queue(self) -> WorkQueue | None:
-        """Of the evaluation under way."""
         return None if self._run is None else self._run.queue
 
     def _state(self) -> str:
@@ -389,9 +373,9 @@ class Coordinator:
             return f"waiting for {waiting}"
         if self._wait is Wait.CHUNKS and not len(self._pool):
             return "waiting for replicas"
-        return "ordering" if self._wait is None else self._wait.value
+        return "commanding shards" if self._wait is None else self._wait.value
 
-    # ------------------------------------------------------------------------ events
+    # --- events ---
 
     def _start(self, event: Started) -> None:
         if event.unrestored is not None:
@@ -401,7 +385,7 @@ class Coordinator:
         self._journal = journal
         self._writing = JournalWriter(self._config, journal, incarnation=event.incarnation)
         if self._journal.base_clocks is not None:
-            self._warm_start = None  # the life before has seen it over
+            self._warm_start = None  # an earlier incarnation saw its end
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
         sender, message = event.sender, event.message
@@ -430,7 +414,6 @@ class Coordinator:
     def _from_replica(
         self, event: Received, message: WorkReport | Finished, now: Seconds
     ) -> Sequence[Action]:
-        """A replica speaks."""
         warm_start = self._warm_start
         if isinstance(message, Finished):
             return warm_start.replica_finished(event.sender, now) if warm_start else []
@@ -459,10 +442,9 @@ class Coordinator:
             return self._ticks.tick(self._queue, now)
         return self._writing.write(self._run)
 
-    # ------------------------------------------------------------------- the machine
+    # --- the run ---
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
-        """Go on with the course as far as that can be done."""
         if not self._begun:
             return self._end() if self._requests.stop else []
         if self._warm_start is not None:
@@ -480,18 +462,13 @@ class Coordinator:
         return [*actions, *self._ticks.assign(self._queue, now)]
 
     def _begin_run(self, now: Seconds) -> Sequence[Action]:
-        """Begin an epoch.
-
-        Raises:
-            DistBeliefError: shards were lost too often.
-        """
         actions: list[Action] = []
         if self._commands.lost is not None:
-            text = f"{self._commands.lost} has begun a new life: going on from a cut"
+            text = f"{self._commands.lost} has restarted: continuing from a savepoint"
             actions.append(Report(text=text, level="warning"))
         self._n_epochs += 1
         if self._n_epochs >> _EPOCH_BITS:
-            raise DistBeliefError(f"shards were lost {self._n_epochs} times: look at their logs")
+            raise DistBeliefError(f"shards restarted {self._n_epochs} times: check their logs")
         epoch = (self._incarnation << _EPOCH_BITS) + self._n_epochs
         self._run = CoordinatorRun(
             self._config,
@@ -510,7 +487,6 @@ class Coordinator:
         return [*actions, *self._commands.begin_epoch(epoch, now)]
 
     def _can_step(self) -> bool:
-        """Return whether what the course waits for has come."""
         run = self._run
         if self.result is not None or run is None or not self._commands.complete:
             return False
@@ -529,7 +505,6 @@ class Coordinator:
                 return True
 
     def _step_run(self, now: Seconds) -> Sequence[Action]:
-        """Let the course take its next step."""
         run, steps, commands = self._run, self._steps, self._commands
         assert run is not None
         assert steps is not None
@@ -540,8 +515,8 @@ class Coordinator:
         run.now = now
         answered = Answered(now=now, answers=commands.answers, versions=commands.versions)
         try:
-            # A course that has just begun must come to a point first: without one the
-            # shards would stay in its hands, and could not be saved.
+            # A run that has just begun must reach a point first: until it publishes one,
+            # the shards stay bound to it and cannot be saved.
             if self._requests.stop and run.has_point and not self._ending:
                 self._ending = True
                 steps.close()

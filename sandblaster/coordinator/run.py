@@ -1,19 +1,14 @@
-"""The course of one epoch: what a coordinator does, one thing after the other.
+"""Coordinator run: the steps of one epoch, as a generator.
 
-    Attach --> choose a cut --> Recall --> the algorithm: its requests, as they come
-                                             Operations   Perform
-                                             Evaluate     Open, (Fold)*, Seal
-                                             Iterated     a mark on the next order
-                                                          Keep, if it is to be saved
-               the algorithm has ended --> Publish
+    BeginEpoch --> choose a savepoint --> Restore --> requests of the optimizer:
+                       VectorOps        Execute
+                       Evaluate         BeginEvaluation, Commit*, FinishEvaluation
+                       IterationDone    a savepoint with the next command,
+                                        and Checkpoint if one is requested
+                   the optimizer ends --> Publish
 
-It is a generator, like the algorithm that it drives: it yields what is to be ordered
-and is resumed when every shard has answered; or it yields what it waits for. When a
-shard is lost, or the coordinator, the course is given up, and another begins: with a
-new epoch, from the newest cut that all share.
-
-An iteration of L-BFGS takes two round trips, and one evaluation one more for each end
-of it; none carries anything of the size of a vector.
+It yields a task for the shards and resumes when all have answered, or yields what it waits
+for. A lost shard ends the run; the next one begins at the newest shared savepoint.
 """
 
 import math
@@ -60,32 +55,30 @@ from sandblaster.optimizers.termination import Reason
 
 PARAMETERS: Final = "parameters"
 SAVING_SHARE: Final = 0.02
-"""Of the time that snapshots may take, for which all replicas wait: one that is asked
-for too soon after another is taken later. Of 42 million parameters with three pairs of
-corrections 2 GB are written: 4 s, which were 9 % of the time at one in 30 s."""
+"""Largest share of the time that checkpoints may take, while all workers wait; one that is
+requested too early is delayed. 42 million parameters with three pairs of corrections are
+2 GB: writing them took 4 s, which was 9 % of the time with a checkpoint every 30 s."""
 GRANT_BITS: Final = 28
-"""Grants and cuts of epoch e begin at e << 28: none is ever used twice."""
+"""Tokens and savepoints of epoch e begin at e << 28: no number is used twice."""
 
 
 class Method(Protocol):
-    """An algorithm."""
+    """An optimizer: the settings of a method."""
 
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Begin, or go on from that state."""
-        ...
+    def steps(self, state: str | None = None) -> Steps[Result]: ...
 
 
 class Wait(Enum):
-    """What a course waits for, if not for the shards."""
+    """What a run waits for, other than the shards."""
 
-    CHUNKS = "computing"  # some set is on every shard, or the loss is not a number
+    CHUNKS = "computing"  # a chunk is on every shard, or the loss is not finite
     SAVED = "saving"  # the journal is on disk
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What every shard answered to an order, shard 0 first; and when."""
+    """What the shards answered to a command, shard 0 first, and when."""
 
     now: Seconds
     answers: Sequence[CommandDone]
@@ -100,15 +93,15 @@ class CoordinatorRun:
     """One epoch.
 
     Attributes:
-        mark: To be carried by the next order.
-        unsaved: A cut that is not safe yet: not marked, or not written down.
-        save_error: Why it could not be written down, if so.
-        has_point: Do the shards hold a point that was accepted?
-        settled: The newest cut that is safe everywhere.
-        dealing: Of the evaluation under way.
-        progress: Iterations that are to be told of.
-        note: What is to be told besides, once.
-        now: The time, at each step.
+        savepoint: To be sent with the next command.
+        unsaved: A savepoint that shards have not taken, or whose journal is not on disk.
+        save_error: Why the journal could not be saved, if so.
+        has_point: Whether the shards hold an accepted point.
+        settled: The newest savepoint that is safe everywhere.
+        queue: Work queue of the present evaluation.
+        progress: Iterations to report.
+        note: A warning to report, once.
+        now: The time, set before each step.
     """
 
     def __init__(
@@ -134,7 +127,7 @@ class CoordinatorRun:
         first = epoch << GRANT_BITS
         self._numbers = EpochCounters(grant=first)
         self._last_savepoint = first
-        self._savepoint_point: IterationDone | None = None  # of which the last cut is
+        self._savepoint_point: IterationDone | None = None  # the point of the last savepoint
         self.savepoint: Savepoint | None = None
         self.unsaved: int | None = None
         self.save_error: str | None = None
@@ -145,13 +138,11 @@ class CoordinatorRun:
         self.note = ""
         self.now: Seconds = 0.0
 
-    # -------------------------------------------------------------------------- whole
-
     def steps(self) -> RunSteps:
-        """Attach, go on from somewhere, and come to an end.
+        """Start the epoch, restore a savepoint, run the optimizer to its end.
 
         Raises:
-            DistBeliefError: the shards disagree, or share no point to go on from.
+            DistBeliefError: the shards disagree, or share no savepoint.
         """
         self._metrics.shares.run_begins()
         attached = yield BeginEpoch()
@@ -173,21 +164,21 @@ class CoordinatorRun:
                 metrics.offset = resume_point.entry.iteration
         if resume_point.has_other_goal:
             self.note = (
-                "method, loss, l1, l2 or batches are others than before: the method "
-                "begins anew at the parameters"
+                "method, loss, l1, l2 or batch_size have changed: "
+                "the method restarts at the saved parameters"
             )
         elif resume_point.cut and not resume_point.whole:
-            self.note = "going on from parameters alone: the method begins anew there"
+            self.note = "only parameters could be restored: the method restarts there"
         self.has_point = True
         result = yield from self._drive(self._method.steps(state))
-        if metrics.iterated is None:  # it ended where it began
+        if metrics.iterated is None:  # it ended at its starting point
             metrics.iterated = _iterated(result)
             self.progress.append(metrics.iterated)
         yield from self._publish()
         return result
 
     def end_early(self) -> RunSteps:
-        """Leave the last point that was accepted; to be run instead of the rest."""
+        """Publish the last accepted point; to be run instead of the remaining steps."""
         assert self.has_point
         self.queue = None
         last = self._metrics.iterated
@@ -196,7 +187,7 @@ class CoordinatorRun:
             and self._savepoint_point is not None
             and self._savepoint_point is last
         ):
-            # With its history, which is half-way to the next one.
+            # The optimizer may be in the middle of the next iteration: restore its history.
             yield Restore(cut=self._last_savepoint, whole=True)
         yield from self._publish()
         return Result(
@@ -226,13 +217,12 @@ class CoordinatorRun:
         )
         if self.save_error is None:
             self.unsaved = self._last_savepoint
-            yield Execute(commands=())  # with which it is written
+            yield Execute(commands=())  # carries the savepoint, so that the journal is saved
         while self.unsaved is not None and self.save_error is None:
             yield Wait.SAVED
-        self._requests.saves.clear()  # who asked will see the end, and ask the shards
+        self._requests.saves.clear()  # the supervisor sees the end, and saves the shards itself
 
     def _drive(self, steps: Steps[Result]) -> RunSteps:
-        """Answer the requests of the algorithm."""
         try:
             request = next(steps)
             while True:
@@ -252,8 +242,6 @@ class CoordinatorRun:
         except StopIteration as end:
             result: Result = end.value
             return result
-
-    # --------------------------------------------------------------------- evaluation
 
     def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
         batch = self._batch(request)
@@ -312,17 +300,15 @@ class CoordinatorRun:
         n_examples = examples.stop - examples.start
         if not 0 < n_examples <= self._n_examples or examples.start < 0:
             raise JobError(
-                f"a batch of positions {examples.start} to {examples.stop} has "
-                f"{n_examples} examples; it needs at least one, and at most the "
-                f"{self._n_examples} of the training data: choose another batch size"
+                f"a batch of positions {examples.start} to {examples.stop} needs 1 to "
+                f"{self._n_examples} examples: choose another batch_size"
             )
         first = examples.start % self._n_examples
         return BatchRange(first=first, n_examples=n_examples)
 
-    # --------------------------------------------------------------------------- cuts
+    # --- savepoints ---
 
     def _iterated(self, request: IterationDone) -> Generator[Task | Wait, Answered, None]:
-        """Let this be a cut, unless the one before it is not safe yet."""
         self._metrics.iterated = request
         self.progress.append(request)
         since = self.now
@@ -331,7 +317,7 @@ class CoordinatorRun:
             while self.unsaved is not None and self.savepoint is None and error is None:
                 yield Wait.SAVED
                 error = self.save_error
-            label = self._requests.saves[0]  # it stays there if this course ends
+            label = self._requests.saves[0]  # stays in place if this run ends
             if error is None:
                 error = yield from self._save(label, request)
             taken = self.now - since
@@ -339,6 +325,7 @@ class CoordinatorRun:
             self._requests.saves.popleft()
             self._requests.saved.append((label, error))
         self._metrics.shares.saved(self._pool, since=since, now=self.now)
+        # One savepoint at a time: a point is skipped while the last one is not safe.
         if self.unsaved is None:
             self._take_savepoint(request)
 
@@ -359,7 +346,6 @@ class CoordinatorRun:
     def _save(
         self, label: str, request: IterationDone
     ) -> Generator[Task | Wait, Answered, str | None]:
-        """Save this cut everywhere; return why not, if so."""
         cut = self.unsaved if self.unsaved is not None else self._take_savepoint(request)
         checkpointed = yield Checkpoint(label=label, cut=cut)
         errors = [
@@ -391,17 +377,12 @@ def _scalars(answered: Answered) -> list[Scalars]:
 
 
 def _check(answers: Sequence[CommandDone], sets: Commits) -> None:
-    """Every shard counts the same sets, each once, of the same try (DB-15).
-
-    Raises:
-        DistBeliefError: one does not.
-    """
+    # Every shard must count the same chunks, each once and of the same attempt (DB-15).
     expected = sets.n_sets, sets.n_examples, sets.digest
     for k, answer in enumerate(answers):
         counted = answer.n_sets, answer.n_examples, answer.digest
         if counted != expected:
             raise DistBeliefError(
-                f"shard {k} counts {counted[0]} sets of {counted[1]} examples (grants "
-                f"{counted[2]:x}), and {expected[0]} of {expected[1]} "
-                f"({expected[2]:x}) were to be counted: the gradient is not used"
+                f"shard {k} counts {counted[0]} chunks of {counted[1]} examples (tokens "
+                f"{counted[2]:x}), not {expected[0]} of {expected[1]} ({expected[2]:x})"
             )

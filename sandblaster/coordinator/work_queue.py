@@ -1,24 +1,14 @@
-"""Which replica computes which set of one batch.
+"""Work queue: which worker computes which chunk of a batch, and whose result counts.
 
-    undealt --> dealt to one (or two) --> computed, granted, staged: `granting`
-       ^                 |                    |
-       +---- all gone ---+--- winner gone ----+
+    pending --> assigned to one (or two) --> computed, committing, staged (`Commits`)
+       ^                  |                      |
+       +---- all lost ----+---- winner lost -----+
 
-Rules (paper: Dean et al. 2012, section 4.2, and the keys of its rules):
+Rules (Dean et al. 2012, section 4.2):
 
-* Sets are dealt a few at a time to whoever has almost nothing left to do, so a replica
-  twice as fast does twice as many (DB-14). They are dealt in runs, first those that the
-  replica computed the last time: its data is near.
-* Nobody is dealt a set that the others would have done before: towards the end a slow
-  replica waits. Of what it could do in time, it is dealt half: estimates err. Of the
-  last sets, fewer than replicas, each is a whole one: as many replicas take one.
-* A set may be dealt when it is within a window of the oldest that is not counted.
-* When nothing is left to deal, an idle replica gets a second copy of the set that will
-  be done last, if it would have it done before (DB-15), by more than a hiccup and a few
-  percent of the evaluation. No set has three copies.
-
-A word from a replica costs about the square root of how many there are, as `workloads`
-keeps them in order; and so does every set that is dealt.
+* Chunks go a few at a time to workers that have almost nothing left (DB-14).
+* Near the end a chunk goes only to a worker that finishes it before the others would.
+* When none is left, an idle worker gets a backup task: a second copy (DB-15), never a third.
 """
 
 import math
@@ -43,33 +33,30 @@ from sandblaster.coordinator.speed import (
 from sandblaster.coordinator.workers import ChunkCopy, WorkerPool, WorkerState
 
 
-# The sets of one batch that nobody has been dealt, by whose data they are.
-#
-#     own            sets that a replica computed the last time: its data is near
-#     nobody's       of those who are gone, and of data that nobody had
-#     others'        the last ones of whoever has the most left
-#
-# Sets are taken in runs that follow each other, the first of these that there are.
+# --- pending chunks ---
 
 
 @final
 class PendingChunks:
-    """Sets that are to be dealt.
+    """Chunks that no worker has, by the worker that computed them last: its data is near.
+
+    A worker is given a run of consecutive chunks: first its own, then those of workers that
+    are gone, then the last ones of the worker that has the most left.
 
     Args:
-        owners: Who computed each set the last time; None: nobody did.
-        crew: Who is there.
+        owners: Worker that computed each chunk last; None: no worker did.
+        pool: The workers that are there.
     """
 
     def __init__(self, owners: Sequence[Address | None], *, pool: WorkerPool) -> None:
         self._owners = owners
         self._pool = pool
-        self._limit = 0  # sets from there on are not to be dealt yet
+        self._limit = 0  # chunks from here on are outside the window
         self._is_assignable = bytearray(len(owners))
-        self._left: dict[Address | None, list[int]] = {}  # dealable sets, by owner
-        self._most: list[tuple[int, int, Address]] = []  # -how many, the first, whose
-        self._gone: set[Address | None] = set()  # owners who are not there
-        self._n_changes = -1  # of the crew, when that was looked up
+        self._left: dict[Address | None, list[int]] = {}  # assignable chunks, by owner
+        self._most: list[tuple[int, int, Address]] = []  # heap of (-count, first, owner)
+        self._gone: set[Address | None] = set()  # owners that left
+        self._n_changes = -1  # of the pool, when `_gone` was computed
         self._n_left = len(owners)
         self._n_assignable = 0
 
@@ -78,11 +65,10 @@ class PendingChunks:
 
     @property
     def n_assignable(self) -> int:
-        """How many may be dealt now."""
         return self._n_assignable
 
     def release(self, limit: int) -> None:
-        """Let sets below this be dealt."""
+        """Let chunks below this index be assigned."""
         limit = min(limit, len(self._owners))
         if limit <= self._limit:
             return
@@ -100,7 +86,6 @@ class PendingChunks:
         self._limit = limit
 
     def put_back(self, index: int) -> None:
-        """Let a set that was taken be dealt again."""
         owner = self._owners[index]
         insort(self._left[owner], index)
         self._push_owner(owner)
@@ -109,9 +94,9 @@ class PendingChunks:
         self._n_assignable += 1
 
     def take(self, name: Address, n_wanted: int) -> list[int]:
-        """Return sets for somebody: at least one, and at most so many.
+        """Remove and return chunks for a worker: at least one, at most `n_wanted`.
 
-        At least one must be dealable.
+        At least one must be assignable.
         """
         own = self._left.get(name)
         if own:
@@ -155,14 +140,12 @@ class PendingChunks:
         return self._gone
 
     def _push_owner(self, owner: Address | None) -> None:
-        """Remember how much an owner has left."""
         left = self._left[owner]
         if owner is not None and left:
             heappush(self._most, (-len(left), left[0], owner))
 
     def _busiest_owner(self) -> Address:
-        """Return who has the most left; what was true some time ago is let go of."""
-        while True:
+        while True:  # the heap keeps outdated entries: drop them as they come up
             n, first, owner = self._most[0]
             left = self._left[owner]
             if left and (-n, first) == (len(left), left[0]):
@@ -171,7 +154,6 @@ class PendingChunks:
 
 
 def _first_run(indices: list[int]) -> list[int]:
-    """Return the first ones, as far as they follow each other."""
     run = indices[:1]
     for index in indices[1:]:
         if index != run[-1] + 1:
@@ -180,34 +162,25 @@ def _first_run(indices: list[int]) -> list[int]:
     return run
 
 
-# What every replica still has to compute, and how long that takes, kept in order.
-#
-# Who is told of something, says something or is late is looked at again, and nobody else
-# is: so dealing to one of 2,000 replicas costs little more than to one of two.
-#
-#     all        seconds until a member has nothing left; its weight is its speed
-#     hungry     those who have almost nothing left, with one set more
-#     idle       those who have nothing left, by how long a set would take them
-#     latest     the last set of each, of which there is no second copy
-#     pushed     granted sets without a second copy, by their age
+# --- expected finish times ---
 
 _ROUNDING: Final = 1e-9
-"""What is later by no more than this share is as early."""
+"""Relative difference below which two times count as equal."""
 
 _N_WHOLE_MAX: Final = 512
-"""Sets that are looked at one by one: of more the last ones matter little."""
+"""Up to so many chunks are looked at one by one: of more the last ones matter little."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class _Row:
-    """What is known of a member.
+    """What is known of a worker.
 
     Attributes:
-        member: Who it is.
-        n_looks: How often it was looked at.
-        latest: Its last set to compute that has no second copy.
-        grants: Of what it pushes, and has no second copy.
+        worker: Which one.
+        n_refreshes: How often the row was computed; an older due time is void.
+        latest: Its last chunk to compute that has no second copy.
+        grants: Commit tokens of its pushes that have no second copy.
     """
 
     worker: WorkerState
@@ -218,11 +191,14 @@ class _Row:
 
 @final
 class ExpectedFinish:
-    """The workloads of a crew, during one evaluation.
+    """When each worker will finish what it has, kept in order, during one evaluation.
+
+    Only workers whose state changed, or that are late, are computed again: with 2,000 workers
+    an assignment costs little more than with two.
 
     Args:
-        config: Of the coordinator.
-        crew: Who is there.
+        config: Settings of the coordinator.
+        pool: The workers that are there.
     """
 
     def __init__(self, config: CoordinatorConfig, pool: WorkerPool) -> None:
@@ -230,23 +206,22 @@ class ExpectedFinish:
         self._pool = pool
         self._rows: dict[int, _Row] = {}
         self._touched: dict[int, WorkerState] = {}
-        self._due: list[tuple[Seconds, int, int]] = []  # when, whose row, its n_looks
+        self._due: list[tuple[Seconds, int, int]] = []  # (when, row, its n_refreshes)
         self._speeds = SpeedModel()
+        # `_all` is weighted by chunks per second; `_latest` holds the last chunk of each
+        # worker without a second copy, `_pushed` pushes without one, by age.
         self._all, self._nearly_idle, self._idle = FinishTimes(), FinishTimes(), FinishTimes()
-        self._with_one_more = FinishTimes()  # all, had they one set more
+        self._with_one_more = FinishTimes()  # all, with one chunk more
         self._latest, self._pushed = FinishTimes(), FinishTimes()
         self._pushes: dict[int, tuple[WorkerState, ChunkCopy]] = {}  # by grant
         for worker in pool:
             self.touch(worker)
 
-    # ------------------------------------------------------------------------ looking
-
     def touch(self, worker: WorkerState) -> None:
-        """Something of this member has changed, or it has come or gone."""
+        """Note that the state of this worker has changed."""
         self._touched[worker.number] = worker
 
     def refresh(self, now: Seconds) -> None:
-        """Look at whom was touched, or is late by now."""
         while self._due and self._due[0][0] <= now:
             _, number, n_refreshes = heappop(self._due)
             row = self._rows.get(number)
@@ -264,7 +239,6 @@ class ExpectedFinish:
                 self._refresh_row(number, worker, now)
 
     def _admit(self, worker: WorkerState) -> None:
-        """See who it is, and whether it is there."""
         if self._pool.get(worker.name) is worker:
             self._rows.setdefault(worker.number, _Row(worker))
             self._speeds.update(worker)
@@ -301,7 +275,6 @@ class ExpectedFinish:
         self._refresh_copies(row, line, pace)
 
     def _refresh_copies(self, row: _Row, line: Line, pace: float) -> None:
-        """See which of its copies others might make."""
         number = row.worker.number
         row.latest, after = None, 0.0
         for copy in reversed(row.worker.outstanding):
@@ -318,46 +291,41 @@ class ExpectedFinish:
                 self._pushes[copy.grant] = row.worker, copy
                 self._pushed.put(copy.grant, Line(-copy.token_issued_at, 1))
 
-    # -------------------------------------------------------------------- what is seen
-
     @property
     def is_known(self) -> bool:
-        """Has anybody computed a set?"""
         return self._speeds.is_known
 
     def pace(self, worker: WorkerState) -> float:
-        """Return a member's seconds per example; 0 if nobody knows."""
         return self._speeds.of(worker)
 
     def chunk_seconds(self, worker: WorkerState) -> Seconds:
-        """Return how long a member computes a set; 0 if nobody knows."""
         return self.pace(worker) * self._set_size
 
     def seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
-        """Return how long a member takes that has nothing else; 0 if nobody knows."""
         pace = self.pace(worker)
         lag = 0.0 if worker.n_sets else self._speeds.lag_of(worker)
         return pace * n_examples + lag if pace else 0.0
 
     def end(self, n_sets: int, now: Seconds) -> Seconds:
-        """Return in how many seconds all sets will be done, if so many more are dealt.
+        """Return in how many seconds all chunks are done if `n_sets` more are assigned.
 
-        A pace must be known. Sets cannot be parted: the quickest may be late by one.
+        The speed of some worker must be known.
         """
+        # Chunks cannot be divided: the fastest worker may be late by one.
         fastest = self._speeds.fastest * self._set_size
         return seconds_to_end(self._all, n_sets, now) + fastest
 
     def end_of_whole(self, n_sets: int, now: Seconds) -> Seconds:
-        """Return when so many sets will be done if none of them is parted.
+        """Return in how many seconds `n_sets` chunks are done if each goes to one worker.
 
-        Where there are more members than sets, the first to be free take one each,
-        while `end` has everybody do a part. 0 if sets are too many to look at.
+        With more workers than chunks only the first to be free get one, while `end` lets all
+        workers share. 0 if there are too many chunks to look at each.
         """
         if n_sets > _N_WHOLE_MAX:
             return 0.0
         others, end = self._with_one_more.shortest(now), 0.0
         other = next(others, None)
-        again: list[tuple[Seconds, Seconds]] = []  # when done once more; of each set
+        again: list[tuple[Seconds, Seconds]] = []  # (when one more is done, seconds per chunk)
         for _ in range(n_sets):
             if other is not None and (not again or other[0] <= again[0][0]):
                 end = other[0]
@@ -370,32 +338,29 @@ class ExpectedFinish:
         return end
 
     def n_in_time(self, worker: WorkerState, end: Seconds, now: Seconds) -> int:
-        """Return how many more sets a member would do until then."""
         lag = self._speeds.lag_of(worker)
         line, _ = left(worker, self.pace(worker), lag, now)
         n_sets = (end - line.at(now)) / self.chunk_seconds(worker)
         return max(0, math.floor(n_sets + _ROUNDING))
 
     def nearly_idle(self, end: Seconds = math.inf, now: Seconds = 0.0) -> list[WorkerState]:
-        """Return who has almost nothing left, and would do one set more until then."""
         limit = end + _ROUNDING * abs(end)
         return [self._rows[n].worker for n in self._nearly_idle.at_most(limit, now)]
 
     def idle(self, seconds: Seconds = math.inf) -> list[WorkerState]:
-        """Return who has nothing left, and would do a whole set within that time."""
         return [self._rows[n].worker for n in self._idle.at_most(seconds, 0.0)]
 
     def last(
         self, now: Seconds, *, push: Seconds, other_than: WorkerState | None = None
     ) -> tuple[Seconds, ChunkCopy] | None:
-        """Return what will be done last of what has one copy.
+        """Return the chunk with one copy that will finish last, and the seconds until then.
 
-        And in how many seconds it will be computed, or a rival of it has to be.
+        For a chunk that is being pushed: the seconds by which a rival must be computed.
 
         Args:
             now: The time.
             push: How long a push is expected to take.
-            other_than: Whose are left out; somebody who has nothing left to compute.
+            other_than: Worker whose chunks are left out; it has nothing left to compute.
         """
         found: tuple[Seconds, ChunkCopy] | None = None
         for seconds, number in self._latest.longest(now):
@@ -403,7 +368,7 @@ class ExpectedFinish:
             assert latest is not None
             found = seconds, latest
             break
-        # The oldest is the one that is most late.
+        # The oldest push is the latest one.
         grants = (grant for _, grant in self._pushed.longest(now))
         copy = self._first(grants, other_than)
         seconds = seconds_to_rival(copy, push, now) if copy else 0.0
@@ -423,64 +388,58 @@ def _put(ranked: FinishTimes, number: int, line: Line | None) -> None:
         ranked.put(number, line)
 
 
-# Whose result counts, of each set of one batch.
-#
-#     dealt --> computed: granted to the first --> staged on every shard --> folded
-#                  |                                  |
-#                  +---- the winner gone: fenced -----+
-#
-# Rules:
-#
-# * The first computed copy is granted its push, under a new number; others are dropped,
-#   and move no bytes. So each set is pushed once, unless the winner is lost: then its
-#   grant is void, and the next copy is granted under another number.
-# * A winner that does not come to its end is rivalled by a copy dealt after its grant; if
-#   that one is computed first, the winner is taken for lost, and pushes to take longer.
-# * Loss and count of a set come from the copy whose gradient counts.
+# --- commits ---
 
 N_VOID_MAX: Final = 8
-"""Void grants under which shards may hold something; then nothing is granted until they
-have forgotten them. So they stage at most so many more than sets are dealt."""
+"""Void tokens under which shards may hold a sum; then no token is issued until they have
+dropped those. So shards stage at most so many more sums than chunks are assigned."""
 
 
 @final
 @dataclass(slots=True)
 class EpochCounters:
-    """What is counted on from evaluation to evaluation, within an epoch."""
+    """Counters and averages that live through all evaluations of an epoch."""
 
     attempt: int = 0
     grant: int = 0
-    owners: dict[int, Address] = field(default_factory=dict)  # first position -> whose
-    push_seconds: Seconds = 0.0  # from a grant to its staging; an average
+    owners: dict[int, Address] = field(default_factory=dict)  # first position -> last worker
+    push_seconds: Seconds = 0.0  # from a token to its staging; an average
 
 
 @final
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """One set of the batch."""
+    """One chunk of the batch."""
 
     start: int  # its first position
-    holders: dict[int, WorkerState] = field(default_factory=dict)  # attempt -> who has it
-    winner: int = 0  # attempt; 0: none is granted
+    holders: dict[int, WorkerState] = field(default_factory=dict)  # by attempt
+    winner: int = 0  # the attempt that has the token; 0: none
     staged: ChunkResult | None = None
 
 
 @final
 class Commits:
-    """The copies of all sets of one evaluation.
+    """Copies of all chunks of one evaluation, and which of them counts.
+
+        assigned --> computed: the first gets a commit token --> staged on all shards --> committed
+                         |                                          |
+                         +------- winner lost: token is void -------+
+
+    Each chunk is pushed once, unless the winner is lost: then its token is void, and the next
+    copy gets another. Loss and count of a chunk come from the copy whose gradient counts.
 
     Args:
-        starts: The first position of each set.
-        numbers: To go on counting.
-        loads: Told of whose copies change.
+        starts: First position of each chunk.
+        numbers: Counters of the epoch.
+        loads: Is notified whose copies change.
 
     Attributes:
-        digest: Of the grants that count.
-        n_counted: Sets folded on every shard.
-        n_sets: Of the batch.
-        lowest: The first set that is not counted.
+        digest: Exclusive or of the tokens that count.
+        n_counted: Chunks that all shards have committed.
+        n_sets: Chunks of the batch.
+        lowest: The first chunk that does not count yet.
         is_finite: No loss and no gradient so far was NaN or infinite.
-        changed: Who has something else to do than it was told.
+        changed: Workers whose next assignment differs from the last one.
     """
 
     def __init__(self, starts: range, *, numbers: EpochCounters, loads: ExpectedFinish) -> None:
@@ -488,10 +447,10 @@ class Commits:
         self._loads = loads
         self._sets = [_Chunk(start) for start in starts]
         self._counted: set[int] = set()
-        self._staged: list[GrantedChunk] = []  # to be folded
+        self._staged: list[GrantedChunk] = []  # to be committed
         self._void: list[int] = []
-        self._n_void = 0  # that shards may hold
-        self._without_token: set[int] = set()  # for that reason
+        self._n_void = 0  # void tokens that shards may hold
+        self._without_token: set[int] = set()  # chunks that wait because of N_VOID_MAX
         self.n_sets = len(starts)
         self.lowest = 0
         self.digest = 0
@@ -499,16 +458,12 @@ class Commits:
         self.is_finite = True
         self.changed: dict[Address, WorkerState] = {}
 
-    # ------------------------------------------------------------------------ results
-
     @property
     def is_complete(self) -> bool:
-        """Does every set count?"""
         return self.n_counted == self.n_sets
 
     @property
     def has_staged(self) -> bool:
-        """Is there anything to tell the shards?"""
         return bool(self._staged or self._void)
 
     @property
@@ -518,11 +473,10 @@ class Commits:
 
     @property
     def n_examples(self) -> int:
-        """In the sets that are staged."""
         return sum(one.staged.n_examples for one in self._sets if one.staged)
 
     def to_commit(self) -> tuple[tuple[GrantedChunk, ...], tuple[int, ...]]:
-        """Return the sets that every shard holds, and void grants; each once."""
+        """Return the chunks that every shard holds, and void tokens; each once."""
         sets, void = tuple(self._staged), tuple(self._void)
         self._staged, self._void = [], []
         return sets, void
@@ -530,7 +484,6 @@ class Commits:
     def committed(
         self, sets: tuple[GrantedChunk, ...], void: tuple[int, ...], now: Seconds
     ) -> None:
-        """These count now, and those are forgotten."""
         self._n_void -= len(void)
         if void:
             without_token, self._without_token = sorted(self._without_token), set()
@@ -544,16 +497,12 @@ class Commits:
             self._counted.remove(self.lowest)
             self.lowest += 1
 
-    # ------------------------------------------------------------------------- copies
-
     def add_copy(self, worker: WorkerState, copy: ChunkCopy) -> None:
-        """A member is dealt a copy."""
         worker.copies[copy.attempt] = copy
         self._sets[copy.set_index].holders[copy.attempt] = worker
         self._note_change(worker, copy)
 
     def report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
-        """A member says how it stands."""
         for result in report.results:
             copy = worker.copies.get(result.attempt)
             if copy is None:
@@ -569,7 +518,7 @@ class Commits:
                 self._stage(worker, copy, now)
 
     def lost(self, worker: WorkerState, now: Seconds) -> list[int]:
-        """A member is gone; return the sets that nobody has now."""
+        """Drop the copies of a worker; return the chunks that no worker has now."""
         without: list[int] = []
         for copy in list(worker.copies.values()):
             self._drop(worker, copy)
@@ -591,11 +540,12 @@ class Commits:
             return
         if one.winner:
             winner = one.holders[one.winner].copies[one.winner]
+            # Only a copy assigned after the token is a rival; an older one is simply late.
             if copy.assigned_at <= winner.token_issued_at:
                 self._drop(worker, copy)
                 return
-            # Late is taken to be as long again (`estimates`): so rivals come ever more
-            # slowly, and even where every push takes longer than a set, one ends.
+            # The estimate doubles each time, so rivals come ever more slowly: even where
+            # every push takes longer than a chunk, one of them ends.
             late = 2.0 * (now - winner.token_issued_at)
             self._numbers.push_seconds = max(self._numbers.push_seconds, late)
             self._drop(one.holders[one.winner], winner)
@@ -603,7 +553,6 @@ class Commits:
         self._issue_token(one, now)
 
     def _issue_token(self, one: _Chunk, now: Seconds) -> None:
-        """Grant the first computed copy its push, if none is; drop the others."""
         if one.winner or one.staged is not None:
             return
         for attempt, worker in one.holders.items():
@@ -633,6 +582,7 @@ class Commits:
         taken = now - copy.token_issued_at
         self._numbers.push_seconds += 0.3 * (taken - self._numbers.push_seconds)
         self._staged.append(GrantedChunk(set_index=copy.set_index, grant=copy.grant))
+        # In the next evaluation this worker gets the chunk first: it has the data.
         self._numbers.owners[one.start] = worker.name
         self._drop(worker, copy)
         self._drop_others(one, copy.attempt)
@@ -648,7 +598,6 @@ class Commits:
         self._note_change(worker, copy)
 
     def _note_change(self, worker: WorkerState, copy: ChunkCopy) -> None:
-        """A member has something else to do; others of that set may have a rival."""
         self.changed[worker.name] = worker
         self._loads.touch(worker)
         holders = self._sets[copy.set_index].holders
@@ -658,25 +607,25 @@ class Commits:
 
 
 _MARGIN: Final = 1.2
-"""A backup must promise to be earlier by this factor ..."""
+"""A backup task must be expected to finish earlier by this factor ..."""
 
 _SHARE: Final = 0.02
-"""... and by this share of the time that the evaluation has taken."""
+"""... and by this share of the time that the evaluation has taken so far."""
 
 
 @final
 class WorkQueue:
-    """The sets of one evaluation.
+    """The chunks of one evaluation.
 
     Args:
-        config: Of the coordinator.
-        crew: Who is there.
-        batch: What is to be computed.
-        numbers: To go on counting.
+        config: Settings of the coordinator.
+        pool: The workers that are there.
+        batch: The examples to compute.
+        numbers: Counters of the epoch.
 
     Attributes:
-        sets: What came of them.
-        n_backups: Second copies dealt.
+        commits: Which results count.
+        n_backups: Backup tasks assigned.
     """
 
     def __init__(
@@ -696,35 +645,28 @@ class WorkQueue:
         starts = range(batch.first, stop, size)
         self.commits = Commits(starts, numbers=numbers, loads=self._loads)
         self._pending = PendingChunks([numbers.owners.get(s) for s in starts], pool=pool)
-        self._began_at: Seconds | None = None  # when first there was anybody to deal to
+        self._began_at: Seconds | None = None  # when there was the first worker
         self.n_backups = 0
 
-    # ------------------------------------------------------------------------- events
-
     def heard(self, worker: WorkerState) -> None:
-        """A member has come, or has spoken."""
         self._loads.touch(worker)
 
     def report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
-        """A member says how it stands."""
         self._loads.touch(worker)
         self.commits.report(worker, report, now)
 
     def lost(self, worker: WorkerState, now: Seconds) -> None:
-        """A member is gone, with all that it has not brought to its end."""
         self._loads.touch(worker)
         for set_index in self.commits.lost(worker, now):
             self._pending.put_back(set_index)
 
     def changed(self) -> list[WorkerState]:
-        """Return who has something else to do than it was told; once."""
+        """Return the workers whose assignment has changed since the last call."""
         changed, self.commits.changed = list(self.commits.changed.values()), {}
         return [worker for worker in changed if worker is self._pool.get(worker.name)]
 
-    # ------------------------------------------------------------------------ dealing
-
     def assign(self, now: Seconds) -> None:
-        """Give work to whoever has almost none."""
+        """Give chunks to workers that have almost none left."""
         if not len(self._pool):
             return
         if self._began_at is None:
@@ -741,8 +683,7 @@ class WorkQueue:
             self._start_backups(now)
 
     def _assign_evenly(self, now: Seconds) -> None:
-        """Give everybody the same: nobody knows how long a set takes."""
-
+        # No speed is known yet: everybody gets the same.
         def fair() -> int:
             return max(1, len(self._pending) // (2 * len(self._pool)))
 
@@ -751,7 +692,6 @@ class WorkQueue:
             self._assign_some(worker, min(2, fair()) - len(worker.outstanding), now)
 
     def _assign_by_speed(self, now: Seconds) -> None:
-        """Give whoever is hungry half of what it would do until all is done."""
         loads, pending = self._loads, self._pending
         whole = loads.end_of_whole(len(pending), now)
         end = max(whole, loads.end(len(pending), now))
@@ -761,10 +701,11 @@ class WorkQueue:
             n_in_time = loads.n_in_time(worker, end, now)
             at_once = n_at_once(worker, loads.chunk_seconds(worker))
             n_most = at_once + 1 - len(worker.outstanding)
+            # Half of what it could do in time, for estimates err.
             n_given = self._assign_some(worker, min(n_most, math.ceil(n_in_time / 2)), now)
             if n_given and n_given == n_in_time and pending.n_assignable:
-                # The last of these is done later than it would be if it were parted:
-                # so others have less to do. Otherwise the end is where it was.
+                # The last of these ends later than if it were divided, so the others
+                # have less to do. Otherwise the end stays where it was.
                 loads.refresh(now)
                 end = max(whole, loads.end(len(pending), now))
 
@@ -792,33 +733,27 @@ class WorkQueue:
         start, stop = self._batch.chunk_bounds(set_index, self._config.chunk_sizes)
         return stop - start
 
-    # ------------------------------------------------------------------- backup tasks
+    # --- backup tasks ---
 
     def _start_backups(self, now: Seconds) -> None:
-        """Give idle members copies of the sets that will be done last."""
         limit = self._limit(now)
         size = self._config.chunk_sizes.chunk_size
         for worker in _least_loaded_first(self._loads.idle(limit)) if limit > 0.0 else ():
-            # What is done last now may have been doubled since they were looked for.
+            # The chunk that was last may have got its second copy in this loop.
             own = self._loads.seconds_from_idle(worker, size)
             if own <= limit and self._start_backup(worker, now):
                 limit = min(limit, self._limit(now))
 
     def _limit(self, now: Seconds) -> Seconds:
-        """Return how long a whole set may take whoever is to back up what is done last.
-
-        Nobody who takes longer is worth it: a smaller set takes him no less than its
-        share of that.
-        """
         last = self._loads.last(now, push=self._numbers.push_seconds)
         if last is None:
             return 0.0
+        # A worker that takes longer for a whole chunk is no use for a smaller one either.
         seconds, copy = last
         worth = min(seconds / _MARGIN, seconds - self._min_saving(now))
         return worth * self._config.chunk_sizes.chunk_size / copy.n_examples
 
     def _start_backup(self, worker: WorkerState, now: Seconds) -> bool:
-        """Give one a copy of what will be done last of the others', if worth it."""
         push = self._numbers.push_seconds
         last = self._loads.last(now, push=push, other_than=worker)
         if last is None:
@@ -833,12 +768,10 @@ class WorkQueue:
         return True
 
     def _min_saving(self, now: Seconds) -> Seconds:
-        """Return how much earlier a backup must promise to be."""
         assert self._began_at is not None
         taken = now - self._began_at
         return max(self._config.backup_seconds_min, _SHARE * taken)
 
 
 def _least_loaded_first(workers: list[WorkerState]) -> list[WorkerState]:
-    """Return them as they are dealt to: who has the least to do first."""
     return sorted(workers, key=lambda m: (len(m.outstanding), m.name))

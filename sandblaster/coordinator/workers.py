@@ -1,12 +1,10 @@
-"""The replicas, as the coordinator knows them: what each was told, and how fast it is.
+"""Worker pool: the workers as the coordinator knows them, what each has to do and its speed.
 
-    Account of somebody new       a member; an Assignment when there is work
-    Assignment                    repeated until an Account knows of it
-    silence                       no member any more; one again when it speaks, and
-                              versions of what it is told go on
+    WorkReport of an unknown worker    it joins; an Assignment follows when there is work
+    Assignment                         repeated until a WorkReport knows its version
+    silence                            the worker is removed; its next report adds it again
 
-All words are of the whole state, so one that is lost, late or doubled does no harm: the
-next says it all again, and versions tell which is newer.
+Every message carries the whole state, so a lost, late or repeated one does no harm.
 """
 
 import math
@@ -27,7 +25,7 @@ _NEWEST_WEIGHT: Final = 0.3
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChunkCopy:
-    """One replica's try at one set."""
+    """One worker's attempt at one chunk."""
 
     set_index: int
     attempt: int
@@ -36,18 +34,18 @@ class ChunkCopy:
     result: ChunkResult | None = None
     grant: int = 0
     token_issued_at: Seconds = 0.0
-    is_doubled: bool = False  # has another replica one of the same set?
+    is_doubled: bool = False  # whether another worker has the same chunk
 
 
 @final
 @dataclass(slots=True)
 class TimeSpent:
-    """What one replica has spent its time with, in one evaluation.
+    """Where the time of one worker goes, in one evaluation.
 
     Attributes:
-        computing: Sets.
-        fetching: Before the first of them: parameters had to come.
-        staging: Before the others: a sum had to be pushed, or a set to be dealt.
+        computing: Seconds computing chunks.
+        fetching: Seconds before the first of them, while parameters come.
+        staging: Seconds before the others, for a push or the next assignment.
     """
 
     computing: Seconds = 0.0
@@ -56,35 +54,30 @@ class TimeSpent:
 
     @property
     def total(self) -> Seconds:
-        """All that; whatever else there was, it waited."""
         return self.computing + self.fetching + self.staging
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
-    """One replica.
+    """One worker.
 
     Attributes:
-        name: Who it is.
-        number: Counts all that have ever come.
-        incarnation: Of its process, or of its leader's.
-        life: Of a replica of several machines, in that.
-        version: Of what it was told last.
-        known: Of what it is known to know.
-        sent_at: When it was told, for the first or another time.
-        asked_at: Since when it owes an answer, if it does.
-        joined_at: When it came.
-        heard_at: When it spoke last.
-        progress_at: When it began what it is computing, as far as one can tell.
-        copies: Its tries, by attempt, in the order in which it computes them.
-        n_computed: Examples, for the present evaluation.
-        n_sets: Computed in the present evaluation.
-        seconds_per_example: Of computing; None before it has computed any.
-        lag: By which the first set of an evaluation is later than its computing takes:
-            parameters have to come first. None before the first.
-        turnaround: From an assignment to word of it; None before the first.
-        spent: Its time, in the present evaluation.
+        number: Counts all workers that ever joined.
+        incarnation: Of its process; of its leader's, if it is model-parallel.
+        life: Restart number of a model-parallel replica in that incarnation.
+        version: Of the last assignment sent.
+        known: Newest version that its reports acknowledge.
+        sent_at: When the last assignment was sent, or sent again.
+        asked_at: Since when an answer is due.
+        progress_at: When it began its present chunk, as far as one can tell.
+        copies: Its attempts, by number, in the order in which it computes them.
+        n_computed: Examples computed in this evaluation.
+        n_sets: Chunks computed in this evaluation.
+        seconds_per_example: Average of computing; None before the first chunk.
+        lag: Average wait before the first chunk of an evaluation, mostly for parameters.
+        turnaround: Average seconds from an assignment to its acknowledgement.
+        spent: Where its time goes, in this evaluation.
     """
 
     name: Address
@@ -109,11 +102,10 @@ class WorkerState:
 
     @property
     def outstanding(self) -> list[ChunkCopy]:
-        """What it has to compute, in order."""
         return [copy for copy in self.copies.values() if copy.result is None]
 
     def record(self, result: ChunkResult, *, elapsed: Seconds) -> None:
-        """It has computed a set, so long after it could begin to."""
+        """Note a computed chunk; `elapsed` counts from when it could begin."""
         pace = result.seconds / max(result.n_examples, 1)
         if 0.0 < pace < math.inf:
             self.seconds_per_example = _average(self.seconds_per_example, pace)
@@ -129,19 +121,19 @@ class WorkerState:
 
 @final
 class WorkerPool:
-    """All replicas that are there.
+    """All workers that are there.
 
     Attributes:
-        n_changes: How often somebody has come or gone.
-        n_wasted_lost: Examples of members that left, in this evaluation.
+        n_changes: How often a worker joined or left.
+        n_wasted_lost: Examples that removed workers computed, in this evaluation.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self._workers: dict[Address, WorkerState] = {}
-        # The newest life known to be over: incarnation, and life within.
+        # Newest incarnation known to be over, and the restart number within it.
         self._gone: dict[Address, tuple[int, int]] = {}
-        # What those who left were told last: it may yet reach them.
+        # Last version sent to each removed worker: the assignment may still arrive there.
         self._last_versions: dict[Address, int] = {}
         self._epoch = 0
         self._evaluation = 0
@@ -159,17 +151,15 @@ class WorkerPool:
 
     @property
     def n_computed(self) -> int:
-        """Examples computed for this evaluation, as far as is known."""
         return self.n_wasted_lost + sum(worker.n_computed for worker in self)
 
     def get(self, name: Address) -> WorkerState | None:
-        """Return a member."""
         return self._workers.get(name)
 
     def begin(
         self, *, epoch: int, evaluation: int, versions: tuple[ShardVersion, ...], batch: BatchRange
     ) -> None:
-        """An evaluation begins; nobody has anything to do."""
+        """Begin an evaluation; no worker has anything to do."""
         self._epoch, self._evaluation = epoch, evaluation
         self._versions, self._batch = versions, batch
         self.n_wasted_lost = 0
@@ -178,12 +168,10 @@ class WorkerPool:
             worker.n_computed = worker.n_sets = 0
             worker.spent = TimeSpent()
 
-    # ---------------------------------------------------------------------- messages
-
     def take_report(self, event: Received, report: WorkReport, now: Seconds) -> WorkerState | None:
-        """Take an account; return whose it is, if it may have news of this evaluation.
+        """Take a report; return its worker, if it may have news of this evaluation.
 
-        A new life of a member is another one: `leave` the former first.
+        A new incarnation is another worker: `remove` the former first.
         """
         worker = self._workers.get(event.sender)
         life = event.incarnation, report.life
@@ -206,7 +194,7 @@ class WorkerPool:
             self._workers[event.sender] = worker
             return worker
         if life != (worker.incarnation, worker.life):
-            return None  # an older one
+            return None  # from an older incarnation
         worker.heard_at = now
         if report.epoch != self._epoch:
             return None
@@ -221,13 +209,12 @@ class WorkerPool:
         return worker
 
     def has_restarted(self, event: Received, report: WorkReport) -> bool:
-        """Return whether a member has begun another life."""
         worker = self._workers.get(event.sender)
         life = event.incarnation, report.life
         return worker is not None and life > (worker.incarnation, worker.life)
 
     def remove(self, name: Address, *, is_over: bool) -> WorkerState | None:
-        """Forget a member; if its life `is_over`, whatever it says from now on too."""
+        """Remove a worker; if its incarnation `is_over`, ignore later reports of that too."""
         worker = self._workers.pop(name, None)
         if worker is not None:
             self.n_changes += 1
@@ -238,12 +225,11 @@ class WorkerPool:
         return worker
 
     def silent(self, now: Seconds) -> list[Address]:
-        """Return who has work, and has not been heard of for too long."""
+        """Return the workers that have work and have been silent for too long."""
         limit = now - self._config.suspect_seconds
         return [m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit]
 
     def send_assignment(self, worker: WorkerState, now: Seconds) -> list[Action]:
-        """Tell a member what it has to do now."""
         if worker.known == worker.version:
             worker.asked_at = now
         worker.version += 1
@@ -251,18 +237,15 @@ class WorkerPool:
         return self._send(worker, now)
 
     def clear_tasks(self) -> None:
-        """An epoch begins; what anybody has to do is of the one before."""
         for worker in self:
             worker.copies.clear()
 
     @property
     def chunk_seconds(self) -> Seconds:
-        """How long a typical replica computes a set; 0 if nobody knows."""
         pace = typical(worker.seconds_per_example for worker in self)
         return 0.0 if pace is None else pace * self._config.chunk_sizes.chunk_size
 
     def cancel_all(self, now: Seconds) -> list[Action]:
-        """Let everybody drop what it has to do."""
         actions: list[Action] = []
         for worker in self:
             if worker.copies:
@@ -271,7 +254,7 @@ class WorkerPool:
         return actions
 
     def resend(self, now: Seconds) -> list[Action]:
-        """Repeat what nobody has answered for a while."""
+        """Send again what workers have not acknowledged for a while."""
         actions: list[Action] = []
         for worker in self:
             if worker.known < worker.version and now >= worker.sent_at + worker.delay:
@@ -280,7 +263,7 @@ class WorkerPool:
         return actions
 
     def adjust_for_delay(self, seconds: Seconds) -> None:
-        """Nobody drove the coordinator for so long: no silence of theirs."""
+        """Shift all deadlines by the coordinator's own delay: no worker was silent then."""
         for worker in self:
             worker.heard_at += seconds
             worker.asked_at += seconds
@@ -305,7 +288,7 @@ class WorkerPool:
 
 
 def typical(speeds: Iterable[float | None]) -> float | None:
-    """Return the median of what is known."""
+    """Return the median of the known values."""
     known = sorted(pace for pace in speeds if pace is not None)
     return known[len(known) // 2] if known else None
 

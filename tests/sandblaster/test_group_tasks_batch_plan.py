@@ -48,5 +48,5 @@ def test_late_words_of_older_lives_say_nothing() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(3, 3), (4, 3), (0, 1 << 62)])
 def test_a_set_that_cannot_be_is_refused(start: int, stop: int) -> None:
     course = ChunkBatchPlan(Samples(10), mini_batch_size=3)
-    with pytest.raises(RemoteProtocolError, match=f"{start} to {stop} was ordered"):
+    with pytest.raises(RemoteProtocolError, match=f"invalid chunk: positions {start} to {stop} of"):
         course.set_order(1, order(start, stop))

@@ -324,5 +324,5 @@ def test_words_of_a_coordinator_that_is_over_are_not_heard() -> None:
 
 def test_a_set_that_the_batch_does_not_have_is_refused() -> None:
     bench = Bench()
-    with pytest.raises(RemoteProtocolError, match="an impossible assignment: set 9 of"):
+    with pytest.raises(RemoteProtocolError, match="invalid assignment: chunk 9 of"):
         bench.group_tasks.take(assignment(1, (9, 1, 0)))

@@ -182,7 +182,7 @@ def test_it_is_told_when_a_run_has_lost_its_history() -> None:
         )
     )
     run.play()
-    assert [text for text in update if "from parameters alone" in text]
+    assert [text for text in update if "only parameters could be restored" in text]
 
 
 def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:
@@ -230,7 +230,7 @@ def test_a_shard_that_counts_otherwise_is_named() -> None:
     loads = ExpectedFinish(config, WorkerPool(config))
     sets = Commits(range(0, 4, 4), numbers=EpochCounters(), loads=loads)
     answers = [CommandDone(epoch=1, number=1, n_sets=n) for n in (1, 2)]
-    with pytest.raises(DistBeliefError, match="shard 1 counts 2 sets of 0 examples"):
+    with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
         _check(answers, sets)
 
 
@@ -242,7 +242,7 @@ def test_more_saves_than_can_wait_are_refused() -> None:
         run.cluster.post(COORDINATOR, save)
         run.cluster.post(COORDINATOR, save)
     run.cluster.run(until=0.02)
-    assert ["ask less often" in (s.error or "") for s in run.ledger.saved] == [True] * 4
+    assert ["request them less often" in (s.error or "") for s in run.ledger.saved] == [True] * 4
 
 
 def test_requests_are_answered_by_what_all_shards_measured() -> None:
@@ -357,7 +357,7 @@ def test_a_shard_lost_for_good_is_named() -> None:
     run = Run(replace(SMALL, faults=(kill,), silence_seconds_max=2.0))
     error = ended(run)
     assert error is not None
-    assert error.startswith("PeerLostError: shard-1 has been silent")
+    assert error.startswith("PeerLostError: shard-1 has not answered")
 
 
 def test_a_run_without_replicas_is_given_up() -> None:
@@ -365,7 +365,7 @@ def test_a_run_without_replicas_is_given_up() -> None:
     run = Run(replace(SMALL, faults=kills, starved_seconds_max=3.0))
     error = ended(run)
     assert error is not None
-    assert "no replica has been there" in error
+    assert "no replica has reported" in error
 
 
 def test_commands_that_cannot_be_performed_end_the_run() -> None:

@@ -131,7 +131,7 @@ def test_words_that_are_for_others_are_refused(sender: Address, message: str) ->
 def test_a_set_that_cannot_be_is_refused_before_it_is_begun() -> None:
     order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
     gather = StartEpoch(life=1 << 33, plan="p", order=order)
-    with pytest.raises(RemoteProtocolError, match="0 to 99 was ordered, of 26 samp"):
+    with pytest.raises(RemoteProtocolError, match="0 to 99 of 26 samp"):
         machine(WORKER).handle(says(LEADER, gather), 0.0)
 
 

@@ -297,10 +297,10 @@ def test_its_life_knows_no_pushes_and_no_clock() -> None:
 
 def test_work_that_nobody_asked_for_or_that_went_bad_is_refused() -> None:
     bench = computed()
-    with pytest.raises(LocalProtocolError, match="nobody asked for 'machine:push'"):
+    with pytest.raises(LocalProtocolError, match="unexpected result of 'machine:push'"):
         bench.sums.computed(Computed(name=PUSH, result=None, seconds=0.0), 0.0)
     bench.push(4, 50)
     bench.sums.work(final=False)
     bad = PushResult(finite=False, culprits=("w",))
-    with pytest.raises(JobError, match="not finite when it was pushed"):
+    with pytest.raises(JobError, match="not finite when it is pushed"):
         bench.sums.computed(Computed(name=PUSH, result=bad, seconds=0.0), 0.0)

@@ -295,7 +295,7 @@ def test_words_meant_for_others_and_old_words_say_nothing() -> None:
 def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    with pytest.raises(RemoteProtocolError, match="impossible assignment: set 3"):
+    with pytest.raises(RemoteProtocolError, match="invalid assignment: chunk 3"):
         bench.assign(2, (3, 2, 0))
     bench.work_all()
     assert list(bench.attempts) == [1]
@@ -381,9 +381,9 @@ def test_what_the_user_has_got_wrong_ends_it_in_words() -> None:
     with pytest.raises(JobError, match="loss"):
         bench.work_all()
     other = Bench()
-    with pytest.raises(JobError, match="a portion failed: KeyError"):
+    with pytest.raises(JobError, match="a mini-batch failed: KeyError"):
         other.happen(Computed(name="replica:portion", error=KeyError("x")))
-    with pytest.raises(LocalProtocolError, match="nobody asked for 'x'"):
+    with pytest.raises(LocalProtocolError, match="unexpected result of 'x'"):
         other.happen(Computed(name="x"))
 
 

@@ -157,5 +157,5 @@ def test_a_run_that_has_ended_goes_on_from_what_it_published() -> None:
     assert (ended.cut, ended.whole, ended.entry.iteration) == (0, False, 33)
     assert written.choose(at(0, 0)).entry is None  # where all began
     assert written.choose([held("31"), held("31")]).cut == 31  # with its history
-    with pytest.raises(StorageError, match="share no point"):
+    with pytest.raises(StorageError, match="share no savepoint"):
         written.choose(at(7, 0))
