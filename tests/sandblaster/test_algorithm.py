@@ -79,11 +79,11 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
         ({"l1": 0.1}, "l1 is 0.1 with method 'l-bfgs'"),
         (
             {"batch_size": 9, "method": "owl-qn"},
-            "batch_size is 9 with method 'owl-qn', which compares",
+            "batch_size is 9 with method 'owl-qn', which needs full",
         ),
         (
             {"history": 3, "method": "conjugate-gradient"},
-            "history is 3 with method 'conjugate-gradient', .* or leave history out",
+            "history is 3 with method 'conjugate-gradient', .* or remove history",
         ),
         (
             {"history": 3, "method": "gradient-descent"},
@@ -91,7 +91,7 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
         ),
         (
             {"value_tolerance": 0.1, "batch_size": 9},
-            "value_tolerance is 0.1 with batch_size 9: .* tolerance, or leave",
+            "value_tolerance is 0.1 with batch_size 9, .* tolerance, or remove",
         ),
         (
             {"method": "owl-qn"},
@@ -151,11 +151,8 @@ rule = { name = "sgd", learning_rate = 0.1 }
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ("[cluster]\nshard_copies = 2", "shard_copies = 2: the vectors of algorithm"),
-        (
-            f"{WARM_TABLE}[cluster]\npartitions = 2",
-            "warms up replicas of one process only: leave it out",
-        ),
+        ("[cluster]\nshard_copies = 2", "shard_copies = 2: algorithm .* cannot replicate"),
+        (f"{WARM_TABLE}[cluster]\npartitions = 2", "needs replicas of one process: remove it"),
     ],
 )
 def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None:

@@ -76,12 +76,12 @@ def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(JobError, match=r"model is .*local.* cannot import: give a f"):
         factory_table(local, what="model")
-    with pytest.raises(JobError, match=r"positional arguments \(4,\): give them by na"):
+    with pytest.raises(JobError, match=r"positional arguments \(4,\): give them by ke"):
         factory_table(functools.partial(net, 4), what="model")
     with pytest.raises(JobError, match="data is 7, which other"):
         factory_table(7, what="data")
     local.__module__ = "__main__"
-    with pytest.raises(JobError, match="defined in the program itself"):
+    with pytest.raises(JobError, match="defined in the main program"):
         import_path(local, what="loss")
 
 
@@ -191,7 +191,7 @@ def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
 
 def test_arrays_that_are_no_numbers_are_refused() -> None:
     """It was a TypeError of torch, without a word of what it was about."""
-    with pytest.raises(JobError, match="data is an array of <U1, of which torch has"):
+    with pytest.raises(JobError, match="data is an array of <U1, which torch does"):
         as_pair((np.array(["a", "b"]), np.zeros(2)))
 
 
@@ -312,7 +312,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
         Problem(model, (x.numpy(), x)).write(wanted, resumes=True)
         with pytest.raises(JobError, match=r"on other data: they were crc32 .*, now th"):
             Problem(model, (x + 1.0, x)).write(wanted, resumes=True)
-        with pytest.raises(JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give those it"):
+        with pytest.raises(JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give the same"):
             Problem(model, (x[1:], x[1:])).write(wanted, resumes=True)
     assert kept == {path: path.read_bytes() for path in kept}
 

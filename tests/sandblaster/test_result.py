@@ -84,6 +84,6 @@ def test_a_point_that_no_disk_has_taken_is_no_success(
     """With a full disk it had converged, at values that nobody had searched from."""
     run = ended(tmp_path, exit_code=exit_code, error=error, model_error=NO_MODEL)
     model = begun()
-    with pytest.raises(JobError, match="point found is lost: no model was written: No"):
+    with pytest.raises(JobError, match="could not be saved: no model was written: No"):
         result_of(run, module=model)
     assert torch.equal(model.get_parameter("weight"), torch.full((1, 2), 7.0))
