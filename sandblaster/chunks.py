@@ -21,15 +21,10 @@ COORDINATOR: Final = Address("coordinator")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSizes:
-    """Sizes of chunks, fixed for a job.
+    """Sizes of chunks, fixed for a job."""
 
-    Attributes:
-        mini_batch_size: Examples of a mini-batch; the last of a batch may have fewer.
-        mini_batches_per_chunk: Mini-batches that are summed before they are pushed.
-    """
-
-    mini_batch_size: int
-    mini_batches_per_chunk: int = 1
+    mini_batch_size: int  # examples of a mini-batch; the last of a batch may have fewer
+    mini_batches_per_chunk: int = 1  # mini-batches that are summed before they are pushed
 
     def __post_init__(self) -> None:
         for name in ("mini_batch_size", "mini_batches_per_chunk"):

@@ -34,17 +34,10 @@ from sandblaster.worker import (
 
 @final
 class ChunkBatchPlan:
-    """The mini-batches of the chunk of one generation, one in each step.
-
-    Args:
-        samples: The order of the data.
-        mini_batch_size: Examples of a mini-batch; the last of a chunk may have fewer.
-
-    Attributes:
-        order: The chunk of the present generation; None if there is none.
-    """
+    """The mini-batches of the chunk of one generation, one in each step."""
 
     def __init__(self, samples: Samples, *, mini_batch_size: int) -> None:
+        # The chunk of the present generation; None if there is none.
         self.order: ChunkOrder | None = None
         self._samples = samples
         self._portion_size = mini_batch_size

@@ -81,12 +81,7 @@ def minimize_flat(
 
 @final
 class Local:
-    """Shards in one process, and the driver that answers requests with them.
-
-    Attributes:
-        n_requests: Number of requests answered, by kind.
-        algebras: The vectors of each shard.
-    """
+    """Shards in one process, and the driver that answers requests with them."""
 
     def __init__(
         self,
@@ -107,7 +102,9 @@ class Local:
         self._function = function
         self._callback = callback
         self._n = len(x0)
+        # The vectors of each shard.
         self.algebras = [VectorStore(self._layout, k) for k in range(n_shards)]
+        # Number of requests answered, by kind.
         self.n_requests = {VectorOps: 0, Evaluate: 0, IterationDone: 0}
         self.put("parameters", x0)
 

@@ -98,18 +98,16 @@ class ChunkPushes:
         client: Client of the shards that hold this rank's parameters.
         n_bytes: Bytes of one sum.
         has_parts: Whether this rank holds any parameters.
-
-    Attributes:
-        staged: Tokens whose parts all shards hold, the newest last.
     """
 
     def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
+        # Tokens whose parts all shards hold, the newest last.
         self.staged: deque[int] = deque(maxlen=N_STAGED_REPEATED)
         self._client = client
         self._n_bytes = n_bytes
         self._has_parts = has_parts
         self._sums: dict[Key, KeptChunk] = {}
-        self._to_push: dict[int, Key] = {}  # by grant, the oldest first
+        self._to_push: dict[int, Key] = {}  # by token, the oldest first
         self._pushing: _PushInFlight | None = None  # in the executor
         self._pushed: deque[int] = deque()  # not acknowledged
         self._has_new_staged = False
@@ -189,21 +187,13 @@ class ChunkPushes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankItems:
-    """The items (parameters and buffers) that a rank holds.
+    """The items (parameters and buffers) that a rank holds."""
 
-    Attributes:
-        sizes: Number of elements of each item.
-        buffers: Items that are not parameters: pushed as they are, not summed.
-        counts: Item of a running average -> item that counts its steps.
-        shards: Shards that hold any of the items.
-        dtype: Element type of all items.
-    """
-
-    sizes: Sequence[int]
-    buffers: Sequence[int]
-    counts: Mapping[int, int]
-    shards: Sequence[int]
-    dtype: torch.dtype
+    sizes: Sequence[int]  # number of elements of each item
+    buffers: Sequence[int]  # items that are not parameters: pushed as they are, not summed
+    counts: Mapping[int, int]  # item of a running average -> item that counts its steps
+    shards: Sequence[int]  # shards that hold any of the items
+    dtype: torch.dtype  # element type of all items
 
 
 @final
@@ -218,10 +208,6 @@ class ChunkObjective:
         client: Client of the shards that hold the items.
         plan: The mini-batches of the chunk.
         group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
-
-    Attributes:
-        values: Flat tensors, one per item.
-        pushes: Completed sums on their way to the shards.
     """
 
     def __init__(
@@ -232,12 +218,14 @@ class ChunkObjective:
         plan: ChunkBatchPlan,
         group_tasks: GroupTasks | None,
     ) -> None:
+        # Flat tensors, one per item.
         self.values = [torch.zeros(size, dtype=items.dtype) for size in items.sizes]
         self._items = items
         self._client = client
         self._plan = plan
         self._group_tasks = group_tasks
         n_bytes = float(sum(value.nbytes for value in self.values))
+        # Completed sums on their way to the shards.
         self.pushes = ChunkPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
         self._installed: tuple[int, int] | None = None  # evaluation of the parameters
         self._fetched: list[torch.Tensor] = []  # buffers as they were fetched

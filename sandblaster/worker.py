@@ -73,19 +73,13 @@ class ChunkSum:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MiniBatchOutcome:
-    """What came of one mini-batch.
+    """What came of one mini-batch."""
 
-    Attributes:
-        loss: Sum over its examples; NaN if the loss or the gradient is not finite.
-        blame: Which sample causes that, if one is known.
-        is_of_chunk: Whether only the chunk is known, not the mini-batch, where that happened.
-        total: The sum of the chunk, if this was its last mini-batch.
-    """
-
-    loss: float
-    blame: str | None = None
+    loss: float  # sum over its examples; NaN if the loss or the gradient is not finite
+    blame: str | None = None  # which sample causes that, if one is known
+    # Whether only the chunk is known, not the mini-batch, where that happened.
     is_of_chunk: bool = False
-    total: ChunkSum | None = None
+    total: ChunkSum | None = None  # the sum of the chunk, if this was its last mini-batch
 
 
 @final
@@ -94,9 +88,6 @@ class MiniBatchSums:
 
     A sum depends on its mini-batches and the parameters alone, so every attempt at a chunk
     gives the same bits.
-
-    Args:
-        trainer: Computes gradients of a loss that is a sum over samples.
     """
 
     def __init__(self, trainer: LocalExecutor) -> None:
@@ -268,24 +259,18 @@ class ChunkAttempt:
 
 @final
 class ChunkAttempts:
-    """All attempts of one worker at the chunks of one evaluation.
-
-    Attributes:
-        epoch: Of the coordinator.
-        evaluation: Its number.
-        versions: Versions of the shards' values at which it is computed.
-        n_computed: Examples computed for this evaluation.
-    """
+    """All attempts of one worker at the chunks of one evaluation."""
 
     def __init__(self, chunk_sizes: ChunkSizes) -> None:
-        self._cutting = chunk_sizes
+        self._chunk_sizes = chunk_sizes
         self._version = 0
         self._attempts: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
         self._pushed: deque[ChunkAttempt] = deque()  # not acknowledged, the oldest first
-        self.epoch = 0
-        self.evaluation = 0
+        self.epoch = 0  # of the coordinator
+        self.evaluation = 0  # its number
+        # Versions of the shards' values at which it is computed.
         self.versions: tuple[ShardVersion, ...] = ()
-        self.n_computed = 0
+        self.n_computed = 0  # examples computed for this evaluation
 
     @property
     def key(self) -> tuple[int, int]:
@@ -313,7 +298,7 @@ class ChunkAttempts:
             # An attempt that is already here keeps what it has computed.
             known = None if is_new else self._attempts.get(task.attempt)
             if known is None:
-                mini_batches = tuple(batch.mini_batches(task.set_index, self._cutting))
+                mini_batches = tuple(batch.mini_batches(task.set_index, self._chunk_sizes))
                 known = ChunkAttempt(
                     set_index=task.set_index, attempt=task.attempt, mini_batches=mini_batches
                 )
@@ -383,13 +368,7 @@ TORN_RETRY_SECONDS: Final = 1e-3
 
 @final
 class Parameters:
-    """Fetches and installs the parameters of one evaluation, for a worker.
-
-    Args:
-        client: Client of all shards.
-        sums: Holds the model that parameters are installed in.
-        retry_seconds: Pause before a fetch that brought another version is repeated.
-    """
+    """Fetches and installs the parameters of one evaluation, for a worker."""
 
     def __init__(
         self, client: ParameterClient, sums: MiniBatchSums, *, retry_seconds: Seconds
@@ -466,17 +445,11 @@ _REPORT_TIMER = "replica:say"
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchWorkerConfig:
-    """Settings of a batch worker.
+    """Settings of a batch worker."""
 
-    Attributes:
-        chunk_sizes: How batches are divided; the coordinator must have the same.
-        retry_seconds: Seconds after which a busy worker repeats its report.
-        retry_seconds_max: Seconds after which an idle worker does.
-    """
-
-    chunk_sizes: ChunkSizes
-    retry_seconds: Seconds = 0.5
-    retry_seconds_max: Seconds = 4.0
+    chunk_sizes: ChunkSizes  # how batches are divided; the coordinator must have the same
+    retry_seconds: Seconds = 0.5  # seconds after which a busy worker repeats its report
+    retry_seconds_max: Seconds = 4.0  # seconds after which an idle worker does
 
     def __post_init__(self) -> None:
         for name in ("retry_seconds", "retry_seconds_max"):
@@ -514,8 +487,8 @@ class BatchWorker:
         self._incarnation = 0
         self._begun = not await_begin
         self._stopped_by: Address | None = None
-        self._busy = False  # the compute lane
-        self._current: ChunkAttempt | None = None  # whose portion is computed, or whose sum pushed
+        self._busy = False  # whether the compute executor has work
+        self._current: ChunkAttempt | None = None  # whose mini-batch or push runs
         self._accruing: ChunkAttempt | None = None  # whose gradients the model has accrued
         self._computing_for = (0, 0)  # which evaluation
         self._n_computed = 0  # examples, in this incarnation
@@ -652,7 +625,7 @@ class BatchWorker:
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
         if self._stopped_by is not None:
-            return [] if self._busy else self._end()  # the executor finishes its work first
+            return [] if self._busy else self._exit()  # the executor finishes its work first
         if not self._begun:
             return []
         to_compute = self._attempts.to_compute(n_held_max=N_CHUNKS_HELD)
@@ -662,7 +635,7 @@ class BatchWorker:
         # One work at a time in the compute executor; a push frees memory, so it goes first.
         return [*actions, *(self._push() or self._install() or self._step(to_compute))]
 
-    def _end(self) -> Sequence[Action]:
+    def _exit(self) -> Sequence[Action]:
         receiver, self._stopped_by = self._stopped_by, None
         self._begun = False
         _, counters = self.status()

@@ -63,12 +63,7 @@ _TICK_SECONDS_MIN: Final = 0.02
 
 @final
 class WorkerTicks:
-    """Takes reports of workers, and checks on a timer which are silent while there is work.
-
-    Args:
-        config: Settings of the coordinator.
-        pool: The workers.
-    """
+    """Takes reports of workers, and checks on a timer which are silent while there is work."""
 
     def __init__(self, config: CoordinatorConfig, pool: WorkerPool) -> None:
         self._config = config
@@ -153,12 +148,7 @@ _N_SAVES_MAX: Final = 8
 
 @final
 class SupervisorRequests:
-    """Takes requests of the supervisor and reports progress and checkpoints to it.
-
-    Args:
-        requests: What was asked for; runs read it.
-        metrics: Of all runs.
-    """
+    """Takes requests of the supervisor and reports progress and checkpoints to it."""
 
     def __init__(self, requests: PendingRequests, metrics: CoordinatorMetrics) -> None:
         self._requests = requests
@@ -205,13 +195,7 @@ TIMER: Final = "coordinator:save"
 
 @final
 class JournalWriter:
-    """Saves the journal of one incarnation, one savepoint at a time.
-
-    Args:
-        config: Settings of the coordinator.
-        journal: What is saved.
-        incarnation: Of the coordinator.
-    """
+    """Saves the journal of one incarnation, one savepoint at a time."""
 
     def __init__(self, config: CoordinatorConfig, journal: Journal, *, incarnation: int) -> None:
         self._config = config
@@ -267,9 +251,6 @@ class Coordinator:
         method: The optimizer.
         shards: Addresses of the shards, shard 0 first.
         n_examples: Examples of the training data.
-
-    Attributes:
-        result: How the run ended, once it has.
     """
 
     def __init__(
@@ -285,9 +266,9 @@ class Coordinator:
         self._n_examples = n_examples
         self._commands = CommandBroadcast(config, shards=shards)
         self._pool = WorkerPool(config)
-        self._ticks = WorkerTicks(config, self._pool)
+        self._worker_ticks = WorkerTicks(config, self._pool)
         self._journal = Journal(None, goal=config.goal)
-        self._writing = JournalWriter(config, self._journal, incarnation=0)
+        self._journal_writer = JournalWriter(config, self._journal, incarnation=0)
         self._metrics = CoordinatorMetrics()
         self._requests = PendingRequests()
         self._supervisor = SupervisorRequests(self._requests, self._metrics)
@@ -302,9 +283,9 @@ class Coordinator:
         self._n_epochs = 0
         self._begun = not config.await_begin
         self._stopped_by: Address | None = None
-        self._ending = False
-        self._ended = False
-        self.result: Result | None = None
+        self._is_ending = False
+        self._has_ended = False
+        self.result: Result | None = None  # how the run ended, once it has
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -312,7 +293,7 @@ class Coordinator:
         Raises:
             DistBeliefError: the run cannot go on.
         """
-        if self._ended:
+        if self._has_ended:
             return []
         actions: list[Action] = []
         match event:
@@ -323,7 +304,7 @@ class Coordinator:
             case TimerFired(name=name):
                 actions += self._timer(name, now)
             case Persisted():
-                actions += self._writing.persisted(event, self._run, now)
+                actions += self._journal_writer.persisted(event, self._run, now)
             case PeerJoined() | PeerLost():
                 actions += self._peer(event, now)
             case Computed():
@@ -383,7 +364,7 @@ class Coordinator:
         self._incarnation = event.incarnation
         journal = Journal(event.restored, goal=self._config.goal)
         self._journal = journal
-        self._writing = JournalWriter(self._config, journal, incarnation=event.incarnation)
+        self._journal_writer = JournalWriter(self._config, journal, incarnation=event.incarnation)
         if self._journal.base_clocks is not None:
             self._warm_start = None  # an earlier incarnation saw its end
 
@@ -419,7 +400,7 @@ class Coordinator:
             return warm_start.replica_finished(event.sender, now) if warm_start else []
         if warm_start is not None and not warm_start.is_done(event.sender):
             return warm_start.replica_joined(event.sender, now)
-        self._ticks.take_report(event, message, self._queue, now)
+        self._worker_ticks.take_report(event, message, self._queue, now)
         return []
 
     def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> Sequence[Action]:
@@ -428,7 +409,7 @@ class Coordinator:
             is_new = isinstance(event, PeerJoined)
             return self._commands.joined(peer, incarnation) if is_new else []
         if isinstance(event, PeerLost):
-            self._ticks.lost(peer, incarnation, self._queue, now)
+            self._worker_ticks.lost(peer, incarnation, self._queue, now)
             if self._warm_start is not None:
                 self._warm_start.lost(peer)
         return []
@@ -439,8 +420,8 @@ class Coordinator:
         if name == WARM_TIMER:
             return self._warm_start.timer(now) if self._warm_start else []
         if name == TICK:
-            return self._ticks.tick(self._queue, now)
-        return self._writing.write(self._run)
+            return self._worker_ticks.tick(self._queue, now)
+        return self._journal_writer.write(self._run)
 
     # --- the run ---
 
@@ -457,9 +438,9 @@ class Coordinator:
         while self._can_step():
             actions += self._step_run(now)
         actions += self._supervisor.report(self._run)
-        if self.result is not None and not self._ended:
+        if self.result is not None and not self._has_ended:
             return [*actions, *self._end()]
-        return [*actions, *self._ticks.assign(self._queue, now)]
+        return [*actions, *self._worker_ticks.assign(self._queue, now)]
 
     def _begin_run(self, now: Seconds) -> Sequence[Action]:
         actions: list[Action] = []
@@ -483,7 +464,7 @@ class Coordinator:
         self._pool.clear_tasks()
         self._steps = self._run.steps()
         next(self._steps)
-        self._wait, self._ending = None, False
+        self._wait, self._is_ending = None, False
         return [*actions, *self._commands.begin_epoch(epoch, now)]
 
     def _can_step(self) -> bool:
@@ -510,15 +491,15 @@ class Coordinator:
         assert steps is not None
         actions: list[Action] = []
         if self._wait is None:
-            actions += self._writing.write_if_taken(run)
+            actions += self._journal_writer.write_if_taken(run)
         had_queue = run.queue is not None
         run.now = now
         answered = Answered(now=now, answers=commands.answers, versions=commands.versions)
         try:
             # A run that has just begun must reach a point first: until it publishes one,
             # the shards stay bound to it and cannot be saved.
-            if self._requests.stop and run.has_point and not self._ending:
-                self._ending = True
+            if self._requests.stop and run.has_point and not self._is_ending:
+                self._is_ending = True
                 steps.close()
                 steps = self._steps = run.end_early()
                 step = next(steps)
@@ -542,7 +523,7 @@ class Coordinator:
         ]
 
     def _end(self) -> Sequence[Action]:
-        self._ended = True
+        self._has_ended = True
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
         receiver = self._stopped_by or SUPERVISOR

@@ -67,20 +67,17 @@ class Journal:
     Args:
         restored: Snapshot of an earlier incarnation, if there is one.
         goal: Method and function; a state of another goal is only a starting point.
-
-    Attributes:
-        on_disk: The newest savepoint that every shard has on disk; 0: none.
-        base_clocks: Clocks of the shards' values before the first command; None: not known.
-        end_clocks: Clocks of the values published at the end; None: the run goes on.
     """
 
     def __init__(self, restored: Snapshot | None, *, goal: str = "") -> None:
         self._goal = goal
         self._entries: dict[int, CheckpointEntry] = {}
-        self.on_disk = 0
+        self.on_disk = 0  # the newest savepoint that every shard has on disk; 0: none
         self._before_on_disk: tuple[int, ...] = ()  # the newest last
         self._label = 0
+        # Clocks of the shards' values before the first command; None: not known.
         self.base_clocks: tuple[int, ...] | None = None
+        # Clocks of the values published at the end; None: the run goes on.
         self.end_clocks: tuple[int, ...] | None = None
         if restored is not None:
             self._restore(restored)

@@ -64,27 +64,16 @@ class TimeShares:
 @final
 @dataclass(slots=True, kw_only=True)
 class CoordinatorMetrics:
-    """Metrics of all runs together.
+    """Metrics of all runs together."""
 
-    Attributes:
-        iterated: The newest iteration.
-        offset: Iterations before the optimizer last restarted.
-        samples: Examples of all finished evaluations.
-        n_wasted: Examples computed more than once.
-        n_backups: Backup tasks assigned.
-        n_evaluations: Evaluations begun.
-        shares: Of the workers' time.
-        save_again_at: When the next checkpoint may be taken.
-    """
-
-    iterated: IterationDone | None = None
-    offset: int = 0
-    samples: int = 0
-    n_wasted: int = 0
-    n_backups: int = 0
-    n_evaluations: int = 0
-    shares: TimeShares = field(default_factory=TimeShares)
-    save_again_at: Seconds = 0.0
+    iterated: IterationDone | None = None  # the newest iteration
+    offset: int = 0  # iterations before the optimizer last restarted
+    samples: int = 0  # examples of all finished evaluations
+    n_wasted: int = 0  # examples computed more than once
+    n_backups: int = 0  # backup tasks assigned
+    n_evaluations: int = 0  # evaluations begun
+    shares: TimeShares = field(default_factory=TimeShares)  # of the workers' time
+    save_again_at: Seconds = 0.0  # when the next checkpoint may be taken
 
     @property
     def iteration(self) -> int:
@@ -94,14 +83,9 @@ class CoordinatorMetrics:
 @final
 @dataclass(slots=True, kw_only=True)
 class PendingRequests:
-    """What the supervisor has requested.
+    """What the supervisor has requested."""
 
-    Attributes:
-        saves: Labels of checkpoints to take.
-        saved: Label and error of each that was tried.
-        stop: Whether to end.
-    """
-
-    saves: deque[str] = field(default_factory=deque)
+    saves: deque[str] = field(default_factory=deque)  # labels of checkpoints to take
+    # Label and error of each that was tried.
     saved: deque[tuple[str, str | None]] = field(default_factory=deque)
-    stop: bool = False
+    stop: bool = False  # whether to end

@@ -90,19 +90,7 @@ RunSteps = Generator[Task | Wait, Answered, Result]
 
 @final
 class CoordinatorRun:
-    """One epoch.
-
-    Attributes:
-        savepoint: To be sent with the next command.
-        unsaved: A savepoint that shards have not taken, or whose journal is not on disk.
-        save_error: Why the journal could not be saved, if so.
-        has_point: Whether the shards hold an accepted point.
-        settled: The newest savepoint that is safe everywhere.
-        queue: Work queue of the present evaluation.
-        progress: Iterations to report.
-        note: A warning to report, once.
-        now: The time, set before each step.
-    """
+    """One epoch."""
 
     def __init__(
         self,
@@ -128,15 +116,16 @@ class CoordinatorRun:
         self._numbers = EpochCounters(grant=first)
         self._last_savepoint = first
         self._savepoint_point: IterationDone | None = None  # the point of the last savepoint
-        self.savepoint: Savepoint | None = None
+        self.savepoint: Savepoint | None = None  # to be sent with the next command
+        # A savepoint that shards have not taken, or whose journal is not on disk.
         self.unsaved: int | None = None
-        self.save_error: str | None = None
-        self.settled = 0
-        self.has_point = False
-        self.queue: WorkQueue | None = None
-        self.progress: deque[IterationDone] = deque()
-        self.note = ""
-        self.now: Seconds = 0.0
+        self.save_error: str | None = None  # why the journal could not be saved, if so
+        self.settled = 0  # the newest savepoint that is safe everywhere
+        self.has_point = False  # whether the shards hold an accepted point
+        self.queue: WorkQueue | None = None  # work queue of the present evaluation
+        self.progress: deque[IterationDone] = deque()  # iterations to report
+        self.note = ""  # A warning to report, once
+        self.now: Seconds = 0.0  # the time, set before each step
 
     def steps(self) -> RunSteps:
         """Start the epoch, restore a savepoint, run the optimizer to its end.

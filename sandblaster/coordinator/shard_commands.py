@@ -30,14 +30,7 @@ TIMER: Final = "coordinator:orders"
 
 @final
 class CommandBroadcast:
-    """The commands of one epoch after the other.
-
-    Attributes:
-        epoch: The present epoch.
-        number: Of the last command sent in it.
-        lost: A shard that has restarted in this epoch and lost its state, or None.
-        n_commands: Commands sent, in all epochs.
-    """
+    """The commands of one epoch after the other."""
 
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
@@ -49,10 +42,11 @@ class CommandBroadcast:
         self._heard_at: dict[Address, Seconds] = {}
         self._delay = config.retry_seconds
         self._timer_at: Seconds = 0.0
-        self.epoch = 0
-        self.number = 0
+        self.epoch = 0  # the present epoch
+        self.number = 0  # of the last command sent in it
+        # A shard that has restarted in this epoch and lost its state, or None.
         self.lost: Address | None = None
-        self.n_commands = 0
+        self.n_commands = 0  # commands sent, in all epochs
 
     def owns(self, sender: Address) -> bool:
         return sender in self._shards

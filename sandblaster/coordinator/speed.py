@@ -108,11 +108,7 @@ _LAG_GROWTH: Final = 1.1
 
 @final
 class SpeedModel:
-    """Seconds per example and lag of all workers.
-
-    Attributes:
-        unmeasured: Workers that have no pace of their own, by number.
-    """
+    """Seconds per example and lag of all workers."""
 
     def __init__(self) -> None:
         self._own: dict[int, float] = {}
@@ -123,6 +119,7 @@ class SpeedModel:
         self._n_new = 0  # paces that changed since the last refresh
         self._has_waited = False  # whether a lag has grown much since then
         self._had_unmeasured = False  # whether a worker had no pace then
+        # Workers that have no pace of their own, by number.
         self.unmeasured: dict[int, WorkerState] = {}
 
     def update(self, worker: WorkerState) -> None:

@@ -26,12 +26,7 @@ _STOP = Stop(reason="the warm start is over")
 
 @final
 class WarmStartRun:
-    """Which workers train, and which are done.
-
-    Args:
-        n_replicas: Number of workers of the job.
-        retry_seconds: Seconds after which late workers are asked to stop again.
-    """
+    """Which workers train, and which are done."""
 
     def __init__(self, n_replicas: int, *, retry_seconds: Seconds) -> None:
         self._n_replicas = n_replicas
@@ -85,11 +80,7 @@ class WarmStartRun:
 
 @final
 class WarmSaves:
-    """The checkpoint of a warm start that was requested last.
-
-    Args:
-        shards: Addresses of all shards.
-    """
+    """The checkpoint of a warm start that was requested last."""
 
     def __init__(self, shards: Sequence[Address]) -> None:
         self._shards = shards

@@ -167,26 +167,19 @@ def _first_run(indices: list[int]) -> list[int]:
 _ROUNDING: Final = 1e-9
 """Relative difference below which two times count as equal."""
 
-_N_WHOLE_MAX: Final = 512
+_N_UNDIVIDED_MAX: Final = 512
 """Up to so many chunks are looked at one by one: of more the last ones matter little."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class _Row:
-    """What is known of a worker.
+    """What is known of a worker."""
 
-    Attributes:
-        worker: Which one.
-        n_refreshes: How often the row was computed; an older due time is void.
-        latest: Its last chunk to compute that has no second copy.
-        grants: Commit tokens of its pushes that have no second copy.
-    """
-
-    worker: WorkerState
-    n_refreshes: int = 0
-    latest: ChunkCopy | None = None
-    grants: list[int] | None = None
+    worker: WorkerState  # which one
+    n_refreshes: int = 0  # how often the row was computed; an older due time is void
+    latest: ChunkCopy | None = None  # its last chunk to compute that has no second copy
+    grants: list[int] | None = None  # commit tokens of its pushes that have no second copy
 
 
 @final
@@ -195,10 +188,6 @@ class ExpectedFinish:
 
     Only workers whose state changed, or that are late, are computed again: with 2,000 workers
     an assignment costs little more than with two.
-
-    Args:
-        config: Settings of the coordinator.
-        pool: The workers that are there.
     """
 
     def __init__(self, config: CoordinatorConfig, pool: WorkerPool) -> None:
@@ -213,7 +202,7 @@ class ExpectedFinish:
         self._all, self._nearly_idle, self._idle = FinishTimes(), FinishTimes(), FinishTimes()
         self._with_one_more = FinishTimes()  # all, with one chunk more
         self._latest, self._pushed = FinishTimes(), FinishTimes()
-        self._pushes: dict[int, tuple[WorkerState, ChunkCopy]] = {}  # by grant
+        self._pushes: dict[int, tuple[WorkerState, ChunkCopy]] = {}  # by token
         for worker in pool:
             self.touch(worker)
 
@@ -315,13 +304,13 @@ class ExpectedFinish:
         fastest = self._speeds.fastest * self._set_size
         return seconds_to_end(self._all, n_sets, now) + fastest
 
-    def end_of_whole(self, n_sets: int, now: Seconds) -> Seconds:
+    def end_undivided(self, n_sets: int, now: Seconds) -> Seconds:
         """Return in how many seconds `n_sets` chunks are done if each goes to one worker.
 
         With more workers than chunks only the first to be free get one, while `end` lets all
         workers share. 0 if there are too many chunks to look at each.
         """
-        if n_sets > _N_WHOLE_MAX:
+        if n_sets > _N_UNDIVIDED_MAX:
             return 0.0
         others, end = self._with_one_more.shortest(now), 0.0
         other = next(others, None)
@@ -427,35 +416,23 @@ class Commits:
 
     Each chunk is pushed once, unless the winner is lost: then its token is void, and the next
     copy gets another. Loss and count of a chunk come from the copy whose gradient counts.
-
-    Args:
-        starts: First position of each chunk.
-        numbers: Counters of the epoch.
-        loads: Is notified whose copies change.
-
-    Attributes:
-        digest: Exclusive or of the tokens that count.
-        n_counted: Chunks that all shards have committed.
-        n_sets: Chunks of the batch.
-        lowest: The first chunk that does not count yet.
-        is_finite: No loss and no gradient so far was NaN or infinite.
-        changed: Workers whose next assignment differs from the last one.
     """
 
     def __init__(self, starts: range, *, numbers: EpochCounters, loads: ExpectedFinish) -> None:
         self._numbers = numbers
         self._loads = loads
-        self._sets = [_Chunk(start) for start in starts]
+        self._chunks = [_Chunk(start) for start in starts]
         self._counted: set[int] = set()
         self._staged: list[GrantedChunk] = []  # to be committed
         self._void: list[int] = []
         self._n_void = 0  # void tokens that shards may hold
         self._without_token: set[int] = set()  # chunks that wait because of N_VOID_MAX
-        self.n_sets = len(starts)
-        self.lowest = 0
-        self.digest = 0
-        self.n_counted = 0
-        self.is_finite = True
+        self.n_sets = len(starts)  # chunks of the batch
+        self.lowest = 0  # the first chunk that does not count yet
+        self.digest = 0  # exclusive or of the tokens that count
+        self.n_counted = 0  # chunks that all shards have committed
+        self.is_finite = True  # no loss and no gradient so far was NaN or infinite
+        # Workers whose next assignment differs from the last one.
         self.changed: dict[Address, WorkerState] = {}
 
     @property
@@ -469,11 +446,11 @@ class Commits:
     @property
     def loss(self) -> float:
         """Sum over all examples, exactly rounded."""
-        return math.fsum(one.staged.loss for one in self._sets if one.staged is not None)
+        return math.fsum(one.staged.loss for one in self._chunks if one.staged is not None)
 
     @property
     def n_examples(self) -> int:
-        return sum(one.staged.n_examples for one in self._sets if one.staged)
+        return sum(one.staged.n_examples for one in self._chunks if one.staged)
 
     def to_commit(self) -> tuple[tuple[GrantedChunk, ...], tuple[int, ...]]:
         """Return the chunks that every shard holds, and void tokens; each once."""
@@ -488,7 +465,7 @@ class Commits:
         if void:
             without_token, self._without_token = sorted(self._without_token), set()
             for index in without_token:
-                self._issue_token(self._sets[index], now)
+                self._issue_token(self._chunks[index], now)
         for one in sets:
             self._counted.add(one.set_index)
             self.digest ^= one.grant
@@ -499,7 +476,7 @@ class Commits:
 
     def add_copy(self, worker: WorkerState, copy: ChunkCopy) -> None:
         worker.copies[copy.attempt] = copy
-        self._sets[copy.set_index].holders[copy.attempt] = worker
+        self._chunks[copy.set_index].holders[copy.attempt] = worker
         self._note_change(worker, copy)
 
     def report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
@@ -522,7 +499,7 @@ class Commits:
         without: list[int] = []
         for copy in list(worker.copies.values()):
             self._drop(worker, copy)
-            one = self._sets[copy.set_index]
+            one = self._chunks[copy.set_index]
             if one.winner == copy.attempt and one.staged is None:
                 self._fence(one, copy)
             self._issue_token(one, now)
@@ -534,7 +511,7 @@ class Commits:
         self, worker: WorkerState, copy: ChunkCopy, result: ChunkResult, now: Seconds
     ) -> None:
         copy.result = result
-        one = self._sets[copy.set_index]
+        one = self._chunks[copy.set_index]
         if not math.isfinite(result.loss):
             self.is_finite = False
             return
@@ -576,7 +553,7 @@ class Commits:
                 self._drop(holder, holder.copies[other])
 
     def _stage(self, worker: WorkerState, copy: ChunkCopy, now: Seconds) -> None:
-        one = self._sets[copy.set_index]
+        one = self._chunks[copy.set_index]
         assert one.winner == copy.attempt, (one, copy)
         one.staged = copy.result
         taken = now - copy.token_issued_at
@@ -594,13 +571,13 @@ class Commits:
 
     def _drop(self, worker: WorkerState, copy: ChunkCopy) -> None:
         worker.copies.pop(copy.attempt, None)
-        self._sets[copy.set_index].holders.pop(copy.attempt, None)
+        self._chunks[copy.set_index].holders.pop(copy.attempt, None)
         self._note_change(worker, copy)
 
     def _note_change(self, worker: WorkerState, copy: ChunkCopy) -> None:
         self.changed[worker.name] = worker
         self._loads.touch(worker)
-        holders = self._sets[copy.set_index].holders
+        holders = self._chunks[copy.set_index].holders
         for attempt, holder in holders.items():
             holder.copies[attempt].is_doubled = len(holders) > 1
             self._loads.touch(holder)
@@ -615,18 +592,7 @@ _SHARE: Final = 0.02
 
 @final
 class WorkQueue:
-    """The chunks of one evaluation.
-
-    Args:
-        config: Settings of the coordinator.
-        pool: The workers that are there.
-        batch: The examples to compute.
-        numbers: Counters of the epoch.
-
-    Attributes:
-        commits: Which results count.
-        n_backups: Backup tasks assigned.
-    """
+    """The chunks of one evaluation."""
 
     def __init__(
         self,
@@ -643,10 +609,10 @@ class WorkQueue:
         self._loads = ExpectedFinish(config, pool)
         stop, size = batch.first + batch.n_examples, config.chunk_sizes.chunk_size
         starts = range(batch.first, stop, size)
-        self.commits = Commits(starts, numbers=numbers, loads=self._loads)
+        self.commits = Commits(starts, numbers=numbers, loads=self._loads)  # which results count
         self._pending = PendingChunks([numbers.owners.get(s) for s in starts], pool=pool)
         self._began_at: Seconds | None = None  # when there was the first worker
-        self.n_backups = 0
+        self.n_backups = 0  # backup tasks assigned
 
     def heard(self, worker: WorkerState) -> None:
         self._loads.touch(worker)
@@ -683,7 +649,7 @@ class WorkQueue:
             self._start_backups(now)
 
     def _assign_evenly(self, now: Seconds) -> None:
-        # No speed is known yet: everybody gets the same.
+        # No speed is known yet: all workers get the same.
         def fair() -> int:
             return max(1, len(self._pending) // (2 * len(self._pool)))
 
@@ -693,7 +659,7 @@ class WorkQueue:
 
     def _assign_by_speed(self, now: Seconds) -> None:
         loads, pending = self._loads, self._pending
-        whole = loads.end_of_whole(len(pending), now)
+        whole = loads.end_undivided(len(pending), now)
         end = max(whole, loads.end(len(pending), now))
         for worker in _least_loaded_first(loads.nearly_idle(end, now)):
             if not pending.n_assignable:

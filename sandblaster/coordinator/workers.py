@@ -40,17 +40,11 @@ class ChunkCopy:
 @final
 @dataclass(slots=True)
 class TimeSpent:
-    """Where the time of one worker goes, in one evaluation.
+    """Where the time of one worker goes, in one evaluation."""
 
-    Attributes:
-        computing: Seconds computing chunks.
-        fetching: Seconds before the first of them, while parameters come.
-        staging: Seconds before the others, for a push or the next assignment.
-    """
-
-    computing: Seconds = 0.0
-    fetching: Seconds = 0.0
-    staging: Seconds = 0.0
+    computing: Seconds = 0.0  # seconds computing chunks
+    fetching: Seconds = 0.0  # seconds before the first of them, while parameters come
+    staging: Seconds = 0.0  # seconds before the others, for a push or the next assignment
 
     @property
     def total(self) -> Seconds:
@@ -60,45 +54,29 @@ class TimeSpent:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
-    """One worker.
-
-    Attributes:
-        number: Counts all workers that ever joined.
-        incarnation: Of its process; of its leader's, if it is model-parallel.
-        life: Restart number of a model-parallel replica in that incarnation.
-        version: Of the last assignment sent.
-        known: Newest version that its reports acknowledge.
-        sent_at: When the last assignment was sent, or sent again.
-        asked_at: Since when an answer is due.
-        progress_at: When it began its present chunk, as far as one can tell.
-        copies: Its attempts, by number, in the order in which it computes them.
-        n_computed: Examples computed in this evaluation.
-        n_sets: Chunks computed in this evaluation.
-        seconds_per_example: Average of computing; None before the first chunk.
-        lag: Average wait before the first chunk of an evaluation, mostly for parameters.
-        turnaround: Average seconds from an assignment to its acknowledgement.
-        spent: Where its time goes, in this evaluation.
-    """
+    """One worker."""
 
     name: Address
-    incarnation: int
-    version: int
-    known: int
+    incarnation: int  # of its process; of its leader's, if it is model-parallel
+    version: int  # of the last assignment sent
+    known: int  # newest version that its reports acknowledge
     heard_at: Seconds
     joined_at: Seconds
-    life: int = 0
-    number: int = 0
-    sent_at: Seconds = 0.0
-    asked_at: Seconds = 0.0
+    life: int = 0  # restart number of a model-parallel replica in that incarnation
+    number: int = 0  # counts all workers that ever joined
+    sent_at: Seconds = 0.0  # when the last assignment was sent, or sent again
+    asked_at: Seconds = 0.0  # since when an answer is due
     delay: Seconds = 0.0
-    progress_at: Seconds = 0.0
+    progress_at: Seconds = 0.0  # when it began its present chunk, as far as one can tell
+    # Its attempts, by number, in the order in which it computes them.
     copies: dict[int, ChunkCopy] = field(default_factory=dict)
-    n_computed: int = 0
-    n_sets: int = 0
-    seconds_per_example: float | None = None
+    n_computed: int = 0  # examples computed in this evaluation
+    n_sets: int = 0  # chunks computed in this evaluation
+    seconds_per_example: float | None = None  # average of computing; None before the first chunk
+    # Average wait before the first chunk of an evaluation, mostly for parameters.
     lag: float | None = None
-    turnaround: float | None = None
-    spent: TimeSpent = field(default_factory=TimeSpent)
+    turnaround: float | None = None  # average seconds from an assignment to its acknowledgement
+    spent: TimeSpent = field(default_factory=TimeSpent)  # where its time goes, in this evaluation
 
     @property
     def outstanding(self) -> list[ChunkCopy]:
@@ -121,12 +99,7 @@ class WorkerState:
 
 @final
 class WorkerPool:
-    """All workers that are there.
-
-    Attributes:
-        n_changes: How often a worker joined or left.
-        n_wasted_lost: Examples that removed workers computed, in this evaluation.
-    """
+    """All workers that are there."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
@@ -140,8 +113,8 @@ class WorkerPool:
         self._versions: tuple[ShardVersion, ...] = ()
         self._batch = BatchRange(first=0, n_examples=0)
         self._n_joined = 0
-        self.n_changes = 0
-        self.n_wasted_lost = 0
+        self.n_changes = 0  # how often a worker joined or left
+        self.n_wasted_lost = 0  # examples that removed workers computed, in this evaluation
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._workers.values())

@@ -99,21 +99,13 @@ class VectorOps:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Compute the objective, and its gradient, at a point; the reply is an `Evaluation`.
+    """Compute the objective, and its gradient, at a point; the reply is an `Evaluation`."""
 
-    Attributes:
-        point: The vector to evaluate at.
-        gradient: The vector that receives the gradient.
-        before: Commands to execute first; they may form the point.
-        after: Commands to execute once the gradient is there.
-        examples: Part of the data; None: all.
-    """
-
-    point: VectorName
-    gradient: VectorName
-    before: tuple[Command, ...] = ()
-    after: tuple[Command, ...] = ()
-    examples: Examples | None = None
+    point: VectorName  # the vector to evaluate at
+    gradient: VectorName  # the vector that receives the gradient
+    before: tuple[Command, ...] = ()  # commands to execute first; they may form the point
+    after: tuple[Command, ...] = ()  # commands to execute once the gradient is there
+    examples: Examples | None = None  # part of the data; None: all
 
 
 @final
@@ -132,25 +124,15 @@ class Evaluation:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationDone:
-    """A point was accepted, and "parameters" holds it; the reply is whether to stop.
+    """A point was accepted, and "parameters" holds it; the reply is whether to stop."""
 
-    Attributes:
-        iteration: Points accepted so far.
-        n_evaluations: Evaluations so far.
-        loss: At the point, regularization included.
-        gradient_norm: Largest absolute element of its gradient.
-        step_length: Of the step to it; 0 at the start.
-        state: What the optimizer needs to resume here, as JSON.
-        vectors: Vectors that the shards must keep for that.
-    """
-
-    iteration: int
-    n_evaluations: int
-    loss: float
-    gradient_norm: float
-    step_length: float
-    state: str
-    vectors: tuple[VectorName, ...]
+    iteration: int  # points accepted so far
+    n_evaluations: int  # evaluations so far
+    loss: float  # at the point, regularization included
+    gradient_norm: float  # largest absolute element of its gradient
+    step_length: float  # of the step to it; 0 at the start
+    state: str  # what the optimizer needs to resume here, as JSON
+    vectors: tuple[VectorName, ...]  # vectors that the shards must keep for that
 
 
 @final

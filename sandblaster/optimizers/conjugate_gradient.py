@@ -30,18 +30,12 @@ _DIFFERENCE = "gradient_difference"
 
 @final
 class ConjugateGradient(SmoothMethod, frozen=True, kw_only=True, tag="conjugate_gradient"):
-    """Settings of conjugate gradients.
-
-    Attributes:
-        formula: Of beta.
-        sufficient_decrease: c1 of the line search.
-        curvature: c2 of the line search; directions stay conjugate only if it is small.
-    """
+    """Settings of conjugate gradients."""
 
     value_tolerance: float = 0.0
-    formula: Formula = "polak_ribiere"
-    sufficient_decrease: float = 1e-4
-    curvature: float = 0.4
+    formula: Formula = "polak_ribiere"  # of beta
+    sufficient_decrease: float = 1e-4  # c1 of the line search
+    curvature: float = 0.4  # c2 of the line search; directions stay conjugate only if it is small
 
     @override
     def descent(self, memory: str | None) -> "Conjugate":

@@ -91,31 +91,18 @@ class Descent(Protocol):
 
 @final
 class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The state of a run: scalars only.
+    """The state of a run: scalars only."""
 
-    Attributes:
-        iteration: Points accepted.
-        n_evaluations: Evaluations done.
-        loss_at_start: Loss at the first point of the run.
-        loss: At "parameters".
-        improvement: Decrease of the loss in the last iteration; 0 at first.
-        n_small: Consecutive iterations with too small a decrease.
-        gradient_norm: Largest absolute element of "gradient".
-        gradient_square: Its dot product with itself.
-        slope: Its dot product with "direction".
-        step: To try first; 0 at the end of a run.
-    """
-
-    iteration: int
-    n_evaluations: int
-    loss_at_start: float
-    loss: float
-    improvement: float
-    n_small: int
-    gradient_norm: float
-    gradient_square: float
-    slope: float = 0.0
-    step: float = 0.0
+    iteration: int  # points accepted
+    n_evaluations: int  # evaluations done
+    loss_at_start: float  # loss at the first point of the run
+    loss: float  # at "parameters"
+    improvement: float  # decrease of the loss in the last iteration; 0 at first
+    n_small: int  # consecutive iterations with too small a decrease
+    gradient_norm: float  # largest absolute element of "gradient"
+    gradient_square: float  # its dot product with itself
+    slope: float = 0.0  # its dot product with "direction"
+    step: float = 0.0  # to try first; 0 at the end of a run
 
 
 @final
@@ -345,15 +332,10 @@ def _counted(present: Present, searched: Searched) -> Present:
 
 
 class SmoothMethod(Method, frozen=True, kw_only=True):
-    """Settings of a method that searches along straight lines.
+    """Settings of a method that searches along straight lines."""
 
-    Attributes:
-        sufficient_decrease: c1 of the line search.
-        curvature: c2 of the line search.
-    """
-
-    sufficient_decrease: float = 1e-4
-    curvature: float = 0.9
+    sufficient_decrease: float = 1e-4  # c1 of the line search
+    curvature: float = 0.9  # c2 of the line search
 
     @override
     def __post_init__(self) -> None:

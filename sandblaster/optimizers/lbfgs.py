@@ -61,17 +61,11 @@ _CURVATURE_MIN = 1e-14  # of the cosine between s and y
 
 @final
 class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
-    """Settings of L-BFGS.
+    """Settings of L-BFGS."""
 
-    Attributes:
-        n_history: m, the number of corrections remembered: 2 m + 2 more vectors.
-        sufficient_decrease: c1 of the line search.
-        curvature: c2 of the line search.
-    """
-
-    n_history: int = 10
-    sufficient_decrease: float = 1e-3
-    curvature: float = 0.9
+    n_history: int = 10  # m, the number of corrections remembered: 2 m + 2 more vectors
+    sufficient_decrease: float = 1e-3  # c1 of the line search
+    curvature: float = 0.9  # c2 of the line search
 
     @override
     def __post_init__(self) -> None:

@@ -57,19 +57,12 @@ class Sample:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WolfeConditions:
-    """What a step must satisfy.
+    """What a step must satisfy."""
 
-    Attributes:
-        sufficient_decrease: c1.
-        curvature: c2.
-        narrowest: Width of the interval, relative to its far end, at which to give up.
-        n_trials_max: Largest number of steps tried.
-    """
-
-    sufficient_decrease: float = 1e-3
-    curvature: float = 0.9
-    narrowest: float = 0.1
-    n_trials_max: int = 20
+    sufficient_decrease: float = 1e-3  # c1
+    curvature: float = 0.9  # c2
+    narrowest: float = 0.1  # width of the interval, relative to its far end, at which to give up
+    n_trials_max: int = 20  # largest number of steps tried
 
     def __post_init__(self) -> None:
         if not 0.0 < self.sufficient_decrease <= self.curvature < 1.0:
@@ -277,56 +270,35 @@ Measure = Callable[[VectorName], tuple[Command, ...]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A point on the line, and what was measured there.
+    """A point on the line, and what was measured there."""
 
-    Attributes:
-        sample: Step length, loss and slope.
-        gradient: The vector that holds its gradient.
-        gradient_norm: Largest absolute element of the (pseudo-)gradient.
-        gradient_square: Dot product of that with itself.
-        scalars: What the method's own commands measured.
-    """
-
-    sample: Sample
-    gradient: VectorName
-    gradient_norm: float
-    gradient_square: float
-    scalars: Scalars
+    sample: Sample  # step length, loss and slope
+    gradient: VectorName  # the vector that holds its gradient
+    gradient_norm: float  # largest absolute element of the (pseudo-)gradient
+    gradient_square: float  # dot product of that with itself
+    scalars: Scalars  # what the method's own commands measured
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a search begins.
+    """Where a search begins."""
 
-    Attributes:
-        sample: Loss and slope there.
-        step: To try first.
-        noise: Largest difference between losses that rounding alone may cause.
-    """
-
-    sample: Sample
-    step: float
-    noise: float
+    sample: Sample  # loss and slope there
+    step: float  # to try first
+    noise: float  # largest difference between losses that rounding alone may cause
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        trial: The trial to accept, if any is better than the start.
-        satisfied: Whether it satisfies all conditions.
-        n_evaluations: Of the search.
-        any_finite: Whether some step had a finite loss and slope, or none was tried.
-        by_slopes: Improvement that slopes imply, if it is too small for values to show.
-    """
-
-    trial: Trial | None
-    satisfied: bool
-    n_evaluations: int
-    any_finite: bool = True
+    trial: Trial | None  # the trial to accept, if any is better than the start
+    satisfied: bool  # whether it satisfies all conditions
+    n_evaluations: int  # of the search
+    any_finite: bool = True  # whether some step had a finite loss and slope, or none was tried
+    # Improvement that slopes imply, if it is too small for values to show.
     by_slopes: float | None = None
 
 

@@ -103,20 +103,13 @@ _N_TRIALS_MAX = 20
 
 @final
 class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"):
-    """Settings of multi-batch L-BFGS; `value_tolerance` is not used.
+    """Settings of multi-batch L-BFGS; `value_tolerance` is not used."""
 
-    Attributes:
-        batch_size: Examples of one batch, at most all.
-        overlap: Share of a batch that the next one repeats.
-        n_history: Number of corrections remembered.
-        sufficient_decrease: c1 of the line search.
-    """
-
-    batch_size: int
-    overlap: float = 0.25
+    batch_size: int  # examples of one batch, at most all
+    overlap: float = 0.25  # share of a batch that the next one repeats
     n_iterations_max: int = 100
-    n_history: int = 10
-    sufficient_decrease: float = 1e-4
+    n_history: int = 10  # number of corrections remembered
+    sufficient_decrease: float = 1e-4  # c1 of the line search
 
     @override
     def __post_init__(self) -> None:
@@ -294,8 +287,8 @@ class _Run:
         return noise_of(self.method, present.loss, loss_at_start=at_start)
 
     def _move(self, present: Present, step: float, head_loss: float) -> Steps[Present | None]:
-        following = self.batch.next()
-        head, body, tail = self.batch.tail, following.body, following.tail
+        next_batch = self.batch.next()
+        head, body, tail = self.batch.tail, next_batch.body, next_batch.tail
         parts = ((head, _TRIAL_TAIL), (body, _REST), (tail, _NEXT_TAIL))
         body_loss, _ = yield from self._at(TRIAL, body, gradient=_REST)
         tail_loss, (norm, square, *measured) = yield from self._at(
@@ -308,7 +301,7 @@ class _Run:
         sample = Sample(step, loss, norm)
         if not sample.finite:
             return None
-        self.batch = following
+        self.batch = next_batch
         trial = Trial(
             sample=sample,
             gradient=_TRIAL_TAIL,

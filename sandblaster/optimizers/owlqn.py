@@ -53,17 +53,11 @@ _N_TRIALS_MAX = 30
 
 @final
 class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
-    """Settings of OWL-QN.
+    """Settings of OWL-QN."""
 
-    Attributes:
-        l1: Adds l1 |w|_1 to the loss, over all parameters, biases included.
-        n_history: Number of corrections remembered.
-        sufficient_decrease: c1 of the line search.
-    """
-
-    l1: float
-    n_history: int = 10
-    sufficient_decrease: float = 1e-4
+    l1: float  # adds l1 |w|_1 to the loss, over all parameters, biases included
+    n_history: int = 10  # number of corrections remembered
+    sufficient_decrease: float = 1e-4  # c1 of the line search
 
     @override
     def __post_init__(self) -> None:

@@ -385,7 +385,9 @@ def test_a_coordinator_that_is_overtaken_ends() -> None:
     ends: list[Role] = []
     run.cluster.observe(
         lambda happening: (
-            ends.append(happening.role) if happening.name == COORDINATOR and first._ended else None
+            ends.append(happening.role)
+            if happening.name == COORDINATOR and first._has_ended
+            else None
         )
     )
     run.cluster._lives.start(COORDINATOR)

@@ -54,7 +54,7 @@ class PlainWorkQueue:
         workers = sorted(self.pool, key=lambda m: (len(m.outstanding), m.name))
         if workers and self.began_at is None:
             self.began_at = now
-        self.whole = self.end_of_whole(now)
+        self.whole = self.end_undivided(now)
         for worker in workers:
             n_wanted = self.n_wanted(worker, now) if self.pending else 0
             if n_wanted:
@@ -91,7 +91,7 @@ class PlainWorkQueue:
         left = max(self.whole, end + min(paces.values())) - begins[worker.name]
         return max(0, math.floor(left / paces[worker.name] + 1e-9))
 
-    def end_of_whole(self, now: Seconds) -> Seconds:
+    def end_undivided(self, now: Seconds) -> Seconds:
         """All that everybody could do, one set after the other, in order of time."""
         n_sets = len(self.pending)
         ends: list[Seconds] = []
@@ -158,7 +158,7 @@ class PlainWorkQueue:
         least = max(self.config.backup_seconds_min, 0.02 * (now - self.began_at))
         latest, most = None, 0.0
         for copy, seconds in self.unfinished(now):
-            holders = self.commits._sets[copy.set_index].holders
+            holders = self.commits._chunks[copy.set_index].holders
             if len(holders) >= 2 or worker in holders.values():
                 continue
             if seconds > most:
