@@ -40,7 +40,7 @@ class ChunkBatchPlan:
         # The chunk of the present generation; None if there is none.
         self.order: ChunkOrder | None = None
         self._samples = samples
-        self._portion_size = mini_batch_size
+        self._mini_batch_size = mini_batch_size
         self._generation = 0
         self._next: ChunkOrder | None = None  # of the generation that begins
 
@@ -63,7 +63,7 @@ class ChunkBatchPlan:
         self.order = self._next
 
     def n_steps(self, order: ChunkOrder) -> int:
-        return -(-(order.stop - order.start) // self._portion_size)
+        return -(-(order.stop - order.start) // self._mini_batch_size)
 
     def is_last(self, step: int) -> bool:
         return self.order is not None and step == self.n_steps(self.order) - 1
@@ -72,13 +72,13 @@ class ChunkBatchPlan:
         order = self.order
         start = stop = 0
         if order is not None:
-            start = min(order.start + step * self._portion_size, order.stop)
-            stop = min(start + self._portion_size, order.stop)
+            start = min(order.start + step * self._mini_batch_size, order.stop)
+            stop = min(start + self._mini_batch_size, order.stop)
         position = start % self._samples.n_samples
         return BatchIndices(position=position, indices=self._samples.at(start, stop))
 
 
-TIMER: Final = "foreman:say"
+TIMER: Final = "group:report"
 
 _SILENT_PERIODS: Final = 4.0
 """Report periods after which a silent rank counts as missing."""

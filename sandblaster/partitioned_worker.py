@@ -442,7 +442,7 @@ def _ignore_vote(square: float, sample: int | None) -> None:
     del square, sample
 
 
-STAGED_TIMER: Final = "split:say"
+STAGED_TIMER: Final = "rank:report"
 
 
 @final

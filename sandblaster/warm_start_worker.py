@@ -37,7 +37,7 @@ from sandblaster.chunks import COORDINATOR
 from sandblaster.worker import BatchWorker
 
 
-_REPORT_TIMER = "warm:say"
+_REPORT_TIMER = "warm:report"
 
 
 class _Part(Enum):

@@ -439,7 +439,7 @@ class Parameters:
 
 N_CHUNKS_HELD: Final = 2
 
-_REPORT_TIMER = "replica:say"
+_REPORT_TIMER = "replica:report"
 
 
 @final

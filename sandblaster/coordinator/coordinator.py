@@ -80,9 +80,9 @@ class WorkerTicks:
         if queue is None:
             return
         if worker is not None:
-            queue.report(worker, report, now)
+            queue.take_report(worker, report, now)
         elif (known := self._pool.get(event.sender)) is not None:
-            queue.heard(known)
+            queue.touch(known)
 
     def lost(self, name: Address, incarnation: int, queue: WorkQueue | None, now: Seconds) -> None:
         worker = self._pool.get(name)

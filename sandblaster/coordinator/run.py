@@ -113,9 +113,9 @@ class CoordinatorRun:
         self._metrics = metrics
         self._requests = requests
         first = epoch << GRANT_BITS
-        self._numbers = EpochCounters(grant=first)
+        self._counters = EpochCounters(grant=first)
         self._last_savepoint = first
-        self._savepoint_point: IterationDone | None = None  # the point of the last savepoint
+        self._savepoint_iteration: IterationDone | None = None  # the point of the last savepoint
         self.savepoint: Savepoint | None = None  # to be sent with the next command
         # A savepoint that shards have not taken, or whose journal is not on disk.
         self.unsaved: int | None = None
@@ -173,8 +173,8 @@ class CoordinatorRun:
         last = self._metrics.iterated
         if (
             self.savepoint is None
-            and self._savepoint_point is not None
-            and self._savepoint_point is last
+            and self._savepoint_iteration is not None
+            and self._savepoint_iteration is last
         ):
             # The optimizer may be in the middle of the next iteration: restore its history.
             yield Restore(cut=self._last_savepoint, whole=True)
@@ -234,11 +234,11 @@ class CoordinatorRun:
 
     def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
         batch = self._batch(request)
-        config, metrics, numbers = self._config, self._metrics, self._numbers
+        config, metrics, counters = self._config, self._metrics, self._counters
         opened = yield BeginEvaluation(
             point=request.point,
             before=request.before,
-            first_grant=numbers.grant + 1,
+            first_grant=counters.grant + 1,
             n_staged_max=config.window_chunks + N_VOID_MAX,
         )
         metrics.n_evaluations += 1
@@ -249,7 +249,7 @@ class CoordinatorRun:
             versions=opened.versions,
             batch=batch,
         )
-        queue = WorkQueue(config, pool=self._pool, batch=batch, numbers=numbers)
+        queue = WorkQueue(config, pool=self._pool, batch=batch, counters=counters)
         self.queue = queue
         commits = queue.commits
         while commits.is_finite and not commits.is_complete:
@@ -320,7 +320,7 @@ class CoordinatorRun:
 
     def _take_savepoint(self, request: IterationDone) -> int:
         self._last_savepoint += 1
-        self._savepoint_point = request
+        self._savepoint_iteration = request
         cut = self.unsaved = self._last_savepoint
         self._journal.write(
             cut,

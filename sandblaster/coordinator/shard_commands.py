@@ -25,7 +25,7 @@ from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetT
 from sandblaster.coordinator.config import CoordinatorConfig
 
 
-TIMER: Final = "coordinator:orders"
+TIMER: Final = "coordinator:commands"
 
 
 @final

@@ -191,7 +191,7 @@ class ExpectedFinish:
     """
 
     def __init__(self, config: CoordinatorConfig, pool: WorkerPool) -> None:
-        self._set_size = config.chunk_sizes.chunk_size
+        self._chunk_size = config.chunk_sizes.chunk_size
         self._pool = pool
         self._rows: dict[int, _Row] = {}
         self._touched: dict[int, WorkerState] = {}
@@ -252,12 +252,12 @@ class ExpectedFinish:
         line, until = left(worker, pace, self._speeds.lag_of(worker), now)
         if until < math.inf:
             heappush(self._due, (until, number, row.n_refreshes))
-        chunk_seconds = pace * self._set_size
+        chunk_seconds = pace * self._chunk_size
         if pace:
             self._all.put(number, line, weight=1.0 / chunk_seconds)
             self._with_one_more.put(number, line.later(chunk_seconds))
         n_held = len(worker.outstanding)
-        own = self.seconds_from_idle(worker, self._set_size) or math.inf
+        own = self.seconds_from_idle(worker, self._chunk_size) or math.inf
         _put(self._idle, number, None if n_held else Line(own))
         is_nearly_idle = n_held <= n_at_once(worker, chunk_seconds) // 2 + 1
         _put(self._nearly_idle, number, line.later(chunk_seconds) if is_nearly_idle else None)
@@ -288,7 +288,7 @@ class ExpectedFinish:
         return self._speeds.of(worker)
 
     def chunk_seconds(self, worker: WorkerState) -> Seconds:
-        return self.pace(worker) * self._set_size
+        return self.pace(worker) * self._chunk_size
 
     def seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
         pace = self.pace(worker)
@@ -301,7 +301,7 @@ class ExpectedFinish:
         The speed of some worker must be known.
         """
         # Chunks cannot be divided: the fastest worker may be late by one.
-        fastest = self._speeds.fastest * self._set_size
+        fastest = self._speeds.fastest * self._chunk_size
         return seconds_to_end(self._all, n_sets, now) + fastest
 
     def end_undivided(self, n_sets: int, now: Seconds) -> Seconds:
@@ -418,8 +418,8 @@ class Commits:
     copy gets another. Loss and count of a chunk come from the copy whose gradient counts.
     """
 
-    def __init__(self, starts: range, *, numbers: EpochCounters, loads: ExpectedFinish) -> None:
-        self._numbers = numbers
+    def __init__(self, starts: range, *, counters: EpochCounters, loads: ExpectedFinish) -> None:
+        self._counters = counters
         self._loads = loads
         self._chunks = [_Chunk(start) for start in starts]
         self._counted: set[int] = set()
@@ -479,7 +479,7 @@ class Commits:
         self._chunks[copy.set_index].holders[copy.attempt] = worker
         self._note_change(worker, copy)
 
-    def report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
+    def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
         for result in report.results:
             copy = worker.copies.get(result.attempt)
             if copy is None:
@@ -524,7 +524,7 @@ class Commits:
             # The estimate doubles each time, so rivals come ever more slowly: even where
             # every push takes longer than a chunk, one of them ends.
             late = 2.0 * (now - winner.token_issued_at)
-            self._numbers.push_seconds = max(self._numbers.push_seconds, late)
+            self._counters.push_seconds = max(self._counters.push_seconds, late)
             self._drop(one.holders[one.winner], winner)
             self._fence(one, winner)
         self._issue_token(one, now)
@@ -542,8 +542,8 @@ class Commits:
             self._without_token.add(copy.set_index)
             return
         one.winner = attempt
-        self._numbers.grant += 1
-        copy.grant, copy.token_issued_at = self._numbers.grant, now
+        self._counters.grant += 1
+        copy.grant, copy.token_issued_at = self._counters.grant, now
         self._note_change(worker, copy)
         self._drop_others(one, attempt)
 
@@ -557,10 +557,10 @@ class Commits:
         assert one.winner == copy.attempt, (one, copy)
         one.staged = copy.result
         taken = now - copy.token_issued_at
-        self._numbers.push_seconds += 0.3 * (taken - self._numbers.push_seconds)
+        self._counters.push_seconds += 0.3 * (taken - self._counters.push_seconds)
         self._staged.append(GrantedChunk(set_index=copy.set_index, grant=copy.grant))
         # In the next evaluation this worker gets the chunk first: it has the data.
-        self._numbers.owners[one.start] = worker.name
+        self._counters.owners[one.start] = worker.name
         self._drop(worker, copy)
         self._drop_others(one, copy.attempt)
 
@@ -600,26 +600,26 @@ class WorkQueue:
         *,
         pool: WorkerPool,
         batch: BatchRange,
-        numbers: EpochCounters,
+        counters: EpochCounters,
     ) -> None:
         self._config = config
         self._pool = pool
         self._batch = batch
-        self._numbers = numbers
+        self._counters = counters
         self._loads = ExpectedFinish(config, pool)
         stop, size = batch.first + batch.n_examples, config.chunk_sizes.chunk_size
         starts = range(batch.first, stop, size)
-        self.commits = Commits(starts, numbers=numbers, loads=self._loads)  # which results count
-        self._pending = PendingChunks([numbers.owners.get(s) for s in starts], pool=pool)
+        self.commits = Commits(starts, counters=counters, loads=self._loads)  # which results count
+        self._pending = PendingChunks([counters.owners.get(s) for s in starts], pool=pool)
         self._began_at: Seconds | None = None  # when there was the first worker
         self.n_backups = 0  # backup tasks assigned
 
-    def heard(self, worker: WorkerState) -> None:
+    def touch(self, worker: WorkerState) -> None:
         self._loads.touch(worker)
 
-    def report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
+    def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
         self._loads.touch(worker)
-        self.commits.report(worker, report, now)
+        self.commits.take_report(worker, report, now)
 
     def lost(self, worker: WorkerState, now: Seconds) -> None:
         self._loads.touch(worker)
@@ -684,12 +684,12 @@ class WorkQueue:
         return len(taken)
 
     def _assign_one(self, worker: WorkerState, set_index: int, now: Seconds) -> None:
-        self._numbers.attempt += 1
+        self._counters.attempt += 1
         if not worker.outstanding:
             worker.progress_at = now
         copy = ChunkCopy(
             set_index=set_index,
-            attempt=self._numbers.attempt,
+            attempt=self._counters.attempt,
             n_examples=self._n_examples(set_index),
             assigned_at=now,
         )
@@ -711,7 +711,7 @@ class WorkQueue:
                 limit = min(limit, self._limit(now))
 
     def _limit(self, now: Seconds) -> Seconds:
-        last = self._loads.last(now, push=self._numbers.push_seconds)
+        last = self._loads.last(now, push=self._counters.push_seconds)
         if last is None:
             return 0.0
         # A worker that takes longer for a whole chunk is no use for a smaller one either.
@@ -720,7 +720,7 @@ class WorkQueue:
         return worth * self._config.chunk_sizes.chunk_size / copy.n_examples
 
     def _start_backup(self, worker: WorkerState, now: Seconds) -> bool:
-        push = self._numbers.push_seconds
+        push = self._counters.push_seconds
         last = self._loads.last(now, push=push, other_than=worker)
         if last is None:
             return False

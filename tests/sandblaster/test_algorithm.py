@@ -116,7 +116,7 @@ def test_what_has_the_effect_it_says_is_not_refused() -> None:
     assert settings(value_tolerance=0.0, batch_size=9).batch_size == 9
 
 
-def test_sets_are_as_large_as_balance_allows() -> None:
+def test_chunks_are_as_large_as_balance_allows() -> None:
     def chunk_size(n_examples: int, n_replicas: int, **keys: object) -> int:
         chunk_sizes = settings(**keys).chunk_sizes(n_examples=n_examples, n_replicas=n_replicas)
         return chunk_sizes.chunk_size
@@ -124,7 +124,7 @@ def test_sets_are_as_large_as_balance_allows() -> None:
     assert chunk_size(1_000_000, 2) == 4096  # large enough for any push
     assert chunk_size(20_000, 4) == 1024
     assert chunk_size(20_000, 4, portion=100) == 1200
-    assert chunk_size(1000, 4) == 256  # one portion is the least
+    assert chunk_size(1000, 4) == 256  # at least one mini-batch
     assert chunk_size(1000, 4, portion=10) == 60
     assert chunk_size(1_000_000, 2, batch_size=20_000) == 2048
     assert chunk_size(1_000_000, 2, portions_per_set=3) == 768
@@ -137,7 +137,7 @@ def job(more: str = "") -> Job:
 def test_a_job_without_stop_rules_ends_by_itself() -> None:
     read = job("max_iterations = 40\nhistory = 5")
     assert read.stop.is_empty
-    assert read.batch_size == 256  # what is tried out: a portion
+    assert read.batch_size == 256  # the dry run computes one mini-batch
 
 
 WARM_TABLE = """
@@ -160,7 +160,7 @@ def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None
         job(tables)
 
 
-def test_a_replica_may_span_machines() -> None:
+def test_a_replica_may_have_several_ranks() -> None:
     read = job("[cluster]\npartitions = 2")
     assert read.cluster.is_split
     assert [(entry.name, entry.kind) for entry in roster_of(read, n_machines=2)] == [
@@ -249,7 +249,7 @@ def test_a_batch_that_is_larger_than_the_data_is_refused() -> None:
         SANDBLASTER.build("coordinator", config=config, context=context(n_train=6))
 
 
-def test_a_coordinator_that_is_not_told_counts_the_samples_itself() -> None:
+def test_a_coordinator_without_n_train_counts_the_samples_itself() -> None:
     config = settings(batch_size=1438)
     with pytest.raises(JobError, match=r"\[data.train\] has 1437 samples"):
         SANDBLASTER.build("coordinator", config=config, context=context(n_train=None))
@@ -266,7 +266,7 @@ def test_a_coordinator_that_is_not_told_counts_the_samples_itself() -> None:
         (Reason.NO_FINITE_TRIAL, 9, True),
     ],
 )
-def test_an_end_is_told_as_what_it_is(
+def test_each_reason_has_its_verdict(
     reason: Reason,
     iteration: int,
     failed: bool,  # noqa: FBT001 -- a parameter
@@ -277,6 +277,6 @@ def test_an_end_is_told_as_what_it_is(
     assert verdict.failed == failed
 
 
-def test_a_coordinator_without_a_last_word_was_stopped() -> None:
+def test_a_coordinator_without_last_counters_was_stopped() -> None:
     assert reason_of({}) is Reason.STOPPED
     assert reason_of({"reason": 99.0}) is Reason.STOPPED

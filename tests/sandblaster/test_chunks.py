@@ -1,4 +1,4 @@
-"""How a batch is cut, and the order of the data."""
+"""Division of a batch into chunks, and the order of the data."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ cuttings = st.builds(
 
 
 @given(chunk_sizes=cuttings, first=st.integers(0, 50), n_examples=st.integers(1, 60))
-def test_every_position_is_in_one_portion_of_one_set(
+def test_every_position_is_in_one_mini_batch_of_one_chunk(
     chunk_sizes: ChunkSizes, first: int, n_examples: int
 ) -> None:
     batch = BatchRange(first=first, n_examples=n_examples)
@@ -35,14 +35,14 @@ def test_every_position_is_in_one_portion_of_one_set(
 
 
 @pytest.mark.parametrize("set_index", [-1, 3])
-def test_a_batch_has_no_other_sets(set_index: int) -> None:
+def test_a_batch_has_no_other_chunks(set_index: int) -> None:
     batch = BatchRange(first=0, n_examples=11)
     with pytest.raises(ValueError, match="of a batch of 11 examples, which has 3"):
         batch.chunk_bounds(set_index, ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2))
 
 
 @pytest.mark.parametrize("name", ["mini_batch_size", "mini_batches_per_chunk"])
-def test_a_portion_is_never_empty(name: str) -> None:
+def test_a_mini_batch_is_never_empty(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use at least 1"):
         ChunkSizes(**{"mini_batch_size": 1, name: 0})
 

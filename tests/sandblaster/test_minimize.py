@@ -122,7 +122,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         Scaled(3, scale=0.5),
     ],
 )
-def test_a_module_is_built_again_from_what_it_tells(module: nn.Module) -> None:
+def test_a_module_is_rebuilt_from_its_attributes(module: nn.Module) -> None:
     arguments = json.loads(json.dumps(recipe_of(module)))
     resend = build(arguments["recipe"], arguments["dtype"])
     assert repr(resend) == repr(module)
@@ -190,7 +190,7 @@ def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
 
 
 def test_arrays_that_are_no_numbers_are_refused() -> None:
-    """It was a TypeError of torch, without a word of what it was about."""
+    """It was a TypeError of torch, which did not name the cause."""
     with pytest.raises(JobError, match="data is an array of <U1, which torch does"):
         as_pair((np.array(["a", "b"]), np.zeros(2)))
 
@@ -230,7 +230,7 @@ def test_two_calls_with_one_directory_have_files_of_their_own(tmp_path: Path) ->
         assert resumed == wanted
 
 
-def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     (tmp_path / "digits.problem").touch()
     with (
         pytest.raises(StorageError, match=r"cannot make .*digits\.problem"),
@@ -299,7 +299,7 @@ def test_a_run_that_has_begun_keeps_its_files(tmp_path: Path) -> None:
         assert names == ["initial.safetensors", "lock", "train.safetensors"]
 
 
-def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:
     """Other data were written over its own before anybody looked, then refused."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     wanted = tmp_path / "run"
@@ -334,7 +334,7 @@ def test_what_a_run_has_lost_is_written_again(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_removed_file_is_none(tmp_path: Path) -> None:
-    """Who was refused removes it while another may just be waiting for it."""
+    """A refused call removes it while another may be waiting for it."""
     with pytest.MonkeyPatch.context() as patch:
         take = RunDirectory.take
         taken: list[Path] = []
@@ -381,7 +381,7 @@ def test_a_callback_that_ends_the_run_is_not_called_again(how: object) -> None:
     assert seen == [3]
 
 
-def test_a_callback_hears_of_each_iteration_once() -> None:
+def test_a_callback_is_called_once_per_iteration() -> None:
     seen: list[float] = []
     watch = CallbackWatch(lambda result: seen.append(result.nit))
     for iteration in (1.0, 1.0, 2.0):

@@ -1,4 +1,4 @@
-"""How runs of a whole cluster end: each outcome in words, and none is a hang."""
+"""How runs of a whole cluster end: each outcome has a message, and none hangs."""
 
 import math
 from collections.abc import Callable, Generator
@@ -92,14 +92,14 @@ class Scripted:
 def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_chunks: int) -> None:
     run = play(Sandblast(hosts=hosts, window_chunks=window_chunks))
     assert run.coordinator.result is not None
-    assert run.ledger.n_sealed == run.coordinator.result.n_evaluations
+    assert run.checker.n_sealed == run.coordinator.result.n_evaluations
     assert finished(run).counters["iteration"] == 3.0
     update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
     steps = [message.step for message in update if isinstance(message, Progress)]
     assert steps == [0, 1, 2, 3]
 
 
-def test_nothing_begins_before_the_supervisor_says_so() -> None:
+def test_nothing_starts_before_start_training() -> None:
     run = Run(replace(SMALL, await_begin=True))
     run.cluster.run(until=1.0)
     assert run.coordinator.status()[0] == "waiting for begin"
@@ -109,7 +109,7 @@ def test_nothing_begins_before_the_supervisor_says_so() -> None:
     assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
-def test_whoever_is_stopped_before_it_begins_ends_at_once() -> None:
+def test_a_coordinator_stopped_before_it_starts_ends_at_once() -> None:
     run = Run(replace(SMALL, await_begin=True))
     run.cluster.run(until=0.1)
     run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
@@ -120,7 +120,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
     """Not the trial point that was just evaluated."""
     run = Run(SMALL)
     accepted: list[bytes] = []
-    run.cluster.run_until(lambda: len(run.ledger.losses) == 2)
+    run.cluster.run_until(lambda: len(run.checker.losses) == 2)
     run.cluster.run_until(lambda: run.coordinator.status()[1]["sets_done"] > 0, within=1.0)
     shards = [run.cluster.role(name) for name in SHARDS]
     for shard in shards:
@@ -168,11 +168,11 @@ def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:
     scene = replace(SMALL, saves=(0.06,), faults=kills)
     run = Run(scene)
     run.play()
-    assert [saved.error for saved in run.ledger.saved] == [None]
+    assert [saved.error for saved in run.checker.saved] == [None]
     assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
 
 
-def test_it_is_told_when_a_run_has_lost_its_history() -> None:
+def test_a_run_without_its_history_warns() -> None:
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
     run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
     update: list[str] = []
@@ -185,11 +185,11 @@ def test_it_is_told_when_a_run_has_lost_its_history() -> None:
     assert [text for text in update if "only parameters could be restored" in text]
 
 
-def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:
+def test_a_failed_checkpoint_is_reported_and_the_run_continues() -> None:
     scene = replace(SMALL, saves=(0.02, 0.03), faults=(DiskFull(at=0.01, seconds=0.1),))
     run = Run(scene)
     run.play()
-    errors = [saved.error for saved in run.ledger.saved]
+    errors = [saved.error for saved in run.checker.saved]
     assert errors
     assert all(errors)
     assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
@@ -198,37 +198,37 @@ def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:
 def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
     slow = Slow(at=0.0, role=COORDINATOR, factor=3e3, seconds=60.0)
     run = play(replace(SMALL, saves=(0.05,), faults=(slow,)))
-    assert [saved.error for saved in run.ledger.saved] == [None]
+    assert [saved.error for saved in run.checker.saved] == [None]
 
 
 def test_a_save_that_comes_too_late_is_not_taken() -> None:
-    """Who asked sees the end, and may ask the shards."""
+    """The supervisor sees the end, and may save the shards."""
     run = Run(SMALL)
-    run.cluster.run_until(lambda: len(run.ledger.losses) == 4)
+    run.cluster.run_until(lambda: len(run.checker.losses) == 4)
     run.cluster.post(COORDINATOR, from_supervisor(SaveCheckpoint(label="00009")))
     assert ended(run) is None
-    assert run.ledger.saved == []
+    assert run.checker.saved == []
     assert list(run.coordinator.handle(TimerFired(name="coordinator:tick"), 9.0)) == []
 
 
-def test_a_replica_that_begins_a_new_life_at_once_has_lost_what_it_had() -> None:
+def test_a_replica_that_restarts_at_once_has_lost_its_chunks() -> None:
     role = SMALL.replicas[0]
     kills = tuple(Kill(at=0.01 + 0.013 * k, role=role, restart_after=1e-3) for k in range(6))
     for hosts in ("one", "own"):
         run = play(replace(SMALL, faults=kills, hosts=hosts))
-        assert run.ledger.sights["replicas restarted"] == 6
+        assert run.checker.sights["replicas restarted"] == 6
         assert run.coordinator.status()[1]["wasted"] > 0
 
 
 @pytest.mark.parametrize("directed", DIRECTED)
 def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]) -> None:
-    assert play(directed()).ledger.n_sealed
+    assert play(directed()).checker.n_sealed
 
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
     config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
     loads = ExpectedFinish(config, WorkerPool(config))
-    sets = Commits(range(0, 4, 4), numbers=EpochCounters(), loads=loads)
+    sets = Commits(range(0, 4, 4), counters=EpochCounters(), loads=loads)
     answers = [CommandDone(epoch=1, number=1, n_sets=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
         _check(answers, sets)
@@ -242,7 +242,7 @@ def test_more_saves_than_can_wait_are_refused() -> None:
         run.cluster.post(COORDINATOR, save)
         run.cluster.post(COORDINATOR, save)
     run.cluster.run(until=0.02)
-    assert ["request them less often" in (s.error or "") for s in run.ledger.saved] == [True] * 4
+    assert ["request them less often" in (s.error or "") for s in run.checker.saved] == [True] * 4
 
 
 def test_requests_are_answered_by_what_all_shards_measured() -> None:
@@ -314,7 +314,7 @@ def infinite_slope(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return (outputs - outputs.detach()).abs().sqrt().mean() + outputs.mean() * 0.0
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_says_where() -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_and_says_where() -> None:
     run = Run(replace(SMALL, loss=not_a_number))
     assert ended(run) is None
     result = run.coordinator.result
@@ -333,7 +333,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
     assert result.reason is Reason.NOT_FINITE
 
 
-def test_a_loss_that_is_not_a_scalar_ends_its_replicas_in_words() -> None:
+def test_a_loss_that_is_not_a_scalar_ends_with_an_error() -> None:
     run = Run(replace(SMALL, loss=not_a_scalar))
     run.cluster.run_until(lambda: "replica-0" in run.cluster.halted)
     error = run.cluster.halted[Address("replica-0")]
@@ -360,7 +360,7 @@ def test_a_shard_lost_for_good_is_named() -> None:
     assert error.startswith("PeerLostError: shard-1 has not answered")
 
 
-def test_a_run_without_replicas_is_given_up() -> None:
+def test_a_run_without_replicas_fails() -> None:
     kills = tuple(Kill(at=0.03, role=role) for role in SMALL.replicas)
     run = Run(replace(SMALL, faults=kills, starved_seconds_max=3.0))
     error = ended(run)
@@ -377,7 +377,7 @@ def test_commands_that_cannot_be_performed_end_the_run() -> None:
     assert "'nobody'" in error
 
 
-def test_a_coordinator_that_is_overtaken_ends() -> None:
+def test_a_superseded_coordinator_ends() -> None:
     run = Run(SMALL)
     run.cluster.run(until=0.05)
     first = run.cluster.role(COORDINATOR)
@@ -407,7 +407,7 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     (answer,) = (event.message for event in run.cluster.sent_to(stranger))
     assert isinstance(answer, SessionRefused)
     assert answer.for_good
-    (saved,) = run.ledger.saved
+    (saved,) = run.checker.saved
     assert saved.error is not None
     assert "ask it to save" in saved.error
 

@@ -1,4 +1,4 @@
-"""Sandblaster's replicas of several machines, broken on purpose: one rule is left out.
+"""Sandblaster's model-parallel replicas, broken on purpose: one rule is left out.
 
 with broken(VARIANTS["staged by one"]):
     play(seed)  # fails, for some seed
@@ -21,11 +21,11 @@ from sandblaster.partitioned_worker import ChunkObjective, ChunkPushes
 from tests.simulation.variants import Patch, Variant
 
 
-# --------------------------------------------------------------------------- the leader
+# --- leader ---
 
 
 def staged_by_one(patch: Patch) -> None:
-    """A set is staged once any machine says that its part is."""
+    """A chunk is staged once any rank reports its part."""
     whole = GroupTasks.staged
 
     def staged(self: GroupTasks, machine: int, grants: Sequence[int]) -> None:
@@ -38,7 +38,7 @@ def staged_by_one(patch: Patch) -> None:
 
 
 def lives_are_not_told_apart(patch: Patch) -> None:
-    """The coordinator hears nothing of a replica's lives within its leader's."""
+    """The coordinator ignores generations within an incarnation of the leader."""
     whole = WorkerPool.take_report
 
     def take_report(self: WorkerPool, event: Received, report: WorkReport, now: Seconds) -> object:
@@ -64,7 +64,7 @@ def lives_are_not_told_apart(patch: Patch) -> None:
 
 
 def speaks_for_the_silent(patch: Patch) -> None:
-    """A leader says how the replica stands, though a machine of it is silent."""
+    """A leader reports though a rank is silent."""
 
     def all_alive(self: GroupTasks, now: Seconds) -> bool:
         del self, now
@@ -74,7 +74,7 @@ def speaks_for_the_silent(patch: Patch) -> None:
 
 
 def said_once(patch: Patch) -> None:
-    """Machines are told once that they may push."""
+    """Push requests are sent once."""
 
     def resend(self: GroupTasks) -> Outgoing:
         self._is_due = True
@@ -83,7 +83,7 @@ def said_once(patch: Patch) -> None:
     patch.setattr(GroupTasks, "resend", resend)
 
 
-# ------------------------------------------------------------------------- the machines
+# --- ranks ---
 
 
 def parameters_are_kept(patch: Patch) -> None:
@@ -100,7 +100,7 @@ def parameters_are_kept(patch: Patch) -> None:
 
 
 def averages_go_on(patch: Patch) -> None:
-    """A set begins with the running averages that the one before it has left."""
+    """A chunk begins with the running averages of the one before."""
     whole = ChunkObjective.open
 
     def opened(self: ChunkObjective, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
@@ -111,7 +111,7 @@ def averages_go_on(patch: Patch) -> None:
 
 
 def staged_when_sent(patch: Patch) -> None:
-    """A part is staged, says its machine, as soon as it is sent."""
+    """A rank reports its part as staged as soon as it is sent."""
     whole = ChunkPushes.has_new_staged
 
     def has_new_staged(self: ChunkPushes) -> bool:

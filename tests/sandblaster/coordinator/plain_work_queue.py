@@ -1,4 +1,4 @@
-"""Dealing as its rules say, without a thought for what it costs: R^2 log R a word."""
+"""A work queue that follows the rules at any cost: R^2 log R per report."""
 
 import math
 from bisect import insort
@@ -14,7 +14,7 @@ from sandblaster.coordinator.workers import ChunkCopy, WorkerPool, WorkerState, 
 
 
 class PlainWorkQueue:
-    """Which member computes which set: looks at all of them, each time."""
+    """Assigns chunks; looks at all workers each time."""
 
     def __init__(
         self,
@@ -22,22 +22,22 @@ class PlainWorkQueue:
         *,
         pool: WorkerPool,
         batch: BatchRange,
-        numbers: EpochCounters,
+        counters: EpochCounters,
     ) -> None:
-        self.config, self.pool, self.batch, self.numbers = config, pool, batch, numbers
+        self.config, self.pool, self.batch, self.counters = config, pool, batch, counters
         stop = batch.first + batch.n_examples
         starts = range(batch.first, stop, config.chunk_sizes.chunk_size)
-        loads = ExpectedFinish(config, pool)  # nobody looks at it
-        self.commits = Commits(starts, numbers=numbers, loads=loads)
+        loads = ExpectedFinish(config, pool)  # not used
+        self.commits = Commits(starts, counters=counters, loads=loads)
         self.pending = list(range(len(starts)))
         self.began_at: Seconds | None = None
         self.whole: Seconds = 0.0
         self.n_backups = 0
 
-    def report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
-        self.commits.report(worker, report, now)
+    def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
+        self.commits.take_report(worker, report, now)
 
-    def heard(self, worker: WorkerState) -> None:
+    def touch(self, worker: WorkerState) -> None:
         """Nothing is remembered."""
 
     def lost(self, worker: WorkerState, now: Seconds) -> None:
@@ -48,7 +48,7 @@ class PlainWorkQueue:
         changed, self.commits.changed = list(self.commits.changed.values()), {}
         return [worker for worker in changed if worker is self.pool.get(worker.name)]
 
-    # ------------------------------------------------------------------------ dealing
+    # --- assigning ---
 
     def assign(self, now: Seconds) -> None:
         workers = sorted(self.pool, key=lambda m: (len(m.outstanding), m.name))
@@ -92,7 +92,7 @@ class PlainWorkQueue:
         return max(0, math.floor(left / paces[worker.name] + 1e-9))
 
     def end_undivided(self, now: Seconds) -> Seconds:
-        """All that everybody could do, one set after the other, in order of time."""
+        """All that the workers could do, one chunk after the other, in order of time."""
         n_sets = len(self.pending)
         ends: list[Seconds] = []
         for worker in self.pool:
@@ -108,13 +108,13 @@ class PlainWorkQueue:
         return seconds_of(worker, self.config.chunk_sizes.chunk_size, self.pool)
 
     def send(self, worker: WorkerState, set_index: int, now: Seconds) -> None:
-        self.numbers.attempt += 1
+        self.counters.attempt += 1
         start, stop = self.batch.chunk_bounds(set_index, self.config.chunk_sizes)
         if not worker.outstanding:
             worker.progress_at = now
         copy = ChunkCopy(
             set_index=set_index,
-            attempt=self.numbers.attempt,
+            attempt=self.counters.attempt,
             n_examples=stop - start,
             assigned_at=now,
         )
@@ -149,7 +149,7 @@ class PlainWorkQueue:
 
     def owner(self, set_index: int) -> Address | None:
         start, _ = self.batch.chunk_bounds(set_index, self.config.chunk_sizes)
-        return self.numbers.owners.get(start)
+        return self.counters.owners.get(start)
 
     # ------------------------------------------------------------------- backup tasks
 
@@ -179,11 +179,11 @@ class PlainWorkQueue:
                 if copy.result is None:
                     yield copy, times[copy.attempt]
                 elif copy.grant:
-                    yield copy, seconds_to_rival(copy, self.numbers.push_seconds, now)
+                    yield copy, seconds_to_rival(copy, self.counters.push_seconds, now)
 
 
 def seconds_of(worker: WorkerState, n_examples: int, others: Iterable[WorkerState]) -> Seconds:
-    """Return how long a member computes so many examples; 0 if nobody knows."""
+    """Return how long a worker computes so many examples; 0 if not known."""
     pace = worker.seconds_per_example
     if pace is None:
         pace = typical(other.seconds_per_example for other in others)
@@ -191,7 +191,7 @@ def seconds_of(worker: WorkerState, n_examples: int, others: Iterable[WorkerStat
 
 
 def lag_of(worker: WorkerState, others: Iterable[WorkerState]) -> Seconds:
-    """Return how long a member waits for parameters."""
+    """Return how long a worker waits for parameters."""
     if worker.lag is not None:
         return worker.lag
     return max((other.lag for other in others if other.lag is not None), default=0.0)
@@ -200,7 +200,7 @@ def lag_of(worker: WorkerState, others: Iterable[WorkerState]) -> Seconds:
 def remaining(
     worker: WorkerState, others: Iterable[WorkerState], now: Seconds
 ) -> dict[int, Seconds]:
-    """Return in how many seconds each set of a member will be computed, by attempt."""
+    """Return in how many seconds each chunk of a worker is computed, by attempt."""
     others = tuple(others)
     at: Seconds = 0.0
     times: dict[int, Seconds] = {}

@@ -1,4 +1,4 @@
-"""Dealing that keeps what it knows in order deals as one that looks at everything."""
+"""The work queue assigns what a plain one assigns that looks at everything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CHUNK_SIZES = ChunkSizes(mini_batch_size=4)
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Who deals what."""
+    """What each worker has."""
 
     n_members: int
     n_examples: int
@@ -52,7 +52,7 @@ SCENES = st.builds(
 
 
 class Play:
-    """What happens to one dealing."""
+    """What happens to one queue."""
 
     def __init__(self, kind: type[WorkQueue] | type[PlainWorkQueue], scene: Scene) -> None:
         self.kind = kind
@@ -60,7 +60,7 @@ class Play:
             chunk_sizes=CHUNK_SIZES, window_chunks=scene.window_chunks, backups=scene.backups
         )
         self.pool = WorkerPool(self.config)
-        self.numbers = EpochCounters()
+        self.counters = EpochCounters()
         self.n_examples = scene.n_examples
         self.now: Seconds = 100.0
         self.incarnation = 1
@@ -71,7 +71,7 @@ class Play:
     def begin(self) -> None:
         batch = BatchRange(first=0, n_examples=self.n_examples)
         self.pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
-        self.queue = self.kind(self.config, pool=self.pool, batch=batch, numbers=self.numbers)
+        self.queue = self.kind(self.config, pool=self.pool, batch=batch, counters=self.counters)
 
     def join(self, index: int) -> WorkerState | None:
         self.incarnation += 1
@@ -91,7 +91,7 @@ class Play:
             case "joins":
                 joined = self.join(index)
                 if joined is not None:
-                    self.queue.heard(joined)
+                    self.queue.touch(joined)
             case "evaluation":
                 self.begin()
             case "folded":
@@ -108,11 +108,11 @@ class Play:
             self.queue.lost(worker, self.now)
         elif what == "turnaround":
             worker.turnaround = number / 8
-            self.queue.heard(worker)
+            self.queue.touch(worker)
         elif what == "computed" and worker.outstanding:
             self.now += number
             attempt = worker.outstanding[0].attempt
-            # No two replicas are of one pace, nor as late: no rounding decides.
+            # No two workers have one pace or lag: no rounding decides.
             seconds = 1.5 * number + 0.1 + 0.01 * worker.number
             self.says(worker, attempt, seconds=seconds, staged=False)
         elif what == "staged" and granted:
@@ -123,10 +123,10 @@ class Play:
             attempt=attempt, n_examples=4, loss=1.0, seconds=seconds, staged=staged
         )
         report = WorkReport(epoch=1, version=1, evaluation=1, n_computed=4, results=(result,))
-        self.queue.report(worker, report, self.now)
+        self.queue.take_report(worker, report, self.now)
 
     def assign(self) -> tuple[object, ...]:
-        """Deal; return who has what."""
+        """Assign; return what each worker has."""
         self.queue.assign(self.now)
         told = [worker.name for worker in self.queue.changed()]
         has = {
@@ -139,7 +139,7 @@ class Play:
 
 
 @given(SCENES, HAPPENINGS)
-def test_every_set_is_dealt_to_whom_plain_dealing_gives_it(
+def test_every_chunk_goes_to_the_worker_that_the_plain_queue_chooses(
     scene: Scene, happenings: Sequence[Happening]
 ) -> None:
     ours, plain = Play(WorkQueue, scene), Play(PlainWorkQueue, scene)

@@ -1,4 +1,4 @@
-"""The coordinator, its orders and its crew: events in, actions out."""
+"""The coordinator, its commands and its workers: events in, actions out."""
 
 from dataclasses import replace
 
@@ -74,16 +74,16 @@ def test_a_time_is_above_0() -> None:
         replace(CONFIG, backup_seconds_min=-1)
 
 
-def test_a_window_has_a_set() -> None:
+def test_a_window_has_a_chunk() -> None:
     with pytest.raises(ValueError, match="window_sets is 0"):
         CoordinatorConfig(chunk_sizes=ChunkSizes(mini_batch_size=1), window_chunks=0)
 
 
-# ----------------------------------------------------------------------------- orders
+# --- commands ---
 
 
 class Orders:
-    """Orders to two shards."""
+    """Commands to two shards."""
 
     def __init__(self) -> None:
         self.commands = CommandBroadcast(CONFIG, shards=SHARDS)
@@ -109,12 +109,12 @@ class Orders:
         self.commands.receive(event, performed, 0.0)
 
 
-def test_an_order_is_complete_when_every_shard_has_answered() -> None:
+def test_a_command_is_complete_when_every_shard_has_answered() -> None:
     bench = Orders()
     assert bench.missing() == SHARDS[0]
     bench.answer(SHARDS[1])
     assert bench.missing() == SHARDS[0]
-    bench.answer(SHARDS[0], number=7)  # of another order
+    bench.answer(SHARDS[0], number=7)  # of another command
     assert bench.missing() == SHARDS[0]
     bench.answer(SHARDS[0])
     assert bench.missing() is None
@@ -123,7 +123,7 @@ def test_an_order_is_complete_when_every_shard_has_answered() -> None:
     assert bench.commands.timer(5.0) == []
 
 
-def test_only_who_has_not_answered_is_asked_again() -> None:
+def test_only_shards_that_have_not_answered_get_the_command_again() -> None:
     bench = Orders()
     bench.answer(SHARDS[0])
     assert [shard for shard, _ in orders_in(bench.commands.timer(1.0))] == [SHARDS[1]]
@@ -141,12 +141,12 @@ def test_a_shard_that_stays_silent_is_named() -> None:
         bench.commands.timer(11.0)
 
 
-def test_time_in_which_nobody_drove_the_coordinator_does_not_count() -> None:
+def test_the_coordinators_own_delay_is_no_silence_of_shards() -> None:
     bench = Orders()
     assert orders_in(bench.commands.timer(500.0))
 
 
-def test_a_new_life_of_a_shard_ends_the_epoch() -> None:
+def test_a_restarted_shard_ends_the_epoch() -> None:
     bench = Orders()
     bench.answer(SHARDS[0])
     bench.answer(SHARDS[0], incarnation=2)
@@ -156,11 +156,11 @@ def test_a_new_life_of_a_shard_ends_the_epoch() -> None:
     assert bench.commands.joined(SHARDS[1], 1) == []
     bench.commands.begin_epoch(4098, 0.0)
     assert bench.lost() is None
-    bench.answer(SHARDS[0], incarnation=1, epoch=4098)  # the former life
+    bench.answer(SHARDS[0], incarnation=1, epoch=4098)  # the former incarnation
     assert bench.missing() == SHARDS[0]
 
 
-def test_who_is_overtaken_hears_of_it() -> None:
+def test_a_coordinator_with_an_older_epoch_ends() -> None:
     with pytest.raises(DistBeliefError, match="another coordinator has taken over"):
         Orders().answer(SHARDS[0], epoch=9000)
 
@@ -170,7 +170,7 @@ def test_a_shard_that_cannot_is_quoted() -> None:
         Orders().answer(SHARDS[0], error="too bad")
 
 
-# ------------------------------------------------------------------------------- crew
+# --- workers ---
 
 
 def report(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
@@ -178,7 +178,7 @@ def report(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
 
 
 class Replicas:
-    """A crew with one member, at its evaluation 1 of epoch 1."""
+    """A pool with one worker, in evaluation 1 of epoch 1."""
 
     def __init__(self) -> None:
         self.pool = WorkerPool(CONFIG)
@@ -192,7 +192,7 @@ class Replicas:
         return self.pool.take_report(event, message, now) is not None
 
 
-def test_what_is_told_is_repeated_until_it_is_known() -> None:
+def test_an_assignment_is_repeated_until_it_is_acknowledged() -> None:
     bench = Replicas()
     worker = bench.pool.get(REPLICA)
     assert worker is not None
@@ -209,7 +209,7 @@ def test_what_is_told_is_repeated_until_it_is_known() -> None:
     assert worker.n_computed == 5
 
 
-def test_words_of_other_evaluations_and_lives_are_no_news() -> None:
+def test_reports_of_other_evaluations_and_incarnations_change_nothing() -> None:
     bench = Replicas()
     assert not bench.take_report(report(3, epoch=9))
     assert not bench.take_report(report(3, evaluation=9))
@@ -217,12 +217,12 @@ def test_words_of_other_evaluations_and_lives_are_no_news() -> None:
     assert bench.pool.has_restarted(says(REPLICA, report(0), incarnation=2), report(0))
     assert bench.pool.remove(REPLICA, is_over=True) is not None
     assert bench.pool.remove(REPLICA, is_over=True) is None
-    assert not bench.take_report(report(3))  # that life is over
+    assert not bench.take_report(report(3))  # that incarnation is over
     assert len(bench.pool) == 0
     assert bench.take_report(report(3), incarnation=2)
 
 
-def test_a_replica_of_several_machines_has_lives_within_its_leaders() -> None:
+def test_a_model_parallel_replica_has_generations_within_an_incarnation() -> None:
     bench = Replicas()
     first, second = report(3), msgspec.structs.replace(report(3), life=1)
     assert bench.pool.has_restarted(says(REPLICA, second), second)
@@ -277,7 +277,7 @@ def answer_all(role: Coordinator, number: int) -> list[Action]:
     return done
 
 
-def test_it_says_whom_it_waits_for() -> None:
+def test_status_names_what_it_waits_for() -> None:
     role = coordinator()
     assert role.status()[0] == "waiting for shard-0"
     answer_all(role, 1)
@@ -286,7 +286,7 @@ def test_it_says_whom_it_waits_for() -> None:
     assert role.status()[0] == "waiting for replicas"
 
 
-def test_whoever_else_speaks_to_it_breaks_the_protocol() -> None:
+def test_other_senders_break_the_protocol() -> None:
     with pytest.raises(RemoteProtocolError, match="sent the coordinator HeartbeatAck"):
         coordinator().handle(says(Address("stranger"), HeartbeatAck()), 0.0)
     performed = CommandDone(epoch=1, number=1)
@@ -323,7 +323,7 @@ def test_a_shard_that_is_lost_too_often_ends_the_run() -> None:
         role.handle(PeerJoined(peer=SHARDS[0], incarnation=2), 0.0)
 
 
-def test_in_a_warm_start_it_says_so_and_ends_when_it_is_told_to() -> None:
+def test_status_in_a_warm_start_and_the_end_on_request() -> None:
     coordinator = Coordinator(
         replace(CONFIG, n_warm=1, await_begin=False),
         method=GradientDescent(),
@@ -350,14 +350,14 @@ def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:
     assert coordinator.handle(TimerFired(name="coordinator:warm"), 2.0) == []
 
 
-def test_who_ends_where_it_began_has_a_loss_all_the_same() -> None:
-    """A constant loss: it had converged, at a loss that was told as NaN."""
+def test_a_run_that_ends_at_its_start_has_a_loss() -> None:
+    """A constant loss: it had converged, with a reported loss of NaN."""
     run = Run(Sandblast(method=GradientDescent(gradient_tolerance=1e9)))
     run.play()
-    assert run.coordinator.status()[1]["loss"] == run.ledger.losses[-1] > 0.0
+    assert run.coordinator.status()[1]["loss"] == run.checker.losses[-1] > 0.0
 
 
-def test_where_its_whole_journal_is_damaged_it_does_not_begin_anew() -> None:
+def test_a_damaged_journal_does_not_restart_the_run() -> None:
     coordinator = Coordinator(CONFIG, method=GradientDescent(), n_examples=10, shards=SHARDS)
     started = Started(incarnation=2, unrestored="no snapshot of coordinator is whole")
     with pytest.raises(StorageError, match="no snapshot of coordinator is whole"):

@@ -1,4 +1,4 @@
-"""Where a run goes on, given what everybody holds."""
+"""Where a run resumes, given what shards and coordinator hold."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def journal(*cuts: int, base_clocks: tuple[int, ...] | None = (0, 0)) -> Journal
 
 
 def held(text: str) -> Sequence[CheckpointRecord]:
-    """Return records of "31 (28) (0)": cut 31 whole, of the others the parameters."""
+    """Return records of "31 (28) (0)": savepoint 31 whole, of the others the parameters."""
     return [
         CheckpointRecord(cut=int(word.strip("()")), whole="(" not in word, clock=0)
         for word in text.split()
@@ -55,7 +55,7 @@ def held(text: str) -> Sequence[CheckpointRecord]:
         (["(0)", "(0)"], [], 0, False),
     ],
 )
-def test_a_run_goes_on_from_the_newest_cut_that_all_share(
+def test_a_run_resumes_from_the_newest_shared_savepoint(
     shards: list[str], written: list[int], cut: int, *, whole: bool
 ) -> None:
     resume_point = journal(*written).choose([held(text) for text in shards])
@@ -89,12 +89,12 @@ def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
     assert (back.cut, back.whole) == (28, False)
 
 
-def test_shards_that_share_nothing_are_told_with_what_each_holds() -> None:
+def test_shards_without_a_shared_savepoint_are_listed() -> None:
     with pytest.raises(StorageError, match=r"shard 0: \[31\]; shard 1: \[28\]"):
         journal(28, 31).choose([held("31"), held("(28)")])
 
 
-def test_a_beginning_at_another_clock_is_another_beginning() -> None:
+def test_initial_values_at_another_clock_do_not_match() -> None:
     """A shard that restarts from before the run began has other parameters."""
     written = journal(31, base_clocks=(0, 5))
     with pytest.raises(StorageError, match="shard 1: none"):
@@ -115,7 +115,7 @@ def test_what_is_written_down_comes_back() -> None:
     assert restored.snapshot(incarnation=2).label > snapshot.label
 
 
-def test_a_run_whose_newest_snapshots_are_damaged_goes_on_with_its_history() -> None:
+def test_a_run_with_damaged_newest_snapshots_resumes_with_its_history() -> None:
     """Three snapshots are kept of each shard; of the older two no state was left."""
     written = journal(0)
     for cut in range(10, 60, 10):
@@ -143,7 +143,7 @@ def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None
         Journal(Snapshot(label=label, arrays={}, facts=facts))
 
 
-def test_a_run_that_has_ended_goes_on_from_what_it_published() -> None:
+def test_a_finished_run_resumes_from_its_published_point() -> None:
     written = journal(31)
     last = CheckpointEntry(cut=0, iteration=33, offset=2, samples=330, state="")
     written.end((7, 8), entry=last)

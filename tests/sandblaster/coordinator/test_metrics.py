@@ -1,4 +1,4 @@
-"""What replicas spend their time with: by their words and the coordinator's clock."""
+"""Shares of the workers' time: by their reports and the coordinator's clock."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def begin(pool: WorkerPool, shares: TimeShares, *, now: Seconds) -> None:
     pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
 
 
-def test_an_evaluation_is_told_apart_to_the_last_second() -> None:
+def test_every_second_of_an_evaluation_has_a_share() -> None:
     """10 s of two replicas, then 2 s of algebra, of which 0.5 s were a snapshot.
 
     replica-0   1 s fetching, 4 s, 0.5 s staging, 4 s, 0.5 s waiting
@@ -67,7 +67,7 @@ def test_an_evaluation_is_told_apart_to_the_last_second() -> None:
     )
 
 
-def test_what_is_given_up_is_no_share_of_anything() -> None:
+def test_dropped_evaluations_have_no_share() -> None:
     shares, pool = TimeShares(), crew_of("replica-0")
     begin(pool, shares, now=0.0)
     computed(pool, "replica-0", seconds=1.0, elapsed=1.0)
@@ -87,7 +87,7 @@ def test_a_time_that_cannot_be_is_not_counted() -> None:
     assert worker.spent.total == 0.0
 
 
-def test_a_run_tells_its_shares() -> None:
+def test_a_run_reports_its_shares() -> None:
     counters = play(Sandblast(n_replicas=2)).coordinator.status()[1]
     shares = [value for name, value in counters.items() if name.endswith("_share")]
     assert sum(shares) == pytest.approx(1.0)
@@ -98,8 +98,8 @@ def test_snapshots_asked_for_too_often_wait() -> None:
     """They took 9 % of the time of a large model, at one in 30 s as by default."""
     often = tuple(0.02 + 0.001 * k for k in range(6))
     run = play(Sandblast(n_replicas=2, saves=often))
-    assert [saved.error for saved in run.ledger.saved].count(None) >= 1
-    assert len(run.ledger.saved) < len(often)
+    assert [saved.error for saved in run.checker.saved].count(None) >= 1
+    assert len(run.checker.saved) < len(often)
     full = DiskFull(at=0.0, seconds=10.0)
     run = play(Sandblast(n_replicas=2, saves=often, faults=(full,)))
-    assert all(saved.error for saved in run.ledger.saved)
+    assert all(saved.error for saved in run.checker.saved)

@@ -13,12 +13,14 @@ def said(actions: list[Action]) -> list[tuple[Address, type]]:
     return [(a.receiver, type(a.message)) for a in actions if isinstance(a, Send)]
 
 
-def test_it_is_over_when_all_have_done_their_share() -> None:
+def test_it_is_over_when_all_workers_are_done() -> None:
     warm_start = WarmStartRun(2, retry_seconds=0.5)
     assert not warm_start.is_over
     assert said(warm_start.replica_joined(A, 1.0)) == [(A, StartTraining)]
     assert said(warm_start.replica_joined(B, 1.0)) == [(B, StartTraining)]
-    assert said(warm_start.replica_joined(B, 1.5)) == [(B, StartTraining)]  # it may not have heard
+    assert said(warm_start.replica_joined(B, 1.5)) == [
+        (B, StartTraining)
+    ]  # the first message may be lost
     assert warm_start.replica_finished(A, 3.0) == [SetTimer(name=TIMER, at=4.0)]
     assert warm_start.is_done(A)
     assert warm_start.replica_joined(A, 3.0) == []
@@ -27,12 +29,12 @@ def test_it_is_over_when_all_have_done_their_share() -> None:
     assert warm_start.is_over
 
 
-def test_who_is_late_is_told_to_stop_and_waited_for() -> None:
+def test_late_workers_are_stopped_and_awaited() -> None:
     warm_start = WarmStartRun(3, retry_seconds=0.5)
     warm_start.replica_joined(A, 0.0)
     warm_start.replica_joined(B, 0.0)
     warm_start.replica_finished(A, 2.0)
-    for now in (3.0, 3.5):  # until it has heard
+    for now in (3.0, 3.5):  # until it has stopped
         actions = warm_start.timer(now)
         assert said(actions) == [(B, Stop)]
         assert actions[-1] == SetTimer(name=TIMER, at=now + 0.5)
@@ -42,7 +44,7 @@ def test_who_is_late_is_told_to_stop_and_waited_for() -> None:
     assert warm_start.is_over
 
 
-def test_who_is_lost_is_not_waited_for() -> None:
+def test_a_lost_worker_is_not_awaited() -> None:
     warm_start = WarmStartRun(2, retry_seconds=0.5)
     warm_start.replica_joined(A, 0.0)
     warm_start.replica_joined(B, 0.0)
@@ -51,10 +53,10 @@ def test_who_is_lost_is_not_waited_for() -> None:
     warm_start.timer(3.0)
     assert warm_start.is_over
     warm_start.lost(A)
-    assert warm_start.is_over  # nobody trains any more
+    assert warm_start.is_over  # no worker trains any more
 
 
-def test_who_has_finished_for_a_coordinator_that_is_gone_counts() -> None:
+def test_a_worker_that_finished_for_an_earlier_coordinator_counts() -> None:
     warm_start = WarmStartRun(1, retry_seconds=0.5)
     assert warm_start.replica_finished(A, 7.0) == [SetTimer(name=TIMER, at=7.5)]
     assert warm_start.is_over
@@ -65,7 +67,7 @@ def saved(label: str, error: str | None = None) -> CheckpointSaved:
 
 
 def answers(actions: list[Action]) -> list[tuple[str, str | None]]:
-    """Return what the supervisor is told."""
+    """Return what is reported to the supervisor."""
     return [
         (action.message.label, action.message.error)
         for action in actions
@@ -81,9 +83,11 @@ def test_it_is_saved_when_every_shard_is() -> None:
     assert said(saves.request("00001")) == [(name, SaveCheckpoint) for name in SHARDS]
     assert saves.shard_answered(SHARDS[0], saved("00001")) == []
     assert saves.shard_answered(SHARDS[0], saved("00001")) == []  # once more
-    assert said(saves.request("00001")) == [(SHARDS[1], SaveCheckpoint)]  # it may not have heard
+    assert said(saves.request("00001")) == [
+        (SHARDS[1], SaveCheckpoint)
+    ]  # the first message may be lost
     assert answers(saves.shard_answered(SHARDS[1], saved("00001"))) == [("00001", None)]
-    assert answers(saves.request("00001")) == [("00001", None)]  # nor the supervisor
+    assert answers(saves.request("00001")) == [("00001", None)]  # the answer may be lost, too
     assert saves.shard_answered(SHARDS[1], saved("00001")) == []
     assert len(saves.request("00002")) == 2
     assert saves.shard_answered(SHARDS[1], saved("00001")) == []  # of the one before

@@ -1,4 +1,4 @@
-"""Who computes which set, and whose result counts."""
+"""Which worker computes which chunk, and whose result counts."""
 
 import math
 
@@ -19,7 +19,7 @@ CHUNK_SIZES = ChunkSizes(mini_batch_size=10)
 
 
 class Table:
-    """A dealing, and replicas of known paces."""
+    """A work queue, and workers of known paces."""
 
     def __init__(
         self, *names: Address, n_sets: int = 8, window_chunks: int = 64, backups: bool = True
@@ -28,7 +28,7 @@ class Table:
             chunk_sizes=CHUNK_SIZES, window_chunks=window_chunks, backups=backups
         )
         self.pool = WorkerPool(self.config)
-        self.numbers = EpochCounters()
+        self.counters = EpochCounters()
         self.batch = BatchRange(first=0, n_examples=10 * n_sets)
         self.begin()
         for name in names:
@@ -36,14 +36,16 @@ class Table:
 
     def begin(self) -> None:
         self.pool.begin(epoch=1, evaluation=1, versions=(), batch=self.batch)
-        self.queue = WorkQueue(self.config, pool=self.pool, batch=self.batch, numbers=self.numbers)
+        self.queue = WorkQueue(
+            self.config, pool=self.pool, batch=self.batch, counters=self.counters
+        )
 
     def join(self, name: Address) -> None:
         report = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         event = Received(sender=name, incarnation=1, message=report)
         worker = self.pool.take_report(event, report, 0.0)
         assert worker is not None
-        self.queue.heard(worker)
+        self.queue.touch(worker)
 
     def worker(self, name: Address) -> WorkerState:
         worker = self.pool.get(name)
@@ -54,7 +56,7 @@ class Table:
         self.queue.assign(now)
 
     def has(self, name: Address) -> list[int]:
-        """Return the sets that it has to compute."""
+        """Return the chunks that it has to compute."""
         return [copy.set_index for copy in self.worker(name).outstanding]
 
     def says(
@@ -65,7 +67,7 @@ class Table:
             for attempt in attempts
         )
         report = WorkReport(epoch=1, version=1, evaluation=1, n_computed=10, results=results)
-        self.queue.report(self.worker(name), report, now)
+        self.queue.take_report(self.worker(name), report, now)
 
     def computes(self, name: Address, *, now: Seconds) -> int:
         """Let it compute what is next; return the attempt."""
@@ -77,7 +79,7 @@ class Table:
         return [c.set_index for c in self.worker(name).copies.values() if c.grant]
 
 
-def test_everybody_is_dealt_one_set_to_compute_and_one_to_go_on_with() -> None:
+def test_every_worker_gets_one_chunk_to_compute_and_one_in_reserve() -> None:
     table = Table(A, B, n_sets=16)
     table.assign()
     assert (table.has(A), table.has(B)) == ([0, 1], [2, 3])
@@ -88,13 +90,13 @@ def test_everybody_is_dealt_one_set_to_compute_and_one_to_go_on_with() -> None:
     assert (table.has(A), table.has(B)) == ([1, 4], [2, 3])
 
 
-def test_no_set_is_dealt_beyond_the_window() -> None:
+def test_no_chunk_is_assigned_beyond_the_window() -> None:
     table = Table(A, B, window_chunks=2, backups=False)
     table.assign()
     assert (table.has(A), table.has(B)) == ([0, 1], [])
 
 
-def test_the_first_computed_copy_is_granted_and_others_are_dropped() -> None:
+def test_the_first_computed_copy_gets_the_token_and_others_are_dropped() -> None:
     table = Table(A, B, n_sets=1)
     table.worker(B).seconds_per_example = 0.1
     table.assign()
@@ -104,7 +106,7 @@ def test_the_first_computed_copy_is_granted_and_others_are_dropped() -> None:
     attempt = table.computes(B, now=51.0)
     assert (table.granted(B), table.has(A)) == ([0], [])
     assert attempt == 2
-    table.says(A, 1, now=52.0)  # too late: nothing is granted
+    table.says(A, 1, now=52.0)  # too late: no token is issued
     assert table.granted(A) == []
     assert not table.queue.commits.has_staged
     table.says(B, attempt, now=53.0, staged=True)
@@ -116,7 +118,7 @@ def test_the_first_computed_copy_is_granted_and_others_are_dropped() -> None:
     assert table.queue.commits.digest == 1
 
 
-def test_a_third_copy_is_never_dealt_and_a_quick_replica_needs_none() -> None:
+def test_no_chunk_has_three_copies_and_a_fast_worker_needs_no_backup() -> None:
     table = Table(A, B, C, n_sets=1)
     for name in (B, C):
         table.worker(name).seconds_per_example = 0.1
@@ -127,7 +129,7 @@ def test_a_third_copy_is_never_dealt_and_a_quick_replica_needs_none() -> None:
     assert [len(table.has(name)) for name in (A, B, C)] == [1, 1, 0]
 
 
-def test_what_a_lost_replica_had_is_dealt_again() -> None:
+def test_chunks_of_a_lost_replica_are_assigned_again() -> None:
     table = Table(A, B, n_sets=4, backups=False)
     table.assign()
     first = table.has(A)
@@ -159,17 +161,17 @@ def test_a_winner_that_does_not_come_to_its_end_is_rivalled_and_fenced() -> None
     rival = table.computes(B, now=101.0)
     assert (table.granted(A), table.granted(B)) == ([], [0])
     assert table.queue.commits.to_commit() == ((), (1,))
-    table.says(A, winner, now=102.0, staged=True)  # nobody listens
+    table.says(A, winner, now=102.0, staged=True)  # the report is ignored
     table.says(B, rival, now=103.0, staged=True)
     (one,), _ = table.queue.commits.to_commit()
     assert one.grant == 2
 
 
 def test_a_long_push_is_rivalled_less_and_less_until_it_comes_to_its_end() -> None:
-    """Sets of two samples and pushes of 165 MB: a rival was always computed first.
+    """Chunks of two samples and pushes of 165 MB: a rival was always computed first.
 
     How long a push takes was learnt from those alone that came to their end. None did:
-    so each was rivalled as soon as somebody was idle, and begun anew by the rival.
+    so each was rivalled as soon as a worker was idle, and restarted by the rival.
     """
     table = Table(A, B, n_sets=1)
     for name in (A, B):
@@ -187,7 +189,7 @@ def test_a_long_push_is_rivalled_less_and_less_until_it_comes_to_its_end() -> No
     assert n_grants <= 8
 
 
-def test_towards_the_end_a_slow_one_is_dealt_nothing_that_others_do_sooner() -> None:
+def test_near_the_end_a_slow_worker_gets_no_chunk_that_others_finish_sooner() -> None:
     table = Table(A, B, n_sets=4, backups=False)
     table.worker(A).seconds_per_example = 0.1
     table.worker(B).seconds_per_example = 0.5
@@ -202,7 +204,7 @@ def test_a_slow_one_waits_while_quick_ones_have_enough_for_now() -> None:
     """One of four replicas five times slower: 1.22 of ideal, where 1.05 had been.
 
     For a moment it alone was hungry: so all that was left was to be done by it, and it
-    was dealt its share of that.
+    was assigned its share of that.
     """
     table = Table(A, B, n_sets=6, backups=False)
     table.worker(A).seconds_per_example = 0.1
@@ -212,10 +214,10 @@ def test_a_slow_one_waits_while_quick_ones_have_enough_for_now() -> None:
     assert (table.has(A), table.has(B)) == ([0, 1], [])
 
 
-def test_the_last_sets_are_dealt_at_once_where_idle_ones_are_many() -> None:
-    """1,000 simulated replicas were no faster than 300: the last sets came singly.
+def test_the_last_chunks_go_out_at_once_to_many_idle_workers() -> None:
+    """1,000 simulated replicas were no faster than 300: the last chunks came one by one.
 
-    By the speed of all together a few sets are done in no time; only the quickest could
+    By the speed of all together a few chunks are done in no time; only the fastest could
     do one whole, and took them one after the other, while the others stood idle.
     """
     names = [Address(f"replica-{index}") for index in range(40)]
@@ -227,10 +229,10 @@ def test_the_last_sets_are_dealt_at_once_where_idle_ones_are_many() -> None:
     assert all(len(table.has(name)) == 1 for name in names[:8])
 
 
-def test_nobody_is_late_at_first_as_long_as_one_after_the_other_comes() -> None:
+def test_no_worker_is_late_while_parameters_arrive_one_by_one() -> None:
     """The first evaluation of 2,000 replicas made 1,300 backups, most of them in vain.
 
-    Parameters come to one after the other. By those who have them first, all the others
+    Parameters come to one after the other. Measured by the first workers, all the others
     were late. Whoever computes for the first time is late when it takes longer than the
     last one of those who have done so.
     """
@@ -248,16 +250,16 @@ def test_nobody_is_late_at_first_as_long_as_one_after_the_other_comes() -> None:
     assert table.queue.n_backups == 1
 
 
-def test_a_slow_one_is_dealt_what_it_can_do_in_time() -> None:
+def test_a_slow_worker_gets_what_it_can_finish_in_time() -> None:
     table = Table(A, B, n_sets=12, backups=False)
     table.worker(A).seconds_per_example = 0.1
     table.worker(B).seconds_per_example = 0.5
-    table.worker(B).turnaround = 1.0  # several at once would be no waste of dealing
+    table.worker(B).turnaround = 1.0  # several at once would save assignments
     table.assign()
     assert table.has(B) == [2]
 
 
-def test_no_backup_is_dealt_for_a_hiccup_or_a_small_share_of_the_time() -> None:
+def test_no_backup_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     for late, n_backups in ((0.03, 0), (0.06, 1)):
         table = Table(A, B, n_sets=1)
         for name in (A, B):
@@ -271,26 +273,26 @@ def test_no_backup_is_dealt_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     table.assign()
     table.worker(A).outstanding[0].assigned_at = 9.94
     table.worker(A).progress_at = 9.94
-    table.queue.heard(table.worker(A))
+    table.queue.touch(table.worker(A))
     table.assign(10.0)
     assert not table.queue.n_backups
 
 
-def test_who_waits_for_parameters_is_not_asked_at_every_word(
+def test_workers_waiting_for_parameters_are_not_refreshed_at_every_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2,000 replicas spent 97 % of a core on backup tasks that none was worth.
 
-    At the end of a batch all but a few idle. Those who had no set of it would have to
+    At the end of a batch all but a few are idle. Workers without a chunk would have to
     wait for parameters first, longer than any backup may take: each of them was looked
-    at for each word of anybody.
+    at for each report.
     """
     names = [Address(f"replica-{i}") for i in range(50)]
     table = Table(*names, n_sets=2)
     for name in names:
         table.worker(name).seconds_per_example = 0.1
         table.worker(name).lag = 100.0
-        table.queue.heard(table.worker(name))
+        table.queue.touch(table.worker(name))
     table.assign()
     busy = [name for name in names if table.has(name)]
     for name in busy:
@@ -304,20 +306,18 @@ def test_who_waits_for_parameters_is_not_asked_at_every_word(
 
     monkeypatch.setattr(ExpectedFinish, "seconds_from_idle", asks)
     for step in range(20):
-        table.queue.heard(table.worker(busy[0]))
+        table.queue.touch(table.worker(busy[0]))
         table.assign(10.0 + step)
     assert table.queue.n_backups == 0
-    assert len(asked) <= 2 * 20  # the one that spoke
+    assert len(asked) <= 2 * 20  # the one that reported
 
 
-def test_after_a_backup_only_who_is_worth_the_next_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_backup_only_useful_workers_are_considered(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [Address(f"replica-{i:02d}") for i in range(50)]
     table = Table(*names, n_sets=1)
     for index, name in enumerate(names):
         table.worker(name).seconds_per_example = 1.0 if index == 0 else 0.1
-        table.queue.heard(table.worker(name))
+        table.queue.touch(table.worker(name))
     tried: list[WorkerState] = []
     start_backup = WorkQueue._start_backup
 
@@ -327,12 +327,12 @@ def test_after_a_backup_only_who_is_worth_the_next_is_asked(
 
     monkeypatch.setattr(WorkQueue, "_start_backup", attempts)
     table.assign()
-    table.assign(50.0)  # who has it is late
+    table.assign(50.0)  # the worker that has it is late
     assert table.queue.n_backups == 1
     assert len(tried) == 1
 
 
-def test_nothing_is_granted_while_too_much_is_to_be_forgotten() -> None:
+def test_no_token_is_issued_while_too_many_are_void() -> None:
     table = Table(n_sets=1, backups=False)
     names = [Address(f"replica-{index}") for index in range(N_VOID_MAX + 1)]
     for index, name in enumerate(names):
@@ -367,9 +367,9 @@ def test_a_sum_that_is_found_not_finite_when_it_is_pushed_ends_it_too() -> None:
     assert not table.queue.commits.is_finite
 
 
-def test_the_next_batch_is_dealt_to_those_who_have_its_data() -> None:
+def test_the_next_batch_goes_to_the_workers_that_have_its_data() -> None:
     table = Table(A, B, C, n_sets=6, backups=False)
-    table.numbers.owners = {0: B, 10: B, 20: A, 30: A, 40: B, 50: Address("gone")}
+    table.counters.owners = {0: B, 10: B, 20: A, 30: A, 40: B, 50: Address("gone")}
     table.begin()
     table.assign()
     assert (table.has(A), table.has(B), table.has(C)) == ([2], [0], [5])
@@ -382,7 +382,7 @@ def test_the_next_batch_is_dealt_to_those_who_have_its_data() -> None:
 # --------------------------------------------------------------------------- estimates
 
 
-def test_dealing_takes_one_percent_of_computing_at_the_most() -> None:
+def test_assigning_takes_one_percent_of_computing_at_most() -> None:
     worker = Table(A).worker(A)
     assert n_at_once(worker, 1.0) == 1
     worker.turnaround = 0.05
@@ -449,11 +449,11 @@ def test_a_pace_that_is_none_is_not_believed() -> None:
         assert worker.seconds_per_example is None
 
 
-def test_the_first_set_of_an_evaluation_waits_for_the_parameters() -> None:
+def test_the_first_chunk_of_an_evaluation_waits_for_the_parameters() -> None:
     table = Table(A, B, n_sets=8)
     worker = table.worker(A)
     table.assign()
-    table.computes(A, now=3.0)  # it says 1 s of computing
+    table.computes(A, now=3.0)  # it reports 1 s of computing
     assert worker.lag == 2.0
     line, _ = left(worker, 0.1, 2.0, 3.0)
     assert line.at(3.0) == 1.0

@@ -1,4 +1,4 @@
-"""What replicas are told, and whether they have heard it."""
+"""Assignments to workers, and their acknowledgement."""
 
 import pytest
 
@@ -15,7 +15,7 @@ CHUNK_SIZES = ChunkSizes(mini_batch_size=10)
 
 
 class Talk:
-    """A crew, and a replica that it talks to."""
+    """A worker pool, and a worker that it talks to."""
 
     def __init__(self) -> None:
         self.pool = WorkerPool(CoordinatorConfig(chunk_sizes=CHUNK_SIZES))
@@ -24,7 +24,7 @@ class Talk:
         self.pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
 
     def hears(self, report: WorkReport) -> WorkerState:
-        """Let the crew hear what the replica said some time."""
+        """Pass a report of the worker to the pool."""
         event = Received(sender=A, incarnation=1, message=report)
         self.pool.take_report(event, report, 0.0)
         worker = self.pool.get(A)
@@ -32,7 +32,7 @@ class Talk:
         return worker
 
     def tells(self, worker: WorkerState, *, is_dealt: int) -> Assignment:
-        """Return what the crew says, once the member was dealt a set."""
+        """Return the assignment after the worker was given a chunk."""
         worker.copies = {
             is_dealt: ChunkCopy(set_index=0, attempt=is_dealt, n_examples=10, assigned_at=0.0)
         }
@@ -43,12 +43,12 @@ class Talk:
 
 
 @pytest.mark.parametrize("n_told", [1, 2, 3])
-def test_a_replica_hears_what_it_is_told_after_it_was_taken_for_lost(n_told: int) -> None:
-    """Seed 8365: a set was waited for without end, in a batch without backup tasks.
+def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: int) -> None:
+    """Seed 8365: a chunk never came, in a batch without backup tasks.
 
-    The replica had been silent. Its word from before made it a member again, at the
-    version which that word named; but it had been told more by then, all of which it
-    heard now. What it was told next had a number that it knew already.
+    The worker had been silent. An old report added it again, with the version of that
+    report; but newer assignments were on their way to it. The next assignment had a
+    version that it knew already.
     """
     talk = Talk()
     talk.attempts.update(talk.tells(talk.hears(talk.attempts.report), is_dealt=1))
@@ -65,7 +65,7 @@ def test_a_replica_hears_what_it_is_told_after_it_was_taken_for_lost(n_told: int
     assert talk.pool.resend(99.0) == []
 
 
-def test_a_replica_that_has_not_heard_is_told_again() -> None:
+def test_an_unacknowledged_assignment_is_sent_again() -> None:
     talk = Talk()
     worker = talk.hears(talk.attempts.report)
     talk.tells(worker, is_dealt=1)
