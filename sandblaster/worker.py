@@ -614,7 +614,7 @@ class BatchWorker:
         match event.name:
             case name if name == INSTALL:
                 return self._parameters.installed(event.result, self._attempts, now)
-            case "replica:portion":
+            case "replica:mini-batch":
                 return self._finish_mini_batch(event, now)
             case "replica:push":
                 return self._finish_push(event.result, now)
@@ -671,7 +671,7 @@ class BatchWorker:
         self._computing_for = self._attempts.key
         work = partial(self._sums.step, batch, is_first=is_first, is_last=one.is_last)
         cost = Cost(flops=self._sums.flops(batch.n_samples), n_bytes=float(self._sums.n_bytes))
-        return [Compute(name="replica:portion", work=work, cost=cost)]
+        return [Compute(name="replica:mini-batch", work=work, cost=cost)]
 
     def _finish_mini_batch(self, event: Computed, now: Seconds) -> Sequence[Action]:
         one, result = self._current, event.result

@@ -124,7 +124,7 @@ class CoordinatorRun:
         self.has_point = False  # whether the shards hold an accepted point
         self.queue: WorkQueue | None = None  # work queue of the present evaluation
         self.progress: deque[IterationDone] = deque()  # iterations to report
-        self.note = ""  # A warning to report, once
+        self.note = ""  # a warning to report, once
         self.now: Seconds = 0.0  # the time, set before each step
 
     def steps(self) -> RunSteps:

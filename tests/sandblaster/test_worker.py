@@ -199,7 +199,7 @@ def test_a_chunk_is_computed_reported_pushed_and_reported_again() -> None:
     bench = Bench()
     bench.assign(1, (1, 7, 0))
     names = bench.work_all()
-    assert names.count("replica:portion") == 2
+    assert names.count("replica:mini-batch") == 2
     assert names.count("replica:install") == 1
     xs = (4.0, 5.0, 6.0, 7.0)
     assert bench.attempts == {7: (sum(4.0 * x * x for x in xs), False)}
@@ -230,13 +230,13 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
     bench.assign(1, (0, 1, 0), clock=4)  # the shard is at 0
     for _ in range(3):
         bench.work_all()
-        assert "replica:portion" not in bench.waiting
+        assert "replica:mini-batch" not in bench.waiting
         bench.happen(TimerFired(name="replica:retry"))
     bench.shard.pushed = [(push_of(4), bench.shard.values)] * 4  # its clock is 4
     bench.work_all()
     bench.happen(TimerFired(name="replica:retry"))
     names = bench.work_all()
-    assert names.count("replica:portion") == 2
+    assert names.count("replica:mini-batch") == 2
     bench.assign(2, (0, 1, 0), (1, 2, 0), clock=4)
     assert "replica:install" not in bench.work_all()
 
@@ -248,7 +248,7 @@ def push_of(sequence: int) -> Push:
 def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0), (1, 2, 0))
-    while bench.work() != "replica:portion":
+    while bench.work() != "replica:mini-batch":
         pass
     bench.assign(2, (1, 2, 0))
     bench.work_all()
@@ -262,7 +262,7 @@ def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
 def test_a_mini_batch_of_another_evaluation_does_not_count() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:portion" not in bench.waiting:
+    while "replica:mini-batch" not in bench.waiting:
         bench.work()
     bench.assign(2, (1, 2, 0), evaluation=2)
     bench.work_all()
@@ -333,7 +333,7 @@ def test_status_names_the_shard_it_waits_for() -> None:
 def test_it_stops_once_its_work_is_done() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:portion" not in bench.waiting:
+    while "replica:mini-batch" not in bench.waiting:
         bench.work()
     assert bench.replica.status()[0] == "computing"
     bench.hear(Stop(reason="enough"), sender=SUPERVISOR)
@@ -382,7 +382,7 @@ def test_user_errors_end_with_a_message() -> None:
         bench.work_all()
     other = Bench()
     with pytest.raises(JobError, match="a mini-batch failed: KeyError"):
-        other.happen(Computed(name="replica:portion", error=KeyError("x")))
+        other.happen(Computed(name="replica:mini-batch", error=KeyError("x")))
     with pytest.raises(LocalProtocolError, match="unexpected result of 'x'"):
         other.happen(Computed(name="x"))
 
