@@ -167,8 +167,8 @@ def evaluate(request: Evaluate) -> Steps[Evaluation]:
     return reply
 
 
-def stop_requested(cut: IterationDone) -> Steps[bool]:
-    reply = yield cut
+def stop_requested(done: IterationDone) -> Steps[bool]:
+    reply = yield done
     assert isinstance(reply, bool)
     return reply
 

@@ -173,8 +173,8 @@ class DescentRun:
                 present = yield from self._choose_direction(present, accepted=accepted)
             else:
                 yield from perform(*accepted)
-            cut = self._iteration_done(present, step_length=trial.sample.step)
-            stop = yield from stop_requested(cut)
+            done = self._iteration_done(present, step_length=trial.sample.step)
+            stop = yield from stop_requested(done)
             if reason is not None or stop:
                 return self._result(present, reason or Reason.STOPPED)
 

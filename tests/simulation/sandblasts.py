@@ -155,7 +155,7 @@ def plain_gradient(
 
 
 def _tree(sets: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the sum, as in `collecting`: whole subtrees first, from left to right."""
+    """Return the sum, as in `GradientSums`: whole subtrees first, from left to right."""
     n = len(sets)
     size = 1 << (n.bit_length() - 1)  # of the largest whole subtree
     total = _whole(sets[:size])
