@@ -1,7 +1,7 @@
-"""Sandblaster as a job knows it: the [algorithm] table, its roster, its roles.
+"""Sandblaster as an algorithm of a job: its [algorithm] table, roster and roles.
 
-Sandblaster L-BFGS (Dean et al. 2012, section 4.2): a coordinator drives a batch method
-on the shards by small commands, and deals portions of the batch to the replicas.
+A coordinator runs a batch method on the shards by commands, and assigns chunks of the batch
+to the replicas (Dean et al. 2012, section 4.2).
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,17 @@ from sandblaster.optimizers.termination import Reason
 
 
 _NO_RULE: Final = SGD(learning_rate=1.0)
-"""Of the shards without a warm start: only sums are pushed, which no rule applies."""
+"""Rule of shards without a warm start: it is never applied, since only sums are pushed."""
 
 
 @final
 class SandblasterAlgorithm:
-    """What the entry point names: config struct, roster, and how to build each role.
+    """The object of the entry point: settings, roster, and how to build each role.
 
     Attributes:
         name: As in the job file.
-        config: Struct of the [algorithm] table, less its `name`.
-        fields: Figures it reports besides samples, loss and metric: the coordinator's.
+        config: Struct of the [algorithm] table, without its `name`.
+        fields: Metrics it reports besides samples, loss and metric.
         ends_by_itself: A method has its own bounds.
     """
 
@@ -58,23 +58,21 @@ class SandblasterAlgorithm:
     ends_by_itself: Final = True
 
     def check_cluster(self, cluster: ClusterTable, config: SandblasterSettings) -> None:
-        """Refuse a cluster on which it cannot run.
+        """Refuse a [cluster] table on which it cannot run.
 
         Raises:
             JobError: naming key and value.
         """
         if cluster.shard_copies > 1:
             raise JobError(
-                f"[cluster] shard_copies = {cluster.shard_copies}: the vectors of "
-                'algorithm "sandblaster" have no second copy; a shard that is lost '
-                "goes on from its last snapshot: write shard_copies = 1"
+                f"[cluster] shard_copies = {cluster.shard_copies}: algorithm "
+                '"sandblaster" cannot replicate its vectors: write shard_copies = 1'
             )
         if cluster.is_split and config.warm_start is not None:
             raise JobError(
-                "[algorithm.warm_start] with [cluster] partitions, plan or device: "
-                'algorithm "sandblaster" warms up replicas of one process only: leave '
-                'it out, and train with algorithm "downpour" before, whose '
-                "model.safetensors is then [model] initial; or leave those out"
+                "[algorithm.warm_start] needs replicas of one process: remove it or [cluster] "
+                'partitions, plan and device; or train with algorithm "downpour" before, and set '
+                "[model] initial to its model.safetensors"
             )
 
     def roster(
@@ -91,12 +89,11 @@ class SandblasterAlgorithm:
 
         Args:
             config: The [algorithm] table.
-            n_replicas: Which portions are dealt to.
+            n_replicas: Workers.
             n_shards: Parameter server shards.
-            shard_copies: Processes that keep each shard.
+            shard_copies: Processes that hold each shard.
             evaluates: Whether there is a test set, and so an evaluator.
-            n_machines: Machines of each replica and of the evaluator, by whose plan
-                they are split; None if they are not.
+            n_machines: Ranks of each replica and of the evaluator; None: not model-parallel.
         """
         del config  # all methods have the same
         return [
@@ -107,11 +104,11 @@ class SandblasterAlgorithm:
         ]
 
     def build(self, name: str, *, config: SandblasterSettings, context: BuildContext) -> Role:
-        """Return the role of this name, in the process that is to run it.
+        """Return the role of this name, in the process that runs it.
 
         Raises:
             JobError: the model or the data cannot be built.
-            LocalProtocolError: no such role in this roster.
+            LocalProtocolError: the roster has no such role.
         """
         if context.plan is not None and group_rank_of(name) is not None:
             split = Split.of(name, context)
@@ -135,7 +132,7 @@ class SandblasterAlgorithm:
                 )
 
     def verdict(self, counters: Mapping[str, float]) -> Verdict:
-        """Return what the end of the coordinator means, by its last counters."""
+        """Return the outcome of a job, by the last counters of the coordinator."""
         return verdict_on(reason_of(counters), iteration=counters.get("iteration", 0.0))
 
 
@@ -143,18 +140,15 @@ SANDBLASTER: Final = SandblasterAlgorithm()
 
 
 def reason_of(counters: Mapping[str, float]) -> Reason:
-    """Return why the coordinator with these last counters has ended."""
+    """Return why the coordinator with these last counters ended."""
     index = counters.get("reason", -1.0)
     reasons = list(Reason)
     return reasons[int(index)] if 0 <= index < len(reasons) else Reason.STOPPED
 
 
 def verdict_on(reason: Reason, *, iteration: float) -> Verdict:
-    """Return what an end for this reason means.
-
-    A search that finds no better point has failed if it never found one. After many
-    iterations it is what single precision comes to; but not if no loss is a number.
-    """
+    # A search that never found a better point has failed. After some iterations it means
+    # that single precision allows no more.
     lost = reason is Reason.LINE_SEARCH_FAILED and iteration < 1
     failed = lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL}
     return Verdict(reason=reason.sentence, failed=failed)

@@ -1,11 +1,10 @@
-"""`minimize`: a batch method over replicas and shards, called like scipy's.
+"""`minimize`: a batch method over replicas and shards, with scipy's interface.
 
     result = sandblaster.minimize(net, "cross_entropy", (x, y), replicas=4, shards=2)
     result.fun, result.nit, result.message         # as of scipy.optimize.minimize
 
-It writes a job, lets `distbelief.train` run it in processes of this machine, and puts
-what was learnt back. Model, loss and data get there without pickle (`sources`,
-`recipes`, `tensor_files`), which limits what they may be.
+It writes a job, lets `distbelief.train` run it in processes of this computer, and returns
+what was learned. Model, loss and data reach them without pickle (`problem_files`).
 """
 
 import os
@@ -36,37 +35,34 @@ from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem, plain
 
 
-# scipy's OptimizeResult of a run.
-
-
 @final
 class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub is so
-    """What `minimize` returns: scipy's OptimizeResult, with these figures.
+    """scipy's OptimizeResult, with these fields.
 
     Attributes:
-        x: (n,) the parameters, in the order of `model.parameters()`.
-        success: Whether it converged.
-        status: Number of the reason, in `sandblaster.Reason`.
-        message: Why it ended, for people.
+        x: (n,) parameters, in the order of `model.parameters()`.
+        success: Whether the run converged.
+        status: Index of the reason in `sandblaster.Reason`.
+        message: The reason, for people.
         fun: The loss, penalties included.
-        jac_norm: Largest element of its gradient, by size.
+        jac_norm: Largest absolute element of its gradient.
         nit: Points accepted.
-        nfev: Evaluations begun; each is of loss and gradient.
+        nfev: Evaluations begun, each of loss and gradient.
         njev: The same.
-        reason: Why it ended.
-        n_wasted: Examples computed in vain.
-        seconds: How long the job ran.
-        model: With these parameters.
+        reason: Why the run ended.
+        n_wasted: Examples computed more than once.
+        seconds: Duration of the job.
+        model: The model with these parameters.
         directory: The run directory.
     """
 
 
 INTERRUPTED = frozenset({130, 143})
-"""Exit codes of runs that a signal has ended."""
+"""Exit codes of runs that a signal ended."""
 
 
 def interim_result(view: JobView) -> MinimizeResult:
-    """Return what is known of a run that goes on: no x."""
+    """Return what is known of a run in progress: no x."""
     figures = view.figures
     return _result(
         fun=view.loss,
@@ -78,12 +74,10 @@ def interim_result(view: JobView) -> MinimizeResult:
 
 
 def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
-    """Return the result of a run that has ended; put it into `module` if there is one.
-
-    A run that ends before it has a point of its own leaves that where it began.
+    """Return the result of a run that has ended, and load its parameters into `module`, if any.
 
     Raises:
-        JobError: the run has failed, or the point that it found could not be saved.
+        JobError: the run has failed, or its point could not be saved.
     """
     summary = run.summary
     reason = _reason(run)
@@ -94,7 +88,8 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
     if trained is None:
         unsaved = summary.error == summary.model_error or figures.get("iteration", 0)
         if summary.model_error is not None and unsaved:
-            raise JobError(f"minimize: the point found is lost: {summary.model_error}")
+            raise JobError(f"minimize: the result could not be saved: {summary.model_error}")
+        # The run ended before it had a point of its own: the result is its start.
         trained = build_model(run.job.model).eval() if module is None else module
     elif module is not None:
         module.load_state_dict(trained.state_dict())
@@ -123,7 +118,6 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
 
 
 def _reason(run: Run) -> Reason:
-    """Return why it ended, as the algorithm has it."""
     text = run.summary.stop_reason
     if run.exit_code in INTERRUPTED:
         return Reason.STOPPED
@@ -131,7 +125,6 @@ def _reason(run: Run) -> Reason:
 
 
 def _trained(run: Run) -> nn.Module | None:
-    """Return the model, if one was saved."""
     try:
         return run.model
     except StorageError:
@@ -144,20 +137,15 @@ def _result(**figures: object) -> MinimizeResult:
     return result
 
 
-# The user's callback: told of each new iteration, and asked whether to end the run.
-
 Callback = Callable[[MinimizeResult], object]
-"""Told of progress; returns True, or raises StopIteration, to end the run."""
+"""Receives progress; returns True, or raises StopIteration, to end the run."""
 
 
 @final
 class CallbackWatch:
-    """Watches a job for a callback, which is not called again once it has ended it.
+    """Calls the user's callback for each new iteration until it ends the run.
 
-    scipy's minimisers are ended by StopIteration, some of them by True as well.
-
-    Args:
-        callback: The user's; what else it raises is left to the caller.
+    As in scipy's minimizers, it ends the run by StopIteration or by returning True.
     """
 
     def __init__(self, callback: Callback) -> None:
@@ -166,19 +154,18 @@ class CallbackWatch:
         self._has_ended_it = False
 
     def __call__(self, view: JobView) -> bool:
-        """Tell a new iteration; return whether to end."""
         iteration = view.figures.get("iteration")
         if view.phase != "training" or iteration in {None, self._iteration}:
             return self._has_ended_it
         self._iteration = iteration
-        return self._tell(interim_result(view))
+        return self._call(interim_result(view))
 
     def end(self, result: MinimizeResult) -> None:
-        """Tell the last iteration: a short run ends before anybody looks."""
+        """Report the last iteration: a short run may end before the first call."""
         if result.nit not in {0, self._iteration}:
-            self._tell(result)
+            self._call(result)
 
-    def _tell(self, result: MinimizeResult) -> bool:
+    def _call(self, result: MinimizeResult) -> bool:
         if not self._has_ended_it:
             try:
                 self._has_ended_it = plain(self._callback(result)) is True
@@ -204,49 +191,40 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     show: bool = False,
     **options: object,
 ) -> MinimizeResult:
-    """Minimise the mean loss of a model over data.
+    """Minimize the mean loss of a model over data.
 
     Args:
-        model: An nn.Module, which is where the search begins and which holds the best
-            point at the end; or the function that makes one: itself, a partial of it,
-            or its import path.
+        model: An nn.Module, where the search begins and which holds the best point at the
+            end; or the function that makes one: itself, a partial of it, or its import path.
         loss: Torch's name of it ("cross_entropy"), or a function (outputs, targets) ->
             mean over the samples, as itself or as an import path.
         data: Inputs and targets, as tensors, arrays or a TensorDataset; or what makes a
             map-style data set: a function, a partial of it, or its import path.
-        method: What the coordinator does.
-        replicas: Which compute portions of the batch, one process each.
+        method: The optimizer.
+        replicas: Workers that compute the batch, one process each.
         shards: Processes that hold the parameters and the history.
-        partitions: Processes of each replica, which compute the model together: each
-            holds its own regions of it.
+        partitions: Processes of each replica, which compute the model together.
         threads: Of torch, in each process of a replica.
-        callback: Called at most four times a second, if there is a new iteration, with
-            an OptimizeResult of what is known then (no x), and with the result if that
-            has a newer one. It ends the run by returning True, or by raising
-            StopIteration; whatever else it raises ends the run, too, and is raised
-            when that has ended in good order. Then it is not called again.
-        directory: Run directory, kept; if there is one, DIRECTORY.2, and so on. What
-            the processes read of model and data lies beside it, in DIRECTORY.problem.
-            None: nothing is kept.
-        resume: Run directory of an earlier call with the same arguments, to go on
-            with: from its own last point, so the model may have other values by now.
-        from_scratch: Whether to begin anew in `resume`, where the search began; what
-            was saved there is moved into aside-1 (aside-2, ...), and kept.
-        show: Whether to show how it goes, on standard output.
-        options: Other keys of [algorithm]: batch_size, history, max_iterations,
-            tolerance, l1, l2, portion, warm_start (a dict: Downpour first), ...
-            (`sandblaster.config`).
+        callback: Called at most four times a second, if there is a new iteration, with the
+            interim OptimizeResult (no x), and once with the final one. It ends the run by
+            returning True or raising StopIteration; any other exception also ends the run
+            in good order, and is then raised.
+        directory: Run directory, kept; if it exists, DIRECTORY.2, and so on. Files of model
+            and data are beside it, in DIRECTORY.problem. None: nothing is kept.
+        resume: Run directory of an earlier call with the same arguments, to continue from
+            its last point; the present values of the model do not matter.
+        from_scratch: Start again in `resume`, where the search began; what was saved there
+            is moved into aside-1 (aside-2, ...), and kept.
+        show: Show the progress on standard output.
+        options: Other keys of [algorithm]: batch_size, history, max_iterations, tolerance,
+            l1, l2, portion, warm_start (a dict: Downpour first), ... (`sandblaster.config`).
 
     Returns:
-        scipy's result: x (the parameters, flat, in the order of `model.parameters()`),
-        success, status, message, fun, jac_norm (largest element of the gradient, by
-        size), nit, nfev, njev; and reason, n_wasted (examples computed in vain),
-        seconds, model, directory. Interrupted by Ctrl+C, it is of the last point
-        accepted.
+        scipy's result (`MinimizeResult`). After Ctrl+C, that of the last accepted point.
 
     Raises:
-        JobError: what was given cannot be run, or failed while it ran.
-        StorageError: a directory cannot be had.
+        JobError: the arguments cannot be run, or the run failed.
+        StorageError: a directory cannot be used.
     """
     problem = Problem(model, data)
     others: dict[str, object] = {
@@ -264,7 +242,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         },
         "source": {"file": "minimize", "import_paths": _import_paths()},
     }
-    told = None if callback is None else CallbackWatch(callback)
+    callback_watch = None if callback is None else CallbackWatch(callback)
     with ExitStack() as stack:
         if resume is not None:
             directory = resume
@@ -274,19 +252,19 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         job = _job(others | problem.tables(directory), directory)
         if resume is not None:
             _check_resumes(job, directory)
-        # From here on files are written.
+        # All that can be refused is refused before this line: files are written from here.
         if problem.has_files:
             run_directory = own_problem(directory, resumes=resume is not None)
             directory = stack.enter_context(run_directory)
             job = _job(others | problem.tables(directory), directory)
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
-        with nullcontext() if told is None else HeldCallback(told) as watch:
+        with nullcontext() if callback_watch is None else HeldCallback(callback_watch) as watch:
             run = train(job, resume=resume, from_scratch=from_scratch, show=show, watch=watch)
             module = model if isinstance(model, nn.Module) else None
             result = result_of(run, module=module)
-        if told is not None:
-            told.end(result)
+        if callback_watch is not None:
+            callback_watch.end(result)
         return result
 
 
@@ -294,13 +272,12 @@ def _loss_path(loss: Factory) -> str:
     if isinstance(loss, nn.Module):
         raise JobError(
             f"minimize: loss is {loss!r}: give torch's name of it, such as "
-            "'cross_entropy', or a function of some module"
+            "'cross_entropy', or a function of a module"
         )
     return import_path(loss, what="loss")
 
 
 def _import_paths() -> list[str]:
-    """Return where this process finds its modules, for the others."""
     paths = [Path(path).absolute() for path in sys.path]
     return [str(path) for path in dict.fromkeys(paths) if path.is_dir()]
 
@@ -312,6 +289,6 @@ def _job(tables: dict[str, object], directory: Path) -> Job:
 
 
 def _check_resumes(job: Job, directory: Path) -> None:
-    """Refuse what `train` would refuse once the files were written."""
+    # `train` would refuse the same, but only after files were written.
     run = RunDirectory.open(directory, write=False)
     check_same(job, load_job(run.job_file), directory=str(directory))

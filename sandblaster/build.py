@@ -1,4 +1,4 @@
-"""The machines of model-parallel replicas of Sandblaster, for the process of each."""
+"""Builds the coordinator and the workers of a job, in the processes that run them."""
 
 import json
 from dataclasses import replace
@@ -38,17 +38,13 @@ from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.optimizers import AnyMethod
-from sandblaster.partitioned_worker import ChunkObjective, Keeping, PartitionedBatchWorker
+from sandblaster.partitioned_worker import ChunkObjective, PartitionedBatchWorker, RankItems
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
 
-# Builds the coordinator and the replicas of a job, in the processes that run them.
-
-WINDOW_SETS_MIN: Final = 64
-"""Sets that may be dealt beyond the oldest unfinished one: everybody has one to compute
-and one to go on with, however many replicas there are."""
-
+WINDOW_CHUNKS_MIN: Final = 64
+"""Chunks that may be assigned beyond the oldest unfinished one; at least two per worker."""
 
 _FREE: Final = frozenset(
     {
@@ -63,7 +59,7 @@ _FREE: Final = frozenset(
         "curvature",
     }
 )
-"""Settings of methods that a run may change when it goes on."""
+"""Settings of methods that may change when a run resumes."""
 
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
@@ -76,14 +72,14 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
     if config.batch_size is not None and config.batch_size > n_examples:
         raise JobError(
             f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
-            f"{n_examples} samples: use fewer, or leave batch_size out, for all of them"
+            f"{n_examples} samples: use at most that, or remove batch_size to use all"
         )
     shards, _ = copies_of_all(context.n_shards, 1)
     rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
-            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas),
-            window_sets=max(WINDOW_SETS_MIN, 2 * context.n_replicas),
+            chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
+            window_chunks=max(WINDOW_CHUNKS_MIN, 2 * context.n_replicas),
             backups=config.backups,
             n_warm=0 if config.warm_start is None else context.n_replicas,
             await_begin=context.await_begin,
@@ -96,7 +92,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
 
 
 def goal_of(method: AnyMethod, *, loss: str) -> str:
-    """Return what must be the same for a method to go on from what it had written down.
+    """Return what must be equal for a method to resume from a saved state.
 
     Tolerances and bounds may change, and how much of a history is remembered.
     """
@@ -106,7 +102,6 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
-    """Return a replica: all are alike, but for their part in a warm start."""
     task = context.task
     dataset = context.train_data()
     module = build_model(task.model)
@@ -119,14 +114,14 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
         loss=summed(build_loss(task)),
         names=names,
         clip_norm=None,
-        always_check=False,  # sums are looked at instead, once for each set
+        always_check=False,  # sums are checked instead, once per chunk
         seed=(config.seed, 0),
     )
     n_examples = len(dataset)
     client = build_client(context, pushes=True)
     replica = BatchWorker(
         BatchWorkerConfig(
-            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+            chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
         ),
         client=client,
         trainer=trainer,
@@ -142,6 +137,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     return WarmStartWorker(downpour=first, sandblaster=replica, await_begin=context.await_begin)
 
 
+# A warm start's first part shares client and model with the batch worker.
 def build_first_part(
     settings: DownpourSettings,
     *,
@@ -150,12 +146,11 @@ def build_first_part(
     model: FlatModel,
     context: BuildContext,
 ) -> Replica:
-    """Return what a replica is in a warm start: one of Downpour, of these things."""
     task, dataset = context.task, context.train_data()
     names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train")
     config = settings.of_replica()
     assert config.max_steps is not None
-    # Of all its lives: what one that is over has done need not be done again.
+    # The bound counts samples over all incarnations: a restarted one does the rest only.
     n_samples = config.max_steps * config.batch_size
     config = replace(config, max_steps=None, max_samples=n_samples)
     trainer = LocalExecutor(
@@ -175,7 +170,7 @@ def build_first_part(
         client=client,
         trainer=trainer,
         data_shard=data_shard,
-        await_begin=True,  # of the coordinator
+        await_begin=True,  # the coordinator's
     )
 
 
@@ -192,7 +187,7 @@ def build_rank(
 
     Raises:
         JobError: the data cannot be built, or the plan is not for this job.
-        LocalProtocolError: no such machine.
+        LocalProtocolError: the plan has no such rank.
     """
     place = place_in(name, context=context, split=split)
     if place.group == EVALUATORS:
@@ -207,20 +202,20 @@ def _summing_machine(
     batch = "portion", config.portion
     parts = replica_parts(place, context=context, split=split, batch=batch)
     flow, n_examples = parts.flow, len(parts.dataset)
-    cutting = config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+    chunk_sizes = config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
     samples = Samples(n_examples, seed=config.order_seed)
-    course = ChunkBatchPlan(samples, portion_size=cutting.portion_size)
-    of_replica = BatchWorkerConfig(cutting=cutting)
-    foreman = None
+    plan = ChunkBatchPlan(samples, mini_batch_size=chunk_sizes.mini_batch_size)
+    worker_config = BatchWorkerConfig(chunk_sizes=chunk_sizes)
+    group_tasks = None
     if place.machine == 0:
-        foreman = GroupTasks(
-            of_replica, course=course, n_machines=n_machines, await_begin=context.await_begin
+        group_tasks = GroupTasks(
+            worker_config, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
         )
-    sums = ChunkObjective(
-        _keeping(flow, layout_of(context), parts.dtype),
+    objective = ChunkObjective(
+        _rank_items(flow, layout_of(context), parts.dtype),
         client=parts.client,
-        course=course,
-        foreman=foreman,
+        plan=plan,
+        group_tasks=group_tasks,
     )
     leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
@@ -231,9 +226,9 @@ def _summing_machine(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,
-            course=course,
+            course=plan,
             reader=parts.reader,
-            duty=sums,
+            duty=objective,
             leader=leader,
             training=True,
             micro_batches=split.plan.micro_batches,
@@ -244,26 +239,25 @@ def _summing_machine(
     return PartitionedBatchWorker(
         machine,
         names=member_names(place.group, n_machines),
-        course=course,
-        sums=sums,
-        foreman=foreman,
-        retry_seconds=of_replica.retry_seconds,
+        plan=plan,
+        objective=objective,
+        group_tasks=group_tasks,
+        retry_seconds=worker_config.retry_seconds,
     )
 
 
-def _keeping(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> Keeping:
-    selection = PartialView.of(layout, flow.items)
-    kinds = [spec.kind for spec in selection.tensors]
-    return Keeping(
+def _rank_items(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> RankItems:
+    view = PartialView.of(layout, flow.items)
+    kinds = [spec.kind for spec in view.tensors]
+    return RankItems(
         sizes=[region.n_elements for _, region in flow.items],
         buffers=[item for item, kind in enumerate(kinds) if kind == "buffer"],
         counts=flow.counts,
-        shards=selection.shards,
+        shards=view.shards,
         dtype=dtype,
     )
 
 
 def _sum_over_samples(layer: str, output: torch.Tensor, n_samples: int) -> torch.Tensor:
-    """Return the gradient of the sum over all samples of the step."""
     del layer, n_samples
     return output.new_ones(()).expand_as(output)

@@ -1,19 +1,14 @@
-"""Table [algorithm] of a Sandblaster job: the method, and how a batch is dealt.
+"""Table [algorithm] of a Sandblaster job: the method, and how a batch is divided.
 
-    name = "sandblaster"
-    loss = "cross_entropy"
-    method = "l-bfgs"          # "conjugate-gradient", "gradient-descent", "owl-qn"
-    history = 10
-    max_iterations = 40
+name = "sandblaster"
+loss = "cross_entropy"
+method = "l-bfgs"          # "conjugate-gradient", "gradient-descent", "owl-qn"
+history = 10
 
-Without `batch_size` a batch is all of the data, so all evaluations are of one function.
-
-A run may begin with Downpour, on the same shards, and end with Sandblaster:
-
-    [algorithm.warm_start]
-    samples = 60000
-    batch_size = 64
-    rule = { name = "adagrad", learning_rate = 0.02 }
+[algorithm.warm_start]     # optional: Downpour first, on the same shards
+samples = 60000
+batch_size = 64
+rule = { name = "adagrad", learning_rate = 0.02 }
 """
 
 import math
@@ -36,20 +31,20 @@ from sandblaster.optimizers.owlqn import OWLQN
 MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn"]
 METHODS: Final = get_args(MethodName)
 _OTHER_NAMES: Final = {"cg": "conjugate-gradient"}
-"""As scipy calls them, if that is not nearly the same."""
+"""Names that scipy uses, where they are not similar."""
 
 HISTORY: Final = 10
 BATCH_MIN: Final = 3
-"""Examples: one shared with each of its neighbours, and one of its own."""
+"""Examples: one shared with each neighbor, and one of its own."""
 
-SETS_PER_REPLICA: Final = 16
-"""Of a batch, at the least: so a replica that is twice as slow costs no time."""
+CHUNKS_PER_REPLICA: Final = 16
+"""Chunks of a batch per worker, at least: so a worker at half speed costs no time."""
 
-SET_EXAMPLES_MIN: Final = 2048
-SET_EXAMPLES_MAX: Final = 4096
-"""Of a set: to push it takes little of the time in which it is computed (of one of 1000
-3 %, whatever the model: both grow with it). Fewer than the first only if no replica
-would get four of them."""
+CHUNK_EXAMPLES_MIN: Final = 2048
+CHUNK_EXAMPLES_MAX: Final = 4096
+"""Examples of a chunk. A push then takes little of the time that computing takes (3 % for
+1000 examples, whatever the model: both grow with it). Less than the minimum only where no
+worker would get four chunks otherwise."""
 
 
 class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,17 +69,11 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     local_learning_rate: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run, by name and value.
-
-        Raises:
-            ValueError: which msgspec turns into an error that names the table.
-        """
         _at_least(1, "samples", self.samples)
         _at_least(1, "batch_size", self.batch_size)
-        self.downpour(loss="", seed=0, n_replicas=1)  # checks the rest
+        self.downpour(loss="", seed=0, n_replicas=1)  # DownpourSettings checks the rest
 
     def downpour(self, *, loss: str, seed: int, n_replicas: int) -> DownpourSettings:
-        """Return it as the [algorithm] table of one replica's Downpour."""
         return DownpourSettings(
             loss=loss,
             batch_size=self.batch_size,
@@ -102,25 +91,25 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Table [algorithm] of a job with name = "sandblaster".
 
     Attributes:
-        loss: torch's name of it, or an import path (see `runtime.losses`).
-        method: What the coordinator does: one of `METHODS`.
-        batch_size: Samples of one batch; None: all of them. Smaller ones need "l-bfgs",
-            and each batch shares a part with the one before.
-        history: Pairs that L-BFGS and OWL-QN remember; the others remember none.
+        loss: Torch's name of it, or an import path (`distbelief.task.losses`).
+        method: One of `METHODS`.
+        batch_size: Samples of one batch; None: all of them. Smaller ones need "l-bfgs", and
+            each batch shares a part with the one before.
+        history: Pairs that L-BFGS and OWL-QN remember.
         max_iterations: Bound on accepted points.
         max_evaluations: Bound on evaluations; None: the method's own.
         tolerance: Ends when no element of the gradient is larger.
-        value_tolerance: Ends when the loss has fallen by no more than this share of it
-            in a few iterations in a row; None: the method's own. Not for batches.
-        l1: Penalty l1 |w|_1 (method "owl-qn" only), of every parameter, biases too.
-        l2: Penalty l2 / 2 |w|^2, likewise.
-        portion: Samples that a replica computes at once.
-        portions_per_set: Portions that are summed before they are pushed; None: chosen
-            by batch and replicas.
-        backups: Let idle replicas compute again what others are late with.
-        warm_start: What comes before, if anything: Downpour for so many samples.
-        seed: Of the order of the data where batches are not all of them, and of the
-            model's own randomness: each portion has its own, the same at every point.
+        value_tolerance: Ends when the relative improvement of the loss stays below it for a
+            few iterations; None: the method's own. Not with batch_size.
+        l1: Penalty l1 |w|_1 of all parameters, biases too (method "owl-qn" only).
+        l2: Penalty l2 / 2 |w|^2 of all parameters.
+        portion: Samples of a mini-batch, which a replica computes at once.
+        portions_per_set: Mini-batches of a chunk, which are summed before they are pushed;
+            None: chosen by batch and replicas.
+        backups: Give idle replicas backup tasks.
+        warm_start: Downpour for so many samples first; None: no warm start.
+        seed: Of the order of the data, where batches are not all of them, and of the
+            model's own randomness: each mini-batch has its own, equal at every point.
     """
 
     loss: str
@@ -140,11 +129,6 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run, by name and value.
-
-        Raises:
-            ValueError: which msgspec turns into an error that names the table.
-        """
         for name in ("history", "max_iterations", "max_evaluations"):
             _at_least(1, name, getattr(self, name))
         for name in ("portion", "portions_per_set"):
@@ -157,50 +141,44 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
         self._check_method()
-        self.chosen()  # checks the rest
+        self.chosen()  # the method checks the rest
 
     def _check_method(self) -> None:
-        """Refuse a method that is none, or that cannot have what is asked for."""
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}{_meant(self.method)}")
         if self.l1 and self.method != "owl-qn":
             raise ValueError(
-                f"l1 is {self.l1} with method {self.method!r}, which needs a smooth "
-                'loss: use method = "owl-qn", or l2'
+                f"l1 is {self.l1} with method {self.method!r}, which needs a smooth loss: "
+                'use method = "owl-qn", or l2'
             )
         if self.batch_size is not None and self.method != "l-bfgs":
             raise ValueError(
-                f"batch_size is {self.batch_size} with method {self.method!r}, which "
-                'compares losses of one function: use method = "l-bfgs", or leave '
-                "batch_size out"
+                f"batch_size is {self.batch_size} with method {self.method!r}, which needs full "
+                'batches: use method = "l-bfgs", or remove batch_size'
             )
         if not self.l1 and self.method == "owl-qn":
             raise ValueError(
-                f"l1 is {self.l1} with method {self.method!r}, which is for a loss "
-                'with this penalty: use l1 above 0, or method = "l-bfgs"'
+                f"l1 is {self.l1} with method {self.method!r}, which needs that penalty: "
+                'use l1 above 0, or method = "l-bfgs"'
             )
         self._check_effect()
 
     def _check_effect(self) -> None:
-        """Refuse what would have no effect.
-
-        The default says nothing: a job file as it ran names every key.
-        """
+        # Defaults pass: a job file as it ran names every key.
         remembers = self.method in {"l-bfgs", "owl-qn"}
         if self.history != HISTORY and not remembers:
             raise ValueError(
-                f"history is {self.history} with method {self.method!r}, which "
-                'remembers no pairs: use method = "l-bfgs", or leave history out'
+                f"history is {self.history} with method {self.method!r}, which has none: "
+                'use method = "l-bfgs", or remove history'
             )
         if self.value_tolerance and self.batch_size is not None:
             raise ValueError(
                 f"value_tolerance is {self.value_tolerance} with batch_size "
-                f"{self.batch_size}: losses of different batches say nothing about "
-                "progress: use tolerance, or leave value_tolerance or batch_size out"
+                f"{self.batch_size}, whose losses are of different batches: use tolerance, "
+                "or remove value_tolerance or batch_size"
             )
 
     def chosen(self) -> AnyMethod:
-        """Return the method, as the coordinator runs it."""
         given = {
             "gradient_tolerance": self.tolerance,
             "n_iterations_max": self.max_iterations,
@@ -226,24 +204,24 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def order_seed(self) -> int | None:
-        """Of the order of the data; None: as they come, which is the quickest."""
+        """Seed of the order of the data; None: as they come, which is fastest."""
         return None if self.batch_size is None else self.seed
 
-    def cutting(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
-        """Return how a batch is cut: the same for coordinator and replicas.
+    def chunk_sizes(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
+        """Return how a batch is divided; coordinator and workers must agree on it.
 
         Args:
-            n_examples: Of the training data.
-            n_replicas: Of the job.
+            n_examples: Examples of the training data.
+            n_replicas: Workers of the job.
         """
         if self.portions_per_set is not None:
-            n_portions = self.portions_per_set
+            n_mini_batches = self.portions_per_set
         else:
             batch = min(self.batch_size or n_examples, n_examples)
-            least = min(SET_EXAMPLES_MIN, batch // (4 * n_replicas))
-            fair = max(batch // (SETS_PER_REPLICA * n_replicas), least)
-            n_portions = max(1, min(fair, SET_EXAMPLES_MAX) // self.portion)
-        return ChunkSizes(portion_size=self.portion, portions_per_set=n_portions)
+            least = min(CHUNK_EXAMPLES_MIN, batch // (4 * n_replicas))
+            fair = max(batch // (CHUNKS_PER_REPLICA * n_replicas), least)
+            n_mini_batches = max(1, min(fair, CHUNK_EXAMPLES_MAX) // self.portion)
+        return ChunkSizes(mini_batch_size=self.portion, mini_batches_per_chunk=n_mini_batches)
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:
@@ -252,7 +230,6 @@ def _at_least(least: int, name: str, value: int | None) -> None:
 
 
 def _meant(method: str) -> str:
-    """Return what helps whoever wrote a method that is none."""
     name = method.lower()
     near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else []
     near = near or get_close_matches(name, METHODS, n=1)

@@ -1,8 +1,7 @@
-"""Runs a method in this process, for a function of one flat vector.
+"""Runs an optimizer in this process, for a function of one flat vector.
 
-The shards are here too, as many as asked for, each with its own range of the vector, so
-what happens is what happens in a cluster, except for the messages. It is how the
-methods are tested, and enough to minimise a plain function:
+The shards are in this process too, each with its own range of the vector, so the results
+are those of a cluster. The optimizers are tested this way, and it minimizes plain functions:
 
     def bowl(x):
         return float(x @ x), 2.0 * x
@@ -39,14 +38,14 @@ Doubles = NDArray[np.float64]
 Function = Callable[[Doubles], tuple[float, Doubles]]
 """From a point to loss and gradient, both of shape (n,)."""
 FunctionOfExamples = Callable[[Doubles, Examples | None], tuple[float, Doubles, int]]
-"""From a point and examples to mean loss, its gradient, and how many they were."""
+"""From a point and examples to mean loss, its gradient, and the number of examples."""
 
 
 class Runnable(Protocol):
     """The settings of a method."""
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `IterationDone.state`."""
+        """Run from "parameters", or resume from `IterationDone.state`."""
         ...
 
 
@@ -58,13 +57,13 @@ def minimize_flat(
     n_shards: int = 1,
     callback: Callable[[IterationDone], bool] | None = None,
 ) -> tuple[Doubles, Result]:
-    """Return the best point found, and how the run ended.
+    """Return the best point found, of shape (n,), and how the run ended.
 
     Args:
         function: Returns loss and gradient; either may be NaN or infinite.
         x0: (n,) where to begin.
         method: Settings of a method, as in `LBFGS(n_history=20)`.
-        n_shards: How many ranges the vector is cut into.
+        n_shards: Number of ranges the vector is divided into.
         callback: Called with each accepted point; returns whether to stop.
 
     Raises:
@@ -82,12 +81,7 @@ def minimize_flat(
 
 @final
 class Local:
-    """S shards in one process, and what answers requests with them.
-
-    Attributes:
-        n_requests: How many of each kind were answered.
-        vectors: What an `IterationDone` said last that a run needs to go on.
-    """
+    """Shards in one process, and the driver that answers requests with them."""
 
     def __init__(
         self,
@@ -98,7 +92,7 @@ class Local:
         dtype: ElementType = "float64",
         callback: Callable[[IterationDone], bool] | None = None,
     ) -> None:
-        # As many tensors as shards, so that even a short vector lies on all of them.
+        # As many tensors as shards, so that even a short vector is on all of them.
         self._cuts = np.linspace(0, len(x0), n_shards + 1).astype(int).tolist()
         specs = [
             TensorSpec(name=f"{k:06}", shape=(stop - start,))
@@ -108,22 +102,22 @@ class Local:
         self._function = function
         self._callback = callback
         self._n = len(x0)
+        # The vectors of each shard.
         self.algebras = [VectorStore(self._layout, k) for k in range(n_shards)]
+        # Number of requests answered, by kind.
         self.n_requests = {VectorOps: 0, Evaluate: 0, IterationDone: 0}
         self.put("parameters", x0)
 
     def run(self, steps: Steps[Result]) -> Result:
-        """Answer requests until the algorithm returns."""
         try:
             request = next(steps)
             while True:
                 request = steps.send(self.answer(request))
-        except StopIteration as end:  # at once, if it goes on where it had ended
+        except StopIteration as end:  # at once, if a finished run is resumed
             result: Result = end.value
             return result
 
     def answer(self, request: Request) -> Reply:
-        """Return what the algorithm is sent back."""
         self.n_requests[type(request)] += 1
         match request:
             case VectorOps(commands=commands):
@@ -134,32 +128,27 @@ class Local:
                 return self._callback is not None and self._callback(request)
 
     def perform(self, commands: tuple[Command, ...]) -> Scalars:
-        """Perform a batch on every shard; return what it measured."""
         answers = [algebra.perform(commands) for algebra in self.algebras]
         return combine(commands, answers)
 
     def get(self, name: VectorName) -> Doubles:
-        """Return a whole vector."""
         whole = torch.zeros(self._n, dtype=torch.float64)
         for k, algebra in enumerate(self.algebras):
             self._layout.scatter(k, self._padded(k, algebra.vector(name)), self._tensors(whole))
         return whole.numpy()
 
     def put(self, name: VectorName, values: Doubles) -> None:
-        """Set a whole vector."""
         whole = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
         for k, algebra in enumerate(self.algebras):
             self._layout.gather(k, self._tensors(whole), self._padded(k, algebra.vector(name)))
 
     def export(self, names: tuple[VectorName, ...]) -> list[Mapping[str, Vector]]:
-        """Return copies of these vectors, per shard."""
         return [
             {name: vector.copy() for name, vector in algebra.export(names).items()}
             for algebra in self.algebras
         ]
 
     def restore(self, saved: list[Mapping[str, Vector]]) -> None:
-        """Hold these vectors and no others."""
         for algebra, vectors in zip(self.algebras, saved, strict=True):
             algebra.restore(vectors)
 
@@ -167,7 +156,7 @@ class Local:
         return [whole[start:stop] for start, stop in pairwise(self._cuts)]
 
     def _padded(self, k: int, vector: Vector) -> Vector:
-        """Return the shard's whole vector: here there are no buffers."""
+        # Without buffers a shard's vector is its whole range.
         assert vector.shape == (self._layout.shard_size(k),)
         return vector
 

@@ -1,12 +1,14 @@
-"""One machine of a replica of several, in a Sandblaster job: the role "replica-R.M".
+"""Batch worker of one rank of a model-parallel replica: the role "replica-R.M".
 
-Within it is a machine as any algorithm has them (`distbelief.worker.partition`),
-whose duty is to sum (`part_sums`). This role hears besides what only Sandblaster says:
+A `PartitionWorker` computes; its objective here is to sum gradients of chunks. This role
+adds the messages that only Sandblaster has:
 
-    coordinator -> leader    Assignment      for its foreman
-    leader -> machine        Gather          which set the life is about, too
-                             PushChunk        for the sums
-    machine -> leader        ChunkStaged      for the foreman; now and then, too: I live
+    coordinator -> leader    Assignment     for its group tasks
+    leader -> rank           StartEpoch     with the chunk of the generation
+                             PushChunk      push the sum of an attempt
+    rank -> leader           ChunkStaged    all shards hold this rank's part; repeated
+
+A rank pushes each sum once, under one commit token.
 """
 
 import math
@@ -54,22 +56,16 @@ from distbelief.worker.group import Install, Vote
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.partition import PartitionWorker, RankMessage
 from sandblaster.chunks import COORDINATOR
-from sandblaster.group_tasks import TIMER as FOREMAN_TIMER, ChunkBatchPlan, GroupTasks
+from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, GroupTasks
 from sandblaster.worker import ChunkSum
 
 
-# The sums that a machine of a replica has, and their way to its shards.
-#
-# kept --> granted --> in the lane --> pushed --> staged: every shard holds it
-#   |         |
-#   +---------+--> not named any more: dropped
-#
-# A sum is pushed once, under one grant, and is given up then: its memory is the slot's.
+# --- pushes ---
 
 PUSH: Final = "machine:push"
 
-N_TOLD: Final = 32
-"""Grants whose staging is told of again: more than can be open."""
+N_STAGED_REPEATED: Final = 32
+"""Tokens that each `ChunkStaged` repeats: more than can be open at once."""
 
 Key = tuple[int, int]  # epoch, attempt
 
@@ -77,316 +73,292 @@ Key = tuple[int, int]  # epoch, attempt
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptChunk:
-    """This machine's part of the sum of one set."""
+    """This rank's part of the sum of one chunk."""
 
     total: ChunkSum
-    n_portions: int
+    n_mini_batches: int
     n_examples: int
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pushing:
-    """What is laid into the slots."""
-
+class _PushInFlight:
     grant: int
     kept: KeptChunk
 
 
 @final
 class ChunkPushes:
-    """What is kept, and what was granted of it.
+    """Holds the sums of a rank and pushes those that have a commit token.
+
+        kept --> token --> staging --> pushed --> staged: all shards hold it
+          |        |
+          +--------+--> no longer named: dropped
 
     Args:
-        client: Of the shards that it is pushed to.
-        n_bytes: Of one sum.
-        has_parts: Whether the machine keeps anything at all.
-
-    Attributes:
-        staged: Grants whose parts every shard holds, the newest last.
+        client: Client of the shards that hold this rank's parameters.
+        n_bytes: Bytes of one sum.
+        has_parts: Whether this rank holds any parameters.
     """
 
     def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
-        self.staged: deque[int] = deque(maxlen=N_TOLD)
+        # Tokens whose parts all shards hold, the newest last.
+        self.staged: deque[int] = deque(maxlen=N_STAGED_REPEATED)
         self._client = client
         self._n_bytes = n_bytes
         self._has_parts = has_parts
         self._sums: dict[Key, KeptChunk] = {}
-        self._to_push: dict[int, Key] = {}  # by grant, the oldest first
-        self._pushing: _Pushing | None = None  # in the lane
+        self._to_push: dict[int, Key] = {}  # by token, the oldest first
+        self._pushing: _PushInFlight | None = None  # in the executor
         self._pushed: deque[int] = deque()  # not acknowledged
-        self._news = False
+        self._has_new_staged = False
         self._has_work = False
 
     def __len__(self) -> int:
         return len(self._sums)
 
     def keep(self, key: Key, kept: KeptChunk) -> None:
-        """A sum is whole."""
         self._sums[key] = kept
 
     def retain(self, keys: Collection[Key]) -> None:
-        """Drop all others: nobody may ask for them any more."""
         self._sums = {key: one for key, one in self._sums.items() if key in keys}
 
-    def grant(self, message: PushChunk) -> None:
-        """Let what there is of this try be pushed, unless that was done."""
+    def request_push(self, message: PushChunk) -> None:
+        # The leader repeats `PushChunk`: a sum is pushed once for each token.
         key, grant = (message.epoch, message.attempt), message.grant
         known = grant in self.staged or grant in self._pushed or grant in self._to_push
         is_under_way = self._pushing is not None and self._pushing.grant == grant
         if known or is_under_way or key not in self._sums:
             return
+        # A rank without parameters has nothing to push: its part counts as staged.
         if not self._has_parts:
             del self._sums[key]
             self.staged.append(grant)
-            self._news = True
+            self._has_new_staged = True
             return
         self._to_push[grant] = key
         self._has_work = True
 
     def stage(self) -> Sequence[Action]:
-        """Lay what was granted into slots, once one is free on every shard."""
+        """Start to stage the next sum that has a token, once every shard has a free slot."""
         self._to_push = {g: key for g, key in self._to_push.items() if key in self._sums}
         client = self._client
         if not self._to_push or not (client.ready and client.can_push):
             return []
         grant = next(iter(self._to_push))
         kept = self._sums.pop(self._to_push.pop(grant))
-        self._pushing = _Pushing(grant, kept)
+        self._pushing = _PushInFlight(grant, kept)
         stage = client.stage(kept.total.gradients, kept.total.values)
         return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._n_bytes))]
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Send what lies in the slots now."""
         if event.name != PUSH or self._pushing is None:
-            raise LocalProtocolError(f"nobody asked for {event.name!r}")
+            raise LocalProtocolError(f"unexpected result of {event.name!r}")
         result = event.result
         assert isinstance(result, PushResult), result
         pushing, self._pushing = self._pushing, None
         if not result.finite:  # it was when it was summed
-            raise JobError(f"not finite when it was pushed: {result.culprits}")
+            raise JobError(f"a chunk's sum is not finite when it is pushed: {result.culprits}")
         self._pushed.append(pushing.grant)
         return self._client.staged(
             result,
-            n_gradients=pushing.kept.n_portions,
+            n_gradients=pushing.kept.n_mini_batches,
             samples=pushing.kept.n_examples,
             grant=pushing.grant,
             now=now,
         )
 
-    def has_news(self) -> bool:
-        """Return whether more parts are staged than when this was asked last."""
+    def has_new_staged(self) -> bool:
+        """Return whether more parts are staged than at the last call."""
         while len(self._pushed) > self._client.unacknowledged:
             self.staged.append(self._pushed.popleft())
-            self._news = True
-        news, self._news = self._news, False
+            self._has_new_staged = True
+        news, self._has_new_staged = self._has_new_staged, False
         return news
 
     def has_work(self) -> bool:
-        """Return whether there is more to push than when this was asked last."""
+        """Return whether there is more to push than at the last call."""
         has_work, self._has_work = self._has_work, False
         return has_work
 
 
-# What a machine of a replica computes for: its part of the sums of sets.
-#
-#     a life begins     of one set; sums that nobody may ask for any more are dropped
-#     its first step    parameters are fetched, if those of another evaluation are here
-#     each step         a portion: its gradients are added to the sum
-#     the last          the sum is kept; all are told whether it is finite
-#     push              what was granted is pushed, between two steps
-#
-# As with a whole replica (`portion_sums`) the sum of a set depends on its portions and
-# the parameters alone: running averages begin each set as they were fetched, and
-# gradients are added in the order of positions. So every try at a set is worth the same.
+# --- sums ---
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Keeping:
-    """What a machine keeps, item by item.
+class RankItems:
+    """The items (parameters and buffers) that a rank holds."""
 
-    Attributes:
-        sizes: Elements of each.
-        buffers: Those that are no parameters: pushed as they are.
-        counts: By item of a running average, the item that counts its steps.
-        shards: Those that hold something of them.
-        dtype: Of all of them.
-    """
-
-    sizes: Sequence[int]
-    buffers: Sequence[int]
-    counts: Mapping[int, int]
-    shards: Sequence[int]
-    dtype: torch.dtype
+    sizes: Sequence[int]  # number of elements of each item
+    buffers: Sequence[int]  # items that are not parameters: pushed as they are, not summed
+    counts: Mapping[int, int]  # item of a running average -> item that counts its steps
+    shards: Sequence[int]  # shards that hold any of the items
+    dtype: torch.dtype  # element type of all items
 
 
 @final
 class ChunkObjective:
-    """Sums; see `distbelief.worker.group.Objective`.
+    """Sums gradients of a rank over a chunk; see `distbelief.worker.group.Objective`.
+
+    The sum depends on the mini-batches and the parameters alone, so every attempt at a chunk
+    gives the same bits.
 
     Args:
-        keeping: What the machine keeps.
-        client: Of the shards that hold it.
-        course: The portions.
-        foreman: What it does besides, if it leads.
-
-    Attributes:
-        values: Flat, one per item.
-        pushes: Of the sums that are whole.
+        items: What the rank holds.
+        client: Client of the shards that hold the items.
+        plan: The mini-batches of the chunk.
+        group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
     """
 
     def __init__(
         self,
-        keeping: Keeping,
+        items: RankItems,
         *,
         client: ParameterClient,
-        course: ChunkBatchPlan,
-        foreman: GroupTasks | None,
+        plan: ChunkBatchPlan,
+        group_tasks: GroupTasks | None,
     ) -> None:
-        self.values = [torch.zeros(size, dtype=keeping.dtype) for size in keeping.sizes]
-        self._keeping = keeping
+        # Flat tensors, one per item.
+        self.values = [torch.zeros(size, dtype=items.dtype) for size in items.sizes]
+        self._items = items
         self._client = client
-        self._course = course
-        self._foreman = foreman
+        self._plan = plan
+        self._group_tasks = group_tasks
         n_bytes = float(sum(value.nbytes for value in self.values))
+        # Completed sums on their way to the shards.
         self.pushes = ChunkPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
-        self._installed: tuple[int, int] | None = None  # which evaluation's parameters
+        self._installed: tuple[int, int] | None = None  # evaluation of the parameters
         self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
-        self._opened = False  # the first step of this life
+        self._opened = False  # whether this generation's first step has begun
         self._n_computed = 0
-        # Of the step under way, for the lane.
+        # Of the step in progress; the executor uses them.
         self._accrued: list[torch.Tensor | None] = []
-        self._owned: set[int] = set()  # sums that are nobody else's memory
+        self._owned: set[int] = set()  # items whose sum shares no memory
         self._gradients: dict[int, torch.Tensor] = {}
-        self._portion = BatchSlice(life=0, step=0)
-        self._chosen: BatchIndices | None = None
+        self._mini_batch = BatchSlice(life=0, step=0)
+        self._indices: BatchIndices | None = None
         self._key: Key = (0, 0)
         self._is_last = False
         self._done: tuple[Key, KeptChunk] | None = None
         self._blame: str | None = None
 
-    # ------------------------------------------------------------------------ the life
+    # --- generations ---
 
     @property
     def pushed(self) -> int | None:
-        """None: where a life begins, its order says."""
-        return None
+        return None  # the leader's order gives the position where a generation begins
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing hinders a new life: pushes do not."""
-        return True
+        return True  # pushes in flight do not hinder a new generation
 
     @property
     def is_due(self) -> bool:
-        """Whether it has to wait: a push waits for its slot, nothing else does."""
-        return False
+        return False  # only a push waits, for its slot
 
     @property
     def clock(self) -> float | None:
-        """None: versions are compared, not clocks."""
-        return None
+        return None  # versions are compared, not clocks
 
     def begin(self, position: int, now: Seconds) -> None:
-        """A life begins: of the sums keep those that it names."""
         del position, now
         self._collect()
         self._opened = False
-        order = self._course.order
+        order = self._plan.order
         if order is None:
             return
+        # Nobody can ask for the other sums any more.
         self.pushes.retain({(order.epoch, attempt) for attempt in order.keeps})
         if (order.epoch, order.evaluation) != self._installed:
             self._installed = None
 
     def drop(self) -> None:
-        """Give up the step under way; the lane is idle."""
         self._collect()
         self._gradients = {}
         self._accrued = []
 
     def _collect(self) -> None:
-        """Keep what the lane has done; the lane may go on meanwhile."""
+        # The executor leaves a completed sum here; it may already run the next step.
         done, self._done = self._done, None
         if done is not None:
             self.pushes.keep(*done)
 
-    # ----------------------------------------------------------------------- the fetch
+    # --- fetches ---
 
     def may_fetch(self, *, ahead: bool) -> bool:
-        """Return whether a fetch may begin now: not while values are in use."""
-        return not ahead
+        return not ahead  # values are in use until the last step ends
 
     def fetches_at(self, step: int) -> bool:
-        """Return whether this step begins with a fetch: once for an evaluation."""
-        return step == 0 and self._course.order is not None and self._installed is None
+        return step == 0 and self._plan.order is not None and self._installed is None
 
     def installing(self, work: Install) -> Install:
-        """Return the work of an install as it is."""
         return work
 
     def fetched(self, seconds: Seconds) -> bool:
-        """A fetch was installed; return whether it is of the evaluation (DB-16)."""
+        """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
         del seconds
-        order = self._course.order
+        order = self._plan.order
         assert order is not None
         wanted = tuple(
             (version.incarnation, version.clock)
             for index, version in enumerate(order.versions)
-            if index in self._keeping.shards
+            if index in self._items.shards
         )
         if self._client.versions != wanted:
             return False
         self._installed = order.epoch, order.evaluation
-        self._fetched = [self.values[item].clone() for item in self._keeping.buffers]
+        self._fetched = [self.values[item].clone() for item in self._items.buffers]
         return True
 
-    # ------------------------------------------------------------------------ the step
+    # --- steps ---
 
-    def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
-        """Begin a portion; return what takes its gradients."""
-        order = self._course.order
+    def open(self, step: int, chosen: BatchIndices, mini_batch: BatchSlice) -> Put:
+        """Begin a mini-batch; return the function that takes its gradients."""
+        order = self._plan.order
         assert order is not None
         if step == 0:
             self._opened = True
             self._key = order.epoch, order.attempt
             self._accrued = [None] * len(self.values)
             self._owned.clear()
-            for item, fetched in zip(self._keeping.buffers, self._fetched, strict=True):
+            # Running averages of each chunk start from the fetched buffers.
+            for item, fetched in zip(self._items.buffers, self._fetched, strict=True):
                 self.values[item].copy_(fetched)
         self._gradients = {}
-        self._portion, self._chosen = portion, chosen
-        self._is_last = self._course.is_last(step)
+        self._mini_batch, self._indices = mini_batch, chosen
+        self._is_last = self._plan.is_last(step)
         return self._gradients.__setitem__
 
     def close(self, found: StepResult) -> Vote | None:
-        """Add a portion to the sum; after the last, say whether it is finite. Work."""
+        """Add a mini-batch to the sum (in the executor); after the last, vote if it is finite."""
         for item, gradient in self._gradients.items():
             self._add(item, gradient)
         self._gradients = {}
         self._average(found)
-        assert self._chosen is not None
-        self._n_computed += len(self._chosen.indices)
+        assert self._indices is not None
+        self._n_computed += len(self._indices.indices)
         if found.loss is not None and not math.isfinite(found.loss):
             self._find_blame()
         if not self._is_last:
             return None
-        order = self._course.order
+        order = self._plan.order
         assert order is not None
         accrued, self._accrued = self._accrued, []
         total = ChunkSum(tuple(accrued), self._values())
         finite = is_finite(
             dict(enumerate(tensor for tensor in accrued if tensor is not None))
-        ) and is_finite({item: total.values[item] for item in self._keeping.buffers})
+        ) and is_finite({item: total.values[item] for item in self._items.buffers})
         if not finite:
             self._find_blame()
-            return Vote(square=math.nan, settle=_nothing, cost=Cost())
+            return Vote(square=math.nan, settle=_ignore_vote, cost=Cost())
         kept = KeptChunk(
-            total=total, n_portions=self._course.n_steps(order), n_examples=order.stop - order.start
+            total=total,
+            n_mini_batches=self._plan.n_steps(order),
+            n_examples=order.stop - order.start,
         )
         self._done = self._key, kept
-        return Vote(square=0.0, settle=_nothing, cost=Cost())
+        return Vote(square=0.0, settle=_ignore_vote, cost=Cost())
 
     def _add(self, item: int, gradient: torch.Tensor) -> None:
         before = self._accrued[item]
@@ -395,91 +367,83 @@ class ChunkObjective:
         elif item in self._owned:
             before.add_(gradient)
         else:
-            # The first may share memory with another gradient: added to a copy.
+            # The first gradient may share memory with another one: add to a copy.
             self._accrued[item] = before + gradient
             self._owned.add(item)
 
     def _average(self, found: StepResult) -> None:
-        """Let running averages, and counts of their steps, be what they are now."""
         for item, value in found.averages.items():
             self.values[item].copy_(value.reshape(-1))
-            if item in self._keeping.counts:
-                self.values[self._keeping.counts[item]] += 1
+            if item in self._items.counts:
+                self.values[self._items.counts[item]] += 1
 
     def _values(self) -> list[torch.Tensor]:
         values = list(self.values)
-        for item in self._keeping.buffers:
+        for item in self._items.buffers:
             values[item] = values[item].clone()
         return values
 
     def _find_blame(self) -> None:
-        row = bad_sample(self._portion)
-        if row is not None and self._chosen is not None:
+        row = bad_sample(self._mini_batch)
+        if row is not None and self._indices is not None:
             self._blame = (
-                f"[data.train] sample {int(self._chosen.indices[row])} has NaN or "
-                "infinite values: mend or leave out such samples"
+                f"[data.train] sample {int(self._indices.indices[row])} has NaN or "
+                "infinite values: fix or remove such samples"
             )
 
     def closed(
         self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
-        """Keep a sum that is whole; tell who is to blame for one that is not finite."""
         del result, found, chosen, now
         self._collect()
         blame, self._blame = self._blame, None
         return [] if blame is None else [Report(text=blame, level="warning")]
 
-    # ------------------------------------------------------------------------ the push
+    # --- pushes ---
 
     def push(self, message: PushChunk) -> None:
-        """Push what there is of this try under this grant, unless that was done."""
         self._collect()
-        self.pushes.grant(message)
+        self.pushes.request_push(message)
 
     def work(self, *, final: bool) -> Sequence[Action]:
-        """Stage what was granted, once there is a free slot on every shard."""
         return [] if final else self.pushes.stage()
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Send what lies in the slots now."""
         return self.pushes.computed(event, now)
 
-    # ---------------------------------------------------------------------- the leader
+    # --- on the leader ---
 
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
-        """Obey the supervisor, if this machine leads."""
-        assert self._foreman is not None
-        return self._foreman.command(leader, message, now)
+        assert self._group_tasks is not None
+        return self._group_tasks.command(leader, message, now)
 
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
-        """Begin the next life, if there is one to begin."""
-        assert self._foreman is not None
+        """Begin the next generation, if there is a chunk to compute; `final` ends the reports."""
+        assert self._group_tasks is not None
         if final:
             return [], []
-        actions, out = self._foreman.report(leader, now, has_opened=self._opened)
-        others: Outgoing = []
-        for machine, message in out:
-            if isinstance(message, PushChunk) and machine == 0:
+        actions, out = self._group_tasks.report(leader, now, has_opened=self._opened)
+        messages: Outgoing = []
+        for rank, message in out:
+            if isinstance(message, PushChunk) and rank == 0:
                 self.push(message)
             else:
-                others.append((machine, message))
-        return actions, others
+                messages.append((rank, message))
+        return actions, messages
 
     def figures(self) -> Mapping[str, float]:
-        """Return counters."""
         return {"samples": float(self._n_computed), "sets_held": float(len(self.pushes))}
 
 
-def _nothing(square: float, sample: int | None) -> None:
-    """Do nothing with what all have agreed on: the leader knows."""
+def _ignore_vote(square: float, sample: int | None) -> None:
     del square, sample
 
 
-SAY: Final = "split:say"
+STAGED_TIMER: Final = "rank:report"
 
 
 BatchRankMessage = Assignment | ChunkStaged | PushChunk | RankMessage
@@ -487,35 +451,35 @@ BatchRankMessage = Assignment | ChunkStaged | PushChunk | RankMessage
 
 @final
 class PartitionedBatchWorker:
-    """The role "replica-R.M".
+    """The role "replica-R.M" of a Sandblaster job.
 
     Args:
-        machine: Which computes.
-        names: Of all machines of the replica, its leader first.
-        course: Of the machine.
-        sums: Its duty.
-        foreman: If it leads.
-        retry_seconds: After which it says again how it stands.
+        worker: Computes the steps of this rank.
+        names: Addresses of all ranks of the replica, the leader first.
+        plan: The batch plan of this rank.
+        objective: Sums the gradients.
+        group_tasks: On the leader: its side of the coordinator's protocol.
+        retry_seconds: Seconds after which the staged tokens are reported again.
     """
 
     accepts: Final = message_types(BatchRankMessage)
 
     def __init__(
         self,
-        machine: PartitionWorker,
+        worker: PartitionWorker,
         *,
         names: Sequence[Address],
-        course: ChunkBatchPlan,
-        sums: ChunkObjective,
-        foreman: GroupTasks | None,
+        plan: ChunkBatchPlan,
+        objective: ChunkObjective,
+        group_tasks: GroupTasks | None,
         retry_seconds: Seconds,
     ) -> None:
-        self._machine = machine
+        self._worker = worker
         self._names = names
-        self._places = {name: index for index, name in enumerate(names)}
-        self._course = course
-        self._sums = sums
-        self._foreman = foreman
+        self._ranks = {name: index for index, name in enumerate(names)}
+        self._plan = plan
+        self._objective = objective
+        self._group_tasks = group_tasks
         self._retry_seconds = retry_seconds
         self._is_over = False
 
@@ -528,85 +492,84 @@ class PartitionedBatchWorker:
         """
         if self._is_over:
             return []
-        actions = [*self._happened(event, now)]
-        if self._sums.pushes.has_work():
-            actions += self._machine.wake(now)
-        if self._sums.pushes.has_news():
-            actions += self._tell(now)
+        actions = [*self._dispatch(event, now)]
+        if self._objective.pushes.has_work():
+            actions += self._worker.wake(now)
+        if self._objective.pushes.has_new_staged():
+            actions += self._report_staged(now)
         if any(isinstance(action, Exit) for action in actions):
             self._is_over = True
-        elif self._foreman is not None:
-            actions += self._foreman.words(now)
+        elif self._group_tasks is not None:
+            actions += self._group_tasks.due_report(now)
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and its counters."""
-        return self._machine.status()
+        return self._worker.status()
 
-    # -------------------------------------------------------------------------- events
-
-    def _happened(self, event: Event, now: Seconds) -> Sequence[Action]:
+    def _dispatch(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
             case Started():
                 return self._start(event, now)
             case Received():
                 return self._receive(event, now)
-            case TimerFired(name=name) if name == SAY:
-                return self._tell(now)
-            case TimerFired(name=name) if name == FOREMAN_TIMER:
-                return self._say_again(now)
+            case TimerFired(name=name) if name == STAGED_TIMER:
+                return self._report_staged(now)
+            case TimerFired(name=name) if name == GROUP_TIMER:
+                return self._resend(now)
             case PeerJoined(peer=peer) if peer == COORDINATOR:
-                if self._foreman is not None:
-                    self._foreman.ask()
+                if self._group_tasks is not None:
+                    self._group_tasks.request_report()
                 return []
             case _:
-                return self._machine.handle(event, now)
+                return self._worker.handle(event, now)
 
     def _start(self, event: Started, now: Seconds) -> Sequence[Action]:
-        if self._foreman is not None:
-            self._foreman.start(event.incarnation)
-            return self._machine.handle(event, now)
-        return [*self._machine.handle(event, now), *self._tell(now)]
+        if self._group_tasks is not None:
+            self._group_tasks.start(event.incarnation)
+            return self._worker.handle(event, now)
+        return [*self._worker.handle(event, now), *self._report_staged(now)]
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
-        message, machine = event.message, self._places.get(event.sender)
-        if self._foreman is not None and machine is not None:
-            self._foreman.heard(machine, now)
+        message, rank = event.message, self._ranks.get(event.sender)
+        if self._group_tasks is not None and rank is not None:
+            self._group_tasks.note_alive(rank, now)
         match message:
-            case Assignment() if self._foreman is not None:
-                self._foreman.take(message)
-                return self._machine.wake(now)
-            case ChunkStaged() if self._foreman is not None and machine is not None:
-                self._foreman.staged(machine, message.grants)
-                return self._machine.wake(now)
-            case PushChunk() if machine == 0:
-                self._sums.push(message)
-                return self._tell(now) if message.grant in self._sums.pushes.staged else []
-            case StartEpoch() if machine == 0:
-                self._course.know(message.life, message.order)
-                return self._machine.handle(event, now)
+            case Assignment() if self._group_tasks is not None:
+                self._group_tasks.take(message)
+                return self._worker.wake(now)
+            case ChunkStaged() if self._group_tasks is not None and rank is not None:
+                self._group_tasks.staged(rank, message.grants)
+                return self._worker.wake(now)
+            case PushChunk() if rank == 0:
+                self._objective.push(message)
+                return (
+                    self._report_staged(now)
+                    if message.grant in self._objective.pushes.staged
+                    else []
+                )
+            case StartEpoch() if rank == 0:
+                self._plan.set_order(message.life, message.order)
+                return self._worker.handle(event, now)
             case _:
-                return self._machine.handle(event, now)
+                return self._worker.handle(event, now)
 
-    # --------------------------------------------------------------------------- words
+    # --- reports ---
 
-    def _tell(self, now: Seconds) -> Sequence[Action]:
-        """Tell the leader, who may be this machine, what is staged."""
-        grants = tuple(self._sums.pushes.staged)
-        if self._foreman is not None:
-            self._foreman.staged(0, grants)
-            return self._machine.wake(now)
+    def _report_staged(self, now: Seconds) -> Sequence[Action]:
+        grants = tuple(self._objective.pushes.staged)
+        if self._group_tasks is not None:
+            self._group_tasks.staged(0, grants)
+            return self._worker.wake(now)
         staged = ChunkStaged(grants=grants)
-        again = SetTimer(name=SAY, at=now + self._retry_seconds)
-        return [Send(receiver=self._names[0], message=staged), again]
+        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
+        return [Send(receiver=self._names[0], message=staged), timer]
 
-    def _say_again(self, now: Seconds) -> Sequence[Action]:
-        """Say again, as the leader, what may have been lost."""
-        assert self._foreman is not None
+    def _resend(self, now: Seconds) -> Sequence[Action]:
+        assert self._group_tasks is not None
         actions: list[Action] = []
-        for machine, message in self._foreman.again():
-            if machine != 0:
-                actions.append(Send(receiver=self._names[machine], message=message))
+        for rank, message in self._group_tasks.resend():
+            if rank != 0:
+                actions.append(Send(receiver=self._names[rank], message=message))
             elif isinstance(message, PushChunk):
-                self._sums.push(message)
-        return [*actions, *self._machine.wake(now)]
+                self._objective.push(message)
+        return [*actions, *self._worker.wake(now)]

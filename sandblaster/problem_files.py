@@ -1,14 +1,11 @@
-"""The files from which other processes have model and data, beside a run directory.
+"""Files through which other processes get model and data, beside a run directory.
 
     runs/digits              the run
     runs/digits.problem      initial.safetensors, train.safetensors
 
-They are read again whenever a replica is started anew. So nobody else may write them
-while the run goes on: whoever calls locks them, and takes the next name if they are
-somebody's (runs/digits.2, runs/digits.2.problem).
-
-A run that goes on keeps the files it has, and a job that is refused leaves none that
-were not there before.
+Nothing is pickled. A restarted replica reads the files again, so a run locks them; a new
+run takes the next free name (runs/digits.2, runs/digits.2.problem). A resumed run keeps the
+files it has, and a refused job leaves none behind.
 """
 
 import inspect
@@ -36,14 +33,13 @@ from distbelief.task.imports import call_factory
 from distbelief.worker.local_executor import FlatModel
 
 
-# Scalars of numpy as Python's own: what users compute with, and job files hold not.
+# --- values of a job file ---
 
 
 def plain(value: object) -> object:
     """Return a value of a job file, with Python's own numbers in place of numpy's.
 
-    A numpy float is a Python float that prints as "np.float64(0.5)", an integer of
-    numpy is none of Python's.
+    A numpy float prints as "np.float64(0.5)", which no job file can hold.
     """
     match value:
         case np.generic():
@@ -56,18 +52,10 @@ def plain(value: object) -> object:
             return value
 
 
-# How other processes get what the user holds in this one, without pickle.
-#
-#     text "package.module:function"        called there
-#     a function or class of some module    its import path
-#     functools.partial(function, a=1)      its import path, and the keyword arguments
-#     a pair of tensors or arrays           a file (`tensor_files`)
-#
-# What is defined in the program itself, in a notebook or inside a function cannot be
-# imported by another process: it is refused, with what to do instead.
+# --- functions and classes ---
 
 Factory = object
-"""What makes a module or a data set, or is a loss: an import path, or the function."""
+"""Makes a module or a data set, or is a loss: an import path, or the function itself."""
 
 
 def factory_table(factory: object, *, what: str) -> dict[str, object]:
@@ -75,10 +63,10 @@ def factory_table(factory: object, *, what: str) -> dict[str, object]:
 
     Args:
         factory: An import path, a function or class, or a partial of one.
-        what: To call it in messages: "model", ...
+        what: Name for error messages: "model", ...
 
     Raises:
-        JobError: another process could not have it.
+        JobError: another process could not import it.
     """
     if isinstance(factory, str):
         return {"factory": factory}
@@ -87,7 +75,7 @@ def factory_table(factory: object, *, what: str) -> dict[str, object]:
         if wrapped.args:
             raise JobError(
                 f"minimize: {what} is a partial with positional arguments "
-                f"{wrapped.args!r}: give them by name"
+                f"{wrapped.args!r}: give them by keyword"
             )
         path = import_path(wrapped.func, what=what)
         return {"factory": path, "arguments": dict(wrapped.keywords)}
@@ -98,13 +86,13 @@ def import_path(thing: object, *, what: str) -> str:
     """Return "package.module:name" of a function or class.
 
     Raises:
-        JobError: it has none that leads back to it.
+        JobError: it has no name that leads back to it.
     """
     module_name, name = _names(thing)
     if module_name == "__main__":
         raise JobError(
-            f"minimize: {what} {name} is defined in the program itself, which other "
-            "processes cannot import: move it to a module of its own"
+            f"minimize: {what} {name} is defined in the main program, which other "
+            "processes cannot import: move it to a module"
         )
     found: object = sys.modules.get(module_name or "")
     for part in (name or "").split("."):
@@ -112,7 +100,7 @@ def import_path(thing: object, *, what: str) -> str:
     if module_name is None or found is not thing:
         raise JobError(
             f"minimize: {what} is {_shown(thing)}, which other processes cannot "
-            "import: give a function of some module, functools.partial of one, or "
+            "import: give a function of a module, functools.partial of one, or "
             "'package.module:function'"
         )
     return f"{module_name}:{name}"
@@ -129,13 +117,7 @@ def _shown(thing: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# How to build a module again in another process: its classes, and their arguments.
-#
-# A module does not tell what it was built with, but most keep each argument under its own
-# name, as all of torch's layers do: Linear(in_features=4, out_features=3, bias=False).
-# `recipe_of` collects them, builds the module again, and compares the two in all that can
-# be compared: names, shapes and types of tensors, how they print, every plain attribute
-# of every layer. If they differ in anything, the module is refused.
+# --- modules ---
 
 Recipe = dict[str, object]
 _NOT_ASKED_FOR = {"self", "device", "dtype"}
@@ -143,15 +125,18 @@ _PLAIN = (bool, int, float, str)
 
 
 def build(recipe: Recipe, dtype: str) -> nn.Module:
-    """Return the module of a recipe: the factory of job files."""
+    """Return the module of a recipe: the factory that job files name."""
     return _build(recipe).to(getattr(torch, dtype))
 
 
 def recipe_of(module: nn.Module) -> dict[str, object]:
     """Return the arguments of `build` that make a module like this one.
 
+    Most modules keep each argument under its own name, as all of torch's layers do. They are
+    collected, the module is built again, and both are compared: tensors, text and attributes.
+
     Raises:
-        JobError: it cannot be built again from what it tells of itself.
+        JobError: the rebuilt module differs, or cannot be built.
     """
     floats = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
     if len(floats) > 1:
@@ -197,7 +182,7 @@ def _recipe(module: nn.Module) -> Recipe:
 def _value(value: object, default: object, *, of: nn.Module, name: str) -> object | None:
     """Return an argument as plain data; None: leave it out, its default is meant."""
     if isinstance(default, bool) and not isinstance(value, bool):
-        value = value is not None  # "bias" is asked for as a bool, kept as a tensor
+        value = value is not None  # "bias" is given as a bool, kept as a tensor
     if value is None and default is None:
         return None
     plain = list(value) if isinstance(value, tuple) else value
@@ -250,9 +235,7 @@ def _refusal(module: nn.Module, why: str) -> JobError:
     )
 
 
-# Data that the user holds as tensors, as a file that all replicas map.
-#
-# Mapped, not read: on one host they share one copy of it.
+# --- data ---
 
 
 @final
@@ -278,12 +261,11 @@ class TensorPairs:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All inputs, all targets."""
         return self._inputs, self._targets
 
     @property
     def fingerprint(self) -> str:
-        """Of all values: a run is resumed on the same data only."""
+        """Checksum of all values: a run resumes on the same data only."""
         parts = (self._inputs, self._targets)
         value = 0
         for part in parts:
@@ -293,13 +275,14 @@ class TensorPairs:
 
 
 def pairs(path: str) -> TensorPairs:
-    """Return the data set in this file: the factory of job files."""
+    """Return the data set in this file, memory-mapped: the factory that job files name."""
+    # Mapped, not read: the processes of one host share one copy.
     tensors = load_file(path)
     return TensorPairs(tensors["inputs"], tensors["targets"])
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor] | None:
-    """Return what is in a file, or None if it is not there, or damaged."""
+    """Return what is in a file, or None if it does not exist or is damaged."""
     try:
         return load_file(path)
     except (OSError, SafetensorError):
@@ -307,12 +290,10 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 def as_pair(data: object) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return inputs and targets, if that is what the data are; else None.
-
-    They are as a file has them: contiguous, without gradients, in ordinary memory.
+    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None.
 
     Raises:
-        JobError: they are, but cannot be used.
+        JobError: they are arrays or tensors, but cannot be used.
     """
     if isinstance(data, TensorDataset):
         data = data.tensors
@@ -324,16 +305,15 @@ def as_pair(data: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     if inputs.ndim < 1 or targets.ndim < 1 or len(inputs) != len(targets):
         raise JobError(
             f"minimize: data are inputs of shape {tuple(inputs.shape)} and targets of "
-            f"shape {tuple(targets.shape)}: there must be as many of both"
+            f"shape {tuple(targets.shape)}: give as many inputs as targets"
         )
     return inputs, targets
 
 
 def write_pairs(path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Write inputs and targets, as `as_pair` returns them, to `path`."""
     inputs, targets = pair
     if inputs.data_ptr() == targets.data_ptr():
-        targets = targets.clone()  # the file must not hold one memory twice
+        targets = targets.clone()  # safetensors refuses tensors that share memory
     save_file({"inputs": inputs, "targets": targets}, path)
 
 
@@ -343,8 +323,8 @@ def _tensor(part: object) -> torch.Tensor | None:
             return torch.from_numpy(np.ascontiguousarray(part))
         except TypeError:
             raise JobError(
-                f"minimize: data is an array of {part.dtype}, of which torch has no "
-                "tensors: make numbers of it"
+                f"minimize: data is an array of {part.dtype}, which torch does not have: "
+                "convert it to numbers"
             ) from None
     if not isinstance(part, torch.Tensor):
         return None
@@ -358,27 +338,26 @@ _LOCK: Final = "lock"
 
 
 def problem_of(directory: Path) -> Path:
-    """Return where the files of a run lie."""
+    """Return the directory of the files of a run."""
     return directory.with_name(f"{directory.name}.problem").absolute()
 
 
 @contextmanager
 def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
-    """Be the only one who writes the files of a run, in a `with` block.
+    """Lock the files of a run, in a `with` block.
 
-    If the block ends by an exception before the run has begun, what was written there
-    is removed.
+    If the block raises before the run has begun, the files written in it are removed.
 
     Args:
         wanted: Run directory.
-        resumes: Go on with the run that is there. Otherwise it gets a new directory:
-            this one, or the next free one of that name.
+        resumes: Resume the run that is there. Otherwise use a new directory: this one, or
+            the next free one of that name.
 
     Yields:
         The run directory.
 
     Raises:
-        StorageError: the run that is to go on is running; or there is no free name.
+        StorageError: the run to resume is running, or there is no free name.
     """
     if resumes:
         with RunDirectory.take(_made(problem_of(wanted))), _nothing_if_refused(wanted):
@@ -395,7 +374,7 @@ def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
         except StorageError:
             continue  # another call is about to begin there
         with lock:
-            # Whoever was refused has removed its lock: then this is of a removed file.
+            # A call that was refused removes its lock file: ours may be of a removed file.
             if lock.writer_pid() == os.getpid() and not _is_taken(directory):
                 with _nothing_if_refused(directory):
                     yield directory
@@ -418,10 +397,7 @@ def _made(problem: Path) -> Path:
 
 @contextmanager
 def _nothing_if_refused(directory: Path) -> Iterator[None]:
-    """Remove what is new among the files of a run that did not begin.
-
-    It has begun once its job file is written: until then the job is only tried out.
-    """
+    # A run has begun once its job file is written; until then the job is only tried.
     problem = problem_of(directory)
     new = [file for name in _FILES if not (file := problem / name).exists()]
     before = _job_written(directory)
@@ -429,7 +405,7 @@ def _nothing_if_refused(directory: Path) -> Iterator[None]:
         yield
     except BaseException:
         if _job_written(directory) == before:
-            with suppress(OSError):  # there is an error to be told already
+            with suppress(OSError):  # the first error is the one to report
                 for file in new:
                     file.unlink(missing_ok=True)
                 if [file.name for file in problem.iterdir()] == [_LOCK]:
@@ -439,7 +415,7 @@ def _nothing_if_refused(directory: Path) -> Iterator[None]:
 
 
 def _job_written(directory: Path) -> tuple[int, int] | None:
-    """Return what changes whenever the job file of a run is replaced."""
+    # These change whenever the job file is replaced.
     try:
         found = RunDirectory(directory, lock=None).job_file.stat()
     except OSError:
@@ -449,14 +425,14 @@ def _job_written(directory: Path) -> tuple[int, int] | None:
 
 @final
 class Problem:
-    """Model and data of one run, as tables of its job and as the files those name.
+    """Model and data of one run, as tables of its job and as the files that they name.
 
     Args:
-        model: What `minimize` is given.
-        data: Likewise.
+        model: As in `minimize`.
+        data: As in `minimize`.
 
     Raises:
-        JobError: one of them cannot be had in another process.
+        JobError: another process cannot get one of them.
     """
 
     def __init__(self, model: nn.Module | Factory, data: object) -> None:
@@ -474,7 +450,6 @@ class Problem:
 
     @property
     def has_files(self) -> bool:
-        """Whether there is anything to write."""
         return self._module is not None or self._pair is not None
 
     def tables(self, directory: Path) -> dict[str, object]:
@@ -494,10 +469,10 @@ class Problem:
 
         Args:
             directory: Of the run, whose files are locked.
-            resumes: Whether it goes on: then what it has stays as it is.
+            resumes: Whether the run resumes: then its files stay as they are.
 
         Raises:
-            JobError: the run cannot go on, since it began with other data.
+            JobError: the run to resume began with other data.
             StorageError: a file cannot be written.
         """
         problem = problem_of(directory)
@@ -515,12 +490,10 @@ class Problem:
 
 
 def _check_same(kept: dict[str, Tensor], pair: tuple[Tensor, Tensor], *, directory: Path) -> None:
-    """Refuse data other than those a run has."""
     was = TensorPairs(kept["inputs"], kept["targets"]).fingerprint
     now = TensorPairs(*pair).fingerprint
     if was != now:
         raise JobError(
             f"minimize: resume is {directory}, a run on other data: they were {was}, "
-            f"now they are {now}. Give those it began with, or begin a new run, with "
-            "a directory of its own"
+            f"now they are {now}. Give the same data, or use a new directory"
         )

@@ -1,18 +1,15 @@
-"""A replica whose job begins with Downpour and ends with Sandblaster, on one model.
+"""Worker that begins with Downpour and ends with Sandblaster, on one model.
 
-    here             coordinator
-      | -- Account ---> |     I am here
-      | <--- Begin ---- |     the warm start is not over: train
-      |   (Downpour)    |
-      | -- Finished --> |     my share is done, and every push of it is applied
-      | <- Assignment - |     from here on as any replica of Sandblaster
+    here                coordinator
+      | -- WorkReport ---> |    it is ready
+      | <- StartTraining - |    the warm start goes on: train
+      |   (Downpour)       |
+      | -- Finished -----> |    its share is done, and all its pushes are applied
+      | <- Assignment ---- |    from here on a batch worker
 
-Rules:
-
-* Nothing is trained before the coordinator says so: a replica that begins a new life
-  late, or a whole job that is resumed, does not move a point that is being improved.
-* One client speaks to the shards in both parts: they keep one watermark of its pushes.
-* The second part begins when nothing of the first is under way in any lane.
+Nothing is trained before the coordinator asks for it: a worker that restarts late, or a
+resumed job, must not move a point that is being optimized. Both parts share one client,
+so the shards count one sequence of pushes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,14 +38,14 @@ from sandblaster.chunks import COORDINATOR
 from sandblaster.worker import BatchWorker, BatchWorkerMessage
 
 
-_SAY = "warm:say"
+_REPORT_TIMER = "warm:report"
 
 
 class _Part(Enum):
     WAITING = "waiting for the coordinator"
     TRAINING = "training"
     ENDING = "ending the warm start"
-    PORTIONS = "computing portions"
+    CHUNKS = "computing chunks"
 
 
 WarmStartMessage = BatchWorkerMessage | ReplicaMessage
@@ -59,10 +56,10 @@ class WarmStartWorker:
     """The role `replica-INDEX` of a Sandblaster job with a warm start.
 
     Args:
-        downpour: Its first part; it waits for `StartTraining`, and ends by itself.
-        sandblaster: Its second part, with the same client and model.
+        downpour: The first part; it waits for `StartTraining`, and ends by itself.
+        sandblaster: The second part, with the same client and model.
         await_begin: Wait for `StartTraining` of the supervisor.
-        retry_seconds: After which it says again that it is here.
+        retry_seconds: Seconds after which it reports again that it is ready.
     """
 
     accepts: Final = message_types(WarmStartMessage)
@@ -82,7 +79,7 @@ class WarmStartWorker:
         self._part = _Part.WAITING
         self._stopping = False
         self._incarnation = 0
-        self._n_under_way = 0  # in the lanes, of the first part
+        self._n_under_way = 0  # works of the first part in the executors
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -95,28 +92,26 @@ class WarmStartWorker:
         match event:
             case Started():
                 self._incarnation = event.incarnation
-                actions += self._train(event, now) + self._say(now)
-            case TimerFired(name=name) if name == _SAY:
-                actions += self._say(now)
+                actions += self._train(event, now) + self._report(now)
+            case TimerFired(name=name) if name == _REPORT_TIMER:
+                actions += self._report(now)
             case PeerJoined(peer=peer) if peer == COORDINATOR:
-                actions += self._say(now) + self._forward(event, now)
+                actions += self._report(now) + self._forward(event, now)
             case Received():
                 actions += self._receive(event, now)
             case _:
                 actions += self._forward(event, now)
+        # The parts share a model: the second begins when no work of the first is left.
         if self._part is _Part.ENDING and not self._n_under_way:
             actions += self._take_over(now)
         return actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and its counters."""
         if self._part is _Part.TRAINING:
             return self._downpour.status()
-        word, counters = self._sandblaster.status()
-        is_there = self._part is _Part.PORTIONS
-        return word if is_there else self._part.value, counters
-
-    # ------------------------------------------------------------------------ events
+        state, counters = self._sandblaster.status()
+        is_there = self._part is _Part.CHUNKS
+        return state if is_there else self._part.value, counters
 
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
         from_coordinator = event.sender == COORDINATOR
@@ -124,13 +119,13 @@ class WarmStartWorker:
             case StartTraining():
                 return self._begin(event, now)
             case Assignment() if self._part is _Part.WAITING:
-                self._part = _Part.ENDING  # it is over already
+                self._part = _Part.ENDING  # the warm start is over already
                 self._sandblaster.adopt(self._incarnation)
                 return self._forward(event, now)
             case Assignment() if self._part is _Part.TRAINING:
-                return []  # it will be said again
+                return []  # the coordinator will repeat it
             case Stop() if from_coordinator and self._part is not _Part.TRAINING:
-                return []  # meant for the first part, which is over
+                return []  # for the first part, which is over
             case Stop() if not from_coordinator:
                 self._stopping = True
             case _:
@@ -140,40 +135,36 @@ class WarmStartWorker:
     def _begin(self, event: Received, now: Seconds) -> list[Action]:
         if event.sender != COORDINATOR:
             self._begun = True
-            return self._say(now)
+            return self._report(now)
         if self._part is _Part.WAITING:
             self._part = _Part.TRAINING
             return self._train(event, now)
-        return [] if self._part is _Part.TRAINING else [self._done()]
+        return [] if self._part is _Part.TRAINING else [self._finished()]
 
-    def _say(self, now: Seconds) -> list[Action]:
-        """Say that it is here, until the coordinator answers."""
+    def _report(self, now: Seconds) -> list[Action]:
         if not self._begun or self._part not in {_Part.WAITING, _Part.TRAINING}:
             return []
         here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         actions: list[Action] = [Send(receiver=COORDINATOR, message=here)]
         if self._part is _Part.WAITING:
-            actions.append(SetTimer(name=_SAY, at=now + self._retry_seconds))
+            actions.append(SetTimer(name=_REPORT_TIMER, at=now + self._retry_seconds))
         return actions
 
-    def _done(self) -> Send:
+    def _finished(self) -> Send:
         _, counters = self._downpour.status()
         return Send(receiver=COORDINATOR, message=Finished(counters=dict(counters)))
 
-    # ------------------------------------------------------------------------- parts
-
     def _forward(self, event: Event, now: Seconds) -> list[Action]:
-        """Let the part that is on handle an event."""
         if isinstance(event, Computed) and self._n_under_way:
             self._n_under_way -= 1
             if self._part is _Part.ENDING:
-                return []  # a batch, read in advance
+                return []  # a batch that was read ahead
         if self._part in {_Part.WAITING, _Part.TRAINING}:
             return self._train(event, now)
         return [*self._sandblaster.handle(event, now)]
 
     def _train(self, event: Event, now: Seconds) -> list[Action]:
-        """Let the first part handle an event; keep its end to ourselves."""
+        # The end of Downpour is not the end of this role: `Finished` and `Exit` are dropped.
         actions = self._downpour.handle(event, now)
         self._n_under_way += sum(isinstance(one, Compute) for one in actions)
         if self._stopping or not any(isinstance(one, Exit) for one in actions):
@@ -183,9 +174,9 @@ class WarmStartWorker:
         return [one for one in actions if not _is_end(one)]
 
     def _take_over(self, now: Seconds) -> list[Action]:
-        self._part = _Part.PORTIONS
+        self._part = _Part.CHUNKS
         begin = Received(sender=SUPERVISOR, incarnation=0, message=StartTraining())
-        return [self._done(), *self._sandblaster.handle(begin, now)]
+        return [self._finished(), *self._sandblaster.handle(begin, now)]
 
 
 def _is_end(action: Action) -> bool:

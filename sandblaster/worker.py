@@ -1,18 +1,14 @@
-"""The replica of Sandblaster: Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`.
+"""Batch worker: computes gradient sums of chunks for the coordinator, as a state machine.
 
-    Assignment      fetch, if this evaluation's parameters are not here     DB-16
-                    read and compute portions, in the order given
-    set computed    Account: its loss; hold the sum
-    granted         push the sum, under the grant
-    acknowledged    Account: every shard holds it
-    not named       drop it, whatever state it is in
+Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`:
 
-Rules:
+    Assignment           fetch the parameters of this evaluation, compute mini-batches
+    chunk computed       WorkReport: its loss; the sum is held
+    commit token         push the sum under the token
+    shards acknowledge   WorkReport: staged
 
-* All portions of a batch are computed at one point: `parameters` sees to that.
-* At most `N_SETS_HELD` sums wait to be granted; meanwhile nothing more is computed.
-* The last word said is said again after a while: either side may have missed something.
-  A replica without work says so too, and is given some when there is any.
+An attempt that an assignment no longer names is dropped, whatever its state. At most
+`N_CHUNKS_HELD` computed sums are held. The last report is repeated on a timer.
 """
 
 import math
@@ -64,17 +60,13 @@ from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor
 from sandblaster.chunks import COORDINATOR, BatchRange, ChunkSizes
 
 
-# What a replica runs in its lanes: portions, one after the other, summed to a set.
-#
-# The sum of a set depends on its portions and the parameters alone, not on what the
-# replica computed before: buffers begin each set as they were fetched, and the model's
-# own random numbers are drawn by position. So every try at a set is worth the same.
+# --- sums of chunks ---
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSum:
-    """The gradient of a set, and the buffers after it; flat, as a client stages it."""
+    """The gradient of a chunk, and the buffers after it; flat, as a client stages them."""
 
     gradients: Sequence[torch.Tensor | None]
     values: Sequence[torch.Tensor]
@@ -83,27 +75,21 @@ class ChunkSum:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MiniBatchOutcome:
-    """What came of one portion.
+    """What came of one mini-batch."""
 
-    Attributes:
-        loss: Sum over its examples; NaN if that or the gradient is not finite.
-        blame: Which sample is to blame for that, if one is.
-        is_of_set: Of which portion of the set that is cannot be told.
-        total: Of the set, if this was its last portion.
-    """
-
-    loss: float
-    blame: str | None = None
-    is_of_set: bool = False
-    total: ChunkSum | None = None
+    loss: float  # sum over its examples; NaN if the loss or the gradient is not finite
+    blame: str | None = None  # which sample causes that, if one is known
+    # Whether only the chunk is known, not the mini-batch, where that happened.
+    is_of_chunk: bool = False
+    total: ChunkSum | None = None  # the sum of the chunk, if this was its last mini-batch
 
 
 @final
 class MiniBatchSums:
-    """The lanes' work of one replica.
+    """Sums gradients of mini-batches to those of chunks; the work of the executors.
 
-    Args:
-        trainer: Which computes gradients, of a loss that is a sum.
+    A sum depends on its mini-batches and the parameters alone, so every attempt at a chunk
+    gives the same bits.
     """
 
     def __init__(self, trainer: LocalExecutor) -> None:
@@ -115,32 +101,30 @@ class MiniBatchSums:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all tensors of the model."""
         return self._trainer.model.n_bytes
 
     def flops(self, n_samples: int) -> float:
-        """Return about how many operations a portion takes."""
         return self._trainer.model.flops(n_samples)
 
     def read(self, position: int, indices: Indices) -> Batch:
-        """Return the samples of a portion (in the data lane)."""
         return self._trainer.read(position, indices)
 
     def install(self, work: Callable[[], FetchResult]) -> FetchResult:
-        """Copy what was fetched into the model; remember its buffers."""
         installed = work()
         if not installed.torn:
             self._fetched = [self.values[index].clone() for index in self._buffers]
         return installed
 
     def step(self, batch: Batch, *, is_first: bool, is_last: bool) -> MiniBatchOutcome:
-        """Add the gradient of a portion to that of its set.
+        """Add the gradient of a mini-batch to that of its chunk.
 
         Raises:
             JobError: the user's model, loss or data fails on it.
         """
         model = self._trainer.model
         if is_first:
+            # Each chunk starts from the fetched buffers: what the worker computed before
+            # must not change the sum.
             model.drop_accrued()
             for index, fetched in zip(self._buffers, self._fetched, strict=True):
                 self.values[index].copy_(fetched)
@@ -150,44 +134,44 @@ class MiniBatchSums:
             return MiniBatchOutcome(loss=math.nan, blame=outcome.blame)
         if not is_last:
             return MiniBatchOutcome(loss=outcome.loss)
+        # Copies: the next chunk overwrites the model's buffers before this one is pushed.
         values = list(self.values)
         for index in self._buffers:
             values[index] = values[index].clone()
         total = ChunkSum(tuple(model.accrued), values)
         model.drop_accrued()
+        # Finite mini-batches may still overflow in their sum.
         gradients = (tensor for tensor in total.gradients if tensor is not None)
         if not is_finite(dict(enumerate(gradients))):
-            return MiniBatchOutcome(loss=math.nan, is_of_set=True)
+            return MiniBatchOutcome(loss=math.nan, is_of_chunk=True)
         return MiniBatchOutcome(loss=outcome.loss, total=total)
 
 
-# Portions read in advance, in the data lane: those that are computed next.
+# --- reading ahead ---
 
-N_PORTIONS_HELD: Final = 2
+N_MINI_BATCHES_HELD: Final = 2
 
 BatchBounds = tuple[int, int]  # positions [start, stop)
 
 
 @final
 class Prefetch:
-    """The samples of the next portions; what is not wanted any more is dropped."""
+    """Reads the samples of the next mini-batches; drops those no longer wanted."""
 
     def __init__(self, sums: MiniBatchSums, samples: Samples) -> None:
         self._sums = sums
         self._samples = samples
         self._held: dict[BatchBounds, Batch] = {}
         self._reading: BatchBounds | None = None
-        self._bytes_per_sample = 0.0  # once a portion has come
+        self._bytes_per_sample = 0.0  # known after the first mini-batch
 
-    def get(self, portion: BatchBounds) -> Batch | None:
-        """Return the samples of a portion, if they have been read."""
-        return self._held.get(portion)
+    def get(self, mini_batch: BatchBounds) -> Batch | None:
+        return self._held.get(mini_batch)
 
     def read(self, wanted: Sequence[BatchBounds]) -> Sequence[Action]:
-        """Read what of these is missing, one at a time."""
-        wanted = wanted[:N_PORTIONS_HELD]
+        wanted = wanted[:N_MINI_BATCHES_HELD]
         self._held = {p: batch for p, batch in self._held.items() if p in wanted}
-        missing = [portion for portion in wanted if portion not in self._held]
+        missing = [mini_batch for mini_batch in wanted if mini_batch not in self._held]
         if self._reading is not None or not missing:
             return []
         start, stop = self._reading = missing[0]
@@ -203,7 +187,6 @@ class Prefetch:
         ]
 
     def have_read(self, result: object) -> None:
-        """Keep what was read."""
         assert isinstance(result, Batch), result
         assert self._reading is not None
         self._held[self._reading] = result
@@ -211,27 +194,17 @@ class Prefetch:
         self._bytes_per_sample = result.n_bytes / result.n_samples
 
 
-# Losses as sums: the gradient of a portion is a sum over its examples.
-#
-# Users give a loss that is a mean over the samples of a batch. A batch gradient is the
-# mean over all its portions, of which the last may be smaller; so portions are summed,
-# and the shards divide once, at the end.
-
-
 def summed(loss: Loss) -> Loss:
-    """Return the loss times the number of samples."""
+    """Return the loss times the number of samples: a sum, where users give a mean."""
 
+    # The last mini-batch may be smaller: so sums are added, and the shards divide once.
     def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return loss(outputs, targets) * targets.shape[0]
 
     return total
 
 
-# A replica's tries at sets: what it was told, and how far it has come.
-#
-# told of -> computing -> computed -> granted -> pushed -> staged
-#    |           |           |
-#    +-----------+-----------+--> no longer told of: dropped
+# --- attempts ---
 
 ChunkBounds = tuple[int, int]  # positions [start, stop)
 
@@ -239,13 +212,13 @@ ChunkBounds = tuple[int, int]  # positions [start, stop)
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChunkAttempt:
-    """One try at one set."""
+    """One attempt at one chunk: assigned, computed, committing, pushed, staged."""
 
     set_index: int
     attempt: int
-    portions: Sequence[ChunkBounds]
+    mini_batches: Sequence[ChunkBounds]
     grant: int = 0
-    losses: list[float] = field(default_factory=list)  # of the portions computed
+    losses: list[float] = field(default_factory=list)  # of the mini-batches computed
     seconds: float = 0.0
     total: ChunkSum | None = None  # once computed, until it is pushed
     pushed: bool = False
@@ -254,26 +227,21 @@ class ChunkAttempt:
 
     @property
     def is_computed(self) -> bool:
-        """Is nothing left to compute?"""
-        return len(self.losses) == len(self.portions) or not self.is_finite
+        return len(self.losses) == len(self.mini_batches) or not self.is_finite
 
     @property
-    def next_portion(self) -> ChunkBounds:
-        """What is to be computed next."""
-        return self.portions[len(self.losses)]
+    def next_mini_batch(self) -> ChunkBounds:
+        return self.mini_batches[len(self.losses)]
 
     @property
     def is_last(self) -> bool:
-        """Is that the last?"""
-        return len(self.losses) == len(self.portions) - 1
+        return len(self.losses) == len(self.mini_batches) - 1
 
     @property
     def n_examples(self) -> int:
-        """Of the set."""
-        return self.portions[-1][1] - self.portions[0][0]
+        return self.mini_batches[-1][1] - self.mini_batches[0][0]
 
     def computed(self, outcome: MiniBatchOutcome, *, seconds: float) -> None:
-        """One portion more is computed."""
         self.losses.append(outcome.loss)
         self.seconds += seconds
         self.total = outcome.total
@@ -281,7 +249,6 @@ class ChunkAttempt:
 
     @property
     def result(self) -> ChunkResult:
-        """What the coordinator is told."""
         loss = math.fsum(self.losses) if self.is_finite else math.nan
         return ChunkResult(
             attempt=self.attempt,
@@ -294,85 +261,73 @@ class ChunkAttempt:
 
 @final
 class ChunkAttempts:
-    """All tries of one replica at the sets of one evaluation.
+    """All attempts of one worker at the chunks of one evaluation."""
 
-    Attributes:
-        epoch: Of the coordinator.
-        evaluation: Its number.
-        versions: Of the shards' values at which it is computed.
-        n_computed: Examples, for this evaluation.
-    """
-
-    def __init__(self, cutting: ChunkSizes) -> None:
-        self._cutting = cutting
+    def __init__(self, chunk_sizes: ChunkSizes) -> None:
+        self._chunk_sizes = chunk_sizes
         self._version = 0
-        self._tries: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
+        self._attempts: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
         self._pushed: deque[ChunkAttempt] = deque()  # not acknowledged, the oldest first
-        self.epoch = 0
-        self.evaluation = 0
+        self.epoch = 0  # of the coordinator
+        self.evaluation = 0  # its number
+        # Versions of the shards' values at which it is computed.
         self.versions: tuple[ShardVersion, ...] = ()
-        self.n_computed = 0
+        self.n_computed = 0  # examples computed for this evaluation
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which evaluation it is."""
         return self.epoch, self.evaluation
 
     def __iter__(self) -> Iterator[ChunkAttempt]:
-        return iter(self._tries.values())
+        return iter(self._attempts.values())
 
     def __contains__(self, one: ChunkAttempt) -> bool:
-        # Each epoch counts attempts from 1: of another, the same number is another try.
-        return self._tries.get(one.attempt) is one
+        # Each epoch counts attempts from 1: the same number may be another attempt.
+        return self._attempts.get(one.attempt) is one
 
-    def told(self, message: Assignment) -> bool:
-        """Take an assignment; return whether it says anything new.
+    def update(self, message: Assignment) -> bool:
+        """Take an assignment; return whether it is newer than the last one.
 
         Raises:
-            ValueError: it names a set that the batch does not have.
+            ValueError: it names a chunk that the batch does not have.
         """
         if (message.epoch, message.version) <= (self.epoch, self._version):
             return False
         is_new = (message.epoch, message.evaluation) != self.key
         batch = BatchRange(first=message.first, n_examples=message.n_examples)
-        tries: dict[int, ChunkAttempt] = {}
+        attempts: dict[int, ChunkAttempt] = {}
         for task in message.tasks:
-            known = None if is_new else self._tries.get(task.attempt)
+            # An attempt that is already here keeps what it has computed.
+            known = None if is_new else self._attempts.get(task.attempt)
             if known is None:
-                portions = tuple(batch.portions(task.set_index, self._cutting))
+                mini_batches = tuple(batch.mini_batches(task.set_index, self._chunk_sizes))
                 known = ChunkAttempt(
-                    set_index=task.set_index, attempt=task.attempt, portions=portions
+                    set_index=task.set_index, attempt=task.attempt, mini_batches=mini_batches
                 )
             known.grant = task.grant
-            tries[task.attempt] = known
-        self._tries = tries
+            attempts[task.attempt] = known
+        self._attempts = attempts
         if is_new:
             self.n_computed = 0
         self.epoch, self._version = message.epoch, message.version
         self.evaluation, self.versions = message.evaluation, message.versions
         return True
 
-    def forget(self) -> None:
-        """Forget all tries: what was computed of them is lost."""
-        self._tries = {}
+    def clear(self) -> None:
+        self._attempts = {}
         self._pushed.clear()
         self.n_computed = 0
 
-    # ------------------------------------------------------------- what is to be done
-
     @property
     def to_push(self) -> ChunkAttempt | None:
-        """One that is granted and not yet pushed."""
         return next((t for t in self if t.grant and t.total is not None), None)
 
     def to_compute(self, *, n_held_max: int) -> Sequence[ChunkAttempt]:
-        """Return those to compute, in order; none while too many sums are held."""
         if sum(t.total is not None for t in self) >= n_held_max:
             return ()
         return [t for t in self if not t.is_computed]
 
     def pushed(self, one: ChunkAttempt, *, is_finite: bool) -> None:
-        """Its sum was pushed; or could not be, because it is not finite."""
         one.total, one.is_finite = None, is_finite
         if is_finite:
             one.pushed = True
@@ -380,23 +335,20 @@ class ChunkAttempts:
 
     @property
     def awaits_shards(self) -> bool:
-        """Was one pushed, and not acknowledged?"""
         return bool(self._pushed)
 
     def acknowledged(self, *, n_waiting: int) -> bool:
-        """So many pushes are not acknowledged; return whether that is news."""
+        """Mark what shards hold, given the pushes still in flight; return whether any is new."""
         news = False
         while len(self._pushed) > n_waiting:
             self._pushed.popleft().staged = news = True
         return news
 
     @property
-    def account(self) -> WorkReport:
-        """How it stands."""
-        return self.account_of(0)
+    def report(self) -> WorkReport:
+        return self.report_of(0)
 
-    def account_of(self, life: int) -> WorkReport:
-        """Return how it stands, with this life of a replica of several machines."""
+    def report_of(self, life: int) -> WorkReport:
         return WorkReport(
             life=life,
             epoch=self.epoch,
@@ -407,32 +359,18 @@ class ChunkAttempts:
         )
 
 
-# The parameters with which a replica computes: those of one evaluation.
-#
-#     wanted --> fetched --> installed --> of the evaluation
-#       ^                        |
-#       +--- torn, or another ---+
-#
-# They are fetched once for each evaluation, and used only if every shard says that they
-# are the version which the coordinator opened: so all portions of a batch are computed at
-# one point (DB-16).
+# --- parameters ---
 
 INSTALL: Final = "replica:install"
 RETRY: Final = "replica:retry"
 
 TORN_RETRY_SECONDS: Final = 1e-3
-"""After a fetch that met an update half done."""
+"""Pause after a fetch that met an update in progress."""
 
 
 @final
 class Parameters:
-    """What a replica has fetched, and of which evaluation.
-
-    Args:
-        client: Of all shards.
-        sums: Whose model they are installed in.
-        retry_seconds: After which it fetches again what is not the right version.
-    """
+    """Fetches and installs the parameters of one evaluation, for a worker."""
 
     def __init__(
         self, client: ParameterClient, sums: MiniBatchSums, *, retry_seconds: Seconds
@@ -440,36 +378,31 @@ class Parameters:
         self._client = client
         self._sums = sums
         self._retry_seconds = retry_seconds
-        self._due = False  # another evaluation has begun
+        self._due = False  # an evaluation has begun whose parameters are not fetched
         self._fetching = False
         self._installing = False
         self._waits = False  # before it fetches, or installs, again
         self._evaluation: tuple[int, int] | None = None  # of which they are
 
-    def lacks(self, tries: ChunkAttempts) -> bool:
-        """Return whether these tries' evaluation has others."""
-        return self._evaluation != tries.key
+    def lacks(self, attempts: ChunkAttempts) -> bool:
+        return self._evaluation != attempts.key
 
-    def renew(self) -> None:
-        """Another evaluation has begun."""
+    def invalidate(self) -> None:
         self._due, self._waits = True, False
 
     def retry(self) -> None:
-        """The pause before another go is over."""
         self._waits = False
 
-    def fetch(self, tries: ChunkAttempts, now: Seconds) -> Sequence[Action]:
-        """Begin to fetch, once for an evaluation; again if that brought another one."""
-        wanted = self._due or (self.lacks(tries) and not self._fetching)
+    def fetch(self, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
+        wanted = self._due or (self.lacks(attempts) and not self._fetching)
         if not wanted or self._waits or self._installing:
             return []
-        if all(one.is_computed for one in tries):
+        if all(one.is_computed for one in attempts):
             return []
         self._due, self._fetching = False, True
         return self._client.begin_fetch(now)
 
     def install(self) -> Sequence[Action]:
-        """Copy what was fetched into the model, if all of it is here."""
         if not self._fetching or self._due or self._waits:
             return []
         client = self._client
@@ -486,44 +419,39 @@ class Parameters:
             )
         ]
 
-    def installed(self, result: object, tries: ChunkAttempts, now: Seconds) -> Sequence[Action]:
-        """See what an install has brought."""
+    def installed(self, result: object, attempts: ChunkAttempts, now: Seconds) -> Sequence[Action]:
         assert isinstance(result, FetchResult), result
         self._installing = False
         actions = list(self._client.installed(result, now))
-        wanted = tuple((one.incarnation, one.clock) for one in tries.versions)
+        # All mini-batches of a batch must be computed at one point: parameters count only
+        # if every shard sent the version that the coordinator published (DB-16).
+        wanted = tuple((one.incarnation, one.clock) for one in attempts.versions)
         pause = TORN_RETRY_SECONDS
         if not result.torn:
             self._fetching = False
             if not self._due and self._client.versions == wanted:
-                self._evaluation = tries.key
+                self._evaluation = attempts.key
                 return actions
             self._evaluation = None
-            if not self._due:  # the coordinator will soon know of it
+            if not self._due:  # the coordinator will soon send another evaluation
                 pause = self._retry_seconds
         self._waits = True
         return [*actions, SetTimer(name=RETRY, at=now + pause)]
 
 
-N_SETS_HELD: Final = 2
+N_CHUNKS_HELD: Final = 2
 
-_SAY = "replica:say"
+_REPORT_TIMER = "replica:report"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchWorkerConfig:
-    """How a replica works.
+    """Settings of a batch worker."""
 
-    Attributes:
-        cutting: How batches are cut; the coordinator must have the same.
-        retry_seconds: After which a busy one says again how it stands.
-        retry_seconds_max: After which an idle one does.
-    """
-
-    cutting: ChunkSizes
-    retry_seconds: Seconds = 0.5
-    retry_seconds_max: Seconds = 4.0
+    chunk_sizes: ChunkSizes  # how batches are divided; the coordinator must have the same
+    retry_seconds: Seconds = 0.5  # seconds after which a busy worker repeats its report
+    retry_seconds_max: Seconds = 4.0  # seconds after which an idle worker does
 
     def __post_init__(self) -> None:
         for name in ("retry_seconds", "retry_seconds_max"):
@@ -539,9 +467,9 @@ class BatchWorker:
     """The role `replica-INDEX` of a Sandblaster job.
 
     Args:
-        config: How it works.
-        client: Of all shards; it pushes.
-        trainer: What is run in its lanes; its loss is a sum (`sums.summed`).
+        config: Its settings.
+        client: Client of all shards, which pushes.
+        trainer: Runs in the executors; its loss is a sum (`summed`).
         samples: The order of the data.
         await_begin: Wait for `StartTraining` before it asks for work.
     """
@@ -561,16 +489,16 @@ class BatchWorker:
         self._client = client
         self._sums = MiniBatchSums(trainer)
         self._prefetch = Prefetch(self._sums, samples)
-        self._tries = ChunkAttempts(config.cutting)
+        self._attempts = ChunkAttempts(config.chunk_sizes)
         self._parameters = Parameters(client, self._sums, retry_seconds=config.retry_seconds)
         self._incarnation = 0
         self._begun = not await_begin
         self._stopped_by: Address | None = None
-        self._busy = False  # the compute lane
-        self._current: ChunkAttempt | None = None  # whose portion is computed, or whose sum pushed
-        self._accruing: ChunkAttempt | None = None  # what the model has accrued is of this one
+        self._busy = False  # whether the compute executor has work
+        self._current: ChunkAttempt | None = None  # whose mini-batch or push runs
+        self._accruing: ChunkAttempt | None = None  # whose gradients the model has accrued
         self._computing_for = (0, 0)  # which evaluation
-        self._n_computed = 0  # examples of this life
+        self._n_computed = 0  # examples, in this incarnation
         self._seconds = 0.0
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -581,13 +509,13 @@ class BatchWorker:
             PeerLostError: a shard has been silent for too long.
         """
         if self._client.owns(event):
-            return self._shard_spoke(event, now)
+            return self._handle_client(event, now)
         actions: list[Action] = []
         match event:
             case Started():
                 self._incarnation = event.incarnation
                 actions += [*self._client.start(event.incarnation, now)]
-                actions += self._say(now)
+                actions += self._report(now)
             case Received():
                 actions += self._receive(event, now)
             case TimerFired(name=name):
@@ -595,101 +523,96 @@ class BatchWorker:
             case Computed():
                 actions += self._computed(event, now)
             case PeerJoined(peer=peer) if peer == COORDINATOR:
-                actions += self._say(now)
+                actions += self._report(now)
             case _:
-                pass  # peers come and go
+                pass  # other peers that join or leave change nothing
         return [*actions, *self._advance(now)]
 
-    def _shard_spoke(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Let the client take an event; most of the events of a job are such.
-
-        A shard's words let nothing begin but a push or an install; all else that could
-        begin has begun. So the rest is not looked at.
-        """
+    def _handle_client(self, event: Event, now: Seconds) -> Sequence[Action]:
+        # Most events of a job come here. A shard's message can only make a push or an
+        # install possible; nothing else needs to be checked.
         actions = self._client.handle(event, now)
-        tries = self._tries
-        if tries.awaits_shards and tries.acknowledged(n_waiting=self._client.unacknowledged):
-            actions += self._say(now)
+        attempts = self._attempts
+        if attempts.awaits_shards and attempts.acknowledged(n_waiting=self._client.unacknowledged):
+            actions += self._report(now)
         if self._busy or not self._begun:
             return actions
         return [*actions, *(self._push() or self._install())]
 
     def adopt(self, incarnation: int) -> None:
-        """Be a life whose client another role has begun; it begins when it is told."""
+        """Continue as this incarnation, with a client that another role has started."""
         self._incarnation, self._begun = incarnation, False
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and its counters."""
         return self._state(), {
             **self._client.counters(),
             "samples": float(self._n_computed),
             "seconds_computing": self._seconds,
-            "sets_held": float(sum(one.total is not None for one in self._tries)),
+            "sets_held": float(sum(one.total is not None for one in self._attempts)),
         }
 
     def _state(self) -> str:
         if self._busy:
             return "computing"
         waited = self._client.waiting_for
-        if waited is not None and any(True for _ in self._tries):
+        if waited is not None and any(True for _ in self._attempts):
             return f"waiting for {waited}"
         return "waiting for work" if self._begun else "waiting for begin"
 
-    # ------------------------------------------------------------------------ events
+    # --- events ---
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
         message = event.message
         match message:
             case StartTraining():
                 self._begun = True
-                return self._say(now)
+                return self._report(now)
             case Stop():
                 self._stopped_by = event.sender
                 return []
             case Assignment():
-                return self._take(message, now)
+                return self._take_assignment(message, now)
             case _:
                 raise RemoteProtocolError(
                     f"{event.sender} sent a replica {type(message).__name__}: only "
                     "shards, the coordinator, and Begin and Stop, speak to it"
                 )
 
-    def _take(self, message: Assignment, now: Seconds) -> Sequence[Action]:
-        tries = self._tries
+    def _take_assignment(self, message: Assignment, now: Seconds) -> Sequence[Action]:
+        attempts = self._attempts
         if message.replica_incarnation != self._incarnation:
-            return []  # meant for another life
-        if message.epoch < tries.epoch:
-            return []  # of a coordinator that is over
-        before = tries.key
+            return []  # for another incarnation
+        if message.epoch < attempts.epoch:
+            return []  # from an earlier coordinator
+        before = attempts.key
         try:
-            tries.told(message)
+            attempts.update(message)
         except ValueError as error:
-            raise RemoteProtocolError(f"an impossible assignment: {error}") from None
-        if tries.key != before:
-            self._parameters.renew()
-        return self._say(now)
+            raise RemoteProtocolError(f"invalid assignment: {error}") from None
+        if attempts.key != before:
+            self._parameters.invalidate()
+        return self._report(now)
 
     def _timer(self, name: str, now: Seconds) -> Sequence[Action]:
         if name == RETRY:
             self._parameters.retry()
             return []
-        return self._say(now)
+        return self._report(now)
 
-    def _say(self, now: Seconds) -> Sequence[Action]:
-        """Tell the coordinator how it stands, now and after a while."""
+    def _report(self, now: Seconds) -> Sequence[Action]:
         if not self._begun:
             return []
-        idle = not any(True for _ in self._tries)
+        idle = not any(True for _ in self._attempts)
         config = self._config
         pause = config.retry_seconds_max if idle else config.retry_seconds
         return [
-            Send(receiver=COORDINATOR, message=self._tries.account),
-            SetTimer(name=_SAY, at=now + pause),
+            Send(receiver=COORDINATOR, message=self._attempts.report),
+            SetTimer(name=_REPORT_TIMER, at=now + pause),
         ]
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         if event.error is not None:
-            raise _failure(event.error)
+            raise _job_error(event.error)
         if event.name == "replica:read":
             self._prefetch.have_read(event.result)
             return []
@@ -697,29 +620,29 @@ class BatchWorker:
         self._seconds += event.seconds
         match event.name:
             case name if name == INSTALL:
-                return self._parameters.installed(event.result, self._tries, now)
-            case "replica:portion":
-                return self._end_portion(event, now)
+                return self._parameters.installed(event.result, self._attempts, now)
+            case "replica:mini-batch":
+                return self._finish_mini_batch(event, now)
             case "replica:push":
-                return self._end_push(event.result, now)
+                return self._finish_push(event.result, now)
             case _:
-                raise LocalProtocolError(f"nobody asked for {event.name!r}")
+                raise LocalProtocolError(f"unexpected result of {event.name!r}")
 
-    # ------------------------------------------------------------------- the machine
+    # --- what to start next ---
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
-        """Begin what can begin; the compute lane has one thing to do at a time."""
         if self._stopped_by is not None:
-            return [] if self._busy else self._end()
+            return [] if self._busy else self._exit()  # the executor finishes its work first
         if not self._begun:
             return []
-        to_compute = self._tries.to_compute(n_held_max=N_SETS_HELD)
-        actions = [*self._parameters.fetch(self._tries, now), *self._read(to_compute)]
+        to_compute = self._attempts.to_compute(n_held_max=N_CHUNKS_HELD)
+        actions = [*self._parameters.fetch(self._attempts, now), *self._read(to_compute)]
         if self._busy:
             return actions
+        # One work at a time in the compute executor; a push frees memory, so it goes first.
         return [*actions, *(self._push() or self._install() or self._step(to_compute))]
 
-    def _end(self) -> Sequence[Action]:
+    def _exit(self) -> Sequence[Action]:
         receiver, self._stopped_by = self._stopped_by, None
         self._begun = False
         _, counters = self.status()
@@ -728,9 +651,9 @@ class BatchWorker:
 
     def _read(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
         ahead = [
-            portion
-            for one in to_compute[:N_PORTIONS_HELD]
-            for portion in one.portions[len(one.losses) :][:N_PORTIONS_HELD]
+            mini_batch
+            for one in to_compute[:N_MINI_BATCHES_HELD]
+            for mini_batch in one.mini_batches[len(one.losses) :][:N_MINI_BATCHES_HELD]
         ]
         return self._prefetch.read(ahead)
 
@@ -740,50 +663,45 @@ class BatchWorker:
             self._busy, self._current, self._accruing = True, None, None
         return actions
 
-    # ----------------------------------------------------------------------- portions
-
     def _step(self, to_compute: Sequence[ChunkAttempt]) -> Sequence[Action]:
-        """Compute the next portion, if its samples and the parameters are here."""
-        if not to_compute or self._parameters.lacks(self._tries):
+        if not to_compute or self._parameters.lacks(self._attempts):
             return []
         one = to_compute[0]
         if self._accruing in to_compute and self._accruing is not None:
-            one = self._accruing  # another was put before it
-        batch = self._prefetch.get(one.next_portion)
+            # A new assignment put another first; finish this one, or its sum is lost.
+            one = self._accruing
+        batch = self._prefetch.get(one.next_mini_batch)
         if batch is None:
             return []
         is_first = not one.losses
         self._busy, self._current, self._accruing = True, one, one
-        self._computing_for = self._tries.key
+        self._computing_for = self._attempts.key
         work = partial(self._sums.step, batch, is_first=is_first, is_last=one.is_last)
         cost = Cost(flops=self._sums.flops(batch.n_samples), n_bytes=float(self._sums.n_bytes))
-        return [Compute(name="replica:portion", work=work, cost=cost)]
+        return [Compute(name="replica:mini-batch", work=work, cost=cost)]
 
-    def _end_portion(self, event: Computed, now: Seconds) -> Sequence[Action]:
+    def _finish_mini_batch(self, event: Computed, now: Seconds) -> Sequence[Action]:
         one, result = self._current, event.result
         assert one is not None
         assert isinstance(result, MiniBatchOutcome), result
-        start, stop = one.next_portion
+        start, stop = one.next_mini_batch
         self._current = None
         self._n_computed += stop - start
         one.computed(result, seconds=event.seconds)
-        if self._computing_for == self._tries.key:
-            self._tries.n_computed += stop - start
-        if one not in self._tries or not one.is_computed:
+        if self._computing_for == self._attempts.key:
+            self._attempts.n_computed += stop - start
+        if one not in self._attempts or not one.is_computed:
             return []
         actions: list[Action] = []
         if not one.is_finite:
-            start = one.portions[0][0] if result.is_of_set else start
-            blame = result.blame or "look at the model and its loss there"
+            start = one.mini_batches[0][0] if result.is_of_chunk else start
+            blame = result.blame or "check the model and its loss there"
             text = f"loss or gradient of positions {start} to {stop - 1} of the data is"
             actions.append(Report(text=f"{text} not finite: {blame}", level="warning"))
-        return [*actions, *self._say(now)]
-
-    # -------------------------------------------------------------------------- push
+        return [*actions, *self._report(now)]
 
     def _push(self) -> Sequence[Action]:
-        """Push a sum that was granted, once there is a free slot on every shard."""
-        one = self._tries.to_push
+        one = self._attempts.to_push
         if one is None or one.total is None or not self._client.can_push:
             return []
         self._busy, self._current = True, one
@@ -791,18 +709,22 @@ class BatchWorker:
         cost = Cost(n_bytes=2.0 * self._sums.n_bytes)
         return [Compute(name="replica:push", work=stage, cost=cost)]
 
-    def _end_push(self, result: object, now: Seconds) -> Sequence[Action]:
+    def _finish_push(self, result: object, now: Seconds) -> Sequence[Action]:
         one, self._current = self._current, None
         assert one is not None
         assert isinstance(result, PushResult), result
         actions = self._client.staged(
-            result, n_gradients=len(one.portions), samples=one.n_examples, grant=one.grant, now=now
+            result,
+            n_gradients=len(one.mini_batches),
+            samples=one.n_examples,
+            grant=one.grant,
+            now=now,
         )
-        self._tries.pushed(one, is_finite=result.finite)
-        return actions if result.finite else [*actions, *self._say(now)]
+        self._attempts.pushed(one, is_finite=result.finite)
+        return actions if result.finite else [*actions, *self._report(now)]
 
 
-def _failure(error: BaseException) -> DistBeliefError:
+def _job_error(error: BaseException) -> DistBeliefError:
     if isinstance(error, DistBeliefError):
         return error
-    return JobError(f"a portion failed: {type(error).__name__}: {error}")
+    return JobError(f"a mini-batch failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""How a coordinator works, as numbers."""
+"""Settings of a coordinator."""
 
 from dataclasses import dataclass
 from typing import final
@@ -10,31 +10,28 @@ from sandblaster.chunks import ChunkSizes
 @final
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """How a coordinator works.
+    """Settings of a coordinator.
 
     Attributes:
-        cutting: How batches are cut; every replica must have the same.
-        window_sets: Sets beyond the oldest unfinished one that may be dealt. It bounds
-            the memory of the shards: at most half as many vectors, and the logarithm of
-            the number of sets; mostly a few.
-        backups: Let idle replicas compute what others are late with.
-        backup_seconds_min: What a backup must promise to save. Below it lie hiccups of
-            the operating system, and sets so small that all of them would be doubled.
-        retry_seconds: After which an order or assignment is repeated; doubling up to:
-        retry_seconds_max: At the most.
-        suspect_seconds: A replica silent for so long gets no work, and its sets are
-            dealt again.
-        silence_seconds_max: A shard silent for so long is given up.
-        starved_seconds_max: So long without any replica, and the run is given up.
-        n_warm: Replicas that begin with a warm start; 0: there is none.
+        chunk_sizes: How batches are divided; every worker must have the same.
+        window_chunks: Chunks beyond the oldest unfinished one that may be assigned. It bounds
+            the memory of the shards: half as many vectors at most; mostly a few.
+        backups: Whether idle workers get backup tasks.
+        backup_seconds_min: Least time that a backup task is expected to save.
+        retry_seconds: Seconds after which a command or assignment is repeated; it doubles.
+        retry_seconds_max: Upper bound of that.
+        suspect_seconds: A worker silent for so long is removed; its chunks are assigned again.
+        silence_seconds_max: A shard silent for so long ends the run.
+        starved_seconds_max: So long without any worker ends the run.
+        n_warm: Workers of a warm start; 0: there is none.
         await_begin: Wait for `StartTraining`.
-        goal: Which method minimises what: a life that finds states of another goal on
-            its disk begins anew at the parameters.
+        goal: Method and function; saved states of another goal are not used.
     """
 
-    cutting: ChunkSizes
-    window_sets: int = 64
+    chunk_sizes: ChunkSizes
+    window_chunks: int = 64
     backups: bool = True
+    # Less is noise of the operating system; with tiny chunks all would be computed twice.
     backup_seconds_min: Seconds = 0.05
     retry_seconds: Seconds = 0.5
     retry_seconds_max: Seconds = 4.0
@@ -57,5 +54,5 @@ class CoordinatorConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
         if self.backup_seconds_min < 0:
             raise ValueError(f"backup_seconds_min is {self.backup_seconds_min}; use 0 or more")
-        if self.window_sets < 1:
-            raise ValueError(f"window_sets is {self.window_sets}; use at least 1")
+        if self.window_chunks < 1:
+            raise ValueError(f"window_sets is {self.window_chunks}; use at least 1")

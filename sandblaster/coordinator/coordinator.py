@@ -1,20 +1,14 @@
-"""The coordinator: Algorithm 1.2 of Dean et al. 2012, "Coordinator main".
+"""Coordinator: drives an optimizer over shards and workers (Dean et al. 2012, Algorithm 1.2).
 
-It drives an optimiser over the shards, and deals the portions of each batch to the
-replicas. It never sees a parameter: it holds names of vectors, scalars and counts.
+It holds names of vectors, scalars and counts, never a parameter. Its parts:
 
-    course      what is done, one thing after the other: a generator
-    orders      what the shards are told, and whether all have answered
-    dealing     which replica computes which set; crew: what replicas are told
-    journal     from where another life of this role goes on
+    CoordinatorRun      one epoch, step by step: a generator
+    CommandBroadcast    commands to the shards
+    WorkQueue           chunks of one evaluation; WorkerPool: the workers
+    Journal             where a restarted coordinator continues
 
-Rules:
-
-* One epoch is one course. When a shard has begun a new life, which has forgotten what
-  it was told, the course is given up, and the next one begins at the newest cut that
-  all shards share. Epochs rise from life to life, and shards obey the highest alone.
-* A cut is settled when every shard has marked it and the journal of it is on disk.
-* Whoever is told to stop leaves the last point that was accepted.
+One epoch is one run. When a shard restarts, the run ends and another begins, with a higher
+epoch, from the newest savepoint that all shards share; shards obey the highest epoch only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,20 +47,15 @@ from distbelief.roles.role import (
 )
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import Journal
-from sandblaster.coordinator.metrics import CoordinatorMetrics, StopWishes
-from sandblaster.coordinator.run import Answered, CoordinatorRun, CourseSteps, Method, Wait
-from sandblaster.coordinator.shard_commands import TIMER as ORDERS_TIMER, CommandBroadcast
+from sandblaster.coordinator.metrics import CoordinatorMetrics, PendingRequests
+from sandblaster.coordinator.run import Answered, CoordinatorRun, Method, RunSteps, Wait
+from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmSaves, WarmStartRun
 from sandblaster.coordinator.work_queue import WorkQueue
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import Result
 from sandblaster.optimizers.termination import Reason
 
-
-# What a coordinator has to do with its replicas, from word to word and tick to tick.
-#
-# Account      taken, and what follows from it dealt
-# tick         who is silent is given up for now; what nobody answered is said again
 
 TICK: Final = "coordinator:tick"
 
@@ -75,205 +64,183 @@ _TICK_SECONDS_MIN: Final = 0.02
 
 @final
 class WorkerTicks:
-    """The replicas of one coordinator, and its ticks while there is work.
+    """Takes reports of workers, and checks on a timer which are silent while there is work."""
 
-    Args:
-        config: How it works.
-        crew: Who is there.
-    """
-
-    def __init__(self, config: CoordinatorConfig, crew: WorkerPool) -> None:
+    def __init__(self, config: CoordinatorConfig, pool: WorkerPool) -> None:
         self._config = config
-        self._crew = crew
+        self._pool = pool
         self._tick_at: Seconds | None = None  # None: there is no work
-        self._seen_at: Seconds = 0.0  # when there was anybody
+        self._seen_at: Seconds = 0.0  # when there was any worker
 
-    def hear(
-        self, event: Received, account: WorkReport, dealing: WorkQueue | None, now: Seconds
+    def take_report(
+        self, event: Received, report: WorkReport, queue: WorkQueue | None, now: Seconds
     ) -> None:
-        """A replica says how it stands."""
-        if self._crew.is_new_life(event, account):
-            self.leave(event.sender, dealing, now, is_over=True)
-        member = self._crew.hear(event, account, now)
-        if dealing is None:
+        if self._pool.has_restarted(event, report):
+            self.remove(event.sender, queue, now, is_over=True)
+        worker = self._pool.take_report(event, report, now)
+        if queue is None:
             return
-        if member is not None:
-            dealing.account(member, account, now)
-        elif (known := self._crew.get(event.sender)) is not None:
-            dealing.heard(known)
+        if worker is not None:
+            queue.take_report(worker, report, now)
+        elif (known := self._pool.get(event.sender)) is not None:
+            queue.touch(known)
 
-    def lost(
-        self, name: Address, incarnation: int, dealing: WorkQueue | None, now: Seconds
+    def lost(self, name: Address, incarnation: int, queue: WorkQueue | None, now: Seconds) -> None:
+        worker = self._pool.get(name)
+        if worker is not None and worker.incarnation <= incarnation:
+            self.remove(name, queue, now, is_over=True)
+
+    def remove(
+        self, name: Address, queue: WorkQueue | None, now: Seconds, *, is_over: bool
     ) -> None:
-        """A life of a replica is over."""
-        member = self._crew.get(name)
-        if member is not None and member.incarnation <= incarnation:
-            self.leave(name, dealing, now, is_over=True)
+        """Put a worker's chunks back; if its incarnation `is_over`, ignore it from now on."""
+        worker = self._pool.remove(name, is_over=is_over)
+        if worker is not None and queue is not None:
+            queue.lost(worker, now)
 
-    def leave(
-        self, name: Address, dealing: WorkQueue | None, now: Seconds, *, is_over: bool
-    ) -> None:
-        """Deal what it has again; if its life `is_over`, listen to it no more."""
-        member = self._crew.leave(name, is_over=is_over)
-        if member is not None and dealing is not None:
-            dealing.lost(member, now)
-
-    def deal(self, dealing: WorkQueue | None, now: Seconds) -> list[Action]:
-        """Tell replicas what they have to do now; look again after a while."""
-        if dealing is None:
+    def assign(self, queue: WorkQueue | None, now: Seconds) -> list[Action]:
+        """Send workers what has changed for them, and keep the timer running."""
+        if queue is None:
             self._tick_at = None
             return []
         actions: list[Action] = []
-        if dealing.sets.is_finite:
-            dealing.deal(now)
-        for member in dealing.changed():
-            actions += self._crew.tell(member, now)
+        if queue.commits.is_finite:
+            queue.assign(now)
+        for worker in queue.changed():
+            actions += self._pool.send_assignment(worker, now)
         if self._tick_at is None:
             self._seen_at = now
             actions.append(self._set_tick(now))
         return actions
 
-    def tick(self, dealing: WorkQueue | None, now: Seconds) -> list[Action]:
-        """See who is late or silent.
+    def tick(self, queue: WorkQueue | None, now: Seconds) -> list[Action]:
+        """Remove silent workers; resend assignments that are not answered.
 
         Raises:
-            PeerLostError: there has been no replica for too long.
+            PeerLostError: there has been no worker for too long.
         """
         if self._tick_at is None:
             return []
-        late = max(0.0, now - self._tick_at)  # nobody drove this role meanwhile
-        self._crew.excuse(late)
+        # If our own timer came late, this process stood still: do not blame the workers.
+        late = max(0.0, now - self._tick_at)
+        self._pool.adjust_for_delay(late)
         self._seen_at += late
-        for name in self._crew.silent(now):
-            self.leave(name, dealing, now, is_over=False)
-        if len(self._crew):
+        for name in self._pool.silent(now):
+            self.remove(name, queue, now, is_over=False)
+        if len(self._pool):
             self._seen_at = now
         elif now - self._seen_at >= self._config.starved_seconds_max:
             raise PeerLostError(
-                f"no replica has been there for {now - self._seen_at:.1f} s "
-                "(starved_seconds_max is "
-                f"{self._config.starved_seconds_max:g}): look at their logs"
+                f"no replica has reported for {now - self._seen_at:.1f} s "
+                f"(starved_seconds_max is {self._config.starved_seconds_max:g}): check their logs"
             )
-        return [*self._crew.tell_again(now), self._set_tick(now)]
+        return [*self._pool.resend(now), self._set_tick(now)]
 
     def _set_tick(self, now: Seconds) -> SetTimer:
-        pace = min(self._crew.set_seconds / 4, self._config.retry_seconds)
+        pace = min(self._pool.chunk_seconds / 4, self._config.retry_seconds)
         self._tick_at = now + max(pace, _TICK_SECONDS_MIN)
         return SetTimer(name=TICK, at=self._tick_at)
 
 
-# Between a coordinator and its supervisor: snapshots asked for, progress told of.
+# --- supervisor ---
 
 _N_SAVES_MAX: Final = 8
 
 
 @final
 class SupervisorRequests:
-    """What the supervisor has asked for, and what it is told.
+    """Takes requests of the supervisor and reports progress and checkpoints to it."""
 
-    Args:
-        wishes: What was asked for, for courses to see.
-        figures: Of all courses.
-    """
+    def __init__(self, requests: PendingRequests, metrics: CoordinatorMetrics) -> None:
+        self._requests = requests
+        self._metrics = metrics
 
-    def __init__(self, wishes: StopWishes, figures: CoordinatorMetrics) -> None:
-        self._wishes = wishes
-        self._figures = figures
-
-    def ask_to_save(self, label: str) -> None:
-        """A snapshot of this name is to be taken, at the next accepted point."""
-        saves = self._wishes.saves
+    def request_save(self, label: str) -> None:
+        """Request a checkpoint with this label at the next accepted point."""
+        saves = self._requests.saves
         if label in saves:
             return
         if len(saves) >= _N_SAVES_MAX:
-            error = f"{_N_SAVES_MAX} snapshots wait to be taken already: ask less often"
-            self._wishes.saved.append((label, error))
+            error = f"{_N_SAVES_MAX} checkpoints are pending already: request them less often"
+            self._requests.saved.append((label, error))
         else:
             saves.append(label)
 
-    def tell(self, course: CoordinatorRun | None) -> Sequence[Action]:
-        """Tell what there is to tell."""
+    def report(self, run: CoordinatorRun | None) -> Sequence[Action]:
         actions: list[Action] = []
-        figures, saved = self._figures, self._wishes.saved
-        while course is not None and course.progress:
-            iterated = course.progress.popleft()
+        metrics, saved = self._metrics, self._requests.saved
+        while run is not None and run.progress:
+            iterated = run.progress.popleft()
             progress = Progress(
-                step=figures.offset + iterated.iteration,
-                samples=figures.samples,
+                step=metrics.offset + iterated.iteration,
+                samples=metrics.samples,
                 loss=iterated.loss,
                 seconds_computing=0.0,
                 seconds_waiting=0.0,
             )
             actions.append(Send(receiver=SUPERVISOR, message=progress))
-        if course is not None and course.note:
-            actions.append(Report(text=course.note, level="warning"))
-            course.note = ""
+        if run is not None and run.note:
+            actions.append(Report(text=run.note, level="warning"))
+            run.note = ""
         while saved:
             label, error = saved.popleft()
-            message = CheckpointSaved(label=label, clock=figures.iteration, error=error)
+            message = CheckpointSaved(label=label, clock=metrics.iteration, error=error)
             actions.append(Send(receiver=SUPERVISOR, message=message))
         return actions
 
 
-# Writes the journal down, whenever every shard has marked a cut.
+# --- journal ---
 
 TIMER: Final = "coordinator:save"
 
 
 @final
 class JournalWriter:
-    """The journal of one life on its way to the disk, one cut at a time.
-
-    Args:
-        config: Of the coordinator.
-        journal: What is written.
-        incarnation: Whose.
-    """
+    """Saves the journal of one incarnation, one savepoint at a time."""
 
     def __init__(self, config: CoordinatorConfig, journal: Journal, *, incarnation: int) -> None:
         self._config = config
         self._journal = journal
         self._incarnation = incarnation
-        self._saving: int | None = None  # the cut that is being written down
+        self._saving: int | None = None  # the savepoint that is being saved
 
-    def if_marked(self, course: CoordinatorRun) -> Sequence[Action]:
-        """Write down the cut that every shard has marked by now, if there is one."""
-        if course.unsaved is None or course.mark is not None:
+    def write_if_taken(self, run: CoordinatorRun) -> Sequence[Action]:
+        """Save the newest savepoint, if every shard has taken it and it is not saved yet."""
+        if run.unsaved is None or run.savepoint is not None:
             return []
-        if self._saving is not None or course.save_error is not None:
+        if self._saving is not None or run.save_error is not None:
             return []
-        return self.write(course)
+        return self.write(run)
 
-    def write(self, course: CoordinatorRun | None) -> Sequence[Action]:
-        """Write it down, unless that is under way."""
-        if course is None or course.unsaved is None or self._saving is not None:
+    def write(self, run: CoordinatorRun | None) -> Sequence[Action]:
+        if run is None or run.unsaved is None or self._saving is not None:
             return []
-        course.save_error = None
-        self._saving = course.unsaved
+        run.save_error = None
+        self._saving = run.unsaved
         snapshot = self._journal.snapshot(incarnation=self._incarnation)
         return [Persist(snapshot=snapshot)]
 
     def persisted(
-        self, event: Persisted, course: CoordinatorRun | None, now: Seconds
+        self, event: Persisted, run: CoordinatorRun | None, now: Seconds
     ) -> Sequence[Action]:
-        """It is on disk, or is not."""
         saved, self._saving = self._saving, None
-        if course is None or course.unsaved is None:
+        if run is None or run.unsaved is None:
             return []
-        if saved != course.unsaved:  # of a course that was given up
-            return [] if course.mark is not None else self.write(course)
+        if saved != run.unsaved:  # of an earlier run
+            return [] if run.savepoint is not None else self.write(run)
         if event.error is not None:
-            course.save_error = event.error
-            text = f"the journal could not be saved, and will be later: {event.error}"
+            run.save_error = event.error
+            text = f"the coordinator's journal could not be saved: {event.error}; retrying"
             retry = SetTimer(name=TIMER, at=now + self._config.retry_seconds_max)
             return [Report(text=text, level="warning"), retry]
-        course.unsaved, course.settled = None, max(saved, course.settled)
-        self._journal.settle(saved)
+        # Every shard has taken the savepoint and its journal is on disk: older ones may go.
+        run.unsaved, run.settled = None, max(saved, run.settled)
+        self._journal.confirm(saved)
         return []
 
 
 _EPOCH_BITS: Final = 12
-"""Epochs of life i begin at i << 12: so often may shards be lost in one life."""
+"""Epochs of incarnation i begin at i << 12, so they rise; this bounds lost shards."""
 
 
 CoordinatorMessage = (
@@ -286,13 +253,10 @@ class Coordinator:
     """The role `coordinator`.
 
     Args:
-        config: How it works.
-        method: The algorithm.
-        shards: Their addresses, shard 0 first.
-        n_examples: Of the training data.
-
-    Attributes:
-        result: How the run ended, once it has.
+        config: Its settings.
+        method: The optimizer.
+        shards: Addresses of the shards, shard 0 first.
+        n_examples: Examples of the training data.
     """
 
     accepts: Final = message_types(CoordinatorMessage)
@@ -308,28 +272,28 @@ class Coordinator:
         self._config = config
         self._method = method
         self._n_examples = n_examples
-        self._orders = CommandBroadcast(config, shards=shards)
-        self._crew = WorkerPool(config)
-        self._replicas = WorkerTicks(config, self._crew)
+        self._commands = CommandBroadcast(config, shards=shards)
+        self._pool = WorkerPool(config)
+        self._worker_ticks = WorkerTicks(config, self._pool)
         self._journal = Journal(None, goal=config.goal)
-        self._writing = JournalWriter(config, self._journal, incarnation=0)
-        self._figures = CoordinatorMetrics()
-        self._wishes = StopWishes()
-        self._supervision = SupervisorRequests(self._wishes, self._figures)
-        self._course: CoordinatorRun | None = None
-        self._steps: CourseSteps | None = None
-        self._warming: WarmStartRun | None = None
+        self._journal_writer = JournalWriter(config, self._journal, incarnation=0)
+        self._metrics = CoordinatorMetrics()
+        self._requests = PendingRequests()
+        self._supervisor = SupervisorRequests(self._requests, self._metrics)
+        self._run: CoordinatorRun | None = None
+        self._steps: RunSteps | None = None
+        self._warm_start: WarmStartRun | None = None
         if config.n_warm:
-            self._warming = WarmStartRun(config.n_warm, retry_seconds=config.retry_seconds)
+            self._warm_start = WarmStartRun(config.n_warm, retry_seconds=config.retry_seconds)
         self._warm_saves = WarmSaves(shards)
-        self._wait: Wait | None = None  # that the course waits for, if not for orders
+        self._wait: Wait | None = None  # what the run waits for, other than commands
         self._incarnation = 0
         self._n_epochs = 0
         self._begun = not config.await_begin
         self._stopped_by: Address | None = None
-        self._ending = False
-        self._ended = False
-        self.result: Result | None = None
+        self._is_ending = False
+        self._has_ended = False
+        self.result: Result | None = None  # how the run ended, once it has
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -337,7 +301,7 @@ class Coordinator:
         Raises:
             DistBeliefError: the run cannot go on.
         """
-        if self._ended:
+        if self._has_ended:
             return []
         actions: list[Action] = []
         match event:
@@ -348,11 +312,11 @@ class Coordinator:
             case TimerFired(name=name):
                 actions += self._timer(name, now)
             case Persisted():
-                actions += self._writing.persisted(event, self._course, now)
+                actions += self._journal_writer.persisted(event, self._run, now)
             case PeerJoined() | PeerLost():
                 actions += self._peer(event, now)
             case Computed():
-                pass  # nothing is ever computed here
+                pass  # the coordinator computes nothing
             case _:
                 assert_never(event)
         return [*actions, *self._advance(now)]
@@ -360,48 +324,47 @@ class Coordinator:
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what it is doing, and its counters.
 
-        `wasted` are examples computed in vain, of evaluations that came to their end.
+        `wasted` counts examples computed more than once, in evaluations that are finished.
         """
-        figures, dealing = self._figures, self._dealing
-        last = figures.iterated
+        metrics, queue = self._metrics, self._queue
+        last = metrics.iterated
         return self._state(), {
-            "iteration": float(figures.iteration),
-            "evaluations": float(figures.n_evaluations),
+            "iteration": float(metrics.iteration),
+            "evaluations": float(metrics.n_evaluations),
             "loss": float("nan") if last is None else last.loss,
             "gradient_norm": float("nan") if last is None else last.gradient_norm,
             "step_length": 0.0 if last is None else last.step_length,
-            "samples": float(figures.samples),
-            "wasted": float(figures.n_wasted),
-            "backups": float(figures.n_backups),
-            "replicas": float(len(self._crew)),
-            "sets": float(dealing.sets.n_sets) if dealing else 0.0,
-            "sets_done": float(dealing.sets.n_counted) if dealing else 0.0,
-            "epoch": float(self._orders.epoch),
-            "orders": float(self._orders.n_orders),
+            "samples": float(metrics.samples),
+            "wasted": float(metrics.n_wasted),
+            "backups": float(metrics.n_backups),
+            "replicas": float(len(self._pool)),
+            "sets": float(queue.commits.n_sets) if queue else 0.0,
+            "sets_done": float(queue.commits.n_counted) if queue else 0.0,
+            "epoch": float(self._commands.epoch),
+            "orders": float(self._commands.n_commands),
             "reason": -1.0
             if self.result is None
             else float(list(Reason).index(self.result.reason)),
-            **figures.shares.counters(),
+            **metrics.shares.counters(),
         }
 
     @property
-    def _dealing(self) -> WorkQueue | None:
-        """Of the evaluation under way."""
-        return None if self._course is None else self._course.dealing
+    def _queue(self) -> WorkQueue | None:
+        return None if self._run is None else self._run.queue
 
     def _state(self) -> str:
-        if self._course is None and self._warming is not None and self._begun:
+        if self._run is None and self._warm_start is not None and self._begun:
             return "warm start"
-        if self._course is None:
+        if self._run is None:
             return "waiting for begin" if self.result is None else "ended"
-        waiting = self._orders.waiting_for
+        waiting = self._commands.waiting_for
         if waiting is not None:
             return f"waiting for {waiting}"
-        if self._wait is Wait.SETS and not len(self._crew):
+        if self._wait is Wait.CHUNKS and not len(self._pool):
             return "waiting for replicas"
-        return "ordering" if self._wait is None else self._wait.value
+        return "commanding shards" if self._wait is None else self._wait.value
 
-    # ------------------------------------------------------------------------ events
+    # --- events ---
 
     def _start(self, event: Started) -> None:
         if event.unrestored is not None:
@@ -409,27 +372,27 @@ class Coordinator:
         self._incarnation = event.incarnation
         journal = Journal(event.restored, goal=self._config.goal)
         self._journal = journal
-        self._writing = JournalWriter(self._config, journal, incarnation=event.incarnation)
+        self._journal_writer = JournalWriter(self._config, journal, incarnation=event.incarnation)
         if self._journal.base_clocks is not None:
-            self._warming = None  # the life before has seen it over
+            self._warm_start = None  # an earlier incarnation saw its end
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
         sender, message = event.sender, event.message
         match message:
-            case CommandDone() if self._orders.owns(sender):
-                self._orders.receive(event, message, now)
+            case CommandDone() if self._commands.owns(sender):
+                self._commands.receive(event, message, now)
             case WorkReport() | Finished():
-                return self._hear(event, message, now)
+                return self._from_replica(event, message, now)
             case StartTraining():
                 self._begun = True
             case Stop():
-                self._stopped_by, self._wishes.stop = sender, True
-            case SaveCheckpoint(label=label) if self._warming is not None and self._begun:
-                return self._warm_saves.ask(label)
+                self._stopped_by, self._requests.stop = sender, True
+            case SaveCheckpoint(label=label) if self._warm_start is not None and self._begun:
+                return self._warm_saves.request(label)
             case SaveCheckpoint(label=label):
-                self._supervision.ask_to_save(label)
-            case CheckpointSaved() if self._orders.owns(sender):
-                return self._warm_saves.answered(sender, message)
+                self._supervisor.request_save(label)
+            case CheckpointSaved() if self._commands.owns(sender):
+                return self._warm_saves.shard_answered(sender, message)
             case _:
                 raise RemoteProtocolError(
                     f"{sender} sent the coordinator {type(message).__name__}: only "
@@ -437,152 +400,143 @@ class Coordinator:
                 )
         return []
 
-    def _hear(
+    def _from_replica(
         self, event: Received, message: WorkReport | Finished, now: Seconds
     ) -> Sequence[Action]:
-        """A replica speaks."""
-        warming = self._warming
+        warm_start = self._warm_start
         if isinstance(message, Finished):
-            return warming.finished(event.sender, now) if warming else []
-        if warming is not None and not warming.is_done(event.sender):
-            return warming.heard(event.sender, now)
-        self._replicas.hear(event, message, self._dealing, now)
+            return warm_start.replica_finished(event.sender, now) if warm_start else []
+        if warm_start is not None and not warm_start.is_done(event.sender):
+            return warm_start.replica_joined(event.sender, now)
+        self._worker_ticks.take_report(event, message, self._queue, now)
         return []
 
     def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> Sequence[Action]:
         peer, incarnation = event.peer, event.incarnation
-        if self._orders.owns(peer):
+        if self._commands.owns(peer):
             is_new = isinstance(event, PeerJoined)
-            return self._orders.joined(peer, incarnation) if is_new else []
+            return self._commands.joined(peer, incarnation) if is_new else []
         if isinstance(event, PeerLost):
-            self._replicas.lost(peer, incarnation, self._dealing, now)
-            if self._warming is not None:
-                self._warming.lost(peer)
+            self._worker_ticks.lost(peer, incarnation, self._queue, now)
+            if self._warm_start is not None:
+                self._warm_start.lost(peer)
         return []
 
     def _timer(self, name: str, now: Seconds) -> Sequence[Action]:
-        if name == ORDERS_TIMER:
-            return self._orders.timer(now)
+        if name == COMMANDS_TIMER:
+            return self._commands.timer(now)
         if name == WARM_TIMER:
-            return self._warming.timer(now) if self._warming else []
+            return self._warm_start.timer(now) if self._warm_start else []
         if name == TICK:
-            return self._replicas.tick(self._dealing, now)
-        return self._writing.write(self._course)
+            return self._worker_ticks.tick(self._queue, now)
+        return self._journal_writer.write(self._run)
 
-    # ------------------------------------------------------------------- the machine
+    # --- the run ---
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
-        """Go on with the course as far as that can be done."""
         if not self._begun:
-            return self._end() if self._wishes.stop else []
-        if self._warming is not None:
-            if not self._warming.is_over:
-                return self._end() if self._wishes.stop else []
-            self._warming = None
+            return self._end() if self._requests.stop else []
+        if self._warm_start is not None:
+            if not self._warm_start.is_over:
+                return self._end() if self._requests.stop else []
+            self._warm_start = None
         actions: list[Action] = []
-        if self._course is None or self._orders.lost is not None:
-            actions += self._begin_course(now)
-        while self._can_go_on():
-            actions += self._go_on(now)
-        actions += self._supervision.tell(self._course)
-        if self.result is not None and not self._ended:
+        if self._run is None or self._commands.lost is not None:
+            actions += self._begin_run(now)
+        while self._can_step():
+            actions += self._step_run(now)
+        actions += self._supervisor.report(self._run)
+        if self.result is not None and not self._has_ended:
             return [*actions, *self._end()]
-        return [*actions, *self._replicas.deal(self._dealing, now)]
+        return [*actions, *self._worker_ticks.assign(self._queue, now)]
 
-    def _begin_course(self, now: Seconds) -> Sequence[Action]:
-        """Begin an epoch.
-
-        Raises:
-            DistBeliefError: shards were lost too often.
-        """
+    def _begin_run(self, now: Seconds) -> Sequence[Action]:
         actions: list[Action] = []
-        if self._orders.lost is not None:
-            text = f"{self._orders.lost} has begun a new life: going on from a cut"
+        if self._commands.lost is not None:
+            text = f"{self._commands.lost} has restarted: continuing from a savepoint"
             actions.append(Report(text=text, level="warning"))
         self._n_epochs += 1
         if self._n_epochs >> _EPOCH_BITS:
-            raise DistBeliefError(f"shards were lost {self._n_epochs} times: look at their logs")
+            raise DistBeliefError(f"shards restarted {self._n_epochs} times: check their logs")
         epoch = (self._incarnation << _EPOCH_BITS) + self._n_epochs
-        self._course = CoordinatorRun(
+        self._run = CoordinatorRun(
             self._config,
             method=self._method,
             n_examples=self._n_examples,
             epoch=epoch,
-            crew=self._crew,
+            pool=self._pool,
             journal=self._journal,
-            figures=self._figures,
-            wishes=self._wishes,
+            metrics=self._metrics,
+            requests=self._requests,
         )
-        self._crew.dismissed()
-        self._steps = self._course.run()
+        self._pool.clear_tasks()
+        self._steps = self._run.steps()
         next(self._steps)
-        self._wait, self._ending = None, False
-        return [*actions, *self._orders.attach(epoch, now)]
+        self._wait, self._is_ending = None, False
+        return [*actions, *self._commands.begin_epoch(epoch, now)]
 
-    def _can_go_on(self) -> bool:
-        """Return whether what the course waits for has come."""
-        course = self._course
-        if self.result is not None or course is None or not self._orders.complete:
+    def _can_step(self) -> bool:
+        run = self._run
+        if self.result is not None or run is None or not self._commands.complete:
             return False
         match self._wait:
-            case Wait.SETS:
-                dealing = course.dealing
+            case Wait.CHUNKS:
+                queue = run.queue
                 return (
-                    self._wishes.stop
-                    or dealing is None
-                    or not dealing.sets.is_finite
-                    or dealing.sets.has_staged
+                    self._requests.stop
+                    or queue is None
+                    or not queue.commits.is_finite
+                    or queue.commits.has_staged
                 )
             case Wait.SAVED:
-                return course.unsaved is None or course.save_error is not None
+                return run.unsaved is None or run.save_error is not None
             case None:
                 return True
 
-    def _go_on(self, now: Seconds) -> Sequence[Action]:
-        """Let the course take its next step."""
-        course, steps, orders = self._course, self._steps, self._orders
-        assert course is not None
+    def _step_run(self, now: Seconds) -> Sequence[Action]:
+        run, steps, commands = self._run, self._steps, self._commands
+        assert run is not None
         assert steps is not None
         actions: list[Action] = []
         if self._wait is None:
-            actions += self._writing.if_marked(course)
-        had_dealing = course.dealing is not None
-        course.now = now
-        answered = Answered(now=now, answers=orders.answers, versions=orders.versions)
+            actions += self._journal_writer.write_if_taken(run)
+        had_queue = run.queue is not None
+        run.now = now
+        answered = Answered(now=now, answers=commands.answers, versions=commands.versions)
         try:
-            # A course that has just begun must come to a point first: without one the
-            # shards would stay in its hands, and could not be saved.
-            if self._wishes.stop and course.has_point and not self._ending:
-                self._ending = True
+            # A run that has just begun must reach a point first: until it publishes one,
+            # the shards stay bound to it and cannot be saved.
+            if self._requests.stop and run.has_point and not self._is_ending:
+                self._is_ending = True
                 steps.close()
-                steps = self._steps = course.end_early()
+                steps = self._steps = run.end_early()
                 step = next(steps)
             else:
                 step = steps.send(answered)
         except StopIteration as end:
             self.result = end.value
             return actions
-        if had_dealing and course.dealing is None:
-            actions += self._crew.dismiss(now)
+        if had_queue and run.queue is None:
+            actions += self._pool.cancel_all(now)
         if isinstance(step, Wait):
             self._wait = step
             return actions
         self._wait = None
-        mark, course.mark = course.mark, None
+        savepoint, run.savepoint = run.savepoint, None
         return [
             *actions,
-            *orders.give(
-                step, now, mark=mark, settled=course.settled, on_disk=self._journal.on_disk
+            *commands.send(
+                step, now, savepoint=savepoint, settled=run.settled, on_disk=self._journal.on_disk
             ),
         ]
 
     def _end(self) -> Sequence[Action]:
-        self._ended = True
+        self._has_ended = True
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
         receiver = self._stopped_by or SUPERVISOR
         return [
-            *self._supervision.tell(self._course),
+            *self._supervisor.report(self._run),
             Send(receiver=receiver, message=finished),
             Exit(),
         ]

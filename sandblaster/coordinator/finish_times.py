@@ -1,15 +1,13 @@
-"""Numbered things in the order of the seconds that each will take, as time goes by.
+"""Finish times: numbered items, kept in the order of the seconds that each has left.
 
-What is left of something changes at one of three rates, so those of one rate never
-overtake each other:
+What is left changes at one of three rates, so items of one rate never overtake each other:
 
-    slope -1    under way, and in time          offset - now
-           0    nobody knows better             offset
-          +1    overdue                         offset + now
+    slope -1    in progress, and in time    offset - now
+           0    not started                 offset
+          +1    overdue                     offset + now
 
-Each slope has a column of its own, sorted by offset, in blocks that remember their
-sums: to put, to drop, and to sum up all below some bound takes about the square root of
-how many there are, and little of that.
+Each slope has a column sorted by offset, in blocks that cache their sums: to put, drop or
+sum up to a bound takes about the square root of the number of items.
 """
 
 from bisect import bisect_left, insort
@@ -27,7 +25,8 @@ Slope = Literal[-1, 0, 1]
 
 _BLOCK: Final = 64
 
-_Entry = tuple[float, int, float]  # offset, number below 0, weight
+# The number is negated, so that of equal offsets the lower number is the longer one.
+_Entry = tuple[float, int, float]  # offset, -number, weight
 
 
 @final
@@ -39,16 +38,14 @@ class Line:
     slope: Slope = 0
 
     def at(self, now: Seconds) -> Seconds:
-        """Return the seconds that are left."""
         return self.offset + self.slope * now
 
     def later(self, seconds: Seconds) -> "Line":
-        """Return what takes so much longer."""
         return Line(self.offset + seconds, self.slope)
 
 
 class Sum(NamedTuple):
-    """Of some things: how many, their weights, and seconds times weights."""
+    """Number of some items, sum of their weights, and sum of seconds times weights."""
 
     n: int
     weight: float
@@ -65,20 +62,18 @@ class _Column:
         self._sums: list[Sum | None] = []  # of each block; None: it has changed
 
     def put(self, entry: _Entry) -> None:
-        """Add an entry, which is not there."""
         if not self._blocks:
             self._insert(0, [entry])
             return
         index = min(bisect_left(self._lasts, entry), len(self._blocks) - 1)
         block = self._blocks[index]
         insort(block, entry)
-        if len(block) > 2 * _BLOCK:
+        if len(block) > 2 * _BLOCK:  # split it, so that an insertion stays cheap
             self._insert(index + 1, block[_BLOCK:])
             del block[_BLOCK:]
         self._lasts[index], self._sums[index] = block[-1], None
 
     def drop(self, entry: _Entry) -> None:
-        """Remove an entry, which is there."""
         index = bisect_left(self._lasts, entry)
         block = self._blocks[index]
         del block[bisect_left(block, entry)]
@@ -88,7 +83,6 @@ class _Column:
             del self._blocks[index], self._lasts[index], self._sums[index]
 
     def below(self, offset: float) -> Sum:
-        """Return the sum of all with less than this."""
         n, weight, weighted = 0, 0.0, 0.0
         for index, (last, _, _) in enumerate(self._lasts):
             block = self._blocks[index]
@@ -106,11 +100,9 @@ class _Column:
         return Sum(n, weight, weighted)
 
     def rising(self) -> Iterator[_Entry]:
-        """Yield all, the least first."""
         return chain.from_iterable(self._blocks)
 
     def falling(self) -> Iterator[_Entry]:
-        """Yield all, the largest first."""
         return chain.from_iterable(map(reversed, reversed(self._blocks)))
 
     def _insert(self, index: int, block: list[_Entry]) -> None:
@@ -129,14 +121,14 @@ def _sum(entries: list[_Entry]) -> Sum:
 
 @final
 class FinishTimes:
-    """Numbers with lines and weights."""
+    """Items by number, each with a line and a weight."""
 
     def __init__(self) -> None:
         self._columns: dict[Slope, _Column] = {s: _Column() for s in (-1, 0, 1)}
         self._entries: dict[int, tuple[Slope, _Entry]] = {}
 
     def put(self, number: int, line: Line, *, weight: float = 0.0) -> None:
-        """Let a number have this line and weight."""
+        """Add an item, or change its line and weight."""
         entry = line.offset, -number, weight
         known = self._entries.get(number)
         if known == (line.slope, entry):
@@ -146,7 +138,6 @@ class FinishTimes:
         self._entries[number] = line.slope, entry
 
     def drop(self, number: int) -> None:
-        """Forget a number, if it is there."""
         known = self._entries.pop(number, None)
         if known is not None:
             slope, entry = known
@@ -159,7 +150,7 @@ class FinishTimes:
         return len(self._entries)
 
     def at_most(self, seconds: Seconds, now: Seconds) -> Iterator[int]:
-        """Yield the numbers of all that take at most so long, in any order."""
+        """Yield the numbers of all items with at most so many seconds left, in any order."""
         for slope, column in self._columns.items():
             for offset, number, _ in column.rising():
                 if offset + slope * now > seconds:
@@ -177,7 +168,7 @@ class FinishTimes:
         return ((s, -number) for s, number in merge(*lines))
 
     def below(self, seconds: Seconds, now: Seconds) -> Sum:
-        """Return the sum of all that take less than this."""
+        """Return the sum of all items with fewer seconds left."""
         n, weight, weighted = 0, 0.0, 0.0
         for slope, column in self._columns.items():
             part = column.below(seconds - slope * now)

@@ -1,19 +1,14 @@
-"""The course of one epoch: what a coordinator does, one thing after the other.
+"""Coordinator run: the steps of one epoch, as a generator.
 
-    Attach --> choose a cut --> Recall --> the algorithm: its requests, as they come
-                                             Operations   Perform
-                                             Evaluate     Open, (Fold)*, Seal
-                                             Iterated     a mark on the next order
-                                                          Keep, if it is to be saved
-               the algorithm has ended --> Publish
+    BeginEpoch --> choose a savepoint --> Restore --> requests of the optimizer:
+                       VectorOps        Execute
+                       Evaluate         BeginEvaluation, Commit*, FinishEvaluation
+                       IterationDone    a savepoint with the next command,
+                                        and Checkpoint if one is requested
+                   the optimizer ends --> Publish
 
-It is a generator, like the algorithm that it drives: it yields what is to be ordered
-and is resumed when every shard has answered; or it yields what it waits for. When a
-shard is lost, or the coordinator, the course is given up, and another begins: with a
-new epoch, from the newest cut that all share.
-
-An iteration of L-BFGS takes two round trips, and one evaluation one more for each end
-of it; none carries anything of the size of a vector.
+It yields a task for the shards and resumes when all have answered, or yields what it waits
+for. A lost shard ends the run; the next one begins at the newest shared savepoint.
 """
 
 import math
@@ -43,8 +38,8 @@ from distbelief.roles.role import Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
-from sandblaster.coordinator.metrics import CoordinatorMetrics, StopWishes
-from sandblaster.coordinator.work_queue import N_VOID_MAX, Commits, GrantNumbers, WorkQueue
+from sandblaster.coordinator.metrics import CoordinatorMetrics, PendingRequests
+from sandblaster.coordinator.work_queue import N_VOID_MAX, Commits, EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -59,57 +54,43 @@ from sandblaster.optimizers.termination import Reason
 
 
 PARAMETERS: Final = "parameters"
-SHARE_OF_SAVING: Final = 0.02
-"""Of the time that snapshots may take, for which all replicas wait: one that is asked
-for too soon after another is taken later. Of 42 million parameters with three pairs of
-corrections 2 GB are written: 4 s, which were 9 % of the time at one in 30 s."""
+SAVING_SHARE: Final = 0.02
+"""Largest share of the time that checkpoints may take, while all workers wait; one that is
+requested too early is delayed. 42 million parameters with three pairs of corrections are
+2 GB: writing them took 4 s, which was 9 % of the time with a checkpoint every 30 s."""
 GRANT_BITS: Final = 28
-"""Grants and cuts of epoch e begin at e << 28: none is ever used twice."""
+"""Tokens and savepoints of epoch e begin at e << 28: no number is used twice."""
 
 
 class Method(Protocol):
-    """An algorithm."""
+    """An optimizer: the settings of a method."""
 
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Begin, or go on from that state."""
-        ...
+    def steps(self, state: str | None = None) -> Steps[Result]: ...
 
 
 class Wait(Enum):
-    """What a course waits for, if not for the shards."""
+    """What a run waits for, other than the shards."""
 
-    SETS = "computing"  # some set is on every shard, or the loss is not a number
+    CHUNKS = "computing"  # a chunk is on every shard, or the loss is not finite
     SAVED = "saving"  # the journal is on disk
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What every shard answered to an order, shard 0 first; and when."""
+    """What the shards answered to a command, shard 0 first, and when."""
 
     now: Seconds
     answers: Sequence[CommandDone]
     versions: tuple[ShardVersion, ...]
 
 
-CourseSteps = Generator[Task | Wait, Answered, Result]
+RunSteps = Generator[Task | Wait, Answered, Result]
 
 
 @final
 class CoordinatorRun:
-    """One epoch.
-
-    Attributes:
-        mark: To be carried by the next order.
-        unsaved: A cut that is not safe yet: not marked, or not written down.
-        save_error: Why it could not be written down, if so.
-        has_point: Do the shards hold a point that was accepted?
-        settled: The newest cut that is safe everywhere.
-        dealing: Of the evaluation under way.
-        progress: Iterations that are to be told of.
-        note: What is to be told besides, once.
-        now: The time, at each step.
-    """
+    """One epoch."""
 
     def __init__(
         self,
@@ -118,82 +99,85 @@ class CoordinatorRun:
         method: Method,
         n_examples: int,
         epoch: int,
-        crew: WorkerPool,
+        pool: WorkerPool,
         journal: Journal,
-        figures: CoordinatorMetrics,
-        wishes: StopWishes,
+        metrics: CoordinatorMetrics,
+        requests: PendingRequests,
     ) -> None:
         self._config = config
         self._method = method
         self._n_examples = n_examples
         self._epoch = epoch
-        self._crew = crew
+        self._pool = pool
         self._journal = journal
-        self._figures = figures
-        self._wishes = wishes
+        self._metrics = metrics
+        self._requests = requests
         first = epoch << GRANT_BITS
-        self._numbers = GrantNumbers(grant=first)
-        self._last_cut = first
-        self._marked: IterationDone | None = None  # of which the last cut is
-        self.mark: Savepoint | None = None
+        self._counters = EpochCounters(grant=first)
+        self._last_savepoint = first
+        self._savepoint_iteration: IterationDone | None = None  # the point of the last savepoint
+        self.savepoint: Savepoint | None = None  # to be sent with the next command
+        # A savepoint that shards have not taken, or whose journal is not on disk.
         self.unsaved: int | None = None
-        self.save_error: str | None = None
-        self.settled = 0
-        self.has_point = False
-        self.dealing: WorkQueue | None = None
-        self.progress: deque[IterationDone] = deque()
-        self.note = ""
-        self.now: Seconds = 0.0
+        self.save_error: str | None = None  # why the journal could not be saved, if so
+        self.settled = 0  # the newest savepoint that is safe everywhere
+        self.has_point = False  # whether the shards hold an accepted point
+        self.queue: WorkQueue | None = None  # work queue of the present evaluation
+        self.progress: deque[IterationDone] = deque()  # iterations to report
+        self.note = ""  # a warning to report, once
+        self.now: Seconds = 0.0  # the time, set before each step
 
-    # -------------------------------------------------------------------------- whole
-
-    def run(self) -> CourseSteps:
-        """Attach, go on from somewhere, and come to an end.
+    def steps(self) -> RunSteps:
+        """Start the epoch, restore a savepoint, run the optimizer to its end.
 
         Raises:
-            DistBeliefError: the shards disagree, or share no point to go on from.
+            DistBeliefError: the shards disagree, or share no savepoint.
         """
-        self._figures.shares.course_begins()
+        self._metrics.shares.run_begins()
         attached = yield BeginEpoch()
-        choice = self._journal.choose([answer.cuts for answer in attached.answers])
-        if choice.cut == 0 and self._journal.base_clocks is None:
+        resume_point = self._journal.choose([answer.cuts for answer in attached.answers])
+        if resume_point.cut == 0 and self._journal.base_clocks is None:
             clocks = (answer.cuts[0].clock for answer in attached.answers)
             self._journal.base_clocks = tuple(clocks)
             self.unsaved = 0
-        yield Restore(cut=choice.cut, whole=choice.whole)
-        state, figures = None, self._figures
-        figures.offset, figures.iterated = 0, None
-        if choice.entry is not None:
-            figures.samples = choice.entry.samples
-            figures.n_evaluations = max(figures.n_evaluations, choice.entry.evaluations)
-            if choice.whole:
-                state, self.unsaved = choice.entry.state, choice.cut
-                figures.offset = choice.entry.offset
+        yield Restore(cut=resume_point.cut, whole=resume_point.whole)
+        state, metrics = None, self._metrics
+        metrics.offset, metrics.iterated = 0, None
+        if resume_point.entry is not None:
+            metrics.samples = resume_point.entry.samples
+            metrics.n_evaluations = max(metrics.n_evaluations, resume_point.entry.evaluations)
+            if resume_point.whole:
+                state, self.unsaved = resume_point.entry.state, resume_point.cut
+                metrics.offset = resume_point.entry.offset
             else:
-                figures.offset = choice.entry.iteration
-        if choice.has_other_goal:
+                metrics.offset = resume_point.entry.iteration
+        if resume_point.has_other_goal:
             self.note = (
-                "method, loss, l1, l2 or batches are others than before: the method "
-                "begins anew at the parameters"
+                "method, loss, l1, l2 or batch_size have changed: "
+                "the method restarts at the saved parameters"
             )
-        elif choice.cut and not choice.whole:
-            self.note = "going on from parameters alone: the method begins anew there"
+        elif resume_point.cut and not resume_point.whole:
+            self.note = "only parameters could be restored: the method restarts there"
         self.has_point = True
         result = yield from self._drive(self._method.steps(state))
-        if figures.iterated is None:  # it ended where it began
-            figures.iterated = _iterated(result)
-            self.progress.append(figures.iterated)
+        if metrics.iterated is None:  # it ended at its starting point
+            metrics.iterated = _iterated(result)
+            self.progress.append(metrics.iterated)
         yield from self._publish()
         return result
 
-    def end_early(self) -> CourseSteps:
-        """Leave the last point that was accepted; to be run instead of the rest."""
+    def end_early(self) -> RunSteps:
+        """Publish the last accepted point; to be run instead of the remaining steps."""
         assert self.has_point
-        self.dealing = None
-        last = self._figures.iterated
-        if self.mark is None and self._marked is not None and self._marked is last:
-            # With its history, which is half-way to the next one.
-            yield Restore(cut=self._last_cut, whole=True)
+        self.queue = None
+        last = self._metrics.iterated
+        if (
+            self.savepoint is None
+            and self._savepoint_iteration is not None
+            and self._savepoint_iteration is last
+        ):
+            # The optimizer may be in the middle of the next iteration: restore its history.
+            yield Restore(cut=self._last_savepoint, whole=True)
         yield from self._publish()
         return Result(
             reason=Reason.STOPPED,
@@ -212,23 +196,22 @@ class CoordinatorRun:
             [answer.clock for answer in published.answers],
             entry=CheckpointEntry(
                 cut=0,
-                iteration=self._figures.iteration,
-                offset=self._figures.offset,
-                samples=self._figures.samples,
-                evaluations=self._figures.n_evaluations,
+                iteration=self._metrics.iteration,
+                offset=self._metrics.offset,
+                samples=self._metrics.samples,
+                evaluations=self._metrics.n_evaluations,
                 goal=self._config.goal,
                 state="",
             ),
         )
         if self.save_error is None:
-            self.unsaved = self._last_cut
-            yield Execute(commands=())  # with which it is written
+            self.unsaved = self._last_savepoint
+            yield Execute(commands=())  # carries the savepoint, so that the journal is saved
         while self.unsaved is not None and self.save_error is None:
             yield Wait.SAVED
-        self._wishes.saves.clear()  # who asked will see the end, and ask the shards
+        self._requests.saves.clear()  # the supervisor sees the end, and saves the shards itself
 
-    def _drive(self, steps: Steps[Result]) -> CourseSteps:
-        """Answer the requests of the algorithm."""
+    def _drive(self, steps: Steps[Result]) -> RunSteps:
         try:
             request = next(steps)
             while True:
@@ -241,7 +224,7 @@ class CoordinatorRun:
                         reply = yield from self._evaluate(request)
                     case IterationDone():
                         yield from self._iterated(request)
-                        reply = self._wishes.stop
+                        reply = self._requests.stop
                     case _:
                         assert_never(request)
                 request = steps.send(reply)
@@ -249,41 +232,39 @@ class CoordinatorRun:
             result: Result = end.value
             return result
 
-    # --------------------------------------------------------------------- evaluation
-
     def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
         batch = self._batch(request)
-        config, figures, numbers = self._config, self._figures, self._numbers
+        config, metrics, counters = self._config, self._metrics, self._counters
         opened = yield BeginEvaluation(
             point=request.point,
             before=request.before,
-            first_grant=numbers.grant + 1,
-            n_staged_max=config.window_sets + N_VOID_MAX,
+            first_grant=counters.grant + 1,
+            n_staged_max=config.window_chunks + N_VOID_MAX,
         )
-        figures.n_evaluations += 1
-        figures.shares.evaluation_begins(self._crew, self.now)
-        self._crew.begin(
+        metrics.n_evaluations += 1
+        metrics.shares.evaluation_begins(self._pool, self.now)
+        self._pool.begin(
             epoch=self._epoch,
-            evaluation=figures.n_evaluations,
+            evaluation=metrics.n_evaluations,
             versions=opened.versions,
             batch=batch,
         )
-        dealing = WorkQueue(config, crew=self._crew, batch=batch, numbers=numbers)
-        self.dealing = dealing
-        granting = dealing.sets
-        while granting.is_finite and not granting.is_complete:
-            sets, void = granting.to_fold()
+        queue = WorkQueue(config, pool=self._pool, batch=batch, counters=counters)
+        self.queue = queue
+        commits = queue.commits
+        while commits.is_finite and not commits.is_complete:
+            sets, void = commits.to_commit()
             if sets or void:
-                folded = yield Commit(sets=sets, void=void)
-                granting.folded(sets, void, folded.now)
+                committed = yield Commit(sets=sets, void=void)
+                commits.committed(sets, void, committed.now)
             else:
-                yield Wait.SETS
-        self.dealing = None
-        figures.shares.evaluation_ends(self._crew, self.now)
-        figures.n_backups += dealing.n_backups
-        is_finite, n_examples = granting.is_finite, batch.n_examples
-        figures.n_wasted += max(self._crew.n_computed - n_examples, 0)
-        figures.samples += n_examples
+                yield Wait.CHUNKS
+        self.queue = None
+        metrics.shares.evaluation_ends(self._pool, self.now)
+        metrics.n_backups += queue.n_backups
+        is_finite, n_examples = commits.is_finite, batch.n_examples
+        metrics.n_wasted += max(self._pool.n_computed - n_examples, 0)
+        metrics.samples += n_examples
         seal = FinishEvaluation(
             gradient=request.gradient,
             n_examples=n_examples if is_finite else 0,
@@ -291,9 +272,9 @@ class CoordinatorRun:
         )
         sealed = yield seal
         if is_finite:
-            _check(sealed.answers, granting)
+            _check(sealed.answers, commits)
         return Evaluation(
-            loss=granting.loss / n_examples if is_finite else math.nan,
+            loss=commits.loss / n_examples if is_finite else math.nan,
             n_examples=n_examples,
             scalars=(
                 *combine(request.before, _scalars(opened)),
@@ -308,63 +289,61 @@ class CoordinatorRun:
         n_examples = examples.stop - examples.start
         if not 0 < n_examples <= self._n_examples or examples.start < 0:
             raise JobError(
-                f"a batch of positions {examples.start} to {examples.stop} has "
-                f"{n_examples} examples; it needs at least one, and at most the "
-                f"{self._n_examples} of the training data: choose another batch size"
+                f"a batch of positions {examples.start} to {examples.stop} needs 1 to "
+                f"{self._n_examples} examples: choose another batch_size"
             )
         first = examples.start % self._n_examples
         return BatchRange(first=first, n_examples=n_examples)
 
-    # --------------------------------------------------------------------------- cuts
+    # --- savepoints ---
 
     def _iterated(self, request: IterationDone) -> Generator[Task | Wait, Answered, None]:
-        """Let this be a cut, unless the one before it is not safe yet."""
-        self._figures.iterated = request
+        self._metrics.iterated = request
         self.progress.append(request)
         since = self.now
-        while self._wishes.saves and self.now >= self._figures.save_again_at:
+        while self._requests.saves and self.now >= self._metrics.save_again_at:
             error = self.save_error
-            while self.unsaved is not None and self.mark is None and error is None:
+            while self.unsaved is not None and self.savepoint is None and error is None:
                 yield Wait.SAVED
                 error = self.save_error
-            label = self._wishes.saves[0]  # it stays there if this course ends
+            label = self._requests.saves[0]  # stays in place if this run ends
             if error is None:
                 error = yield from self._save(label, request)
             taken = self.now - since
-            self._figures.save_again_at = self.now + taken / SHARE_OF_SAVING
-            self._wishes.saves.popleft()
-            self._wishes.saved.append((label, error))
-        self._figures.shares.saved(self._crew, since=since, now=self.now)
+            self._metrics.save_again_at = self.now + taken / SAVING_SHARE
+            self._requests.saves.popleft()
+            self._requests.saved.append((label, error))
+        self._metrics.shares.saved(self._pool, since=since, now=self.now)
+        # One savepoint at a time: a point is skipped while the last one is not safe.
         if self.unsaved is None:
-            self._mark(request)
+            self._take_savepoint(request)
 
-    def _mark(self, request: IterationDone) -> int:
-        self._last_cut += 1
-        self._marked = request
-        cut = self.unsaved = self._last_cut
+    def _take_savepoint(self, request: IterationDone) -> int:
+        self._last_savepoint += 1
+        self._savepoint_iteration = request
+        cut = self.unsaved = self._last_savepoint
         self._journal.write(
             cut,
             request,
-            samples=self._figures.samples,
-            offset=self._figures.offset,
-            evaluations=self._figures.n_evaluations,
+            samples=self._metrics.samples,
+            offset=self._metrics.offset,
+            evaluations=self._metrics.n_evaluations,
         )
-        self.mark = Savepoint(cut=cut, vectors=request.vectors)
+        self.savepoint = Savepoint(cut=cut, vectors=request.vectors)
         return cut
 
     def _save(
         self, label: str, request: IterationDone
     ) -> Generator[Task | Wait, Answered, str | None]:
-        """Save this cut everywhere; return why not, if so."""
-        cut = self.unsaved if self.unsaved is not None else self._mark(request)
-        kept = yield Checkpoint(label=label, cut=cut)
+        cut = self.unsaved if self.unsaved is not None else self._take_savepoint(request)
+        checkpointed = yield Checkpoint(label=label, cut=cut)
         errors = [
             f"shard {k}: {answer.error}"
-            for k, answer in enumerate(kept.answers)
+            for k, answer in enumerate(checkpointed.answers)
             if answer.error is not None
         ]
         if not errors:
-            self._journal.kept(cut)
+            self._journal.checkpointed(cut)
         while self.unsaved is not None and self.save_error is None:
             yield Wait.SAVED
         return "; ".join(errors) or self.save_error
@@ -387,17 +366,12 @@ def _scalars(answered: Answered) -> list[Scalars]:
 
 
 def _check(answers: Sequence[CommandDone], sets: Commits) -> None:
-    """Every shard counts the same sets, each once, of the same try (DB-15).
-
-    Raises:
-        DistBeliefError: one does not.
-    """
+    # Every shard must count the same chunks, each once and of the same attempt (DB-15).
     expected = sets.n_sets, sets.n_examples, sets.digest
     for k, answer in enumerate(answers):
         counted = answer.n_sets, answer.n_examples, answer.digest
         if counted != expected:
             raise DistBeliefError(
-                f"shard {k} counts {counted[0]} sets of {counted[1]} examples (grants "
-                f"{counted[2]:x}), and {expected[0]} of {expected[1]} "
-                f"({expected[2]:x}) were to be counted: the gradient is not used"
+                f"shard {k} counts {counted[0]} chunks of {counted[1]} examples (tokens "
+                f"{counted[2]:x}), not {expected[0]} of {expected[1]} ({expected[2]:x})"
             )

@@ -1,16 +1,11 @@
-"""A coordinator's orders to the shards: the same to each, once, one after the other.
+"""Broadcast of commands from the coordinator to all shards, in order and exactly once.
 
-    give n ---- Order n ----> every shard ---- Performed n ----> complete, when all have
-                  ^                 |
-                  +---- retry ------+        after a while without an answer
+    send n ---- ShardCommand n ----> every shard ---- CommandDone n ----> complete
+                  ^                      |
+                  +------- retry --------+
 
-Rules:
-
-* Order n + 1 is given when every shard has answered order n: shards never differ by
-  more than one order, so one answer is all that they have to remember.
-* Answers are handed on in the order of the shards, whatever order they came in.
-* A shard whose life is another than when it attached has lost what it was told: the
-  epoch is over (`lost`). A shard that knows a higher epoch says that we are.
+Command n + 1 is sent when every shard has answered command n, so a shard has to remember
+one answer only. Answers are passed on in the order of the shards, whatever their arrival.
 """
 
 from collections.abc import Sequence
@@ -30,89 +25,75 @@ from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetT
 from sandblaster.coordinator.config import CoordinatorConfig
 
 
-TIMER: Final = "coordinator:orders"
+TIMER: Final = "coordinator:commands"
 
 
 @final
 class CommandBroadcast:
-    """The orders of one epoch after the other.
-
-    Attributes:
-        epoch: The present one.
-        number: Of the last order given in it.
-        lost: A shard that has begun another life, if one has.
-        n_orders: Given, over all epochs.
-    """
+    """The commands of one epoch after the other."""
 
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
         self._shards = tuple(shards)
-        self._order: ShardCommand | None = None  # until every shard has answered
+        self._command: ShardCommand | None = None  # until every shard has answered
         self._answers: dict[Address, CommandDone] = {}
-        self._incarnations: dict[Address, int] = {}  # when they attached
-        self._newest: dict[Address, int] = {}  # heard of
+        self._incarnations: dict[Address, int] = {}  # at the start of the epoch
+        self._newest: dict[Address, int] = {}  # the newest known
         self._heard_at: dict[Address, Seconds] = {}
         self._delay = config.retry_seconds
         self._timer_at: Seconds = 0.0
-        self.epoch = 0
-        self.number = 0
+        self.epoch = 0  # the present epoch
+        self.number = 0  # of the last command sent in it
+        # A shard that has restarted in this epoch and lost its state, or None.
         self.lost: Address | None = None
-        self.n_orders = 0
+        self.n_commands = 0  # commands sent, in all epochs
 
     def owns(self, sender: Address) -> bool:
-        """Return whether that is a shard."""
         return sender in self._shards
 
     @property
     def complete(self) -> bool:
-        """Is no order under way?"""
-        return self._order is None
+        return self._command is None
 
     @property
     def waiting_for(self) -> Address | None:
-        """The first shard that has not answered, if one has not."""
-        if self._order is None:
+        if self._command is None:
             return None
         return next((s for s in self._shards if s not in self._answers), None)
 
     @property
     def answers(self) -> tuple[CommandDone, ...]:
-        """To the last order, shard 0 first."""
         return tuple(self._answers[shard] for shard in self._shards)
 
     @property
     def versions(self) -> tuple[ShardVersion, ...]:
-        """Of the values that were published by the last order, shard 0 first."""
         return tuple(
             ShardVersion(incarnation=self._incarnations[shard], clock=self._answers[shard].clock)
             for shard in self._shards
         )
 
-    # ------------------------------------------------------------------------ orders
-
-    def attach(self, epoch: int, now: Seconds) -> list[Action]:
-        """Begin an epoch."""
+    def begin_epoch(self, epoch: int, now: Seconds) -> list[Action]:
         self.epoch, self.number, self.lost = epoch, 0, None
         self._incarnations = {}
-        return self.give(BeginEpoch(), now)
+        return self.send(BeginEpoch(), now)
 
-    def give(
+    def send(
         self,
         task: Task,
         now: Seconds,
         *,
-        mark: Savepoint | None = None,
+        savepoint: Savepoint | None = None,
         settled: int = 0,
         on_disk: int = 0,
     ) -> list[Action]:
-        """Order the next thing; the rest is as in `Order`."""
+        """Send a task to all shards; the other arguments are those of `ShardCommand`."""
         self.number += 1
-        self.n_orders += 1
-        self._order = ShardCommand(
+        self.n_commands += 1
+        self._command = ShardCommand(
             epoch=self.epoch,
             number=self.number,
             task=task,
-            mark=mark,
+            mark=savepoint,
             settled=settled,
             on_disk=on_disk,
         )
@@ -125,53 +106,54 @@ class CommandBroadcast:
         """Take an answer.
 
         Raises:
-            DistBeliefError: another coordinator has taken over, or a shard cannot do
-                what it was told.
+            DistBeliefError: another coordinator is active, or a shard cannot execute the task.
         """
-        shard, order = event.sender, self._order
-        self._meet(shard, event.incarnation)
+        shard, command = event.sender, self._command
+        self._note_incarnation(shard, event.incarnation)
         if event.incarnation < self._newest[shard]:
             return
         if message.epoch > self.epoch:
             raise DistBeliefError(
-                f"{shard} obeys epoch {message.epoch}, and this coordinator's is "
-                f"{self.epoch}: another one has taken over"
+                f"{shard} is in epoch {message.epoch}, this coordinator in {self.epoch}: "
+                "another coordinator has taken over"
             )
         self._heard_at[shard] = now
-        if self.lost is not None or order is None:
+        if self.lost is not None or command is None:
             return
-        if (message.epoch, message.number) != (order.epoch, order.number):
+        if (message.epoch, message.number) != (command.epoch, command.number):
             return
-        if message.error is not None and not isinstance(order.task, Checkpoint):
+        # A failed checkpoint goes back to the supervisor; any other failure ends the run.
+        if message.error is not None and not isinstance(command.task, Checkpoint):
             raise DistBeliefError(
-                f"{shard} cannot perform {type(order.task).__name__}, order "
-                f"{order.number} of epoch {order.epoch}: {message.error}"
+                f"{shard} cannot execute {type(command.task).__name__}, command "
+                f"{command.number} of epoch {command.epoch}: {message.error}"
             )
         self._incarnations.setdefault(shard, event.incarnation)
         self._answers[shard] = message
         if len(self._answers) == len(self._shards):
-            self._order = None
+            self._command = None
 
     def joined(self, shard: Address, incarnation: int) -> list[Action]:
-        """A shard, or a new life of it, can be reached: it hears the order at once."""
-        self._meet(shard, incarnation)
-        if self._order is None or shard in self._answers or self.lost is not None:
+        self._note_incarnation(shard, incarnation)
+        if self._command is None or shard in self._answers or self.lost is not None:
             return []
-        return [Send(receiver=shard, message=self._order)]
+        return [Send(receiver=shard, message=self._command)]
 
-    def _meet(self, shard: Address, incarnation: int) -> None:
+    def _note_incarnation(self, shard: Address, incarnation: int) -> None:
         self._newest[shard] = max(incarnation, self._newest.get(shard, 0))
         known = self._incarnations.get(shard)
+        # A restarted shard has lost the state of this epoch.
         if known is not None and incarnation > known:
             self.lost = shard
 
     def timer(self, now: Seconds) -> list[Action]:
-        """Ask again.
+        """Send the command again to the shards that have not answered.
 
         Raises:
             PeerLostError: a shard has been silent for too long.
         """
-        late = max(0.0, now - self._timer_at)  # nobody drove this role meanwhile
+        # If our own timer came late, this process stood still: do not blame the shards.
+        late = max(0.0, now - self._timer_at)
         for shard in self._heard_at:
             self._heard_at[shard] = min(now, self._heard_at[shard] + late)
         waiting = self.waiting_for
@@ -182,20 +164,18 @@ class CommandBroadcast:
             if shard in self._answers or silent < self._config.silence_seconds_max:
                 continue
             raise PeerLostError(
-                f"{shard} has been silent for {silent:.1f} s while an order was to be "
-                f"performed (silence_seconds_max is "
-                f"{self._config.silence_seconds_max:g}): look at its log; the run "
-                "resumes from the last cut that all shards have"
+                f"{shard} has not answered for {silent:.1f} s (silence_seconds_max is "
+                f"{self._config.silence_seconds_max:g}): check its log, then resume the run"
             )
         self._delay = min(2 * self._delay, self._config.retry_seconds_max)
         return self._send(now)
 
     def _send(self, now: Seconds) -> list[Action]:
-        assert self._order is not None
+        assert self._command is not None
         self._timer_at = now + self._delay
         return [
             *(
-                Send(receiver=shard, message=self._order)
+                Send(receiver=shard, message=self._command)
                 for shard in self._shards
                 if shard not in self._answers
             ),

@@ -1,17 +1,12 @@
-"""The warm start of a run, as the coordinator sees it: Downpour first.
+"""Warm start of a run, on the coordinator: the workers run Downpour first.
 
-    Account of a replica            Begin: train your share
-    Finished of it                  it is done
-    all are done, or are lost       the run begins, where the shards are by then
-    Save of the supervisor          Save: the shards do, each when it can
-    Saved of all shards             Saved
+    WorkReport of a worker    -> StartTraining: train your share
+    Finished of it            it is done
+    all are done or lost      the run begins, at the parameters of the shards
+    SaveCheckpoint            -> SaveCheckpoint to the shards; CheckpointSaved when all have
 
-Who takes much longer than the first to be done is told to stop, and waited for: nothing
-may push to the shards once the run has begun.
-
-Shards that nobody drives are saved as those of Downpour are: at no common moment. One
-that dies in the warm start goes on from there, and so does a job that is resumed. How
-much of its share a replica has done, the shards know.
+Without a coordinator's commands shards are saved as in Downpour: each when it can. The
+shards know how much of its share a worker has done, so a restarted one does the rest.
 """
 
 from collections.abc import Sequence
@@ -23,20 +18,15 @@ from distbelief.roles.role import SUPERVISOR, Action, Address, Seconds, Send, Se
 
 TIMER: Final = "coordinator:warm"
 
-_PATIENCE: Final = 0.5
-"""Of the time that the first one has taken: so long others may take besides."""
+_GRACE_SHARE: Final = 0.5
+"""Share of the first worker's time that the others may take longer."""
 
 _STOP = Stop(reason="the warm start is over")
 
 
 @final
 class WarmStartRun:
-    """Who trains, and who is done.
-
-    Args:
-        n_replicas: Of the job.
-        retry_seconds: After which who is late is told to stop again.
-    """
+    """Which workers train, and which are done."""
 
     def __init__(self, n_replicas: int, *, retry_seconds: Seconds) -> None:
         self._n_replicas = n_replicas
@@ -44,59 +34,53 @@ class WarmStartRun:
         self._running: set[Address] = set()
         self._done: set[Address] = set()
         self._began_at: Seconds | None = None
-        self._is_late = False  # for those that are not done
+        self._time_is_up = False  # too late for the others
 
     @property
     def is_over(self) -> bool:
-        """Can the run begin?"""
-        is_time = self._is_late or len(self._done) >= self._n_replicas
+        # Nothing may push to the shards once the run has begun: wait for all to stop.
+        is_time = self._time_is_up or len(self._done) >= self._n_replicas
         return is_time and not self._running
 
     def is_done(self, name: Address) -> bool:
-        """Return whether a replica has done its share."""
         return name in self._done
 
-    def heard(self, name: Address, now: Seconds) -> list[Action]:
-        """A replica is here: let it train, unless it has."""
+    def replica_joined(self, name: Address, now: Seconds) -> list[Action]:
+        """Let a worker train, unless it is done."""
         if name in self._done:
             return []
         if self._began_at is None:
             self._began_at = now
-        if self._is_late and name not in self._running:
-            return []  # too late to begin
+        if self._time_is_up and name not in self._running:
+            return []  # too late to start
         self._running.add(name)
         return [Send(receiver=name, message=StartTraining())]
 
-    def finished(self, name: Address, now: Seconds) -> list[Action]:
-        """A replica is done."""
+    def replica_finished(self, name: Address, now: Seconds) -> list[Action]:
         is_first = not self._done
         self._running.discard(name)
         self._done.add(name)
         if not is_first:
             return []
         taken = 0.0 if self._began_at is None else now - self._began_at
-        pause = max(_PATIENCE * taken, self._retry_seconds)
+        pause = max(_GRACE_SHARE * taken, self._retry_seconds)
         return [SetTimer(name=TIMER, at=now + pause)]
 
     def lost(self, name: Address) -> None:
-        """A replica is gone; another life of it says so itself."""
+        # Its next incarnation reports again, and says if it is done.
         self._running.discard(name)
         self._done.discard(name)
 
     def timer(self, now: Seconds) -> list[Action]:
-        """Tell who is late to stop."""
-        self._is_late = True
+        """Stop the workers that are late, and end the warm start when all have stopped."""
+        self._time_is_up = True
         stops = [Send(receiver=name, message=_STOP) for name in sorted(self._running)]
         return [*stops, SetTimer(name=TIMER, at=now + self._retry_seconds)]
 
 
 @final
 class WarmSaves:
-    """The snapshot of a warm start that the supervisor has asked for last.
-
-    Args:
-        shards: All.
-    """
+    """The checkpoint of a warm start that was requested last."""
 
     def __init__(self, shards: Sequence[Address]) -> None:
         self._shards = shards
@@ -104,8 +88,8 @@ class WarmSaves:
         self._waiting: set[Address] = set()
         self._errors: dict[Address, str] = {}
 
-    def ask(self, label: str) -> list[Action]:
-        """Let all shards save, or those again that have not, or could not."""
+    def request(self, label: str) -> list[Action]:
+        """Send the request to the shards that have not saved, or could not."""
         if label != self._label:
             self._label, self._waiting = label, set(self._shards)
         elif not self._waiting and not self._errors:
@@ -115,8 +99,8 @@ class WarmSaves:
         save = SaveCheckpoint(label=label)
         return [Send(receiver=name, message=save) for name in sorted(self._waiting)]
 
-    def answered(self, sender: Address, message: CheckpointSaved) -> list[Action]:
-        """A shard has saved, or could not; the last one's answer is everybody's."""
+    def shard_answered(self, sender: Address, message: CheckpointSaved) -> list[Action]:
+        """Note a shard's answer; the last one completes the supervisor's."""
         if message.label != self._label or sender not in self._waiting:
             return []
         self._waiting.discard(sender)

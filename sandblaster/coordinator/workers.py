@@ -1,12 +1,10 @@
-"""The replicas, as the coordinator knows them: what each was told, and how fast it is.
+"""Worker pool: the workers as the coordinator knows them, what each has to do and its speed.
 
-    Account of somebody new       a member; an Assignment when there is work
-    Assignment                    repeated until an Account knows of it
-    silence                       no member any more; one again when it speaks, and
-                              versions of what it is told go on
+    WorkReport of an unknown worker    it joins; an Assignment follows when there is work
+    Assignment                         repeated until a WorkReport knows its version
+    silence                            the worker is removed; its next report adds it again
 
-All words are of the whole state, so one that is lost, late or doubled does no harm: the
-next says it all again, and versions tell which is newer.
+Every message carries the whole state, so a lost, late or repeated one does no harm.
 """
 
 import math
@@ -20,100 +18,72 @@ from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 
 
-_NEWS: Final = 0.3
+_NEWEST_WEIGHT: Final = 0.3
 """Weight of the newest measurement in an average."""
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChunkCopy:
-    """One replica's try at one set."""
+    """One worker's attempt at one chunk."""
 
     set_index: int
     attempt: int
     n_examples: int
-    dealt_at: Seconds
+    assigned_at: Seconds
     result: ChunkResult | None = None
     grant: int = 0
-    granted_at: Seconds = 0.0
-    is_doubled: bool = False  # has another replica one of the same set?
+    token_issued_at: Seconds = 0.0
+    is_doubled: bool = False  # whether another worker has the same chunk
 
 
 @final
 @dataclass(slots=True)
-class Spent:
-    """What one replica has spent its time with, in one evaluation.
+class TimeSpent:
+    """Where the time of one worker goes, in one evaluation."""
 
-    Attributes:
-        computing: Sets.
-        fetching: Before the first of them: parameters had to come.
-        staging: Before the others: a sum had to be pushed, or a set to be dealt.
-    """
-
-    computing: Seconds = 0.0
-    fetching: Seconds = 0.0
-    staging: Seconds = 0.0
+    computing: Seconds = 0.0  # seconds computing chunks
+    fetching: Seconds = 0.0  # seconds before the first of them, while parameters come
+    staging: Seconds = 0.0  # seconds before the others, for a push or the next assignment
 
     @property
     def total(self) -> Seconds:
-        """All that; whatever else there was, it waited."""
         return self.computing + self.fetching + self.staging
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
-    """One replica.
-
-    Attributes:
-        name: Who it is.
-        number: Counts all that have ever come.
-        incarnation: Of its process, or of its leader's.
-        life: Of a replica of several machines, in that.
-        version: Of what it was told last.
-        known: Of what it is known to know.
-        sent_at: When it was told, for the first or another time.
-        asked_at: Since when it owes an answer, if it does.
-        joined_at: When it came.
-        heard_at: When it spoke last.
-        progress_at: When it began what it is computing, as far as one can tell.
-        copies: Its tries, by attempt, in the order in which it computes them.
-        n_computed: Examples, for the present evaluation.
-        n_sets: Computed in the present evaluation.
-        seconds_per_example: Of computing; None before it has computed any.
-        lag: By which the first set of an evaluation is later than its computing takes:
-            parameters have to come first. None before the first.
-        turnaround: From an assignment to word of it; None before the first.
-        spent: Its time, in the present evaluation.
-    """
+    """One worker."""
 
     name: Address
-    incarnation: int
-    version: int
-    known: int
+    incarnation: int  # of its process; of its leader's, if it is model-parallel
+    version: int  # of the last assignment sent
+    known: int  # newest version that its reports acknowledge
     heard_at: Seconds
     joined_at: Seconds
-    life: int = 0
-    number: int = 0
-    sent_at: Seconds = 0.0
-    asked_at: Seconds = 0.0
+    life: int = 0  # restart number of a model-parallel replica in that incarnation
+    number: int = 0  # counts all workers that ever joined
+    sent_at: Seconds = 0.0  # when the last assignment was sent, or sent again
+    asked_at: Seconds = 0.0  # since when an answer is due
     delay: Seconds = 0.0
-    progress_at: Seconds = 0.0
+    progress_at: Seconds = 0.0  # when it began its present chunk, as far as one can tell
+    # Its attempts, by number, in the order in which it computes them.
     copies: dict[int, ChunkCopy] = field(default_factory=dict)
-    n_computed: int = 0
-    n_sets: int = 0
-    seconds_per_example: float | None = None
+    n_computed: int = 0  # examples computed in this evaluation
+    n_sets: int = 0  # chunks computed in this evaluation
+    seconds_per_example: float | None = None  # average of computing; None before the first chunk
+    # Average wait before the first chunk of an evaluation, mostly for parameters.
     lag: float | None = None
-    turnaround: float | None = None
-    spent: Spent = field(default_factory=Spent)
+    turnaround: float | None = None  # average seconds from an assignment to its acknowledgement
+    spent: TimeSpent = field(default_factory=TimeSpent)  # where its time goes, in this evaluation
 
     @property
     def outstanding(self) -> list[ChunkCopy]:
-        """What it has to compute, in order."""
         return [copy for copy in self.copies.values() if copy.result is None]
 
-    def measured(self, result: ChunkResult, *, elapsed: Seconds) -> None:
-        """It has computed a set, so long after it could begin to."""
+    def record(self, result: ChunkResult, *, elapsed: Seconds) -> None:
+        """Note a computed chunk; `elapsed` counts from when it could begin."""
         pace = result.seconds / max(result.n_examples, 1)
         if 0.0 < pace < math.inf:
             self.seconds_per_example = _average(self.seconds_per_example, pace)
@@ -129,186 +99,172 @@ class WorkerState:
 
 @final
 class WorkerPool:
-    """All replicas that are there.
-
-    Attributes:
-        n_changes: How often somebody has come or gone.
-        n_wasted_lost: Examples of members that left, in this evaluation.
-    """
+    """All workers that are there."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
-        self._members: dict[Address, WorkerState] = {}
-        # The newest life known to be over: incarnation, and life within.
+        self._workers: dict[Address, WorkerState] = {}
+        # Newest incarnation known to be over, and the restart number within it.
         self._gone: dict[Address, tuple[int, int]] = {}
-        # What those who left were told last: it may yet reach them.
-        self._told: dict[Address, int] = {}
+        # Last version sent to each removed worker: the assignment may still arrive there.
+        self._last_versions: dict[Address, int] = {}
         self._epoch = 0
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
         self._batch = BatchRange(first=0, n_examples=0)
         self._n_joined = 0
-        self.n_changes = 0
-        self.n_wasted_lost = 0
+        self.n_changes = 0  # how often a worker joined or left
+        self.n_wasted_lost = 0  # examples that removed workers computed, in this evaluation
 
     def __iter__(self) -> Iterator[WorkerState]:
-        return iter(self._members.values())
+        return iter(self._workers.values())
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._workers)
 
     @property
     def n_computed(self) -> int:
-        """Examples computed for this evaluation, as far as is known."""
-        return self.n_wasted_lost + sum(member.n_computed for member in self)
+        return self.n_wasted_lost + sum(worker.n_computed for worker in self)
 
     def get(self, name: Address) -> WorkerState | None:
-        """Return a member."""
-        return self._members.get(name)
+        return self._workers.get(name)
 
     def begin(
         self, *, epoch: int, evaluation: int, versions: tuple[ShardVersion, ...], batch: BatchRange
     ) -> None:
-        """An evaluation begins; nobody has anything to do."""
+        """Begin an evaluation; no worker has anything to do."""
         self._epoch, self._evaluation = epoch, evaluation
         self._versions, self._batch = versions, batch
         self.n_wasted_lost = 0
-        for member in self:
-            member.copies.clear()
-            member.n_computed = member.n_sets = 0
-            member.spent = Spent()
+        for worker in self:
+            worker.copies.clear()
+            worker.n_computed = worker.n_sets = 0
+            worker.spent = TimeSpent()
 
-    # ---------------------------------------------------------------------- messages
+    def take_report(self, event: Received, report: WorkReport, now: Seconds) -> WorkerState | None:
+        """Take a report; return its worker, if it may have news of this evaluation.
 
-    def hear(self, event: Received, account: WorkReport, now: Seconds) -> WorkerState | None:
-        """Take an account; return whose it is, if it may have news of this evaluation.
-
-        A new life of a member is another one: `leave` the former first.
+        A new incarnation is another worker: `remove` the former first.
         """
-        member = self._members.get(event.sender)
-        life = event.incarnation, account.life
-        if member is None:
+        worker = self._workers.get(event.sender)
+        life = event.incarnation, report.life
+        if worker is None:
             if life <= self._gone.get(event.sender, (0, 0)):
                 return None
             self._n_joined += 1
             self.n_changes += 1
-            version = max(account.version, self._told.get(event.sender, 0))
-            member = WorkerState(
+            version = max(report.version, self._last_versions.get(event.sender, 0))
+            worker = WorkerState(
                 name=event.sender,
                 number=self._n_joined,
                 incarnation=event.incarnation,
-                life=account.life,
+                life=report.life,
                 version=version,
                 known=version,
                 heard_at=now,
                 joined_at=now,
             )
-            self._members[event.sender] = member
-            return member
-        if life != (member.incarnation, member.life):
-            return None  # an older one
-        member.heard_at = now
-        if account.epoch != self._epoch:
+            self._workers[event.sender] = worker
+            return worker
+        if life != (worker.incarnation, worker.life):
+            return None  # from an older incarnation
+        worker.heard_at = now
+        if report.epoch != self._epoch:
             return None
-        if account.version > member.known:
-            member.known = account.version
-            if account.version == member.version:
-                taken = now - member.sent_at
-                member.turnaround = _average(member.turnaround, taken)
-        if account.evaluation != self._evaluation:
+        if report.version > worker.known:
+            worker.known = report.version
+            if report.version == worker.version:
+                taken = now - worker.sent_at
+                worker.turnaround = _average(worker.turnaround, taken)
+        if report.evaluation != self._evaluation:
             return None
-        member.n_computed = max(member.n_computed, account.n_computed)
-        return member
+        worker.n_computed = max(worker.n_computed, report.n_computed)
+        return worker
 
-    def is_new_life(self, event: Received, account: WorkReport) -> bool:
-        """Return whether a member has begun another life."""
-        member = self._members.get(event.sender)
-        life = event.incarnation, account.life
-        return member is not None and life > (member.incarnation, member.life)
+    def has_restarted(self, event: Received, report: WorkReport) -> bool:
+        worker = self._workers.get(event.sender)
+        life = event.incarnation, report.life
+        return worker is not None and life > (worker.incarnation, worker.life)
 
-    def leave(self, name: Address, *, is_over: bool) -> WorkerState | None:
-        """Forget a member; if its life `is_over`, whatever it says from now on too."""
-        member = self._members.pop(name, None)
-        if member is not None:
+    def remove(self, name: Address, *, is_over: bool) -> WorkerState | None:
+        """Remove a worker; if its incarnation `is_over`, ignore later reports of that too."""
+        worker = self._workers.pop(name, None)
+        if worker is not None:
             self.n_changes += 1
-            self.n_wasted_lost += member.n_computed
-            self._told[name] = member.version
+            self.n_wasted_lost += worker.n_computed
+            self._last_versions[name] = worker.version
             if is_over:
-                self._gone[name] = member.incarnation, member.life
-        return member
+                self._gone[name] = worker.incarnation, worker.life
+        return worker
 
     def silent(self, now: Seconds) -> list[Address]:
-        """Return who has work, and has not been heard of for too long."""
+        """Return the workers that have work and have been silent for too long."""
         limit = now - self._config.suspect_seconds
         return [m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit]
 
-    def tell(self, member: WorkerState, now: Seconds) -> list[Action]:
-        """Tell a member what it has to do now."""
-        if member.known == member.version:
-            member.asked_at = now
-        member.version += 1
-        member.delay = self._config.retry_seconds
-        return self._send(member, now)
+    def send_assignment(self, worker: WorkerState, now: Seconds) -> list[Action]:
+        if worker.known == worker.version:
+            worker.asked_at = now
+        worker.version += 1
+        worker.delay = self._config.retry_seconds
+        return self._send(worker, now)
 
-    def dismissed(self) -> None:
-        """An epoch begins; what anybody has to do is of the one before."""
-        for member in self:
-            member.copies.clear()
+    def clear_tasks(self) -> None:
+        for worker in self:
+            worker.copies.clear()
 
     @property
-    def set_seconds(self) -> Seconds:
-        """How long a typical replica computes a set; 0 if nobody knows."""
-        pace = typical(member.seconds_per_example for member in self)
-        return 0.0 if pace is None else pace * self._config.cutting.set_size
+    def chunk_seconds(self) -> Seconds:
+        pace = typical(worker.seconds_per_example for worker in self)
+        return 0.0 if pace is None else pace * self._config.chunk_sizes.chunk_size
 
-    def dismiss(self, now: Seconds) -> list[Action]:
-        """Let everybody drop what it has to do."""
+    def cancel_all(self, now: Seconds) -> list[Action]:
         actions: list[Action] = []
-        for member in self:
-            if member.copies:
-                member.copies.clear()
-                actions += self.tell(member, now)
+        for worker in self:
+            if worker.copies:
+                worker.copies.clear()
+                actions += self.send_assignment(worker, now)
         return actions
 
-    def tell_again(self, now: Seconds) -> list[Action]:
-        """Repeat what nobody has answered for a while."""
+    def resend(self, now: Seconds) -> list[Action]:
+        """Send again what workers have not acknowledged for a while."""
         actions: list[Action] = []
-        for member in self:
-            if member.known < member.version and now >= member.sent_at + member.delay:
-                member.delay = min(2 * member.delay, self._config.retry_seconds_max)
-                actions += self._send(member, now)
+        for worker in self:
+            if worker.known < worker.version and now >= worker.sent_at + worker.delay:
+                worker.delay = min(2 * worker.delay, self._config.retry_seconds_max)
+                actions += self._send(worker, now)
         return actions
 
-    def excuse(self, seconds: Seconds) -> None:
-        """Nobody drove the coordinator for so long: no silence of theirs."""
-        for member in self:
-            member.heard_at += seconds
-            member.asked_at += seconds
+    def adjust_for_delay(self, seconds: Seconds) -> None:
+        """Shift all deadlines by the coordinator's own delay: no worker was silent then."""
+        for worker in self:
+            worker.heard_at += seconds
+            worker.asked_at += seconds
 
-    def _send(self, member: WorkerState, now: Seconds) -> list[Action]:
-        member.sent_at = now
+    def _send(self, worker: WorkerState, now: Seconds) -> list[Action]:
+        worker.sent_at = now
         assignment = Assignment(
             epoch=self._epoch,
-            replica_incarnation=member.incarnation,
-            replica_life=member.life,
-            version=member.version,
+            replica_incarnation=worker.incarnation,
+            replica_life=worker.life,
+            version=worker.version,
             evaluation=self._evaluation,
             versions=self._versions,
             first=self._batch.first,
             n_examples=self._batch.n_examples,
             tasks=tuple(
                 ChunkTask(set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant)
-                for copy in member.copies.values()
+                for copy in worker.copies.values()
             ),
         )
-        return [Send(receiver=member.name, message=assignment)]
+        return [Send(receiver=worker.name, message=assignment)]
 
 
-def typical(paces: Iterable[float | None]) -> float | None:
-    """Return the median of what is known."""
-    known = sorted(pace for pace in paces if pace is not None)
+def typical(speeds: Iterable[float | None]) -> float | None:
+    """Return the median of the known values."""
+    known = sorted(pace for pace in speeds if pace is not None)
     return known[len(known) // 2] if known else None
 
 
 def _average(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _NEWS * (newest - before)
+    return newest if before is None else before + _NEWEST_WEIGHT * (newest - before)

@@ -1,4 +1,4 @@
-"""All methods, by the names that job files give them."""
+"""Optimizers: L-BFGS, conjugate gradients, gradient descent, OWL-QN, multi-batch L-BFGS."""
 
 from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
 from sandblaster.optimizers.gradient_descent import GradientDescent

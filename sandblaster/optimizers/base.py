@@ -1,6 +1,15 @@
-"""The function that is minimised: the loss over some data, and what is added to it.
+"""Requests of optimizers to the process that runs them, Gram matrices, and the objective.
 
-What is added needs no request of its own: its commands ride on the evaluation.
+An optimizer is a generator: it yields requests about vectors that it knows by name only,
+receives scalars, and returns a `Result` (reverse communication, as in scipy's L-BFGS-B).
+
+    optimizer                       driver (`local`, or a coordinator)
+      | VectorOps ---------------->  |   execute these commands on every shard
+      | <----------------- scalars   |   what they measured
+      | Evaluate ----------------->  |   loss and gradient at that vector
+      | <-------------- Evaluation   |   the loss; the gradient is in a vector
+      | IterationDone ------------>  |   a point was accepted; a run may resume here
+      | <-------------------- bool   |   whether to stop
 """
 
 import math
@@ -12,19 +21,16 @@ from distbelief.protocol.vector_commands import Axpy, Command, Dot, Scalars, Vec
 from sandblaster.optimizers.termination import Reason
 
 
-# The dot products of a few named vectors: all that a coordinator knows of them.
-#
-# L-BFGS needs nothing else of its history (Chen, Wang & Zhou 2014: "the Gram matrix of
-# the 2m+1 vectors"). A linear combination of the vectors is a mapping from names to
-# coefficients, and its dot product with one of them is a sum over the matrix.
-
 Entries = tuple[tuple[VectorName, VectorName, float], ...]
 Combination = dict[VectorName, float]
 
 
 @final
 class GramMatrix:
-    """Symmetric; `gram[x, y]` is x.y."""
+    """Dot products of named vectors: `gram[x, y]` is x.y.
+
+    It is all that L-BFGS needs of its history (Chen, Wang & Zhou 2014).
+    """
 
     def __init__(self, entries: Entries = ()) -> None:
         self._products = {_key(x, y): product for x, y, product in entries}
@@ -35,17 +41,15 @@ class GramMatrix:
     def put(
         self, rows: Sequence[VectorName], columns: Sequence[VectorName], products: Scalars
     ) -> None:
-        """Enter what `Gram(rows, columns)` measured."""
+        """Enter the scalars that `Gram(rows, columns)` measured."""
         pairs = [(row, column) for row in rows for column in columns]
         for (row, column), product in zip(pairs, products, strict=True):
             self._products[_key(row, column)] = product
 
     def entries(self) -> Entries:
-        """Return all of it as plain data."""
         return tuple((x, y, product) for (x, y), product in self._products.items())
 
     def restrict(self, names: Sequence[VectorName]) -> None:
-        """Forget every vector but these."""
         self._products = {
             (x, y): product
             for (x, y), product in self._products.items()
@@ -53,7 +57,7 @@ class GramMatrix:
         }
 
     def rename(self, old: VectorName, new: VectorName) -> None:
-        """Let `new` be what `old` was; forget what `new` was."""
+        """Let `new` be what `old` was; drop the former `new`."""
         self._products = {
             _key(new if x == old else x, new if y == old else y): product
             for (x, y), product in self._products.items()
@@ -69,28 +73,13 @@ def _key(x: VectorName, y: VectorName) -> tuple[VectorName, VectorName]:
     return (x, y) if x <= y else (y, x)
 
 
-# What an algorithm asks of whoever runs it, and what it is answered.
-#
-# An algorithm is a generator. It yields requests about vectors that it only knows by
-# name, receives scalars, and returns a `Result`. Who runs it may be one process (`local`)
-# or a coordinator with a hundred shards; in the words of scipy's L-BFGS-B this is reverse
-# communication.
-#
-#     algorithm                    driver
-#       | Operations ------------->  |   perform these commands on every shard
-#       | <--------------- scalars   |   what they measured
-#       |                            |
-#       | Evaluate --------------->  |   loss and gradient at that vector
-#       | <------------ Evaluation   |   the loss; the gradient lies in a vector
-#       |                            |
-#       | Iterated --------------->  |   a point was accepted: a run may resume from here
-#       | <------------------ bool   |   whether to stop
+# --- requests ---
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Positions [start, stop) in one endless, fixed order that goes round the data.
+    """Positions [start, stop) in an endless, fixed order of the data.
 
     With n examples, position p is the one at p mod n of that order.
     """
@@ -102,7 +91,7 @@ class Examples:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorOps:
-    """Perform these commands; answered by what they measured, flat."""
+    """Execute these commands; the reply is what they measured, flat."""
 
     commands: tuple[Command, ...]
 
@@ -110,27 +99,19 @@ class VectorOps:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Compute the objective, and its gradient, at a point; answered by `Evaluation`.
+    """Compute the objective, and its gradient, at a point; the reply is an `Evaluation`."""
 
-    Attributes:
-        point: The vector to evaluate at.
-        gradient: The vector to leave the gradient in.
-        before: Commands to perform first; they may make the point.
-        after: Commands to perform once the gradient is there.
-        examples: Which of the data; None: all.
-    """
-
-    point: VectorName
-    gradient: VectorName
-    before: tuple[Command, ...] = ()
-    after: tuple[Command, ...] = ()
-    examples: Examples | None = None
+    point: VectorName  # the vector to evaluate at
+    gradient: VectorName  # the vector that receives the gradient
+    before: tuple[Command, ...] = ()  # commands to execute first; they may form the point
+    after: tuple[Command, ...] = ()  # commands to execute once the gradient is there
+    examples: Examples | None = None  # part of the data; None: all
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What `Evaluate` found; loss and gradient are means over the examples.
+    """Result of `Evaluate`: loss and gradient are means over the examples.
 
     Both may be NaN or infinite: a line search then shortens its step.
     """
@@ -143,31 +124,21 @@ class Evaluation:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationDone:
-    """A point was accepted, and "parameters" holds it; answered by whether to stop.
+    """A point was accepted, and "parameters" holds it; the reply is whether to stop."""
 
-    Attributes:
-        iteration: Points accepted so far.
-        n_evaluations: Evaluations so far.
-        loss: At the point, regularisation included.
-        gradient_norm: Largest element of its gradient, by size.
-        step_length: That led to it; 0 at the start.
-        state: What the algorithm needs to go on from here, as JSON.
-        vectors: What it needs the shards to keep for that.
-    """
-
-    iteration: int
-    n_evaluations: int
-    loss: float
-    gradient_norm: float
-    step_length: float
-    state: str
-    vectors: tuple[VectorName, ...]
+    iteration: int  # points accepted so far
+    n_evaluations: int  # evaluations so far
+    loss: float  # at the point, regularization included
+    gradient_norm: float  # largest absolute element of its gradient
+    step_length: float  # of the step to it; 0 at the start
+    state: str  # what the optimizer needs to resume here, as JSON
+    vectors: tuple[VectorName, ...]  # vectors that the shards must keep for that
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended; "parameters" holds the best point that it accepted."""
+    """How a run ended; "parameters" holds the best accepted point."""
 
     reason: Reason
     iteration: int
@@ -185,22 +156,19 @@ Steps = Generator[Request, Reply, T]
 
 
 def perform(*commands: Command) -> Steps[Scalars]:
-    """Return what the commands measured."""
     reply = yield VectorOps(commands=commands)
     assert isinstance(reply, tuple)
     return reply
 
 
 def evaluate(request: Evaluate) -> Steps[Evaluation]:
-    """Return what the evaluation found."""
     reply = yield request
     assert isinstance(reply, Evaluation)
     return reply
 
 
-def stop_requested(cut: IterationDone) -> Steps[bool]:
-    """Tell of a cut; return whether to stop there."""
-    reply = yield cut
+def stop_requested(done: IterationDone) -> Steps[bool]:
+    reply = yield done
     assert isinstance(reply, bool)
     return reply
 
@@ -221,14 +189,15 @@ class Objective:
         before: tuple[Command, ...] = (),
         after: tuple[Command, ...] = (),
     ) -> Steps[tuple[float, Scalars]]:
-        """Return F there, and what `after` measures; the gradient lies in `gradient`.
+        """Return F at a vector, and what `after` measures.
 
         Args:
-            point: A vector.
-            gradient: A vector.
-            before: Commands to make the point with; they measure nothing.
-            after: Commands to perform once the gradient is whole.
+            point: The vector.
+            gradient: The vector that receives the gradient of F.
+            before: Commands that form the point; they measure nothing.
+            after: Commands to execute once the gradient is complete.
         """
+        # The penalty needs no request of its own: its commands go with the evaluation.
         penalty: tuple[Command, ...] = ()
         if self.l2:
             penalty = (Dot(x=point, y=point), Axpy(target=gradient, a=self.l2, x=point))

@@ -1,4 +1,4 @@
-"""Non-linear conjugate gradients: directions that remember one vector.
+"""Nonlinear conjugate gradients: directions that remember one vector.
 
     d_k+1 = -g_k+1 + beta_k d_k,    y_k = g_k+1 - g_k
 
@@ -6,8 +6,8 @@
     "hager_zhang"     beta = max(eta, (y - 2 d y.y / d.y).g_k+1 / d.y)
                       eta  = 0.4 d.g_k / d.d                 Hager & Zhang 2005, 2013
 
-It takes four vectors beside the parameters and two for trials, where L-BFGS takes 2 m
-more; and, mostly, more evaluations.
+It needs four vectors besides the parameters and two for trials, where L-BFGS needs 2 m
+more; but mostly more evaluations.
 """
 
 import math
@@ -30,28 +30,20 @@ _DIFFERENCE = "gradient_difference"
 
 @final
 class ConjugateGradient(SmoothMethod, frozen=True, kw_only=True, tag="conjugate_gradient"):
-    """Settings of conjugate gradients.
-
-    Attributes:
-        formula: Of beta.
-        sufficient_decrease: c1 of the line search.
-        curvature: c2 of the line search; directions stay conjugate only if it is small.
-    """
+    """Settings of conjugate gradients."""
 
     value_tolerance: float = 0.0
-    formula: Formula = "polak_ribiere"
-    sufficient_decrease: float = 1e-4
-    curvature: float = 0.4
+    formula: Formula = "polak_ribiere"  # of beta
+    sufficient_decrease: float = 1e-4  # c1 of the line search
+    curvature: float = 0.4  # c2 of the line search; directions stay conjugate only if it is small
 
     @override
     def descent(self, memory: str | None) -> "Conjugate":
-        """Return directions -g + beta d."""
         return Conjugate(formula=self.formula, memory=memory)
 
 
 class _Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into the state: scalars of the last step."""
-
+    # Scalars of the last step; the state encodes them.
     beta: float = 0.0
     gradient_square: float = 0.0  # at the present point
     along: float = 0.0  # present gradient . direction that led here
@@ -71,21 +63,17 @@ class Conjugate:
 
     @property
     def remembers(self) -> bool:
-        """Whether the last direction takes part in the next one."""
         return self._last.beta != 0.0
 
     @property
     def vectors(self) -> Sequence[VectorName]:
-        """None: "direction" itself is all."""
         return ()
 
     @property
     def memory(self) -> str:
-        """Scalars of the last step."""
         return msgspec.json.encode(self._last).decode()
 
     def measure(self, gradient: VectorName) -> tuple[Command, ...]:
-        """Form y, and measure what the formulae need of it."""
         terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
         return (
             LinearCombination(target=_DIFFERENCE, terms=terms),
@@ -94,7 +82,6 @@ class Conjugate:
         )
 
     def accept(self, trial: Trial, *, slope_at_start: float) -> None:
-        """Choose beta."""
         beta = self._beta(trial, slope_at_start=slope_at_start)
         self._last = _Memory(
             beta=beta if math.isfinite(beta) else 0.0,
@@ -105,7 +92,6 @@ class Conjugate:
         )
 
     def direction(self) -> Combination:
-        """Return -g + beta d."""
         if not self.remembers:
             return {GRADIENT: -1.0}
         return {GRADIENT: -1.0, DIRECTION: self._last.beta}
@@ -120,11 +106,9 @@ class Conjugate:
         return step if 0.0 < step < math.inf else last.step
 
     def forget(self, *, gradient_square: float) -> None:
-        """Drop the last direction."""
         self._last = _Memory(gradient_square=gradient_square)
 
     def _beta(self, trial: Trial, *, slope_at_start: float) -> float:
-        """Return beta; NaN or infinite if it cannot be computed."""
         y_new, y_y, y_d, d_d = trial.scalars  # g_k+1.y, y.y, d.y, d.d
         if self._formula == "polak_ribiere":
             return max(0.0, _ratio(y_new, self._last.gradient_square))

@@ -1,9 +1,13 @@
-"""What methods for smooth losses share: directions of their own, Wolfe's line search.
+"""Descent runs: what the methods for smooth losses share.
 
-A method is its settings, and a `Descent` that chooses directions:
+    until converged:
+        search along d for a step t                        evaluations: mostly one
+        accept x + t d, choose d from scalars              one request
 
-    class MyMethod(SmoothMethod, frozen=True, kw_only=True, tag="my_method"):
-        def descent(self, memory: str | None) -> Descent: ...
+A method is its settings and a `Descent` that chooses directions. "parameters" only becomes
+a point with a lower loss. When a search fails, the method drops its memory and tries -g;
+if that fails too, the run ends. `IterationDone` comes when "parameters", "gradient" and
+"direction" are of one point and no trial has begun: so a run may resume there.
 """
 
 import math
@@ -46,24 +50,8 @@ from sandblaster.optimizers.termination import (
 )
 
 
-# What descent methods share: search along a direction, accept, choose the next one.
-#
-#     until converged:
-#         search along d for a step t                        evaluations: mostly one
-#         accept x + t d, choose d from scalars              one request
-#
-# A method is a `Descent`: it says which dot products it wants of a trial, and which
-# linear combination of vectors is the next direction. Rules that this file keeps:
-#
-# * "parameters" only ever becomes a point whose loss is no higher than before.
-# * A direction that is no descent direction, and a search that fails, make the method
-#   forget what it remembers and go along -g; if that fails too, the run ends and says so.
-# * `IterationDone` comes when "parameters", "gradient" and "direction" are at one and the same
-#   point, and no trial has begun: a run may resume there as if nothing had happened.
-
-
 class Descent(Protocol):
-    """How one method chooses its directions: all that differs between them."""
+    """How a method chooses its directions: all that differs between them."""
 
     @property
     def remembers(self) -> bool:
@@ -72,16 +60,16 @@ class Descent(Protocol):
 
     @property
     def vectors(self) -> Sequence[VectorName]:
-        """The vectors that its memory lies in."""
+        """The vectors of its memory."""
         ...
 
     @property
     def memory(self) -> str:
-        """Its memory besides those, as text; the constructor takes it back."""
+        """The scalars of its memory, as text; the constructor takes it back."""
         ...
 
     def measure(self, gradient: VectorName) -> tuple[Command, ...]:
-        """Return what to do at a trial, in "trial", with this gradient."""
+        """Return commands to execute at a trial, in "trial", with this gradient."""
         ...
 
     def accept(self, trial: Trial, *, slope_at_start: float) -> None:
@@ -97,52 +85,39 @@ class Descent(Protocol):
         ...
 
     def forget(self, *, gradient_square: float) -> None:
-        """Forget all but that the present gradient has this square."""
+        """Drop all memory but the square of the present gradient."""
         ...
 
 
 @final
 class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run is: scalars only.
+    """The state of a run: scalars only."""
 
-    Attributes:
-        iteration: Points accepted.
-        n_evaluations: Evaluations done.
-        loss_at_start: Of the whole run.
-        loss: At "parameters".
-        improvement: Of the loss by the last iteration; 0 at first.
-        n_small: How many iterations in a row have improved it too little.
-        gradient_norm: Largest element of "gradient", by size.
-        gradient_square: Its dot product with itself.
-        slope: Its dot product with "direction".
-        step: To try first.
-    """
-
-    iteration: int
-    n_evaluations: int
-    loss_at_start: float
-    loss: float
-    improvement: float
-    n_small: int
-    gradient_norm: float
-    gradient_square: float
-    slope: float = 0.0
-    step: float = 0.0
+    iteration: int  # points accepted
+    n_evaluations: int  # evaluations done
+    loss_at_start: float  # loss at the first point of the run
+    loss: float  # at "parameters"
+    improvement: float  # decrease of the loss in the last iteration; 0 at first
+    n_small: int  # consecutive iterations with too small a decrease
+    gradient_norm: float  # largest absolute element of "gradient"
+    gradient_square: float  # its dot product with itself
+    slope: float = 0.0  # its dot product with "direction"
+    step: float = 0.0  # to try first; 0 at the end of a run
 
 
 @final
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes into `IterationDone.state`."""
+    """What `IterationDone.state` encodes."""
 
     present: Present
     memory: str
 
 
 def read_state(text: str) -> State:
-    """Return the state that `IterationDone` told.
+    """Return the state that `IterationDone.state` encodes.
 
     Raises:
-        ValueError: it is no such state.
+        ValueError: the text is not such a state.
     """
     return msgspec.json.decode(text, type=State)
 
@@ -150,69 +125,62 @@ def read_state(text: str) -> State:
 @final
 @dataclass(slots=True)
 class DescentRun:
-    """One run of one method.
-
-    Attributes:
-        method: Its tolerances and bounds.
-        descent: How it chooses directions.
-        line: How it searches along them.
-    """
+    """One run of one method, with its descent and its line search."""
 
     method: Method
     descent: Descent
     line: Line
 
     def steps(self, present: Present | None) -> Steps[Result]:
-        """Run from "parameters", or on from where a run was cut."""
+        """Run from "parameters", or resume from a state."""
         if present is None:
             present = yield from self._begin()
-            reason = self._verdict_at_start(present)
+            reason = self._stop_reason_at_start(present)
             if reason is not None:
                 return self._result(present, reason)
-            present = yield from self._turn(present, accepted=())
-            if (yield from stop_requested(self._cut(present, step_length=0.0))):
+            present = yield from self._choose_direction(present, accepted=())
+            if (yield from stop_requested(self._iteration_done(present, step_length=0.0))):
                 return self._result(present, Reason.STOPPED)
-        elif present.step == 0.0:  # it had ended there, by the bounds of then
-            reason = self._verdict(present)
+        elif present.step == 0.0:  # the run had ended here; bounds may have changed since
+            reason = self._stop_reason(present)
             if reason is not None:
                 return self._result(present, reason)
-            present = yield from self._turn(present, accepted=())
+            present = yield from self._choose_direction(present, accepted=())
         else:
             yield from perform(*self.line.make_trial(present.step))
         return (yield from self._descend(present))
 
     def _descend(self, present: Present) -> Steps[Result]:
-        expected = math.inf  # improvement, by the most modest of the failed searches
+        expected = math.inf  # least improvement that a failed search expected
         while True:
             searched = yield from self._search(present)
             present = _counted(present, searched)
             if searched.trial is None:
                 expected = min(expected, _expected(present, searched))
-                reason = self._verdict_on_failure(present, searched, expected)
+                reason = self._stop_reason_on_failure(present, searched, expected)
                 if reason is not None:
                     return self._result(present, reason)
                 self.descent.forget(gradient_square=present.gradient_square)
-                present = yield from self._turn(present, accepted=())
+                present = yield from self._choose_direction(present, accepted=())
                 continue
 
             expected, trial = math.inf, searched.trial
             self.descent.accept(trial, slope_at_start=present.slope)
             present = self._moved(present, searched, trial)
-            reason = self._verdict(present)
+            reason = self._stop_reason(present)
             accepted = self.line.accepted(trial)
             if reason is None:
-                present = yield from self._turn(present, accepted=accepted)
+                present = yield from self._choose_direction(present, accepted=accepted)
             else:
                 yield from perform(*accepted)
-            cut = self._cut(present, step_length=trial.sample.step)
-            stop = yield from stop_requested(cut)
+            done = self._iteration_done(present, step_length=trial.sample.step)
+            stop = yield from stop_requested(done)
             if reason is not None or stop:
                 return self._result(present, reason or Reason.STOPPED)
 
-    # --------------------------------------------------------------------- parts
+    # --- parts ---
 
     def _begin(self) -> Steps[Present]:
-        """Evaluate the starting point."""
         loss, norm, square = yield from self.line.begin()
         self.descent.forget(gradient_square=square)
         return Present(
@@ -226,14 +194,16 @@ class DescentRun:
             gradient_square=square,
         )
 
-    def _turn(self, present: Present, *, accepted: tuple[Command, ...]) -> Steps[Present]:
-        """Move to the accepted point, form the direction and the first trial."""
+    def _choose_direction(
+        self, present: Present, *, accepted: tuple[Command, ...]
+    ) -> Steps[Present]:
+        # One request moves to the accepted point, forms the direction and the first trial.
         step = self.descent.first_step(present)
         terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
         (slope,) = yield from perform(
             *accepted,
             LinearCombination(target=DIRECTION, terms=terms),
-            *self.line.turned(),
+            *self.line.measure_direction(),
             *self.line.make_trial(step),
         )
         return msgspec.structs.replace(present, slope=slope, step=step)
@@ -255,22 +225,21 @@ class DescentRun:
             )
         )
 
-    # ------------------------------------------------------------------ verdicts
+    # --- reasons to stop ---
 
-    def _verdict_at_start(self, present: Present) -> Reason | None:
+    def _stop_reason_at_start(self, present: Present) -> Reason | None:
         if not math.isfinite(present.loss) or not math.isfinite(present.gradient_norm):
             return Reason.NOT_FINITE
-        return self._verdict(present)
+        return self._stop_reason(present)
 
-    def _verdict(self, present: Present) -> Reason | None:
-        """Return why to end at a point that was accepted, if at all."""
+    def _stop_reason(self, present: Present) -> Reason | None:
         if small_gradient(self.method, present.gradient_norm):
             return Reason.CONVERGED_GRADIENT
         if present.n_small >= self.method.value_iterations:
             return Reason.CONVERGED_VALUE
         return self._bound(present)
 
-    def _verdict_on_failure(
+    def _stop_reason_on_failure(
         self, present: Present, searched: Searched, expected: float
     ) -> Reason | None:
         bound = self._bound(present)
@@ -291,9 +260,8 @@ class DescentRun:
         )
 
     def _moved(self, before: Present, searched: Searched, trial: Trial) -> Present:
-        """Return what is known of the trial's point; its direction is not yet."""
         loss = trial.sample.value
-        # A search that gave up may have moved next to nothing, far from a minimum.
+        # A search that gave up may have moved very little, far from a minimum.
         small = searched.satisfied and small_improvement(
             self.method, before.loss, loss, loss_at_start=before.loss_at_start
         )
@@ -309,14 +277,14 @@ class DescentRun:
             step=0.0,
         )
 
-    # -------------------------------------------------------------------- report
+    # --- reports ---
 
     def _state(self, present: Present) -> str:
         state = State(present=present, memory=self.descent.memory)
         return msgspec.json.encode(state).decode()
 
-    def _cut(self, present: Present, *, step_length: float) -> IterationDone:
-        return cut_at(
+    def _iteration_done(self, present: Present, *, step_length: float) -> IterationDone:
+        return iteration_done_at(
             present,
             step_length=step_length,
             state=self._state(present),
@@ -327,10 +295,9 @@ class DescentRun:
         return result_at(present, reason, state=self._state(present))
 
 
-def cut_at(
+def iteration_done_at(
     present: Present, *, step_length: float, state: str, vectors: tuple[VectorName, ...]
 ) -> IterationDone:
-    """Return what is told of a point that was accepted."""
     return IterationDone(
         iteration=present.iteration,
         n_evaluations=present.n_evaluations,
@@ -343,7 +310,6 @@ def cut_at(
 
 
 def result_at(present: Present, reason: Reason, *, state: str) -> Result:
-    """Return how a run ended, at the best point that it accepted."""
     return Result(
         reason=reason,
         iteration=present.iteration,
@@ -355,7 +321,6 @@ def result_at(present: Present, reason: Reason, *, state: str) -> Result:
 
 
 def _expected(present: Present, searched: Searched) -> float:
-    """Return what a search that failed could have improved the loss by."""
     if searched.by_slopes is not None:
         return searched.by_slopes
     return -present.slope * present.step if present.slope < 0.0 else math.inf
@@ -367,15 +332,10 @@ def _counted(present: Present, searched: Searched) -> Present:
 
 
 class SmoothMethod(Method, frozen=True, kw_only=True):
-    """Settings of a method that searches along straight lines.
+    """Settings of a method that searches along straight lines."""
 
-    Attributes:
-        sufficient_decrease: c1 of the line search.
-        curvature: c2 of the line search.
-    """
-
-    sufficient_decrease: float = 1e-4
-    curvature: float = 0.9
+    sufficient_decrease: float = 1e-4  # c1 of the line search
+    curvature: float = 0.9  # c2 of the line search
 
     @override
     def __post_init__(self) -> None:
@@ -384,21 +344,16 @@ class SmoothMethod(Method, frozen=True, kw_only=True):
 
     @property
     def wolfe(self) -> WolfeConditions:
-        """What the line search asks of a step.
-
-        Raises:
-            ValueError: there is no such step.
-        """
         return WolfeConditions(
             sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
         )
 
     def descent(self, memory: str | None) -> Descent:
-        """Return what chooses directions; `memory` is that of the state, if any."""
+        """Return what chooses directions; `memory` is that of a state, if any."""
         raise NotImplementedError
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `IterationDone.state`."""
+        """Run from "parameters", or resume from `IterationDone.state`."""
         resumed = None if state is None else read_state(state)
         line = Straight(Objective(l2=self.l2), self.wolfe)
         descent = self.descent(resumed.memory if resumed else None)

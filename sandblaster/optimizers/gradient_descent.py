@@ -1,8 +1,7 @@
-"""Gradient descent with a line search: the plainest method, to compare with.
+"""Gradient descent with a line search: the plainest method, for comparison.
 
 The first step to try is Barzilai & Borwein's (1988), s.y / y.y of the step before: with
-the line search that is the global method of Raydan (1997), and far better than plain
-steepest descent at the same price.
+the line search that is the global method of Raydan (1997).
 """
 
 import math
@@ -26,7 +25,6 @@ class GradientDescent(SmoothMethod, frozen=True, kw_only=True, tag="gradient_des
 
     @override
     def descent(self, memory: str | None) -> "Steepest":
-        """Return directions -g."""
         return Steepest(memory=memory or "0.0")
 
 
@@ -42,7 +40,6 @@ class Steepest:
 
     @property
     def memory(self) -> str:
-        """The step to try first; 0: none is known."""
         return repr(self._step)
 
     def measure(self, gradient: VectorName) -> tuple[Command, ...]:
@@ -54,14 +51,13 @@ class Steepest:
         )
 
     def accept(self, trial: Trial, *, slope_at_start: float) -> None:
-        """Choose the next step; s = step d, so s.y = step (g_trial - g).d."""
+        # s = step d, so s.y = step (g_trial - g).d
         (square,) = trial.scalars
         curvature = trial.sample.step * (trial.sample.slope - slope_at_start)
         step = curvature / square if square else 0.0
         self._step = step if math.isfinite(step) and step > 0.0 else trial.sample.step
 
     def direction(self) -> Combination:
-        """Return -g."""
         return {GRADIENT: -1.0}
 
     def first_step(self, present: Present) -> float:
@@ -69,6 +65,5 @@ class Steepest:
         return self._step or 1.0 / math.sqrt(present.gradient_square)
 
     def forget(self, *, gradient_square: float) -> None:
-        """Drop the step."""
         del gradient_square
         self._step = 0.0

@@ -1,8 +1,13 @@
-"""A line search carried out: trial points are made, evaluated and measured.
+"""Line search for the strong Wolfe conditions, after More & Thuente (1994).
 
-"parameters" keeps the point that the search began at, so a search that fails has left
-nothing to restore. Trials lie in "trial"; their gradients take turns in two vectors, so
-that the best one's is still there if a later trial is worse.
+On phi(t) = f(x + t d), with c1 < c2, as in MINPACK-2's `dcsrch`:
+
+    sufficient decrease   phi(t) <= phi(0) + c1 t phi'(0)
+    curvature             |phi'(t)| <= c2 |phi'(0)|
+
+"parameters" keeps the starting point, so a failed search leaves nothing to restore.
+Trials are in "trial"; their gradients alternate between two vectors, so that of the best
+trial is still there if a later one is worse.
 """
 
 import math
@@ -23,33 +28,6 @@ from distbelief.protocol.vector_commands import (
 from sandblaster.optimizers.base import Objective, Steps, perform
 
 
-# A step along a descent direction that satisfies the strong Wolfe conditions.
-#
-# More & Thuente, Line search algorithms with guaranteed sufficient decrease, 1994, as
-# MINPACK-2's `dcsrch` carries it out. On phi(t) = f(x + t d), with c1 < c2,
-#
-#     sufficient decrease   phi(t) <= phi(0) + c1 t phi'(0)
-#     curvature             |phi'(t)| <= c2 |phi'(0)|
-#
-# The search keeps an interval that holds such a step once it is bracketed: `best` is the
-# end with the least value, `other` the other one; `dcstep` picks the next trial between
-# or beyond them. It is a generator too: it yields the steps that it wants tried.
-#
-# Differences to MINPACK-2, and why: a trial that is not finite bounds the steps from then
-# on, and a shorter one is tried; when the interval is too narrow to go on, `best` is
-# returned as it is, where `dcsrch` evaluates it once more.
-#
-# Near a minimum values differ by less than their rounding error, and a search that trusts
-# them goes astray: it was seen to try 20 steps, down to 1e-8, while slopes were exact to
-# five digits. So a value that rounding may have made of phi(0), and of what slopes say,
-#
-#     phi(0) + t (phi'(0) + phi'(t)) / 2
-#
-# is taken for the latter. Sufficient decrease then becomes a bound on the slope, the
-# "approximate Wolfe" condition of Hager & Zhang 2005; who gets a step from this search
-# still has to see whether its value is any better.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -61,11 +39,12 @@ class Sample:
 
     @property
     def finite(self) -> bool:
-        """Whether one can reckon with it."""
         return math.isfinite(self.value) and math.isfinite(self.slope)
 
-    def steadied(self, start: "Sample", noise: float) -> "Sample":
-        """Return it with the value that slopes say, if values may be all noise."""
+    def denoised(self, start: "Sample", noise: float) -> "Sample":
+        """Return it with the value that slopes imply, if the difference may be rounding."""
+        # Near a minimum values differ by less than their rounding error, while slopes are
+        # still exact to some digits: a search that trusts values tried 20 steps there.
         by_slopes = start.value + 0.5 * self.step * (start.slope + self.slope)
         off = max(abs(self.value - start.value), abs(self.value - by_slopes))
         return replace(self, value=by_slopes) if off <= noise else self
@@ -78,19 +57,12 @@ class Sample:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WolfeConditions:
-    """What is asked of a step.
+    """What a step must satisfy."""
 
-    Attributes:
-        sufficient_decrease: c1.
-        curvature: c2.
-        narrowest: Width of the interval, relative to its far end, at which to give up.
-        n_trials_max: How many steps are tried.
-    """
-
-    sufficient_decrease: float = 1e-3
-    curvature: float = 0.9
-    narrowest: float = 0.1
-    n_trials_max: int = 20
+    sufficient_decrease: float = 1e-3  # c1
+    curvature: float = 0.9  # c2
+    narrowest: float = 0.1  # width of the interval, relative to its far end, at which to give up
+    n_trials_max: int = 20  # largest number of steps tried
 
     def __post_init__(self) -> None:
         if not 0.0 < self.sufficient_decrease <= self.curvature < 1.0:
@@ -103,9 +75,9 @@ class WolfeConditions:
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The end of a search: the best sample, and whether it satisfies both conditions.
+    """Result of a search: the best sample, and whether it satisfies both conditions.
 
-    If `best.step` is 0 no step is better than none.
+    If `best.step` is 0, no step is better than none.
     """
 
     best: Sample
@@ -117,7 +89,7 @@ Search = Generator[float, Sample, Found]
 _STEP_MAX = 1e10
 _BISECT_WIDTH = 0.66  # of the interval two trials ago
 _BACK_OFF = 0.1  # from a trial that was not finite, if no other step is known
-_N_NOISY_MAX = 4  # trials within an interval whose values may be all noise
+_N_NOISY_MAX = 4  # trials within an interval whose values may be noise only
 
 
 def more_thuente(
@@ -125,11 +97,16 @@ def more_thuente(
 ) -> Search:
     """Yield steps to try, expect their samples, return the step found.
 
+    Differences from MINPACK-2: a trial that is not finite bounds later steps, and a shorter
+    one is tried; if the interval gets too narrow, `best` is not evaluated once more. Values
+    within `noise` of each other are replaced by those that slopes imply, which makes of
+    sufficient decrease the approximate Wolfe condition of Hager & Zhang (2005).
+
     Args:
         start: phi at 0; its slope is negative.
         step: The first one to try.
-        wolfe: What is asked of the step.
-        noise: By how much values may differ that would be equal but for rounding.
+        wolfe: What the step must satisfy.
+        noise: Largest difference between values that rounding alone may cause.
     """
     interval = _Interval(start, start, bracketed=False)
     least = wolfe.sufficient_decrease * start.slope  # slope of the line to stay below
@@ -140,7 +117,7 @@ def more_thuente(
     n_noisy = 0
     for _ in range(wolfe.n_trials_max):
         measured = yield step
-        trial = measured.steadied(start, noise)
+        trial = measured.denoised(start, noise)
         best = interval.best
         if not trial.finite:
             step_max = min(step, step_max) if step > best.step else step_max
@@ -150,8 +127,8 @@ def more_thuente(
         if enough and abs(trial.slope) <= -wolfe.curvature * start.slope:
             return Found(trial, satisfied=True)
         lowest_seen = lowest_seen or (enough and trial.slope >= 0.0)
-        # Until a step with enough decrease and a rising slope is seen, the search is
-        # for a minimiser of phi(t) - c1 t phi'(0): there one must be (section 2).
+        # Until a step with enough decrease and a rising slope is seen, search for a
+        # minimizer of phi(t) - c1 t phi'(0), which must exist (section 2).
         ahead = lowest_seen or enough or trial.value > best.value
         tilt = 0.0 if ahead else least
         tilted, tilted_trial = interval.tilted(tilt), trial.tilted(tilt)
@@ -185,13 +162,11 @@ class _Interval:
     bracketed: bool
 
     def tilted(self, slope: float) -> "_Interval":
-        """Return that of phi(t) - slope t."""
         if slope == 0.0:
             return self
         return _Interval(self.best.tilted(slope), self.other.tilted(slope), self.bracketed)
 
     def narrowed(self, trial: Sample) -> "_Interval":
-        """Return what the trial leaves of it."""
         if trial.value > self.best.value:
             return _Interval(self.best, trial, bracketed=True)
         if trial.slope * math.copysign(1.0, self.best.slope) < 0.0:
@@ -205,11 +180,11 @@ def dcstep(interval: _Interval, trial: Sample, *, low: float, high: float) -> fl
     Args:
         interval: Before the trial.
         trial: The newest sample.
-        low: The least step, while nothing is bracketed.
-        high: The greatest step, while nothing is bracketed.
+        low: The least step, while no minimizer is bracketed.
+        high: The greatest step, while no minimizer is bracketed.
     """
     best, other = interval.best, interval.other
-    if trial.value > best.value:  # a minimiser lies between them
+    if trial.value > best.value:  # a minimizer lies between them
         cubic = _cubic(best, trial)
         quadratic = _quadratic(best, trial)
         if abs(cubic - best.step) <= abs(quadratic - best.step):
@@ -219,7 +194,7 @@ def dcstep(interval: _Interval, trial: Sample, *, low: float, high: float) -> fl
         cubic, secant = _cubic(trial, best), _secant(trial, best)
         further = abs(cubic - trial.step) > abs(secant - trial.step)
         return cubic if further else secant
-    if abs(trial.slope) < abs(best.slope):  # it flattens out: extrapolate
+    if abs(trial.slope) < abs(best.slope):  # the slope flattens: extrapolate
         return _extrapolated(interval, trial, low=low, high=high)
     if interval.bracketed:
         return _cubic(trial, other)
@@ -241,7 +216,7 @@ def _extrapolated(interval: _Interval, trial: Sample, *, low: float, high: float
 
 
 def _cubic(a: Sample, b: Sample) -> float:
-    """Return the minimiser of the cubic through two samples, or their middle."""
+    """Return the minimizer of the cubic through two samples, or their middle."""
     theta, gamma = _cubic_terms(a, b)
     numerator = (gamma - a.slope) + theta
     denominator = ((gamma - a.slope) + gamma) + b.slope
@@ -250,7 +225,7 @@ def _cubic(a: Sample, b: Sample) -> float:
 
 
 def _cubic_beyond(a: Sample, b: Sample) -> float | None:
-    """Return the minimiser of the cubic if it lies beyond a, seen from b."""
+    """Return the minimizer of the cubic if it lies beyond a, seen from b."""
     theta, gamma = _cubic_terms(a, b)
     numerator = (gamma - a.slope) + theta
     denominator = (gamma + (b.slope - a.slope)) + gamma
@@ -271,17 +246,14 @@ def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
 
 
 def _quadratic(a: Sample, b: Sample) -> float:
-    """Return the minimiser of the parabola with a's value and slope and b's value.
-
-    Their middle, if there is no such parabola.
-    """
+    """Return the minimizer of the parabola with a's value and slope and b's value."""
     length = b.step - a.step
+    # The middle of the two, if there is no such parabola.
     bend = (a.value - b.value) / length + a.slope  # 0 in rounding, where all is flat
     return a.step + (a.slope / bend if bend else 1.0) / 2.0 * length
 
 
 def _secant(a: Sample, b: Sample) -> float:
-    """Return where the slope would be 0 if it were linear."""
     return a.step + a.slope / (a.slope - b.slope) * (b.step - a.step)
 
 
@@ -292,63 +264,41 @@ TRIAL = "trial"
 TRIAL_GRADIENTS = ("trial_gradient_0", "trial_gradient_1")
 
 Measure = Callable[[VectorName], tuple[Command, ...]]
-"""From the name of a trial's gradient: what to do with a trial besides."""
+"""From the name of a trial's gradient to the method's own commands at the trial."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A point on the line, and what was measured there.
+    """A point on the line, and what was measured there."""
 
-    Attributes:
-        sample: Step length, loss and slope.
-        gradient: The vector that holds its gradient.
-        gradient_norm: Largest element, by size, of what is to become 0.
-        gradient_square: The dot product of that with itself.
-        scalars: What the method's own commands measured.
-    """
-
-    sample: Sample
-    gradient: VectorName
-    gradient_norm: float
-    gradient_square: float
-    scalars: Scalars
+    sample: Sample  # step length, loss and slope
+    gradient: VectorName  # the vector that holds its gradient
+    gradient_norm: float  # largest absolute element of the (pseudo-)gradient
+    gradient_square: float  # dot product of that with itself
+    scalars: Scalars  # what the method's own commands measured
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a search begins.
+    """Where a search begins."""
 
-    Attributes:
-        sample: Loss and slope there.
-        step: To try first.
-        noise: By how much losses may differ that would be equal but for rounding.
-    """
-
-    sample: Sample
-    step: float
-    noise: float
+    sample: Sample  # loss and slope there
+    step: float  # to try first
+    noise: float  # largest difference between losses that rounding alone may cause
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The end of a search: the trial to accept, if any is better than the start.
+    """Result of a search."""
 
-    Attributes:
-        trial: It.
-        satisfied: It is all that was asked of a step.
-        n_evaluations: Of the search.
-        any_finite: At some step loss and slope were finite, or none was tried.
-        by_slopes: What the last trial would improve the loss by if slopes were asked,
-            which are content with it, and values cannot tell; None if it is not so.
-    """
-
-    trial: Trial | None
-    satisfied: bool
-    n_evaluations: int
-    any_finite: bool = True
+    trial: Trial | None  # the trial to accept, if any is better than the start
+    satisfied: bool  # whether it satisfies all conditions
+    n_evaluations: int  # of the search
+    any_finite: bool = True  # whether some step had a finite loss and slope, or none was tried
+    # Improvement that slopes imply, if it is too small for values to show.
     by_slopes: float | None = None
 
 
@@ -357,19 +307,19 @@ class Line(Protocol):
 
     @property
     def vectors(self) -> tuple[VectorName, ...]:
-        """Those that a run needs to go on, all in all."""
+        """All vectors that a run needs to resume."""
         ...
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         """Evaluate "parameters"; return loss, and norm and square of its gradient."""
         ...
 
-    def turned(self) -> tuple[Command, ...]:
-        """Return what to do once "direction" is formed; it measures the slope."""
+    def measure_direction(self) -> tuple[Command, ...]:
+        """Return commands to execute once "direction" is formed; they measure the slope."""
         ...
 
     def make_trial(self, step: float) -> tuple[Command, ...]:
-        """Return what makes the trial point at this step."""
+        """Return commands that form the trial point at this step."""
         ...
 
     def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
@@ -377,13 +327,13 @@ class Line(Protocol):
 
         Args:
             start: What is known there; "trial" holds the point of the first step.
-            n_trials_max: How many steps may be tried.
-            measure: What to do with a trial besides.
+            n_trials_max: Largest number of steps to try.
+            measure: The method's own commands at a trial.
         """
         ...
 
     def accepted(self, trial: Trial) -> tuple[Command, ...]:
-        """Return what makes a trial the present point."""
+        """Return commands that make a trial the present point."""
         ...
 
 
@@ -397,11 +347,9 @@ class Straight:
 
     @property
     def vectors(self) -> tuple[VectorName, ...]:
-        """Those that a run needs to go on, all in all."""
         return (PARAMETERS, GRADIENT, DIRECTION)
 
     def begin(self) -> Steps[tuple[float, float, float]]:
-        """Evaluate "parameters"; return loss, and norm and square of its gradient."""
         loss, (norm, square) = yield from self.objective.at(
             PARAMETERS,
             gradient=GRADIENT,
@@ -409,21 +357,17 @@ class Straight:
         )
         return loss, norm, square
 
-    def turned(self) -> tuple[Command, ...]:
-        """Measure the slope."""
+    def measure_direction(self) -> tuple[Command, ...]:
         return (Dot(x=GRADIENT, y=DIRECTION),)
 
     def make_trial(self, step: float) -> tuple[Command, ...]:
-        """Form x + step d."""
         terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
         return (LinearCombination(target=TRIAL, terms=terms),)
 
     def accepted(self, trial: Trial) -> tuple[Command, ...]:
-        """Copy point and gradient."""
         return (Copy(target=PARAMETERS, x=TRIAL), Copy(target=GRADIENT, x=trial.gradient))
 
     def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
-        """Search for a step that satisfies the strong Wolfe conditions."""
         wolfe = replace(self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max))
         begin, noise = start.sample, start.noise
         steps = more_thuente(begin, step=start.step, wolfe=wolfe, noise=noise)
@@ -450,7 +394,7 @@ class Straight:
         by_slopes = _by_slopes(begin, trial.sample, noise) if satisfied else None
         satisfied = satisfied and trial.sample.value <= begin.value
         if satisfied:
-            best = trial  # a lower one before it may have been too short a step
+            best = trial  # an earlier trial may be lower, but its step was too short
         elif best is not None and best is not trial:
             scalars = yield from perform(
                 *self.make_trial(best.sample.step), *_along(best.gradient), *measure(best.gradient)
@@ -466,13 +410,11 @@ class Straight:
 
 
 def _by_slopes(start: Sample, sample: Sample, noise: float) -> float | None:
-    """Return what a step improves the loss by, if that is less than values can tell."""
-    steadied = sample.steadied(start, noise)
-    return None if steadied is sample else start.value - steadied.value
+    denoised = sample.denoised(start, noise)
+    return None if denoised is sample else start.value - denoised.value
 
 
 def _better(sample: Sample, best: Trial | None, *, start: Start) -> bool:
-    """Whether this is the best so far, and seen to be better than the start."""
     least = start.sample.value - start.noise if best is None else best.sample.value
     return sample.finite and sample.value < least
 

@@ -9,17 +9,6 @@ consecutive batches share some, and y is the change of the shared examples' grad
 
     g_k = mean gradient of batch k at x_k           the direction is -H g_k
     y_k = tail of batch k: gradient at x_k+1 - gradient at x_k
-
-A batch's tail is evaluated apart from the rest, and is the next batch's head, so the
-overlap costs nothing. Each iteration evaluates its batch once per trial, and then what
-is new of the next batch. The step is halved until the batch's own loss has fallen
-enough. Losses of different batches say nothing about progress, so no test is made on
-them: `value_tolerance` is not used.
-
-A batch whose gradient is as small as `gradient_tolerance` says nothing of the others: a
-small one may be fitted to the last bit, far from any minimum. So the gradient of all
-examples is evaluated there. If that is not small, the run goes on with the next batch,
-and after the k-th time it passes over the next k batches of this kind unasked.
 """
 
 import math
@@ -48,7 +37,7 @@ from sandblaster.optimizers.base import (
     perform,
     stop_requested,
 )
-from sandblaster.optimizers.descent import Present, cut_at, result_at
+from sandblaster.optimizers.descent import Present, iteration_done_at, result_at
 from sandblaster.optimizers.lbfgs import QuasiNewton
 from sandblaster.optimizers.line_search import DIRECTION, GRADIENT, PARAMETERS, TRIAL, Sample, Trial
 from sandblaster.optimizers.termination import (
@@ -63,16 +52,10 @@ from sandblaster.optimizers.termination import (
 )
 
 
-# Batches of which each shares its end with the next one's beginning.
-#
-# batch        [ rest ................. | tail ]
-# next batch                            [ head | body ......... | tail ]
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Examples [start, start + size), the last n_tail of which come again."""
+    """Examples [start, start + size), the last `n_tail` of which the next batch repeats."""
 
     start: int
     size: int
@@ -80,33 +63,28 @@ class Batch:
 
     @property
     def rest(self) -> Examples:
-        """All but the tail."""
         return Examples(self.start, self.tail.start)
 
     @property
     def tail(self) -> Examples:
-        """What the next batch begins with."""
         return Examples(self.start + self.size - self.n_tail, self.start + self.size)
 
     @property
     def body(self) -> Examples:
-        """All but head and tail."""
         return Examples(self.start + self.n_tail, self.tail.start)
 
     def next(self) -> "Batch":
-        """Return the batch whose head is this one's tail."""
         return Batch(self.tail.start, self.size, self.n_tail)
 
 
 def mean_gradient(target: VectorName, parts: Sequence[tuple[Examples, VectorName]]) -> Command:
-    """Return what makes the mean gradient of all parts from that of each."""
+    """Return the command that forms the mean gradient of all parts from that of each."""
     n = sum(_n(examples) for examples, _ in parts)
     terms = tuple(Term(_n(examples) / n, name) for examples, name in parts)
     return LinearCombination(target=target, terms=terms)
 
 
 def mean_loss(parts: Sequence[tuple[Examples, float]]) -> float:
-    """Return the mean loss of all parts from that of each."""
     n = sum(_n(examples) for examples, _ in parts)
     return sum(_n(examples) / n * loss for examples, loss in parts)
 
@@ -115,7 +93,7 @@ def _n(examples: Examples) -> int:
     return examples.stop - examples.start
 
 
-_REST = "rest_gradient"  # of what is evaluated before the tail
+_REST = "rest_gradient"  # of all that is evaluated before the tail
 _TAIL = "tail_gradient"  # at "parameters"
 _TRIAL_TAIL = "trial_tail_gradient"  # of the same examples, at "trial"
 _NEXT = "next_gradient"  # of the next batch, at "trial"
@@ -125,20 +103,13 @@ _N_TRIALS_MAX = 20
 
 @final
 class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"):
-    """Settings of multi-batch L-BFGS.
+    """Settings of multi-batch L-BFGS; `value_tolerance` is not used."""
 
-    Attributes:
-        batch_size: Examples of one batch; no more than there are.
-        overlap: Part of a batch that the next one shares.
-        n_history: How many corrections are remembered.
-        sufficient_decrease: c1 of the line search.
-    """
-
-    batch_size: int
-    overlap: float = 0.25
+    batch_size: int  # examples of one batch, at most all
+    overlap: float = 0.25  # share of a batch that the next one repeats
     n_iterations_max: int = 100
-    n_history: int = 10
-    sufficient_decrease: float = 1e-4
+    n_history: int = 10  # number of corrections remembered
+    sufficient_decrease: float = 1e-4  # c1 of the line search
 
     @override
     def __post_init__(self) -> None:
@@ -151,7 +122,7 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
             raise ValueError(f"overlap is {self.overlap}; use above 0, up to 0.5")
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `IterationDone.state`."""
+        """Run from "parameters", or resume from `IterationDone.state`."""
         resumed = None if state is None else msgspec.json.decode(state, type=_State)
         descent = QuasiNewton(
             n_history=self.n_history,
@@ -166,8 +137,7 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
 
     @property
     def _n_tail_max(self) -> int:
-        """So that every batch has an example of its own."""
-        return (self.batch_size - 1) // 2
+        return (self.batch_size - 1) // 2  # every batch has an example of its own
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,8 +155,8 @@ class _Run:
     descent: QuasiNewton
     batch: Batch
     any_finite: bool = True  # at a trial of the last search
-    n_refuted: int = 0  # times that a batch's gradient was small, and not all examples'
-    n_unasked: int = 0  # batches of this kind, since then
+    n_refuted: int = 0  # how often a batch's gradient was small, but that of all was not
+    n_unasked: int = 0  # batches with a small gradient passed over since then
 
     def steps(self, resumed: _State | None) -> Steps[Result]:
         if resumed is not None:
@@ -198,18 +168,17 @@ class _Run:
         return (yield from self._descend(present, 0.0))
 
     def _descend(self, present: Present, step_length: float | None) -> Steps[Result]:
-        """Go on until it ends; a step has just been made, or none (None)."""
         while True:
-            reason = yield from self._arrived(present, step_length)
+            reason = yield from self._report_step(present, step_length)
             if reason is not None:
                 return self._result(present, reason)
             step_length = None
             if small_gradient(self.method, present.gradient_norm):
-                present, reason = yield from self._ask_all(present)
+                present, reason = yield from self._check_all_examples(present)
                 if reason is not None:
                     return self._result(present, reason)
                 continue
-            present = yield from self._turn(present)
+            present = yield from self._choose_direction(present)
             moved = yield from self._search(present)
             if moved is not None:
                 present, step_length = moved
@@ -218,11 +187,10 @@ class _Run:
             else:
                 return self._result(present, self._failure)
 
-    # --------------------------------------------------------------------- parts
+    # --- parts ---
 
     def _begin(self) -> Steps[Present]:
-        """Begin with the first batch."""
-        loss, norm, square = yield from self._here()
+        loss, norm, square = yield from self._evaluate_batch()
         return Present(
             iteration=0,
             n_evaluations=2,
@@ -234,16 +202,17 @@ class _Run:
             gradient_square=square,
         )
 
-    def _arrived(self, present: Present, step_length: float | None) -> Steps[Reason | None]:
-        """Tell of a step; return why to go no further, if so."""
+    def _report_step(self, present: Present, step_length: float | None) -> Steps[Reason | None]:
         reason = self._bound(present)
         if step_length is not None:
-            stop = yield from stop_requested(self._cut(present, step_length))
+            stop = yield from stop_requested(self._iteration_done(present, step_length))
             reason = reason or (Reason.STOPPED if stop else None)
         return reason
 
-    def _ask_all(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
-        """This batch's gradient is small: ask all examples, or go on to the next."""
+    def _check_all_examples(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
+        # A small gradient of one batch says nothing of the others: the batch may be fitted
+        # exactly, far from any minimum. So all examples are evaluated; after the k-th time
+        # in vain, the next k such batches are passed over without that.
         if self.n_unasked >= self.n_refuted:
             whole = Objective(l2=self.method.l2)
             loss, (norm,) = yield from whole.at(
@@ -258,7 +227,7 @@ class _Run:
         else:
             self.n_unasked += 1
         self.batch = self.batch.next()
-        loss, norm, square = yield from self._here()
+        loss, norm, square = yield from self._evaluate_batch()
         return (
             msgspec.structs.replace(
                 _counted(present), loss=loss, gradient_norm=norm, gradient_square=square
@@ -266,8 +235,8 @@ class _Run:
             None,
         )
 
-    def _here(self) -> Steps[tuple[float, float, float]]:
-        """Evaluate the present batch at "parameters", and forget what was before."""
+    def _evaluate_batch(self) -> Steps[tuple[float, float, float]]:
+        # The tail is evaluated apart: it is the next batch's head, so overlap costs nothing.
         rest, tail = self.batch.rest, self.batch.tail
         rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
         mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
@@ -277,8 +246,7 @@ class _Run:
         self.descent.forget(gradient_square=square)
         return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
 
-    def _turn(self, present: Present) -> Steps[Present]:
-        """Form the direction."""
+    def _choose_direction(self, present: Present) -> Steps[Present]:
         terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
         (slope,) = yield from perform(
             LinearCombination(target=DIRECTION, terms=terms), Dot(x=GRADIENT, y=DIRECTION)
@@ -287,7 +255,7 @@ class _Run:
         return msgspec.structs.replace(present, slope=slope, step=step)
 
     def _search(self, present: Present) -> Steps[tuple[Present, float] | None]:
-        """Halve the step until it will do; move there, and on to the next batch."""
+        """Halve the step until the loss of the batch decreases enough; then move to the next."""
         self.any_finite = not present.slope < 0.0
         if self.any_finite:
             return None
@@ -302,7 +270,7 @@ class _Run:
             loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
             self.any_finite |= math.isfinite(loss)
             expected, noise = -step * present.slope, self._noise(present)
-            is_lost = expected <= noise  # shorter steps improve it by less
+            is_lost = expected <= noise  # shorter steps improve the loss even less
             least = noise if is_lost else self.method.sufficient_decrease * expected
             if loss <= present.loss - least:
                 moved = yield from self._move(present, step, tail_loss)
@@ -315,14 +283,12 @@ class _Run:
         return None
 
     def _noise(self, present: Present) -> float:
-        """Return by how much losses may differ that would be equal but for rounding."""
         at_start = present.loss_at_start
         return noise_of(self.method, present.loss, loss_at_start=at_start)
 
     def _move(self, present: Present, step: float, head_loss: float) -> Steps[Present | None]:
-        """Evaluate the next batch at "trial", and go there if all is finite."""
-        following = self.batch.next()
-        head, body, tail = self.batch.tail, following.body, following.tail
+        next_batch = self.batch.next()
+        head, body, tail = self.batch.tail, next_batch.body, next_batch.tail
         parts = ((head, _TRIAL_TAIL), (body, _REST), (tail, _NEXT_TAIL))
         body_loss, _ = yield from self._at(TRIAL, body, gradient=_REST)
         tail_loss, (norm, square, *measured) = yield from self._at(
@@ -335,7 +301,7 @@ class _Run:
         sample = Sample(step, loss, norm)
         if not sample.finite:
             return None
-        self.batch = following
+        self.batch = next_batch
         trial = Trial(
             sample=sample,
             gradient=_TRIAL_TAIL,
@@ -371,7 +337,6 @@ class _Run:
 
     @property
     def _failure(self) -> Reason:
-        """Why the last search has failed."""
         found = self.any_finite
         return Reason.LINE_SEARCH_FAILED if found else Reason.NO_FINITE_TRIAL
 
@@ -380,7 +345,7 @@ class _Run:
             self.method, iteration=present.iteration, n_evaluations=present.n_evaluations
         )
 
-    # -------------------------------------------------------------------- report
+    # --- reports ---
 
     def _state(self, present: Present) -> str:
         state = _State(
@@ -392,8 +357,8 @@ class _Run:
         )
         return msgspec.json.encode(state).decode()
 
-    def _cut(self, present: Present, step_length: float) -> IterationDone:
-        return cut_at(
+    def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
+        return iteration_done_at(
             present,
             step_length=step_length,
             state=self._state(present),
@@ -405,7 +370,6 @@ class _Run:
 
 
 def _counted(present: Present) -> Present:
-    """Return what is known after two more evaluations."""
     return msgspec.structs.replace(present, n_evaluations=present.n_evaluations + 2)
 
 

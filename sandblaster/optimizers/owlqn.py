@@ -1,17 +1,13 @@
 """OWL-QN: L-BFGS for a loss with an L1 penalty, F(w) = f(w) + l1 |w|_1.
 
 Andrew & Gao, Scalable training of L1-regularized log-linear models, 2007. Within one
-orthant F is as smooth as f, so each iteration stays in one, and ends at its wall:
+orthant F is as smooth as f, so each iteration stays in one, and ends at its boundary:
 
     v = pseudo-gradient of F at x             their equation 4
     d = -H v, 0 where its sign is not -v's    H from differences of f's gradient alone
     o = sign of x, or of -v where x is 0      the orthant
     x(t) = x + t d, 0 where its sign is not o's
     t = the first of t0, t0 / 2, t0 / 4, ... with F(x(t)) <= F(x) + c1 v.(x(t) - x)
-
-What they do to vectors is here one `Pointwise` command each; "gradient" is f's. The
-penalty counts every parameter, biases too: shards know ranges of one flat vector, and
-no method knows what a tensor is called.
 """
 
 from dataclasses import dataclass
@@ -57,17 +53,11 @@ _N_TRIALS_MAX = 30
 
 @final
 class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
-    """Settings of OWL-QN.
+    """Settings of OWL-QN."""
 
-    Attributes:
-        l1: Adds l1 |w|_1 to the loss.
-        n_history: How many corrections are remembered.
-        sufficient_decrease: c1 of the line search.
-    """
-
-    l1: float
-    n_history: int = 10
-    sufficient_decrease: float = 1e-4
+    l1: float  # adds l1 |w|_1 to the loss, over all parameters, biases included
+    n_history: int = 10  # number of corrections remembered
+    sufficient_decrease: float = 1e-4  # c1 of the line search
 
     @override
     def __post_init__(self) -> None:
@@ -78,7 +68,7 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
         check_history(self.n_history)
 
     def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `IterationDone.state`."""
+        """Run from "parameters", or resume from `IterationDone.state`."""
         resumed = None if state is None else read_state(state)
         descent = QuasiNewton(
             n_history=self.n_history,
@@ -96,7 +86,7 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
 @final
 @dataclass(frozen=True, slots=True)
 class WithinOrthant:
-    """Points x(t), searched by halving the step."""
+    """A `Line` of points x(t), searched by halving the step."""
 
     objective: Objective
     l1: float
@@ -104,17 +94,15 @@ class WithinOrthant:
 
     @property
     def vectors(self) -> tuple[VectorName, ...]:
-        """Those that a run needs to go on, all in all."""
         return (PARAMETERS, GRADIENT, PSEUDO_GRADIENT, DIRECTION, _ORTHANT)
 
     def begin(self) -> Steps[tuple[float, float, float]]:
-        """Evaluate "parameters"; return F, and norm and square of v."""
         return (
             yield from self._at(PARAMETERS, gradient=GRADIENT, pseudo_gradient=PSEUDO_GRADIENT)
         )[:3]
 
-    def turned(self) -> tuple[Command, ...]:
-        """Keep the direction in line with -v, choose the orthant, measure the slope."""
+    def measure_direction(self) -> tuple[Command, ...]:
+        # The first command drops elements of d that do not agree with -v.
         return (
             Pointwise(target=DIRECTION, function="oppose", x=DIRECTION, y=PSEUDO_GRADIENT),
             Pointwise(target=_ORTHANT, function="orthant", x=PARAMETERS, y=PSEUDO_GRADIENT),
@@ -122,7 +110,6 @@ class WithinOrthant:
         )
 
     def make_trial(self, step: float) -> tuple[Command, ...]:
-        """Form x(step)."""
         terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
         return (
             LinearCombination(target=TRIAL, terms=terms),
@@ -130,7 +117,6 @@ class WithinOrthant:
         )
 
     def accepted(self, trial: Trial) -> tuple[Command, ...]:
-        """Copy point, gradient and pseudo-gradient."""
         return (
             Copy(target=PARAMETERS, x=TRIAL),
             Copy(target=GRADIENT, x=trial.gradient),
@@ -138,7 +124,7 @@ class WithinOrthant:
         )
 
     def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
-        """Halve the step until F has fallen enough, or could not be seen to fall."""
+        """Halve the step until F decreases enough, or can no longer be seen to decrease."""
         begin, noise, step = start.sample.value, start.noise, start.step
         gradient = TRIAL_GRADIENTS[0]
         move = (Term(1.0, TRIAL), Term(-1.0, PARAMETERS))
@@ -159,7 +145,7 @@ class WithinOrthant:
             )
             sample, expected = Sample(step, value, slope), -min(slope, 0.0)
             any_finite |= sample.finite
-            is_lost = expected <= noise  # shorter steps improve it by less
+            is_lost = expected <= noise  # shorter steps improve F even less
             least = noise if is_lost else self.sufficient_decrease * expected
             if sample.finite and value <= begin - least:
                 trial = Trial(

@@ -1,22 +1,14 @@
-"""When a run ends: tolerances and bounds that all methods share.
+"""Termination: tolerances and bounds that all methods share, and the reasons to stop.
 
-Symbols: f the loss, g its gradient, k the iteration.
+With f the loss, g its gradient, k the iteration, u the rounding of one operation:
 
     gradient    |g_k|_inf <= gradient_tolerance
     value       f_k-1 - f_k <= value_tolerance max(|f_k-1|, |f_k|, min(1, |f_0|))
+    noise       8 u max(|f|, min(1, |f_0|)): losses that differ by less may be equal
 
-The second is scipy's, with two differences. There a loss below 1 is measured
-absolutely, and one of 1e-9 would be converged before it began; here it is measured by
-its own beginning. And there one iteration is enough, which ends runs in narrow valleys
-and near saddles (Wood's function at 7.9 of 0); here it takes a few in a row, for 2 %
-more evaluations over all problems of More, Garbow & Hillstrom.
-
-Losses are known to their rounding error, u times some, u = 2^-53 or 2^-24 as they are
-computed in float64 or float32:
-
-    noise       8 u max(|f|, min(1, |f_0|))
-
-Two that differ by less may be equal; there slopes tell more than values do.
+The value test is scipy's with two differences: a loss below 1 is measured by its start,
+not absolutely, and several iterations in a row must pass, for one ends runs in narrow
+valleys and near saddles (Wood's function at 7.9 of 0). It costs 2 % more evaluations.
 """
 
 import math
@@ -26,36 +18,31 @@ from typing import final
 import msgspec
 
 
-# Why a run of an optimiser ended: a closed list, each with its sentence.
-
-
 @final
 class Reason(Enum):
-    """Why it ended; the value is the sentence for the user."""
+    """Why a run ended; the value is the sentence for the user."""
 
-    CONVERGED_GRADIENT = "the gradient is as small as was asked for"
-    CONVERGED_VALUE = "an iteration improved the loss by less than was asked for"
+    CONVERGED_GRADIENT = "the gradient is as small as requested"
+    CONVERGED_VALUE = "iterations improved the loss by less than requested"
     CONVERGED_ROUNDING = "no step improves the loss, and none could by more than its rounding error"
     MAX_ITERATIONS = "the number of iterations reached its bound"
     MAX_EVALUATIONS = "the number of evaluations reached its bound"
     LINE_SEARCH_FAILED = (
-        "no step along the gradient improves the loss: are they of the same function?"
+        "no step along the gradient improves the loss: check that both are of the same function"
     )
     NOT_FINITE = "the loss or its gradient at the starting point is not finite"
     STOPPED = "it was told to stop"
     NO_FINITE_TRIAL = (
-        "at no step along the gradient is the loss finite, nor its gradient: look at "
-        "the model, its loss and the data"
+        "no step along the gradient has a finite loss and gradient: check the model, its "
+        "loss and the data"
     )
 
     @property
     def sentence(self) -> str:
-        """For the user."""
         return self.value
 
     @property
     def converged(self) -> bool:
-        """Whether this is an end that one hopes for."""
         return self in _CONVERGED
 
 
@@ -67,16 +54,16 @@ _CONVERGED = frozenset(
 class Method(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
-    """What the settings of every method have.
+    """Settings that all methods have.
 
     Attributes:
-        gradient_tolerance: Largest element of the gradient, by size, to end with.
-        value_tolerance: Relative improvement of the loss to end with ...
+        gradient_tolerance: Ends at this largest absolute element of the gradient.
+        value_tolerance: Ends at this relative improvement of the loss ...
         value_iterations: ... in so many iterations in a row.
         n_iterations_max: Bound on accepted points.
         n_evaluations_max: Bound on evaluations.
         l2: Adds l2 / 2 |w|^2 to the loss.
-        rounding: u, of the arithmetic that losses come from.
+        rounding: u, of the arithmetic that computes losses.
     """
 
     gradient_tolerance: float = 1e-5
@@ -92,10 +79,10 @@ class Method(
 
 
 def check(method: Method) -> None:
-    """Raise if a common setting cannot be.
+    """Check the common settings.
 
     Raises:
-        ValueError: naming it.
+        ValueError: one is out of range.
     """
     for name in ("gradient_tolerance", "value_tolerance", "l2", "rounding"):
         value = getattr(method, name)
@@ -108,21 +95,11 @@ def check(method: Method) -> None:
 
 
 def check_history(n_history: int) -> None:
-    """Raise if so many corrections cannot be remembered.
-
-    Raises:
-        ValueError: naming the setting.
-    """
     if n_history < 1:
         raise ValueError(f"n_history is {n_history}; use 1 or more")
 
 
 def check_decrease(sufficient_decrease: float) -> None:
-    """Raise if that is no c1 of a line search.
-
-    Raises:
-        ValueError: naming the setting.
-    """
     if not 0.0 < sufficient_decrease < 1.0:
         raise ValueError(
             f"sufficient_decrease is {sufficient_decrease}; use a number between 0 and 1"
@@ -130,18 +107,16 @@ def check_decrease(sufficient_decrease: float) -> None:
 
 
 def small_gradient(method: Method, gradient_norm: float) -> bool:
-    """Whether the gradient is small enough."""
     return gradient_norm <= method.gradient_tolerance
 
 
 def small_improvement(method: Method, before: float, after: float, *, loss_at_start: float) -> bool:
-    """Whether an iteration improved the loss too little to go on."""
     size = max(abs(before), abs(after), min(1.0, abs(loss_at_start)))
     return before - after <= method.value_tolerance * size
 
 
 def noise(method: Method, loss: float, *, loss_at_start: float) -> float:
-    """Return by how much losses may differ that would be equal but for rounding."""
+    """Return the largest difference between losses that rounding alone may cause."""
     size = max(abs(loss), min(1.0, abs(loss_at_start)))
     return _NOISE * method.rounding * size
 
@@ -149,12 +124,11 @@ def noise(method: Method, loss: float, *, loss_at_start: float) -> float:
 def lost_in_rounding(
     method: Method, loss: float, improvement: float, *, loss_at_start: float
 ) -> bool:
-    """Whether an improvement would be no larger than the loss's rounding error."""
+    """Return whether an improvement is no larger than the loss's rounding error."""
     return improvement <= 4.0 * noise(method, loss, loss_at_start=loss_at_start)
 
 
 def bound_reached(method: Method, *, iteration: int, n_evaluations: int) -> Reason | None:
-    """Return which bound has been reached, if any."""
     if iteration >= method.n_iterations_max:
         return Reason.MAX_ITERATIONS
     if n_evaluations >= method.n_evaluations_max:
@@ -163,5 +137,5 @@ def bound_reached(method: Method, *, iteration: int, n_evaluations: int) -> Reas
 
 
 _NOISE = 8.0
-"""Times the rounding of one operation. Of a net of five layers in float32, 0.3 times
-was seen; the sums of a loss of many terms that cancel each other have more."""
+"""In units of u. A net of five layers in float32 shows 0.3; losses whose terms cancel show
+more."""

@@ -228,7 +228,7 @@ def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) 
     second = ends(l2=1.0, method="gradient-descent", resume=run)
     assert first < second
     log = (run / "logs" / "coordinator.log").read_text()
-    assert log.count("the method begins anew at the parameters") == 1
+    assert log.count("the method restarts at the saved parameters") == 1
 
 
 @pytest.mark.untraced

@@ -79,11 +79,11 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
         ({"l1": 0.1}, "l1 is 0.1 with method 'l-bfgs'"),
         (
             {"batch_size": 9, "method": "owl-qn"},
-            "batch_size is 9 with method 'owl-qn', which compares",
+            "batch_size is 9 with method 'owl-qn', which needs full",
         ),
         (
             {"history": 3, "method": "conjugate-gradient"},
-            "history is 3 with method 'conjugate-gradient', .* or leave history out",
+            "history is 3 with method 'conjugate-gradient', .* or remove history",
         ),
         (
             {"history": 3, "method": "gradient-descent"},
@@ -91,7 +91,7 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
         ),
         (
             {"value_tolerance": 0.1, "batch_size": 9},
-            "value_tolerance is 0.1 with batch_size 9: .* tolerance, or leave",
+            "value_tolerance is 0.1 with batch_size 9, .* tolerance, or remove",
         ),
         (
             {"method": "owl-qn"},
@@ -116,18 +116,18 @@ def test_what_has_the_effect_it_says_is_not_refused() -> None:
     assert settings(value_tolerance=0.0, batch_size=9).batch_size == 9
 
 
-def test_sets_are_as_large_as_balance_allows() -> None:
-    def set_size(n_examples: int, n_replicas: int, **keys: object) -> int:
-        cutting = settings(**keys).cutting(n_examples=n_examples, n_replicas=n_replicas)
-        return cutting.set_size
+def test_chunks_are_as_large_as_balance_allows() -> None:
+    def chunk_size(n_examples: int, n_replicas: int, **keys: object) -> int:
+        chunk_sizes = settings(**keys).chunk_sizes(n_examples=n_examples, n_replicas=n_replicas)
+        return chunk_sizes.chunk_size
 
-    assert set_size(1_000_000, 2) == 4096  # large enough for any push
-    assert set_size(20_000, 4) == 1024
-    assert set_size(20_000, 4, portion=100) == 1200
-    assert set_size(1000, 4) == 256  # one portion is the least
-    assert set_size(1000, 4, portion=10) == 60
-    assert set_size(1_000_000, 2, batch_size=20_000) == 2048
-    assert set_size(1_000_000, 2, portions_per_set=3) == 768
+    assert chunk_size(1_000_000, 2) == 4096  # large enough for any push
+    assert chunk_size(20_000, 4) == 1024
+    assert chunk_size(20_000, 4, portion=100) == 1200
+    assert chunk_size(1000, 4) == 256  # at least one mini-batch
+    assert chunk_size(1000, 4, portion=10) == 60
+    assert chunk_size(1_000_000, 2, batch_size=20_000) == 2048
+    assert chunk_size(1_000_000, 2, portions_per_set=3) == 768
 
 
 def job(more: str = "") -> Job:
@@ -137,7 +137,7 @@ def job(more: str = "") -> Job:
 def test_a_job_without_stop_rules_ends_by_itself() -> None:
     read = job("max_iterations = 40\nhistory = 5")
     assert read.stop.is_empty
-    assert read.batch_size == 256  # what is tried out: a portion
+    assert read.batch_size == 256  # the dry run computes one mini-batch
 
 
 WARM_TABLE = """
@@ -151,11 +151,8 @@ rule = { name = "sgd", learning_rate = 0.1 }
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ("[cluster]\nshard_copies = 2", "shard_copies = 2: the vectors of algorithm"),
-        (
-            f"{WARM_TABLE}[cluster]\npartitions = 2",
-            "warms up replicas of one process only: leave it out",
-        ),
+        ("[cluster]\nshard_copies = 2", "shard_copies = 2: algorithm .* cannot replicate"),
+        (f"{WARM_TABLE}[cluster]\npartitions = 2", "needs replicas of one process: remove it"),
     ],
 )
 def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None:
@@ -163,7 +160,7 @@ def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None
         job(tables)
 
 
-def test_a_replica_may_span_machines() -> None:
+def test_a_replica_may_have_several_ranks() -> None:
     read = job("[cluster]\npartitions = 2")
     assert read.cluster.is_split
     assert [(entry.name, entry.kind) for entry in roster_of(read, n_machines=2)] == [
@@ -252,7 +249,7 @@ def test_a_batch_that_is_larger_than_the_data_is_refused() -> None:
         SANDBLASTER.build("coordinator", config=config, context=context(n_train=6))
 
 
-def test_a_coordinator_that_is_not_told_counts_the_samples_itself() -> None:
+def test_a_coordinator_without_n_train_counts_the_samples_itself() -> None:
     config = settings(batch_size=1438)
     with pytest.raises(JobError, match=r"\[data.train\] has 1437 samples"):
         SANDBLASTER.build("coordinator", config=config, context=context(n_train=None))
@@ -269,7 +266,7 @@ def test_a_coordinator_that_is_not_told_counts_the_samples_itself() -> None:
         (Reason.NO_FINITE_TRIAL, 9, True),
     ],
 )
-def test_an_end_is_told_as_what_it_is(
+def test_each_reason_has_its_verdict(
     reason: Reason,
     iteration: int,
     failed: bool,  # noqa: FBT001 -- a parameter
@@ -280,6 +277,6 @@ def test_an_end_is_told_as_what_it_is(
     assert verdict.failed == failed
 
 
-def test_a_coordinator_without_a_last_word_was_stopped() -> None:
+def test_a_coordinator_without_last_counters_was_stopped() -> None:
     assert reason_of({}) is Reason.STOPPED
     assert reason_of({"reason": 99.0}) is Reason.STOPPED

@@ -1,4 +1,4 @@
-"""How a batch is cut, and the order of the data."""
+"""Division of a batch into chunks, and the order of the data."""
 
 import numpy as np
 import pytest
@@ -12,37 +12,39 @@ from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.worker import summed
 
 
-cuttings = st.builds(ChunkSizes, portion_size=st.integers(1, 9), portions_per_set=st.integers(1, 5))
+cuttings = st.builds(
+    ChunkSizes, mini_batch_size=st.integers(1, 9), mini_batches_per_chunk=st.integers(1, 5)
+)
 
 
-@given(cutting=cuttings, first=st.integers(0, 50), n_examples=st.integers(1, 60))
-def test_every_position_is_in_one_portion_of_one_set(
-    cutting: ChunkSizes, first: int, n_examples: int
+@given(chunk_sizes=cuttings, first=st.integers(0, 50), n_examples=st.integers(1, 60))
+def test_every_position_is_in_one_mini_batch_of_one_chunk(
+    chunk_sizes: ChunkSizes, first: int, n_examples: int
 ) -> None:
     batch = BatchRange(first=first, n_examples=n_examples)
     positions: list[int] = []
-    for set_index in range(cutting.n_sets(n_examples)):
-        start, stop = batch.set_bounds(set_index, cutting)
-        portions = list(batch.portions(set_index, cutting))
-        assert (portions[0][0], portions[-1][1]) == (start, stop)
-        assert len(portions) <= cutting.portions_per_set
-        for begin, end in portions:
-            assert 0 < end - begin <= cutting.portion_size
+    for set_index in range(chunk_sizes.n_sets(n_examples)):
+        start, stop = batch.chunk_bounds(set_index, chunk_sizes)
+        mini_batches = list(batch.mini_batches(set_index, chunk_sizes))
+        assert (mini_batches[0][0], mini_batches[-1][1]) == (start, stop)
+        assert len(mini_batches) <= chunk_sizes.mini_batches_per_chunk
+        for begin, end in mini_batches:
+            assert 0 < end - begin <= chunk_sizes.mini_batch_size
             positions += range(begin, end)
     assert positions == list(range(first, first + n_examples))
 
 
 @pytest.mark.parametrize("set_index", [-1, 3])
-def test_a_batch_has_no_other_sets(set_index: int) -> None:
+def test_a_batch_has_no_other_chunks(set_index: int) -> None:
     batch = BatchRange(first=0, n_examples=11)
     with pytest.raises(ValueError, match="of a batch of 11 examples, which has 3"):
-        batch.set_bounds(set_index, ChunkSizes(portion_size=2, portions_per_set=2))
+        batch.chunk_bounds(set_index, ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2))
 
 
-@pytest.mark.parametrize("name", ["portion_size", "portions_per_set"])
-def test_a_portion_is_never_empty(name: str) -> None:
+@pytest.mark.parametrize("name", ["mini_batch_size", "mini_batches_per_chunk"])
+def test_a_mini_batch_is_never_empty(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use at least 1"):
-        ChunkSizes(**{"portion_size": 1, name: 0})
+        ChunkSizes(**{"mini_batch_size": 1, name: 0})
 
 
 def test_the_order_of_the_data_is_fixed_and_circular() -> None:

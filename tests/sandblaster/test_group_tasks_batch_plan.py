@@ -1,4 +1,4 @@
-"""Which samples each life of a replica's machines computes."""
+"""Samples of each generation of a model-parallel replica."""
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ def attempt_of(course: ChunkBatchPlan) -> int | None:
     return None if course.order is None else course.order.attempt
 
 
-def test_a_set_is_computed_portion_by_portion() -> None:
-    course = ChunkBatchPlan(Samples(10), portion_size=3)
+def test_a_chunk_is_computed_by_mini_batches() -> None:
+    course = ChunkBatchPlan(Samples(10), mini_batch_size=3)
     assert course.n_steps(order(7, 15)) == 3
-    course.know(1, order(7, 15))
-    assert not len(course.batch(0).indices)  # the life has not begun
+    course.set_order(1, order(7, 15))
+    assert not len(course.batch(0).indices)  # the generation has not begun
     course.start(7)
     assert course.order is not None
     portions = [course.batch(step) for step in range(4)]
@@ -32,13 +32,13 @@ def test_a_set_is_computed_portion_by_portion() -> None:
     assert [course.is_last(step) for step in range(4)] == [False, False, True, False]
 
 
-def test_late_words_of_older_lives_say_nothing() -> None:
-    course = ChunkBatchPlan(Samples(10, seed=3), portion_size=3)
-    course.know(5, order(0, 3, attempt=2))
-    course.know(4, order(0, 3, attempt=1))
+def test_late_messages_of_older_incarnations_change_nothing() -> None:
+    course = ChunkBatchPlan(Samples(10, seed=3), mini_batch_size=3)
+    course.set_order(5, order(0, 3, attempt=2))
+    course.set_order(4, order(0, 3, attempt=1))
     course.start(0)
     assert attempt_of(course) == 2
-    course.know(6, None)
+    course.set_order(6, None)
     course.start(0)
     assert attempt_of(course) is None
     assert not course.is_last(0)
@@ -46,7 +46,7 @@ def test_late_words_of_older_lives_say_nothing() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(3, 3), (4, 3), (0, 1 << 62)])
-def test_a_set_that_cannot_be_is_refused(start: int, stop: int) -> None:
-    course = ChunkBatchPlan(Samples(10), portion_size=3)
-    with pytest.raises(RemoteProtocolError, match=f"{start} to {stop} was ordered"):
-        course.know(1, order(start, stop))
+def test_an_invalid_chunk_is_rejected(start: int, stop: int) -> None:
+    course = ChunkBatchPlan(Samples(10), mini_batch_size=3)
+    with pytest.raises(RemoteProtocolError, match=f"invalid chunk: positions {start} to {stop} of"):
+        course.set_order(1, order(start, stop))

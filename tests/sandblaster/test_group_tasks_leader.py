@@ -1,4 +1,4 @@
-"""The leader of a replica of two machines, as coordinator and machines see it."""
+"""The leader of a replica of two ranks, as coordinator and ranks see it."""
 
 import math
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.worker import BatchWorkerConfig
 
 
-CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
+CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
 VERSIONS = (ShardVersion(incarnation=1, clock=7),)
 
 
 def assignment(
     version: int, *tasks: tuple[int, int, int], life: int = 1, **keys: int
 ) -> Assignment:
-    """Return one of these (set, attempt, grant)."""
+    """Return an assignment of these (chunk, attempt, token)."""
     return Assignment(
         **{
             "epoch": 1,
@@ -53,19 +53,19 @@ def assignment(
 
 
 class Bench:
-    """A foreman and its leader; the test is all else."""
+    """Group tasks and their leader; the test does the rest."""
 
     def __init__(self, *, await_begin: bool = False) -> None:
-        course = ChunkBatchPlan(Samples(11), portion_size=CUTTING.portion_size)
-        self.foreman = GroupTasks(
-            BatchWorkerConfig(cutting=CUTTING, retry_seconds=1.0, retry_seconds_max=9.0),
-            course=course,
-            n_machines=2,
+        plan = ChunkBatchPlan(Samples(11), mini_batch_size=CHUNK_SIZES.mini_batch_size)
+        self.group_tasks = GroupTasks(
+            BatchWorkerConfig(chunk_sizes=CHUNK_SIZES, retry_seconds=1.0, retry_seconds_max=9.0),
+            plan=plan,
+            n_ranks=2,
             await_begin=await_begin,
         )
         self.leader = GroupLeader(2, plan="p", limit=0)
         self.leader.begin(0.0)
-        self.foreman.start(1)
+        self.group_tasks.start(1)
         self.leader.joined(0, 1, 0.0)
         self.leader.start(1, 0.0)
         self.actions: list[Action] = []
@@ -73,12 +73,12 @@ class Bench:
         self.gather()
 
     def report(self, *, now: float = 0.0, has_opened: bool = False) -> Outgoing:
-        actions, out = self.foreman.report(self.leader, now, has_opened=has_opened)
+        actions, out = self.group_tasks.report(self.leader, now, has_opened=has_opened)
         self.actions += actions
         return out
 
     def gather(self, *, incarnations: tuple[int, int] = (1, 1)) -> Outgoing:
-        """Let both machines gather."""
+        """Let both ranks be ready."""
         for machine, incarnation in enumerate(incarnations):
             said = RankReady(life=self.leader.life, pushes=False, samples=0)
             self.leader.hear(machine, incarnation, said, 0.0)
@@ -92,7 +92,7 @@ class Bench:
         squares: Sequence[float] = (0.0, 0.0),
         now: float = 0.0,
     ) -> Outgoing:
-        """Let both machines take so many steps of this life."""
+        """Let both ranks take so many steps of this generation."""
         for machine, (loss, square) in enumerate(zip(losses, squares, strict=True)):
             said = StepsDone(
                 life=self.leader.life,
@@ -107,9 +107,9 @@ class Bench:
             self.leader.hear(machine, 1, said, now)
         return self.report(now=now)
 
-    def account(self, now: float = 0.0) -> WorkReport | None:
-        """Return what the coordinator is told now, if anything is."""
-        sends = [a for a in self.foreman.words(now) if isinstance(a, Send)]
+    def work_report(self, now: float = 0.0) -> WorkReport | None:
+        """Return the report to the coordinator, if one is due."""
+        sends = [a for a in self.group_tasks.due_report(now) if isinstance(a, Send)]
         assert all(send.receiver == COORDINATOR for send in sends)
         messages = [send.message for send in sends]
         assert all(isinstance(message, WorkReport) for message in messages)
@@ -120,13 +120,13 @@ def gathers(out: Outgoing) -> list[StartEpoch]:
     return [m for machine, m in out if machine == 1 and isinstance(m, StartEpoch)]
 
 
-def test_a_set_is_one_life_of_the_machines_from_deal_to_staging() -> None:
+def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     bench = Bench()
-    first = bench.account()
+    first = bench.work_report()
     assert first is not None
     assert (first.life, first.results, first.n_computed) == (1, (), 0)
-    assert bench.account() is None  # said once
-    bench.foreman.take(assignment(1, (1, 5, 0), (2, 6, 0)))
+    assert bench.work_report() is None  # reported once
+    bench.group_tasks.take(assignment(1, (1, 5, 0), (2, 6, 0)))
     (gather,) = gathers(bench.report())
     order = gather.order
     assert order is not None
@@ -140,106 +140,106 @@ def test_a_set_is_one_life_of_the_machines_from_deal_to_staging() -> None:
     assert gather.order is not None
     assert (gather.order.attempt, gather.order.keeps) == (6, (5,))
     assert (gather.order.start, gather.order.stop) == (8, 11)
-    said = bench.account()
+    said = bench.work_report()
     assert said is not None
     (result,) = said.results
     assert (result.attempt, result.n_examples, result.loss) == (5, 4, 2.0)
     assert (result.seconds, result.staged, said.n_computed) == (1.5, False, 4)
-    # Granted, and pushed by both.
-    bench.foreman.take(assignment(2, (1, 5, 77), (2, 6, 0)))
+    # With a token, and pushed by both.
+    bench.group_tasks.take(assignment(2, (1, 5, 77), (2, 6, 0)))
     push = PushChunk(epoch=1, attempt=5, grant=77)
     assert repr(bench.report()) == repr([(0, push), (1, push)])
     assert bench.report() == []
-    bench.foreman.staged(0, (77,))
-    assert repr(bench.foreman.again()) == repr([(1, push)])
-    bench.foreman.staged(1, (3,))
-    bench.foreman.staged(1, (3, 77))
-    assert bench.foreman.again() == []
-    said = bench.account()
+    bench.group_tasks.staged(0, (77,))
+    assert repr(bench.group_tasks.resend()) == repr([(1, push)])
+    bench.group_tasks.staged(1, (3,))
+    bench.group_tasks.staged(1, (3, 77))
+    assert bench.group_tasks.resend() == []
+    said = bench.work_report()
     assert said is not None
     assert said.results[0].staged
 
 
 def test_no_more_than_two_sums_are_held() -> None:
     bench = Bench()
-    bench.foreman.take(assignment(1, (0, 1, 0), (1, 2, 0), (2, 3, 0)))
+    bench.group_tasks.take(assignment(1, (0, 1, 0), (1, 2, 0), (2, 3, 0)))
     assert gathers(bench.report())
     bench.gather()
     assert gathers(bench.step(2))
     bench.gather()
     assert not gathers(bench.step(2))
-    bench.foreman.take(assignment(2, (1, 2, 0), (2, 3, 0)))  # the first was dropped
+    bench.group_tasks.take(assignment(2, (1, 2, 0), (2, 3, 0)))  # the first was dropped
     (gather,) = gathers(bench.report())
     assert gather.order is not None
     assert (gather.order.attempt, gather.order.keeps) == (3, (2,))
 
 
-def test_a_set_that_is_not_wanted_any_more_is_given_up_at_once() -> None:
+def test_a_chunk_that_is_no_longer_assigned_is_dropped_at_once() -> None:
     bench = Bench()
-    bench.foreman.take(assignment(1, (0, 1, 0), (1, 2, 0)))
+    bench.group_tasks.take(assignment(1, (0, 1, 0), (1, 2, 0)))
     bench.report()
     bench.gather()
-    bench.foreman.take(assignment(2, (1, 2, 0)))
+    bench.group_tasks.take(assignment(2, (1, 2, 0)))
     (gather,) = gathers(bench.report())
     assert gather.order is not None
     assert gather.order.attempt == 2
-    bench.foreman.take(assignment(3))
+    bench.group_tasks.take(assignment(3))
     (gather,) = gathers(bench.report())
     assert gather.order is None
     bench.gather()
     assert bench.report() == []
 
 
-def test_a_set_of_another_epoch_is_another_one_whatever_its_number() -> None:
+def test_attempts_of_different_epochs_differ() -> None:
     """Of 170 seeds three hung: a new coordinator counts attempts from 1 again.
 
-    The machines went on with the set of the coordinator that was gone, and waited for
+    The ranks continued the chunk of an earlier coordinator, and waited for
     the version of its parameters for ever.
     """
     bench = Bench()
-    bench.foreman.take(assignment(1, (0, 1, 0)))
+    bench.group_tasks.take(assignment(1, (0, 1, 0)))
     bench.report()
     bench.gather()
-    bench.foreman.take(assignment(1, (2, 1, 0), epoch=2))
+    bench.group_tasks.take(assignment(1, (2, 1, 0), epoch=2))
     (gather,) = gathers(bench.report())
     order = gather.order
     assert order is not None
     assert (order.epoch, order.attempt, order.start) == (2, 1, 8)
 
 
-def test_a_granted_set_that_is_not_named_any_more_is_not_asked_for_again() -> None:
+def test_a_token_that_is_no_longer_assigned_is_not_repeated() -> None:
     bench = Bench()
-    bench.foreman.take(assignment(1, (0, 1, 0)))
+    bench.group_tasks.take(assignment(1, (0, 1, 0)))
     bench.report()
     bench.gather()
     bench.step(2)
-    bench.foreman.take(assignment(2, (0, 1, 9)))
+    bench.group_tasks.take(assignment(2, (0, 1, 9)))
     assert bench.report()
-    bench.foreman.take(assignment(3))
+    bench.group_tasks.take(assignment(3))
     bench.report()
-    assert bench.foreman.again() == []
-    bench.foreman.staged(0, (9,))
-    bench.foreman.staged(1, (9,))
+    assert bench.group_tasks.resend() == []
+    bench.group_tasks.staged(0, (9,))
+    bench.group_tasks.staged(1, (9,))
 
 
-def test_a_machine_that_has_begun_anew_makes_it_another_replica() -> None:
+def test_a_restarted_rank_makes_it_another_replica() -> None:
     bench = Bench()
-    bench.foreman.take(assignment(1, (0, 1, 0), (1, 2, 0)))
+    bench.group_tasks.take(assignment(1, (0, 1, 0), (1, 2, 0)))
     bench.report()
     bench.gather()
     bench.step(2)
-    assert bench.account() is not None
+    assert bench.work_report() is not None
     bench.leader.joined(1, 2, 0.0)
     (gather,) = gathers(bench.report())
     assert gather.order is None
-    bench.foreman.ask()
-    assert bench.account() is None  # not before all have gathered
-    bench.foreman.take(assignment(2, (0, 1, 5)))  # meant for what it was
+    bench.group_tasks.request_report()
+    assert bench.work_report() is None  # not before all have gathered
+    bench.group_tasks.take(assignment(2, (0, 1, 5)))  # meant for what it was
     bench.gather(incarnations=(1, 2))
-    said = bench.account()
+    said = bench.work_report()
     assert said is not None
     assert (said.life, said.results, said.n_computed) == (2, (), 0)
-    bench.foreman.take(assignment(3, (0, 9, 0), life=2))
+    bench.group_tasks.take(assignment(3, (0, 9, 0), life=2))
     (gather,) = gathers(bench.report())
     assert gather.order is not None
     assert gather.order.attempt == 9
@@ -248,17 +248,17 @@ def test_a_machine_that_has_begun_anew_makes_it_another_replica() -> None:
 @pytest.mark.parametrize(
     ("losses", "squares"), [((math.nan, 0.0), (0.0, 0.0)), ((2.0, 0.0), (0.0, math.nan))]
 )
-def test_a_loss_or_part_that_is_not_finite_is_told(
+def test_a_loss_or_part_that_is_not_finite_is_reported(
     losses: Sequence[float], squares: Sequence[float]
 ) -> None:
     bench = Bench()
-    bench.foreman.take(assignment(1, (0, 1, 0)))
+    bench.group_tasks.take(assignment(1, (0, 1, 0)))
     bench.report()
     bench.gather()
-    if math.isnan(losses[0]):  # as a machine says it
+    if math.isnan(losses[0]):  # as a rank reports it
         squares = (math.nan, 0.0)
     bench.step(2, losses=[0.0, 0.0], squares=squares)
-    said = bench.account()
+    said = bench.work_report()
     assert said is not None
     assert math.isnan(said.results[0].loss)
     (report,) = bench.actions
@@ -266,39 +266,39 @@ def test_a_loss_or_part_that_is_not_finite_is_told(
     assert report.text.startswith("loss or gradient of positions 0 to 3 of the data is")
 
 
-def test_it_asks_for_work_when_it_is_told_to_begin() -> None:
+def test_it_asks_for_work_after_start_training() -> None:
     bench = Bench(await_begin=True)
-    assert bench.account() is None
-    assert bench.foreman.command(bench.leader, StartTraining(), 0.0) == []
-    assert bench.account() is not None
+    assert bench.work_report() is None
+    assert bench.group_tasks.command(bench.leader, StartTraining(), 0.0) == []
+    assert bench.work_report() is not None
     evaluate = Evaluate(request=1, whole=True)
-    assert bench.foreman.command(bench.leader, evaluate, 0.0) == []
+    assert bench.group_tasks.command(bench.leader, evaluate, 0.0) == []
 
 
-def test_told_to_stop_it_begins_no_life_and_says_nothing() -> None:
+def test_after_stop_it_begins_no_generation_and_is_silent() -> None:
     bench = Bench()
-    assert bench.foreman.command(bench.leader, Stop(reason="over"), 0.0)
-    bench.foreman.take(assignment(1, (0, 1, 0)))
+    assert bench.group_tasks.command(bench.leader, Stop(reason="over"), 0.0)
+    bench.group_tasks.take(assignment(1, (0, 1, 0)))
     assert bench.report() == []
-    assert bench.account() is None
+    assert bench.work_report() is None
 
 
-def test_while_a_machine_is_silent_so_is_the_foreman() -> None:
+def test_while_a_rank_is_silent_so_is_the_leader() -> None:
     bench = Bench()
-    assert bench.account(3.9) is not None
-    bench.foreman.ask()
-    assert bench.account(4.1) is None
-    bench.foreman.heard(1, 4.2)
-    bench.foreman.ask()
-    assert bench.account(4.3) is not None
+    assert bench.work_report(3.9) is not None
+    bench.group_tasks.request_report()
+    assert bench.work_report(4.1) is None
+    bench.group_tasks.note_alive(1, 4.2)
+    bench.group_tasks.request_report()
+    assert bench.work_report(4.3) is not None
 
 
-def test_it_says_again_soon_with_work_and_late_without() -> None:
+def test_reports_repeat_soon_with_work_and_late_without() -> None:
     bench = Bench()
-    timers = [a.at for a in bench.foreman.words(2.0) if isinstance(a, SetTimer)]
+    timers = [a.at for a in bench.group_tasks.due_report(2.0) if isinstance(a, SetTimer)]
     assert timers == [11.0]
-    bench.foreman.take(assignment(1, (0, 1, 0)))
-    timers = [a.at for a in bench.foreman.words(2.0) if isinstance(a, SetTimer)]
+    bench.group_tasks.take(assignment(1, (0, 1, 0)))
+    timers = [a.at for a in bench.group_tasks.due_report(2.0) if isinstance(a, SetTimer)]
     assert timers == [3.0]
 
 
@@ -309,20 +309,20 @@ def test_it_says_again_soon_with_work_and_late_without() -> None:
         msgspec.structs.replace(assignment(1, (0, 1, 0)), replica_incarnation=2),
     ],
 )
-def test_words_for_another_life_are_not_heard(message: Assignment) -> None:
+def test_messages_for_another_incarnation_are_ignored(message: Assignment) -> None:
     bench = Bench()
-    bench.foreman.take(message)
+    bench.group_tasks.take(message)
     assert bench.report() == []
 
 
-def test_words_of_a_coordinator_that_is_over_are_not_heard() -> None:
+def test_messages_of_an_earlier_coordinator_are_ignored() -> None:
     bench = Bench()
-    bench.foreman.take(assignment(1, epoch=3))
-    bench.foreman.take(assignment(2, (0, 1, 0), epoch=2))
+    bench.group_tasks.take(assignment(1, epoch=3))
+    bench.group_tasks.take(assignment(2, (0, 1, 0), epoch=2))
     assert bench.report() == []
 
 
-def test_a_set_that_the_batch_does_not_have_is_refused() -> None:
+def test_a_chunk_that_the_batch_does_not_have_is_rejected() -> None:
     bench = Bench()
-    with pytest.raises(RemoteProtocolError, match="an impossible assignment: set 9 of"):
-        bench.foreman.take(assignment(1, (9, 1, 0)))
+    with pytest.raises(RemoteProtocolError, match="invalid assignment: chunk 9 of"):
+        bench.group_tasks.take(assignment(1, (9, 1, 0)))

@@ -76,12 +76,12 @@ def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(JobError, match=r"model is .*local.* cannot import: give a f"):
         factory_table(local, what="model")
-    with pytest.raises(JobError, match=r"positional arguments \(4,\): give them by na"):
+    with pytest.raises(JobError, match=r"positional arguments \(4,\): give them by ke"):
         factory_table(functools.partial(net, 4), what="model")
     with pytest.raises(JobError, match="data is 7, which other"):
         factory_table(7, what="data")
     local.__module__ = "__main__"
-    with pytest.raises(JobError, match="defined in the program itself"):
+    with pytest.raises(JobError, match="defined in the main program"):
         import_path(local, what="loss")
 
 
@@ -122,12 +122,12 @@ def test_numbers_of_numpy_are_numbers() -> None:
         Scaled(3, scale=0.5),
     ],
 )
-def test_a_module_is_built_again_from_what_it_tells(module: nn.Module) -> None:
+def test_a_module_is_rebuilt_from_its_attributes(module: nn.Module) -> None:
     arguments = json.loads(json.dumps(recipe_of(module)))
-    again = build(arguments["recipe"], arguments["dtype"])
-    assert repr(again) == repr(module)
-    again.load_state_dict(module.state_dict())
-    assert vars(again).keys() == vars(module).keys()
+    resend = build(arguments["recipe"], arguments["dtype"])
+    assert repr(resend) == repr(module)
+    resend.load_state_dict(module.state_dict())
+    assert vars(resend).keys() == vars(module).keys()
 
 
 def test_a_module_that_forgets_its_arguments_is_refused() -> None:
@@ -190,8 +190,8 @@ def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
 
 
 def test_arrays_that_are_no_numbers_are_refused() -> None:
-    """It was a TypeError of torch, without a word of what it was about."""
-    with pytest.raises(JobError, match="data is an array of <U1, of which torch has"):
+    """It was a TypeError of torch, which did not name the cause."""
+    with pytest.raises(JobError, match="data is an array of <U1, which torch does"):
         as_pair((np.array(["a", "b"]), np.zeros(2)))
 
 
@@ -230,7 +230,7 @@ def test_two_calls_with_one_directory_have_files_of_their_own(tmp_path: Path) ->
         assert resumed == wanted
 
 
-def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     (tmp_path / "digits.problem").touch()
     with (
         pytest.raises(StorageError, match=r"cannot make .*digits\.problem"),
@@ -299,7 +299,7 @@ def test_a_run_that_has_begun_keeps_its_files(tmp_path: Path) -> None:
         assert names == ["initial.safetensors", "lock", "train.safetensors"]
 
 
-def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:
     """Other data were written over its own before anybody looked, then refused."""
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     wanted = tmp_path / "run"
@@ -312,7 +312,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
         Problem(model, (x.numpy(), x)).write(wanted, resumes=True)
         with pytest.raises(JobError, match=r"on other data: they were crc32 .*, now th"):
             Problem(model, (x + 1.0, x)).write(wanted, resumes=True)
-        with pytest.raises(JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give those it"):
+        with pytest.raises(JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give the same"):
             Problem(model, (x[1:], x[1:])).write(wanted, resumes=True)
     assert kept == {path: path.read_bytes() for path in kept}
 
@@ -334,7 +334,7 @@ def test_what_a_run_has_lost_is_written_again(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_removed_file_is_none(tmp_path: Path) -> None:
-    """Who was refused removes it while another may just be waiting for it."""
+    """A refused call removes it while another may be waiting for it."""
     with pytest.MonkeyPatch.context() as patch:
         take = RunDirectory.take
         taken: list[Path] = []
@@ -381,7 +381,7 @@ def test_a_callback_that_ends_the_run_is_not_called_again(how: object) -> None:
     assert seen == [3]
 
 
-def test_a_callback_hears_of_each_iteration_once() -> None:
+def test_a_callback_is_called_once_per_iteration() -> None:
     seen: list[float] = []
     watch = CallbackWatch(lambda result: seen.append(result.nit))
     for iteration in (1.0, 1.0, 2.0):

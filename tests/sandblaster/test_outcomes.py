@@ -1,4 +1,4 @@
-"""How runs of a whole cluster end: each outcome in words, and none is a hang."""
+"""How runs of a whole cluster end: each outcome has a message, and none hangs."""
 
 import math
 from collections.abc import Callable, Generator
@@ -26,7 +26,7 @@ from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.run import _check
-from sandblaster.coordinator.work_queue import Commits, ExpectedFinish, GrantNumbers
+from sandblaster.coordinator.work_queue import Commits, EpochCounters, ExpectedFinish
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -58,8 +58,8 @@ def ended(run: Run, *, within: float = 60.0) -> str | None:
 
 def finished(run: Run) -> Finished:
     run.cluster.run(until=run.cluster.now + 0.1)
-    told = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
-    return next(message for message in told if isinstance(message, Finished))
+    update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
+    return next(message for message in update if isinstance(message, Finished))
 
 
 @dataclass(frozen=True)
@@ -88,28 +88,28 @@ class Scripted:
 
 
 @pytest.mark.parametrize("hosts", ["one", "own"])
-@pytest.mark.parametrize("window_sets", [1, 64])
-def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_sets: int) -> None:
-    run = play(Sandblast(hosts=hosts, window_sets=window_sets))
+@pytest.mark.parametrize("window_chunks", [1, 64])
+def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_chunks: int) -> None:
+    run = play(Sandblast(hosts=hosts, window_chunks=window_chunks))
     assert run.coordinator.result is not None
-    assert run.ledger.n_sealed == run.coordinator.result.n_evaluations
+    assert run.checker.n_sealed == run.coordinator.result.n_evaluations
     assert finished(run).counters["iteration"] == 3.0
-    told = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
-    steps = [message.step for message in told if isinstance(message, Progress)]
+    update = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
+    steps = [message.step for message in update if isinstance(message, Progress)]
     assert steps == [0, 1, 2, 3]
 
 
-def test_nothing_begins_before_the_supervisor_says_so() -> None:
+def test_nothing_starts_before_start_training() -> None:
     run = Run(replace(SMALL, await_begin=True))
     run.cluster.run(until=1.0)
     assert run.coordinator.status()[0] == "waiting for begin"
     for name in (COORDINATOR, *run.scene.replicas):
         run.cluster.post(name, from_supervisor(StartTraining()))
     assert ended(run) is None
-    assert run.values == undisturbed(SMALL.cutting, 2)[0]
+    assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
-def test_whoever_is_stopped_before_it_begins_ends_at_once() -> None:
+def test_a_coordinator_stopped_before_it_starts_ends_at_once() -> None:
     run = Run(replace(SMALL, await_begin=True))
     run.cluster.run(until=0.1)
     run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
@@ -120,7 +120,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
     """Not the trial point that was just evaluated."""
     run = Run(SMALL)
     accepted: list[bytes] = []
-    run.cluster.run_until(lambda: len(run.ledger.losses) == 2)
+    run.cluster.run_until(lambda: len(run.checker.losses) == 2)
     run.cluster.run_until(lambda: run.coordinator.status()[1]["sets_done"] > 0, within=1.0)
     shards = [run.cluster.role(name) for name in SHARDS]
     for shard in shards:
@@ -168,69 +168,69 @@ def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:
     scene = replace(SMALL, saves=(0.06,), faults=kills)
     run = Run(scene)
     run.play()
-    assert [saved.error for saved in run.ledger.saved] == [None]
-    assert run.values == undisturbed(scene.cutting, 2)[0]
+    assert [saved.error for saved in run.checker.saved] == [None]
+    assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
 
 
-def test_it_is_told_when_a_run_has_lost_its_history() -> None:
+def test_a_run_without_its_history_warns() -> None:
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
     run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
-    told: list[str] = []
+    update: list[str] = []
     run.cluster.observe(
-        lambda happening: told.extend(
+        lambda happening: update.extend(
             action.text for action in happening.actions if isinstance(action, Report)
         )
     )
     run.play()
-    assert [text for text in told if "from parameters alone" in text]
+    assert [text for text in update if "only parameters could be restored" in text]
 
 
-def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:
+def test_a_failed_checkpoint_is_reported_and_the_run_continues() -> None:
     scene = replace(SMALL, saves=(0.02, 0.03), faults=(DiskFull(at=0.01, seconds=0.1),))
     run = Run(scene)
     run.play()
-    errors = [saved.error for saved in run.ledger.saved]
+    errors = [saved.error for saved in run.checker.saved]
     assert errors
     assert all(errors)
-    assert run.values == undisturbed(scene.cutting, 2)[0]
+    assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
 
 
 def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
     slow = Slow(at=0.0, role=COORDINATOR, factor=3e3, seconds=60.0)
     run = play(replace(SMALL, saves=(0.05,), faults=(slow,)))
-    assert [saved.error for saved in run.ledger.saved] == [None]
+    assert [saved.error for saved in run.checker.saved] == [None]
 
 
 def test_a_save_that_comes_too_late_is_not_taken() -> None:
-    """Who asked sees the end, and may ask the shards."""
+    """The supervisor sees the end, and may save the shards."""
     run = Run(SMALL)
-    run.cluster.run_until(lambda: len(run.ledger.losses) == 4)
+    run.cluster.run_until(lambda: len(run.checker.losses) == 4)
     run.cluster.post(COORDINATOR, from_supervisor(SaveCheckpoint(label="00009")))
     assert ended(run) is None
-    assert run.ledger.saved == []
+    assert run.checker.saved == []
     assert list(run.coordinator.handle(TimerFired(name="coordinator:tick"), 9.0)) == []
 
 
-def test_a_replica_that_begins_a_new_life_at_once_has_lost_what_it_had() -> None:
+def test_a_replica_that_restarts_at_once_has_lost_its_chunks() -> None:
     role = SMALL.replicas[0]
     kills = tuple(Kill(at=0.01 + 0.013 * k, role=role, restart_after=1e-3) for k in range(6))
     for hosts in ("one", "own"):
         run = play(replace(SMALL, faults=kills, hosts=hosts))
-        assert run.ledger.sights["replicas restarted"] == 6
+        assert run.checker.sights["replicas restarted"] == 6
         assert run.coordinator.status()[1]["wasted"] > 0
 
 
 @pytest.mark.parametrize("directed", DIRECTED)
 def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]) -> None:
-    assert play(directed()).ledger.n_sealed
+    assert play(directed()).checker.n_sealed
 
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
-    config = CoordinatorConfig(cutting=SMALL.cutting)
+    config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
     loads = ExpectedFinish(config, WorkerPool(config))
-    sets = Commits(range(0, 4, 4), numbers=GrantNumbers(), loads=loads)
+    sets = Commits(range(0, 4, 4), counters=EpochCounters(), loads=loads)
     answers = [CommandDone(epoch=1, number=1, n_sets=n) for n in (1, 2)]
-    with pytest.raises(DistBeliefError, match="shard 1 counts 2 sets of 0 examples"):
+    with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
         _check(answers, sets)
 
 
@@ -242,7 +242,7 @@ def test_more_saves_than_can_wait_are_refused() -> None:
         run.cluster.post(COORDINATOR, save)
         run.cluster.post(COORDINATOR, save)
     run.cluster.run(until=0.02)
-    assert ["ask less often" in (s.error or "") for s in run.ledger.saved] == [True] * 4
+    assert ["request them less often" in (s.error or "") for s in run.checker.saved] == [True] * 4
 
 
 def test_requests_are_answered_by_what_all_shards_measured() -> None:
@@ -314,7 +314,7 @@ def infinite_slope(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return (outputs - outputs.detach()).abs().sqrt().mean() + outputs.mean() * 0.0
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_says_where() -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_and_says_where() -> None:
     run = Run(replace(SMALL, loss=not_a_number))
     assert ended(run) is None
     result = run.coordinator.result
@@ -333,7 +333,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
     assert result.reason is Reason.NOT_FINITE
 
 
-def test_a_loss_that_is_not_a_scalar_ends_its_replicas_in_words() -> None:
+def test_a_loss_that_is_not_a_scalar_ends_with_an_error() -> None:
     run = Run(replace(SMALL, loss=not_a_scalar))
     run.cluster.run_until(lambda: "replica-0" in run.cluster.halted)
     error = run.cluster.halted[Address("replica-0")]
@@ -357,15 +357,15 @@ def test_a_shard_lost_for_good_is_named() -> None:
     run = Run(replace(SMALL, faults=(kill,), silence_seconds_max=2.0))
     error = ended(run)
     assert error is not None
-    assert error.startswith("PeerLostError: shard-1 has been silent")
+    assert error.startswith("PeerLostError: shard-1 has not answered")
 
 
-def test_a_run_without_replicas_is_given_up() -> None:
+def test_a_run_without_replicas_fails() -> None:
     kills = tuple(Kill(at=0.03, role=role) for role in SMALL.replicas)
     run = Run(replace(SMALL, faults=kills, starved_seconds_max=3.0))
     error = ended(run)
     assert error is not None
-    assert "no replica has been there" in error
+    assert "no replica has reported" in error
 
 
 def test_commands_that_cannot_be_performed_end_the_run() -> None:
@@ -377,7 +377,7 @@ def test_commands_that_cannot_be_performed_end_the_run() -> None:
     assert "'nobody'" in error
 
 
-def test_a_coordinator_that_is_overtaken_ends() -> None:
+def test_a_superseded_coordinator_ends() -> None:
     run = Run(SMALL)
     run.cluster.run(until=0.05)
     first = run.cluster.role(COORDINATOR)
@@ -385,13 +385,15 @@ def test_a_coordinator_that_is_overtaken_ends() -> None:
     ends: list[Role] = []
     run.cluster.observe(
         lambda happening: (
-            ends.append(happening.role) if happening.name == COORDINATOR and first._ended else None
+            ends.append(happening.role)
+            if happening.name == COORDINATOR and first._has_ended
+            else None
         )
     )
     run.cluster._lives.start(COORDINATOR)
     assert ended(run) is None
     assert run.cluster.role(COORDINATOR) is not first
-    assert run.values == undisturbed(SMALL.cutting, 2)[0]
+    assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
 def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
@@ -405,7 +407,7 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     (answer,) = (event.message for event in run.cluster.sent_to(stranger))
     assert isinstance(answer, SessionRefused)
     assert answer.for_good
-    (saved,) = run.ledger.saved
+    (saved,) = run.checker.saved
     assert saved.error is not None
     assert "ask it to save" in saved.error
 

@@ -1,4 +1,4 @@
-"""One machine of a replica in a Sandblaster job: who is heard, and what is said."""
+"""One rank of a replica in a Sandblaster job: messages in and out."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ from distbelief.worker.local_executor import FlatModel
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
-from sandblaster.partitioned_worker import SAY, PartitionedBatchWorker
+from sandblaster.partitioned_worker import STAGED_TIMER, PartitionedBatchWorker
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 
@@ -73,22 +73,22 @@ def sent(actions: Sequence[Action], kind: type) -> list[Address]:
     ]
 
 
-def test_a_machine_says_now_and_then_that_it_lives() -> None:
+def test_a_rank_reports_periodically() -> None:
     worker = machine(WORKER)
-    actions = worker.handle(TimerFired(name=SAY), 0.5)
+    actions = worker.handle(TimerFired(name=STAGED_TIMER), 0.5)
     assert sent(actions, ChunkStaged) == [LEADER]
-    assert [a.at for a in actions if isinstance(a, SetTimer) and a.name == SAY] == [1.0]
+    assert [a.at for a in actions if isinstance(a, SetTimer) and a.name == STAGED_TIMER] == [1.0]
 
 
-def test_what_is_staged_is_told_again_and_what_it_has_not_is_not() -> None:
+def test_staged_tokens_are_reported_again() -> None:
     worker = machine(WORKER)
     push = PushChunk(epoch=1, attempt=1, grant=9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == []
-    worker._sums.pushes.staged.append(9)
+    worker._objective.pushes.staged.append(9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == [LEADER]
 
 
-def test_a_leader_repeats_what_was_not_answered_and_gathers_its_machines() -> None:
+def test_a_leader_resends_what_ranks_have_not_answered() -> None:
     leader = machine(LEADER)
     actions = leader.handle(PeerJoined(peer=WORKER, incarnation=1), 0.0)
     assert sent(actions, StartEpoch) == [WORKER]
@@ -108,7 +108,7 @@ def test_a_worker_does_not_ask_for_work() -> None:
 @pytest.mark.parametrize(
     ("sender", "message"), [(COORDINATOR, "assignment"), (LEADER, "staged"), (COORDINATOR, "push")]
 )
-def test_words_that_are_for_others_are_refused(sender: Address, message: str) -> None:
+def test_messages_for_other_roles_are_rejected(sender: Address, message: str) -> None:
     assignment = Assignment(
         epoch=1,
         replica_incarnation=1,
@@ -119,37 +119,37 @@ def test_words_that_are_for_others_are_refused(sender: Address, message: str) ->
         n_examples=4,
         tasks=(),
     )
-    words = {
+    due_report = {
         "assignment": assignment,
         "staged": ChunkStaged(grants=()),
         "push": PushChunk(epoch=1, attempt=1, grant=1),
     }
     with pytest.raises(RemoteProtocolError, match="which is not for it"):
-        machine(WORKER).handle(says(sender, words[message]), 0.0)
+        machine(WORKER).handle(says(sender, due_report[message]), 0.0)
 
 
-def test_a_set_that_cannot_be_is_refused_before_it_is_begun() -> None:
+def test_an_invalid_chunk_is_rejected_before_it_begins() -> None:
     order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
     gather = StartEpoch(life=1 << 33, plan="p", order=order)
-    with pytest.raises(RemoteProtocolError, match="0 to 99 was ordered, of 26 samp"):
+    with pytest.raises(RemoteProtocolError, match="0 to 99 of 26 samp"):
         machine(WORKER).handle(says(LEADER, gather), 0.0)
 
 
-def test_it_tells_what_its_machine_is_doing() -> None:
+def test_status_is_that_of_its_rank() -> None:
     state, figures = machine(WORKER).status()
     assert state.startswith("waiting for")
     assert figures["sets_held"] == 0.0
 
 
-def test_once_it_has_gone_it_says_nothing() -> None:
+def test_after_its_exit_it_is_silent() -> None:
     worker = machine(WORKER)
     worker.handle(says(SUPERVISOR, Stop(reason="over")), 0.0)
     actions = worker.handle(TimerFired(name="machine:remind"), 31.0)
     assert sent(actions, Finished) == [SUPERVISOR]
-    assert worker.handle(TimerFired(name=SAY), 32.0) == []
+    assert worker.handle(TimerFired(name=STAGED_TIMER), 32.0) == []
 
 
-def test_a_plan_for_other_portions_is_refused() -> None:
+def test_a_plan_for_another_mini_batch_size_is_rejected() -> None:
 
     config = msgspec.structs.replace(SETTINGS, portion=8)
     with pytest.raises(JobError, match="portion is 8, and the plan is for batches of"):
@@ -157,6 +157,6 @@ def test_a_plan_for_other_portions_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["replica-1.0", "replica-0.2", "coordinator"])
-def test_no_other_machine_can_be_built(name: str) -> None:
+def test_no_other_rank_can_be_built(name: str) -> None:
     with pytest.raises(LocalProtocolError, match="no rank"):
         build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))

@@ -1,4 +1,4 @@
-"""One machine's part of the sums of sets, call by call."""
+"""One rank's part of the sums of chunks, call by call."""
 
 import math
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from distbelief.roles.role import Action, Compute, Computed, Report
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import Vote
 from sandblaster.group_tasks import ChunkBatchPlan
-from sandblaster.partitioned_worker import PUSH, ChunkObjective, Keeping
+from sandblaster.partitioned_worker import PUSH, ChunkObjective, RankItems
 
 
 VERSION = ShardVersion(incarnation=1, clock=7)
 
 
 class Client:
-    """A client of shard 1 of three; the test says what becomes of its pushes."""
+    """A client of shard 1 of three; the test acknowledges its pushes."""
 
     def __init__(self) -> None:
         self.ready = self.can_push = True
@@ -50,12 +50,12 @@ class Client:
 
 
 class Bench:
-    """A machine that keeps a parameter of two elements, an average and its count."""
+    """A rank that holds a parameter of two elements, an average and its count."""
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.client = Client()
-        self.course = ChunkBatchPlan(Samples(8), portion_size=2)
-        keeping = Keeping(
+        self.plan = ChunkBatchPlan(Samples(8), mini_batch_size=2)
+        items = RankItems(
             sizes=[2, 1, 1] if keeps else [],
             buffers=[1, 2] if keeps else [],
             counts={1: 2} if keeps else {},
@@ -65,12 +65,12 @@ class Bench:
         if not keeps:
             self.client.versions = ()
         self.sums = ChunkObjective(
-            keeping, client=cast("ParameterClient", self.client), course=self.course, foreman=None
+            items, client=cast("ParameterClient", self.client), plan=self.plan, group_tasks=None
         )
         self._life = 0
 
     def begin(self, attempt: int, *, evaluation: int = 1, keeps: Sequence[int] = ()) -> None:
-        """Begin a life about a set of two portions, of 2 samples and 1."""
+        """Begin a generation for a chunk of two mini-batches, of 2 samples and 1."""
         self._life += 1
         order = ChunkOrder(
             epoch=1,
@@ -81,8 +81,8 @@ class Bench:
             stop=3,
             keeps=tuple(keeps),
         )
-        self.course.know(self._life, order)
-        self.course.start(0)
+        self.plan.set_order(self._life, order)
+        self.plan.start(0)
         self.sums.begin(0, 0.0)
 
     def fetch(self) -> bool:
@@ -91,8 +91,8 @@ class Bench:
         return self.sums.fetched(0.1)
 
     def step(self, step: int, gradient: float, *, loss: float = 1.0) -> Vote | None:
-        """Compute a portion."""
-        chosen = self.course.batch(step)
+        """Compute a mini-batch."""
+        chosen = self.plan.batch(step)
         inputs = torch.full((len(chosen.indices), 1), gradient)
         portion = BatchSlice(life=1, step=step, inputs={"x": [inputs]})
         put = self.sums.open(step, chosen, portion)
@@ -107,7 +107,7 @@ class Bench:
         return self.sums.closed(None, self.found, chosen, 0.0)
 
     def work(self) -> list[str]:
-        """Do what is to be done between steps; return its names."""
+        """Do the work between steps; return its names."""
         works = self.sums.work(final=False)
         for work in works:
             assert isinstance(work, Compute)
@@ -121,7 +121,7 @@ class Bench:
 
 
 def computed() -> Bench:
-    """Return a machine that has computed try 4."""
+    """Return a rank that has computed attempt 4."""
     bench = Bench()
     bench.begin(4)
     assert bench.sums.fetches_at(0)
@@ -158,15 +158,15 @@ def test_a_part_is_staged_once_all_its_shards_have_acknowledged() -> None:
     bench.push(4, 50)
     bench.push(4, 50)
     bench.work()
-    assert not bench.sums.pushes.has_news()
+    assert not bench.sums.pushes.has_new_staged()
     bench.push(4, 50)
     assert bench.work() == []
     bench.client.unacknowledged = 0
-    assert bench.sums.pushes.has_news()
+    assert bench.sums.pushes.has_new_staged()
     assert list(bench.sums.pushes.staged) == [50]
     bench.push(4, 50)  # asked again, when it is long done
     assert bench.work() == []
-    assert not bench.sums.pushes.has_news()
+    assert not bench.sums.pushes.has_new_staged()
 
 
 def test_while_it_is_laid_into_the_slots_it_is_not_pushed_again() -> None:
@@ -178,8 +178,8 @@ def test_while_it_is_laid_into_the_slots_it_is_not_pushed_again() -> None:
     assert bench.sums.work(final=False) == []
 
 
-def test_a_life_may_begin_while_a_sum_of_the_one_before_is_laid_into_slots() -> None:
-    """It was looked up again when it lay there: by then nobody named it any more."""
+def test_a_generation_may_begin_while_a_sum_of_the_last_one_is_staged() -> None:
+    """It was looked up again after staging: by then it was no longer named."""
     bench = computed()
     bench.push(4, 50)
     (work,) = bench.sums.work(final=False)
@@ -187,7 +187,7 @@ def test_a_life_may_begin_while_a_sum_of_the_one_before_is_laid_into_slots() -> 
     bench.begin(5)
     done = Computed(name=work.name, result=work.work(), seconds=0.0)
     bench.sums.computed(done, 0.0)
-    assert bench.client.pushed == [(2, 3, 50)]  # refused there, if its grant is void
+    assert bench.client.pushed == [(2, 3, 50)]  # rejected there, if its token is void
 
 
 def test_no_slot_no_push_and_none_at_the_end() -> None:
@@ -210,18 +210,18 @@ def test_a_sum_that_is_not_named_any_more_is_dropped() -> None:
     assert bench.sums.figures() == {"samples": 3.0, "sets_held": 0.0}
 
 
-def test_a_sum_that_is_named_is_kept_and_idle_lives_drop_none() -> None:
+def test_a_named_sum_is_kept_and_idle_generations_drop_none() -> None:
     bench = computed()
     bench.begin(5, keeps=[4])
-    bench.course.know(9, None)
-    bench.course.start(0)
+    bench.plan.set_order(9, None)
+    bench.plan.start(0)
     bench.sums.begin(0, 0.0)
     assert not bench.sums.fetches_at(0)
     bench.push(4, 50)
     assert bench.work() == [PUSH]
 
 
-def test_a_step_that_is_given_up_leaves_nothing() -> None:
+def test_a_dropped_step_leaves_nothing() -> None:
     bench = Bench()
     bench.begin(4)
     bench.fetch()
@@ -231,7 +231,7 @@ def test_a_step_that_is_given_up_leaves_nothing() -> None:
     assert not bench.sums.fetches_at(0)  # parameters are those of the evaluation
     bench.step(0, 10.0)
     bench.step(1, 10.0)
-    bench.sums.drop()  # the life is over, but the sum is whole
+    bench.sums.drop()  # the generation is over, but the sum is complete
     bench.push(5, 50)
     bench.work()
     ((gradient, _),) = bench.client.staged_values
@@ -257,7 +257,7 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_that_version() -> 
 
 
 @pytest.mark.parametrize(("gradient", "loss"), [(math.inf, 1.0), (2.0, math.nan)])
-def test_what_is_not_finite_is_said_and_a_sample_blamed(gradient: float, loss: float) -> None:
+def test_a_sum_that_is_not_finite_is_reported_with_its_sample(gradient: float, loss: float) -> None:
     bench = Bench()
     bench.begin(4)
     bench.fetch()
@@ -276,18 +276,18 @@ def test_what_is_not_finite_is_said_and_a_sample_blamed(gradient: float, loss: f
         assert reports == []
 
 
-def test_a_machine_that_keeps_nothing_has_nothing_to_push() -> None:
+def test_a_rank_without_items_has_nothing_to_push() -> None:
     bench = Bench(keeps=False)
     bench.begin(4)
     assert bench.fetch()
     bench.step(0, 1.0)
     bench.step(1, 1.0)
     bench.push(4, 50)
-    assert bench.sums.pushes.has_news()
+    assert bench.sums.pushes.has_new_staged()
     assert list(bench.sums.pushes.staged) == [50]
 
 
-def test_its_life_knows_no_pushes_and_no_clock() -> None:
+def test_its_generations_have_no_pushes_and_no_clock() -> None:
     sums = Bench().sums
     assert sums.pushed is None
     assert sums.is_settled
@@ -295,12 +295,12 @@ def test_its_life_knows_no_pushes_and_no_clock() -> None:
     assert sums.clock is None
 
 
-def test_work_that_nobody_asked_for_or_that_went_bad_is_refused() -> None:
+def test_unexpected_or_failed_work_is_rejected() -> None:
     bench = computed()
-    with pytest.raises(LocalProtocolError, match="nobody asked for 'machine:push'"):
+    with pytest.raises(LocalProtocolError, match="unexpected result of 'machine:push'"):
         bench.sums.computed(Computed(name=PUSH, result=None, seconds=0.0), 0.0)
     bench.push(4, 50)
     bench.sums.work(final=False)
     bad = PushResult(finite=False, culprits=("w",))
-    with pytest.raises(JobError, match="not finite when it was pushed"):
+    with pytest.raises(JobError, match="not finite when it is pushed"):
         bench.sums.computed(Computed(name=PUSH, result=bad, seconds=0.0), 0.0)

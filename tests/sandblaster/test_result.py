@@ -34,7 +34,7 @@ def net() -> nn.Module:
 
 
 def ended(directory: Path, *, exit_code: int = 0, **figures: object) -> Run:
-    """Return a run that has ended so; what is not said is null or none."""
+    """Return a run that has ended so; all else is null or None."""
     known = {
         "name": "minimize",
         "directory": str(directory),
@@ -81,9 +81,9 @@ def test_a_run_without_a_point_leaves_the_model_where_it_was(tmp_path: Path) -> 
 def test_a_point_that_no_disk_has_taken_is_no_success(
     tmp_path: Path, exit_code: int, error: str | None
 ) -> None:
-    """With a full disk it had converged, at values that nobody had searched from."""
+    """With a full disk it had converged, at values that were never a starting point."""
     run = ended(tmp_path, exit_code=exit_code, error=error, model_error=NO_MODEL)
     model = begun()
-    with pytest.raises(JobError, match="point found is lost: no model was written: No"):
+    with pytest.raises(JobError, match="could not be saved: no model was written: No"):
         result_of(run, module=model)
     assert torch.equal(model.get_parameter("weight"), torch.full((1, 2), 7.0))

@@ -72,39 +72,39 @@ def stage() -> Stage:
     return stage
 
 
-def test_it_says_that_it_is_here_until_it_is_answered() -> None:
+def test_it_reports_until_it_is_answered() -> None:
     stage = Stage()
     assert sent(stage.starts()) == []  # the supervisor has not let it begin
     assert sent(stage.hears(StartTraining(), SUPERVISOR)) == [WorkReport]
-    again = TimerFired(name="warm:say")
-    assert sent(stage.role.handle(again, 2.0)) == [WorkReport]
+    resend = TimerFired(name="warm:report")
+    assert sent(stage.role.handle(resend, 2.0)) == [WorkReport]
     assert stage.word == "waiting for the coordinator"
     stage.hears(StartTraining())
-    assert sent(stage.role.handle(again, 3.0)) == [WorkReport]  # one that was set before
+    assert sent(stage.role.handle(resend, 3.0)) == [WorkReport]  # set before
     joined = PeerJoined(peer=COORDINATOR, incarnation=2)
     assert sent(stage.role.handle(joined, 4.0)) == [WorkReport]  # it may have to know
     assert stage.hears(StartTraining()) == []
     assert stage.word == "waiting for shard-0"
 
 
-def test_told_to_stop_before_it_trains_it_ends(stage: Stage) -> None:
+def test_stop_before_training_ends_it(stage: Stage) -> None:
     actions = stage.hears(Stop(reason="over"), SUPERVISOR)
     assert sent(actions, SUPERVISOR) == [Finished]
     assert any(isinstance(action, Exit) for action in actions)
 
 
-def test_what_it_is_dealt_while_it_trains_comes_again(stage: Stage) -> None:
+def test_assignments_during_training_are_ignored(stage: Stage) -> None:
     stage.hears(StartTraining(), SUPERVISOR)
     stage.hears(StartTraining())
     assert stage.hears(assignment()) == []
 
 
-def test_a_new_life_after_the_warm_start_does_not_train(stage: Stage) -> None:
+def test_a_worker_restarted_after_the_warm_start_does_not_train(stage: Stage) -> None:
     stage.hears(StartTraining(), SUPERVISOR)
     actions = stage.hears(assignment())
     assert sent(actions) == [Finished, WorkReport]
     assert stage.word == "waiting for work"
-    assert sent(stage.hears(StartTraining())) == [Finished]  # the coordinator had not heard
+    assert sent(stage.hears(StartTraining())) == [Finished]  # the first one may be lost
     assert stage.hears(Stop(reason="the warm start is over")) == []
 
 

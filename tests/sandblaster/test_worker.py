@@ -1,4 +1,4 @@
-"""The Sandblaster replica: assignments in, portions computed, sums pushed."""
+"""The batch worker: assignments in, mini-batches computed, sums pushed."""
 
 import math
 from collections.abc import Sequence
@@ -48,11 +48,11 @@ from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from sandblaster.chunks import COORDINATOR, ChunkSizes
-from sandblaster.worker import N_SETS_HELD, BatchWorker, BatchWorkerConfig, summed
+from sandblaster.worker import N_CHUNKS_HELD, BatchWorker, BatchWorkerConfig, summed
 from tests.distbelief.worker.bench import SHARD, Shard
 
 
-CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
+CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
 N_SAMPLES = 12
 
 
@@ -89,7 +89,7 @@ class Bench:
         layout = Layout.of(model.specs(), n_shards=1)
         self.shard = Shard(np.zeros(layout.shard_size(0), np.float32))
         self.replica = BatchWorker(
-            BatchWorkerConfig(cutting=CUTTING),
+            BatchWorkerConfig(chunk_sizes=CHUNK_SIZES),
             client=ParameterClient(
                 ClientConfig(pushes=True),
                 layout=layout,
@@ -125,9 +125,9 @@ class Bench:
                 case Send(receiver=receiver, message=message) if receiver == SHARD:
                     for answer in [] if self.deaf else self.shard.answer(message):
                         self.hear(answer)
-                case Send(receiver=receiver, message=WorkReport() as account):
+                case Send(receiver=receiver, message=WorkReport() as report):
                     assert receiver == COORDINATOR
-                    self.accounts.append(account)
+                    self.accounts.append(report)
                 case Compute():
                     self.computes.append(action)
                 case Report():
@@ -149,7 +149,7 @@ class Bench:
         clock: int = 0,
         incarnation: int = 1,
     ) -> None:
-        """Tell it to do these (set index, attempt, grant)."""
+        """Assign these (chunk index, attempt, token)."""
         message = Assignment(
             epoch=epoch,
             replica_incarnation=incarnation,
@@ -195,11 +195,11 @@ def gradient_of(*xs: float) -> float:
     return sum(2.0 * -2.0 * x * x for x in xs)
 
 
-def test_a_set_is_computed_said_granted_pushed_and_said_again() -> None:
+def test_a_chunk_is_computed_reported_pushed_and_reported_again() -> None:
     bench = Bench()
     bench.assign(1, (1, 7, 0))
     names = bench.work_all()
-    assert names.count("replica:portion") == 2
+    assert names.count("replica:mini-batch") == 2
     assert names.count("replica:install") == 1
     xs = (4.0, 5.0, 6.0, 7.0)
     assert bench.attempts == {7: (sum(4.0 * x * x for x in xs), False)}
@@ -215,7 +215,7 @@ def test_a_set_is_computed_said_granted_pushed_and_said_again() -> None:
     assert bench.accounts[-1].version == 2
 
 
-def test_each_set_begins_with_the_buffers_that_were_fetched() -> None:
+def test_each_chunk_begins_with_the_fetched_buffers() -> None:
     bench = Bench()
     bench.assign(1, (2, 1, 0), (0, 2, 0))
     bench.work_all()
@@ -230,13 +230,13 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
     bench.assign(1, (0, 1, 0), clock=4)  # the shard is at 0
     for _ in range(3):
         bench.work_all()
-        assert "replica:portion" not in bench.waiting
+        assert "replica:mini-batch" not in bench.waiting
         bench.happen(TimerFired(name="replica:retry"))
     bench.shard.pushed = [(push_of(4), bench.shard.values)] * 4  # its clock is 4
     bench.work_all()
     bench.happen(TimerFired(name="replica:retry"))
     names = bench.work_all()
-    assert names.count("replica:portion") == 2
+    assert names.count("replica:mini-batch") == 2
     bench.assign(2, (0, 1, 0), (1, 2, 0), clock=4)
     assert "replica:install" not in bench.work_all()
 
@@ -245,10 +245,10 @@ def push_of(sequence: int) -> Push:
     return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
 
 
-def test_a_set_that_is_not_named_any_more_is_dropped_half_way() -> None:
+def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0), (1, 2, 0))
-    while bench.work() != "replica:portion":
+    while bench.work() != "replica:mini-batch":
         pass
     bench.assign(2, (1, 2, 0))
     bench.work_all()
@@ -259,10 +259,10 @@ def test_a_set_that_is_not_named_any_more_is_dropped_half_way() -> None:
     assert 6 <= bench.accounts[-1].n_computed <= 8  # what was in vain is counted too
 
 
-def test_a_portion_of_another_evaluation_is_not_counted_for_this_one() -> None:
+def test_a_mini_batch_of_another_evaluation_does_not_count() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:portion" not in bench.waiting:
+    while "replica:mini-batch" not in bench.waiting:
         bench.work()
     bench.assign(2, (1, 2, 0), evaluation=2)
     bench.work_all()
@@ -273,21 +273,21 @@ def test_no_more_sums_are_held_than_there_is_room_for() -> None:
     bench = Bench()
     bench.assign(1, *((index, index + 1, 0) for index in range(3)))
     bench.work_all()
-    assert len(bench.attempts) == N_SETS_HELD
-    assert bench.replica.status()[1]["sets_held"] == N_SETS_HELD
+    assert len(bench.attempts) == N_CHUNKS_HELD
+    assert bench.replica.status()[1]["sets_held"] == N_CHUNKS_HELD
     bench.assign(2, (0, 1, 9), (1, 2, 0), (2, 3, 0))
     bench.work_all()
     assert len(bench.attempts) == 3
 
 
-def test_words_meant_for_others_and_old_words_say_nothing() -> None:
+def test_old_and_foreign_assignments_change_nothing() -> None:
     bench = Bench()
     bench.assign(5, (0, 1, 0))
     n_said = len(bench.accounts)
     bench.assign(6, (0, 1, 0), incarnation=2)
     bench.assign(6, (0, 1, 0), epoch=0)
     assert len(bench.accounts) == n_said
-    bench.assign(4)  # overtaken: it is told how things stand
+    bench.assign(4)  # superseded: it gets a report
     assert len(bench.accounts) == n_said + 1
     assert bench.accounts[-1].version == 5
 
@@ -295,13 +295,13 @@ def test_words_meant_for_others_and_old_words_say_nothing() -> None:
 def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    with pytest.raises(RemoteProtocolError, match="impossible assignment: set 3"):
+    with pytest.raises(RemoteProtocolError, match="invalid assignment: chunk 3"):
         bench.assign(2, (3, 2, 0))
     bench.work_all()
     assert list(bench.attempts) == [1]
 
 
-def test_nobody_else_speaks_to_a_replica() -> None:
+def test_other_messages_are_rejected() -> None:
     with pytest.raises(RemoteProtocolError, match="sent a replica HeartbeatAck"):
         Bench().hear(HeartbeatAck(), sender=Address("stranger"))
 
@@ -310,17 +310,17 @@ def test_it_asks_for_work_again_and_again() -> None:
     bench = Bench(begun=False)
     assert bench.accounts == []
     assert bench.replica.status()[0] == "waiting for begin"
-    bench.happen(TimerFired(name="replica:say"))
+    bench.happen(TimerFired(name="replica:report"))
     assert bench.accounts == []
     bench.hear(StartTraining(), sender=SUPERVISOR)
-    bench.happen(TimerFired(name="replica:say"))
+    bench.happen(TimerFired(name="replica:report"))
     bench.happen(PeerJoined(peer=COORDINATOR, incarnation=1))
     bench.happen(PeerJoined(peer=Address("evaluator"), incarnation=1))
     assert len(bench.accounts) == 3
     assert bench.replica.status()[0] == "waiting for work"
 
 
-def test_it_says_which_shard_it_waits_for() -> None:
+def test_status_names_the_shard_it_waits_for() -> None:
     bench = Bench()
     bench.deaf = True
     bench.assign(1, (0, 1, 0))
@@ -330,10 +330,10 @@ def test_it_says_which_shard_it_waits_for() -> None:
     assert bench.replica.status()[0] == "waiting for shard-0"
 
 
-def test_it_ends_when_it_is_told_to_once_its_work_is_done() -> None:
+def test_it_stops_once_its_work_is_done() -> None:
     bench = Bench()
     bench.assign(1, (0, 1, 0))
-    while "replica:portion" not in bench.waiting:
+    while "replica:mini-batch" not in bench.waiting:
         bench.work()
     assert bench.replica.status()[0] == "computing"
     bench.hear(Stop(reason="enough"), sender=SUPERVISOR)
@@ -345,7 +345,7 @@ def test_it_ends_when_it_is_told_to_once_its_work_is_done() -> None:
     assert isinstance(halt, Exit)
 
 
-def test_a_loss_that_is_not_finite_is_said_and_named() -> None:
+def test_a_loss_that_is_not_finite_is_reported_with_its_positions() -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(outputs, targets) * math.nan
 
@@ -357,7 +357,7 @@ def test_a_loss_that_is_not_finite_is_said_and_named() -> None:
 
 
 def test_a_sum_that_is_not_finite_is_found_when_it_is_pushed() -> None:
-    """Each portion's gradient is, their sum is not."""
+    """Each mini-batch's gradient is finite, their sum is not."""
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         del targets
@@ -372,7 +372,7 @@ def test_a_sum_that_is_not_finite_is_found_when_it_is_pushed() -> None:
     assert math.isnan(bench.attempts[1][0])
 
 
-def test_what_the_user_has_got_wrong_ends_it_in_words() -> None:
+def test_user_errors_end_with_a_message() -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return outputs - targets
 
@@ -381,13 +381,13 @@ def test_what_the_user_has_got_wrong_ends_it_in_words() -> None:
     with pytest.raises(JobError, match="loss"):
         bench.work_all()
     other = Bench()
-    with pytest.raises(JobError, match="a portion failed: KeyError"):
-        other.happen(Computed(name="replica:portion", error=KeyError("x")))
-    with pytest.raises(LocalProtocolError, match="nobody asked for 'x'"):
+    with pytest.raises(JobError, match="a mini-batch failed: KeyError"):
+        other.happen(Computed(name="replica:mini-batch", error=KeyError("x")))
+    with pytest.raises(LocalProtocolError, match="unexpected result of 'x'"):
         other.happen(Computed(name="x"))
 
 
 @pytest.mark.parametrize("name", ["retry_seconds", "retry_seconds_max"])
 def test_a_time_is_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; use more than 0"):
-        BatchWorkerConfig(cutting=CUTTING, **{name: 0})
+        BatchWorkerConfig(chunk_sizes=CHUNK_SIZES, **{name: 0})

@@ -25,11 +25,11 @@ from sandblaster.worker import ChunkAttempts, MiniBatchSums, Parameters
 from tests.simulation.variants import Patch, Variant
 
 
-# ------------------------------------------------------------------------------ orders
+# --- commands ---
 
 
 def performed_again(patch: Patch) -> None:
-    """An order that comes again is performed again."""
+    """A repeated command is executed again."""
     whole = CommandExecutor.take
 
     def take(self: CommandExecutor, event: Received, order: ShardCommand) -> list[Action]:
@@ -42,7 +42,7 @@ def performed_again(patch: Patch) -> None:
 
 
 def no_epochs(patch: Patch) -> None:
-    """A shard obeys whichever coordinator spoke last."""
+    """A shard obeys the coordinator that sent the last command."""
     whole = CommandExecutor.take
 
     def take(self: CommandExecutor, event: Received, order: ShardCommand) -> list[Action]:
@@ -55,25 +55,25 @@ def no_epochs(patch: Patch) -> None:
 
 
 def answers_of_any_order(patch: Patch) -> None:
-    """Any answer of a shard counts for the order that is under way."""
+    """Any answer of a shard counts for the present command."""
     whole = CommandBroadcast.receive
 
     def receive(
         self: CommandBroadcast, event: Received, message: CommandDone, now: Seconds
     ) -> None:
-        if self._order is not None and message.epoch == self.epoch:
+        if self._command is not None and message.epoch == self.epoch:
             message = msgspec.structs.replace(message, number=self.number)
         whole(self, event, message, now)
 
     patch.setattr(CommandBroadcast, "receive", receive)
 
 
-# -------------------------------------------------------------------------------- sets
+# --- chunks ---
 
 
 def one_grant_for_all(patch: Patch) -> None:
-    """A set has one number, whoever pushes it: shards keep what comes first."""
-    whole = Commits._grant_next
+    """A chunk has one token for all workers: shards keep what comes first."""
+    whole = Commits._issue_token
 
     def grant_next(self: Commits, one: _Chunk, now: Seconds) -> None:
         before = one.winner
@@ -87,12 +87,12 @@ def one_grant_for_all(patch: Patch) -> None:
         del self, copy
         one.winner = 0
 
-    patch.setattr(Commits, "_grant_next", grant_next)
+    patch.setattr(Commits, "_issue_token", grant_next)
     patch.setattr(Commits, "_fence", fence)
 
 
 def staged_somewhere(patch: Patch) -> None:
-    """A replica says that every shard holds a set before all of them do."""
+    """A worker reports that all shards hold a chunk before they do."""
     whole = ChunkAttempts.acknowledged
 
     def acknowledged(self: ChunkAttempts, *, n_waiting: int) -> bool:
@@ -102,7 +102,7 @@ def staged_somewhere(patch: Patch) -> None:
 
 
 def in_order_of_arrival(patch: Patch) -> None:
-    """Sets are summed as they come."""
+    """Chunks are summed as they come."""
     whole = GradientSums.fold
 
     def fold(self: GradientSums, set_index: int, grant: int) -> None:
@@ -114,7 +114,7 @@ def in_order_of_arrival(patch: Patch) -> None:
 
 
 def counted_twice(patch: Patch) -> None:
-    """What is folded stays staged, and a set may be folded again."""
+    """A committed chunk stays staged, and may be committed again."""
 
     def check(self: GradientSums, sets: Iterable[tuple[int, int]]) -> None:
         del self, sets
@@ -132,21 +132,21 @@ def counted_twice(patch: Patch) -> None:
     performed_again(patch)
 
 
-# ---------------------------------------------------------------------------- replicas
+# --- workers ---
 
 
 def any_version(patch: Patch) -> None:
     """A replica computes with whatever parameters it has fetched last."""
 
-    def lacks(self: Parameters, tries: ChunkAttempts) -> bool:
-        del tries
+    def lacks(self: Parameters, attempts: ChunkAttempts) -> bool:
+        del attempts
         return not self._evaluation
 
     patch.setattr(Parameters, "lacks", lacks)
 
 
 def sums_go_on(patch: Patch) -> None:
-    """A set that is dropped half-way leaves its sum to the next."""
+    """A chunk that is dropped half-way leaves its sum to the next."""
     whole = MiniBatchSums.step
 
     def step(self: MiniBatchSums, batch: object, *, is_first: bool, is_last: bool) -> object:
@@ -156,11 +156,11 @@ def sums_go_on(patch: Patch) -> None:
     patch.setattr(MiniBatchSums, "step", step)
 
 
-# -------------------------------------------------------------------------------- cuts
+# --- savepoints ---
 
 
 def changed_in_place(patch: Patch) -> None:
-    """Vectors of a cut are not copied before they are changed."""
+    """Vectors of a savepoint are not copied before they are changed."""
 
     def touch(self: Savepoints, names: Iterable[str]) -> None:
         del self, names
@@ -169,15 +169,15 @@ def changed_in_place(patch: Patch) -> None:
 
 
 def settled_before_durable(patch: Patch) -> None:
-    """A cut is settled when it is marked, before the journal of it is on disk."""
-    whole = CoordinatorRun._mark
+    """A savepoint is settled when it is taken, before its journal is on disk."""
+    whole = CoordinatorRun._take_savepoint
 
     def mark(self: CoordinatorRun, request: IterationDone) -> int:
         cut = whole(self, request)
         self.settled = cut
         return cut
 
-    patch.setattr(CoordinatorRun, "_mark", mark)
+    patch.setattr(CoordinatorRun, "_take_savepoint", mark)
     whole_mark = Savepoints.mark
 
     def mark_and_settle(self: Savepoints, mark: Savepoint, *, settled: int) -> None:
@@ -188,7 +188,7 @@ def settled_before_durable(patch: Patch) -> None:
 
 
 def forgotten_too_early(patch: Patch) -> None:
-    """A shard whose cut is on disk forgets the one before, wherever others are."""
+    """A shard whose savepoint is on disk drops the one before at once."""
     whole = Savepoints.on_disk
 
     def on_disk(self: Savepoints, cut: int) -> None:
@@ -199,26 +199,26 @@ def forgotten_too_early(patch: Patch) -> None:
 
 
 def same_epoch(patch: Patch) -> None:
-    """A coordinator goes on after a shard was lost, as if nothing had happened."""
-    whole = CommandBroadcast._meet
+    """A coordinator continues after a shard was lost."""
+    whole = CommandBroadcast._note_incarnation
 
     def meet(self: CommandBroadcast, shard: object, incarnation: int) -> None:
         whole(self, shard, incarnation)  # type: ignore[arg-type]
         self.lost = None
 
-    patch.setattr(CommandBroadcast, "_meet", meet)
+    patch.setattr(CommandBroadcast, "_note_incarnation", meet)
 
 
 def told_at_once(patch: Patch) -> None:
-    """A save is told to have been made when it was asked for."""
-    whole = SupervisorRequests.ask_to_save
+    """A checkpoint is reported as saved when it is requested."""
+    whole = SupervisorRequests.request_save
 
     def ask(self: SupervisorRequests, label: str) -> None:
         whole(self, label)
-        self._wishes.saves.clear()
-        self._wishes.saved.append((label, None))
+        self._requests.saves.clear()
+        self._requests.saved.append((label, None))
 
-    patch.setattr(SupervisorRequests, "ask_to_save", ask)
+    patch.setattr(SupervisorRequests, "request_save", ask)
 
 
 VARIANTS: Final[dict[str, Variant]] = {

@@ -1,14 +1,13 @@
 """A small Sandblaster cluster under faults, and what must hold whatever happens.
 
     checked                                               against
-    the gradient that every shard seals, bit by bit       a plain loop and a plain tree
-    which try counts for a set                            the other shards; once each
+    the gradient that every shard finishes, bit by bit      a plain loop and a plain tree
+    which attempt counts for a chunk                      the other shards; once each
     where a run ends, bit by bit                          the run that nothing disturbs
 
-The third holds as long as no shard forgets anything, and no disk what it has said to
-hold of the coordinator: a run that goes on from parameters alone has dropped its
-history. Losses, duplicates, pauses, lives of replicas and of the coordinator change
-nothing.
+The third holds while no shard and no journal loses its state: a run that resumes from
+parameters alone has dropped its history. Losses, duplicates, pauses and restarts of
+replicas and of the coordinator change nothing.
 """
 
 from collections import Counter
@@ -76,10 +75,10 @@ from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
 N_SAMPLES = 30
 N_INPUTS = 5
-SECONDS_PER_PORTION: Seconds = 2e-3
+SECONDS_PER_MINI_BATCH: Seconds = 2e-3
 METHOD = LBFGS(n_history=3, n_iterations_max=3, gradient_tolerance=1e-12)
 ORDER_SEED = 11
-CUTTING = ChunkSizes(portion_size=2, portions_per_set=2)
+CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
 
 
 class Points:
@@ -130,7 +129,7 @@ def layout_of(n_shards: int, n_inputs: int = N_INPUTS) -> Layout:
 
 @cache
 def plain_gradient(
-    point: bytes, cutting: ChunkSizes, n_samples: int, n_inputs: int
+    point: bytes, chunk_sizes: ChunkSizes, n_samples: int, n_inputs: int
 ) -> tuple[torch.Tensor, ...]:
     """Return the batch gradient at a point, flat per tensor: loops, and a tree."""
     model = FlatModel(module(n_inputs))
@@ -141,11 +140,11 @@ def plain_gradient(
         values = values[n:]
     samples = Samples(n_samples, seed=ORDER_SEED)
     sets = []
-    for start in range(0, n_samples, cutting.set_size):
-        stop = min(start + cutting.set_size, n_samples)
+    for start in range(0, n_samples, chunk_sizes.chunk_size):
+        stop = min(start + chunk_sizes.chunk_size, n_samples)
         total: list[torch.Tensor] = []
-        for begin in range(start, stop, cutting.portion_size):
-            indices = samples.at(begin, min(begin + cutting.portion_size, stop))
+        for begin in range(start, stop, chunk_sizes.mini_batch_size):
+            indices = samples.at(begin, min(begin + chunk_sizes.mini_batch_size, stop))
             model.gradient(
                 *points(n_samples, n_inputs).__getitems__(list(indices)), summed(logistic)
             )
@@ -156,7 +155,7 @@ def plain_gradient(
 
 
 def _tree(sets: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the sum, as in `collecting`: whole subtrees first, from left to right."""
+    """Return the sum, as in `GradientSums`: whole subtrees first, from left to right."""
     n = len(sets)
     size = 1 << (n.bit_length() - 1)  # of the largest whole subtree
     total = _whole(sets[:size])
@@ -183,7 +182,7 @@ def _plus(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @dataclass
-class Ledger:
+class RunChecker:
     """What an all-knowing observer has seen.
 
     Attributes:
@@ -193,23 +192,23 @@ class Ledger:
 
     n_shards: int
     layout: Layout
-    cutting: ChunkSizes
+    chunk_sizes: ChunkSizes
     n_samples: int
     n_inputs: int
     tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
     opened: dict[tuple[int, Address], int] = field(default_factory=dict)
-    folded: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    committed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     counted: dict[tuple[Address, int, int, int], int] = field(default_factory=dict)
     points: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
     sealed: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
     staged_by: dict[tuple[Address, int, int], tuple[Address, int]] = field(default_factory=dict)
-    tries: dict[int, tuple[Address, int]] = field(default_factory=dict)  # by grant
+    attempts: dict[int, tuple[Address, int]] = field(default_factory=dict)  # by token
     n_sealed: int = 0
     n_void: int = 0
     losses: list[float] = field(default_factory=list)
     on_saved: Callable[[str], None] | None = None
     saved: list[CheckpointSaved] = field(default_factory=list)
-    journal: str = ""  # the newest that is said to be on disk
+    journal: str = ""  # the newest that is on disk
     sights: Counter[str] = field(default_factory=Counter)
 
     def see(self, happening: HandledEvent) -> None:
@@ -220,7 +219,7 @@ class Ledger:
         if isinstance(event, Received) and isinstance(event.message, ShardCommand):
             order = event.message
             known = self.tasks.setdefault((order.epoch, order.number), order.task)
-            assert known == order.task, "shards are told different things"
+            assert known == order.task, "shards get different commands"
         for action in happening.actions:
             if isinstance(action, Send):
                 self._sent(happening, action)
@@ -228,7 +227,7 @@ class Ledger:
                 self._staging(happening)
 
     def _coordinator_lives(self, event: Event) -> None:
-        """Note what is on its disk, and whether a new life finds it there."""
+        """Note what is on its disk, and whether a restart finds it there."""
         if isinstance(event, Persisted) and event.error is None:
             self.journal = max(self.journal, event.label)
         elif isinstance(event, Started):
@@ -236,7 +235,7 @@ class Ledger:
             self.sights["journals lost"] += found < self.journal
 
     def _staging(self, happening: HandledEvent) -> None:
-        """Note whose gradient is staged under which grant, where it is the first."""
+        """Note whose gradient is staged under which token, where it is the first."""
         shard = happening.role
         assert isinstance(shard, Shard)
         applying = shard._service.pushes._applying
@@ -274,10 +273,10 @@ class Ledger:
                 self.n_void += len(task.void)
                 for one in task.sets:
                     place = message.epoch, evaluation, one.set_index
-                    grant = self.folded.setdefault(place, one.grant)
-                    assert grant == one.grant, "shards count different tries"
+                    grant = self.committed.setdefault(place, one.grant)
+                    assert grant == one.grant, "shards count different attempts"
                     pusher = self.staged_by[name, happening.incarnation, grant]
-                    known_pusher = self.tries.setdefault(grant, pusher)
+                    known_pusher = self.attempts.setdefault(grant, pusher)
                     assert pusher == known_pusher, "shards count different replicas"
                     life = name, *place
                     before = self.counted.setdefault(life, key[1])
@@ -298,7 +297,7 @@ class Ledger:
         if len(sealed) < self.n_shards:
             return
         point = b"".join(t.numpy().tobytes() for t in self._whole(self.points[opened]))
-        expected = plain_gradient(point, self.cutting, self.n_samples, self.n_inputs)
+        expected = plain_gradient(point, self.chunk_sizes, self.n_samples, self.n_inputs)
         for got, wanted in zip(self._whole(sealed), expected, strict=True):
             assert torch.equal(got, wanted), f"the gradient is {got}, not {wanted}"
         self.n_sealed += 1
@@ -320,10 +319,10 @@ class Sandblast:
     seed: int = 0
     n_shards: int = 2
     n_replicas: int = 3
-    cutting: ChunkSizes = CUTTING
+    chunk_sizes: ChunkSizes = CHUNK_SIZES
     n_samples: int = N_SAMPLES
     n_inputs: int = N_INPUTS
-    window_sets: int = 64
+    window_chunks: int = 64
     backups: bool = True
     hosts: str = "one"  # or "own": block messages
     faults: tuple[Fault, ...] = ()
@@ -356,7 +355,7 @@ class Sandblast:
 
     @property
     def scale(self) -> CostScale:
-        """Of a model of `n_priced` parameters; to compute a portion takes as long."""
+        """Of a model of `n_priced` parameters; computing a mini-batch takes as long."""
         held = sum(self.layout.shard_size(k) for k in range(self.n_shards))
         ratio = self.n_priced / held
         return CostScale(n_bytes=ratio, frame_bytes=ratio)
@@ -373,7 +372,9 @@ class Run:
     def __init__(self, scene: Sandblast) -> None:
         self.scene = scene
         layout = scene.layout
-        self.ledger = Ledger(scene.n_shards, layout, scene.cutting, scene.n_samples, scene.n_inputs)
+        self.checker = RunChecker(
+            scene.n_shards, layout, scene.chunk_sizes, scene.n_samples, scene.n_inputs
+        )
         builders: dict[Address, Builder] = {
             COORDINATOR: self._coordinator,
             **{name: partial(self._shard, layout, k) for k, name in enumerate(scene.shards)},
@@ -400,8 +401,8 @@ class Run:
                 scales=dict.fromkeys(builders, scene.scale) if scene.n_priced else {},
             ),
         )
-        self.cluster.observe(self.ledger.see)
-        self.ledger.on_saved = self._check_saved
+        self.cluster.observe(self.checker.see)
+        self.checker.on_saved = self._check_saved
 
     def _check_saved(self, label: str) -> None:
         for name in self.scene.shards:
@@ -411,12 +412,12 @@ class Run:
 
     def _flops(self, name: Address) -> float:
         scene = self.scene
-        flops = flops_of_portion(scene.n_inputs, scene.cutting.portion_size)
+        flops = flops_of_mini_batch(scene.n_inputs, scene.chunk_sizes.mini_batch_size)
         speed = 1.0
         if name in scene.replicas:
             index = scene.replicas.index(name)
             speed = scene.speeds[index] if index < len(scene.speeds) else 1.0
-        return speed * flops / SECONDS_PER_PORTION
+        return speed * flops / SECONDS_PER_MINI_BATCH
 
     def _shard(self, layout: Layout, index: int, memory: Memory) -> Role:
         return Shard(
@@ -450,7 +451,7 @@ class Run:
         )
         replica = BatchWorker(
             BatchWorkerConfig(
-                cutting=scene.cutting,
+                chunk_sizes=scene.chunk_sizes,
                 retry_seconds=0.03 * scene.leisure,
                 retry_seconds_max=0.1 * scene.leisure,
             ),
@@ -492,8 +493,8 @@ class Run:
         del memory
         scene = self.scene
         config = CoordinatorConfig(
-            cutting=scene.cutting,
-            window_sets=scene.window_sets,
+            chunk_sizes=scene.chunk_sizes,
+            window_chunks=scene.window_chunks,
             backups=scene.backups,
             backup_seconds_min=1e-3,
             retry_seconds=0.02 * scene.leisure,
@@ -510,7 +511,7 @@ class Run:
 
     @property
     def coordinator(self) -> Coordinator:
-        """Of the newest life."""
+        """Of the newest incarnation."""
         role = self.cluster.role(COORDINATOR)
         assert isinstance(role, Coordinator)
         return role
@@ -532,7 +533,7 @@ class Run:
 
     @property
     def values(self) -> bytes:
-        """The parameters that everybody can read, over all shards."""
+        """The published parameters of all shards."""
         tensors = [
             torch.zeros(t.n_elements, dtype=torch.float64) for t in self.scene.layout.tensors
         ]
@@ -544,16 +545,16 @@ class Run:
 
 
 @cache
-def flops_of_portion(n_inputs: int, portion_size: int) -> float:
-    return FlatModel(module(n_inputs)).flops(portion_size)
+def flops_of_mini_batch(n_inputs: int, mini_batch_size: int) -> float:
+    return FlatModel(module(n_inputs)).flops(mini_batch_size)
 
 
 @cache
-def undisturbed(cutting: ChunkSizes, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
+def undisturbed(chunk_sizes: ChunkSizes, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
     """Return where a run ends that nothing disturbs, and its losses."""
-    run = Run(Sandblast(n_replicas=1, n_shards=n_shards, cutting=cutting))
+    run = Run(Sandblast(n_replicas=1, n_shards=n_shards, chunk_sizes=chunk_sizes))
     run.play()
-    return run.values, tuple(run.ledger.losses)
+    return run.values, tuple(run.checker.losses)
 
 
 # --------------------------------------------------------------------------- scenarios
@@ -575,17 +576,19 @@ def drawn(seed: int) -> Sandblast:
     if stream.random() < 0.3:
         role, at = hit[int(stream.integers(len(hit)))], stream.uniform(0.0, HORIZON)
         faults = (*faults, Supersede(at=float(at), role=role))
-    # A disk that loses what it has said to hold, of one shard only, ends the run.
+    # A disk that loses a snapshot of one shard only ends the run.
     faults = tuple(f for f in faults if not isinstance(f, TornSnapshot) or f.role not in shards)
     saves = stream.uniform(0.0, HORIZON, size=int(stream.integers(0, 4)))
     sizes = [(2, 2), (4, 1), (3, 2), (1, 5), (11, 1)]
-    portion_size, portions_per_set = sizes[int(stream.integers(len(sizes)))]
+    mini_batch_size, portions_per_set = sizes[int(stream.integers(len(sizes)))]
     return Sandblast(
         seed=seed,
         n_shards=n_shards,
         n_replicas=n_replicas,
-        cutting=ChunkSizes(portion_size=portion_size, portions_per_set=portions_per_set),
-        window_sets=int(stream.choice([1, 2, 5, 64])),
+        chunk_sizes=ChunkSizes(
+            mini_batch_size=mini_batch_size, mini_batches_per_chunk=portions_per_set
+        ),
+        window_chunks=int(stream.choice([1, 2, 5, 64])),
         backups=bool(stream.random() < 0.8),
         hosts=str(stream.choice(["one", "own"])),
         faults=faults,
@@ -600,22 +603,22 @@ def play(scene: Sandblast) -> Run:
     """Play a scenario under every check; return the run."""
     run = Run(scene)
     run.play()
-    sights, coordinator = run.ledger.sights, run.coordinator
-    figures = coordinator._figures
+    sights, coordinator = run.checker.sights, run.coordinator
+    figures = coordinator._metrics
     incarnation = run.cluster.incarnation
     sights["backups"] = figures.n_backups
     sights["wasted"] = figures.n_wasted
-    sights["grants void"] = run.ledger.n_void
-    sights["saved"] = sum(saved.error is None for saved in run.ledger.saved)
+    sights["grants void"] = run.checker.n_void
+    sights["saved"] = sum(saved.error is None for saved in run.checker.saved)
     sights["coordinators restarted"] = incarnation(COORDINATOR) - 1
     sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
     sights["replicas restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
-    values, losses = undisturbed(scene.cutting, scene.n_shards)
+    values, losses = undisturbed(scene.chunk_sizes, scene.n_shards)
     if not sights["shards restarted"] and not sights["journals lost"]:
         assert run.values == values, "it has ended somewhere else"
-        assert set(run.ledger.losses) <= set(losses), "losses of another course"
+        assert set(run.checker.losses) <= set(losses), "losses of another run"
     else:
-        assert run.ledger.losses[-1] <= losses[0]
+        assert run.checker.losses[-1] <= losses[0]
     return run
 
 
@@ -653,7 +656,7 @@ def moments(scene: Sandblast, happens: Callable[[HandledEvent], bool]) -> list[S
 
 @cache
 def journal_not_on_disk() -> Sandblast:
-    """The coordinator dies while it writes down a cut that the shards know."""
+    """The coordinator dies while it saves a savepoint that the shards have."""
 
     def writes(happening: HandledEvent) -> bool:
         return happening.name == COORDINATOR and any(
@@ -667,7 +670,7 @@ def journal_not_on_disk() -> Sandblast:
 
 @cache
 def shard_dies_while_saving() -> Sandblast:
-    """One shard has saved a cut, another dies before it has."""
+    """One shard has saved a checkpoint, another dies before it has."""
     scene, shard = Sandblast(saves=(0.02, 0.1)), Address("shard-1")
 
     def is_told_to_save(happening: HandledEvent) -> bool:

@@ -1,8 +1,8 @@
-"""A small Sandblaster cluster whose replicas span machines, and what must hold.
+"""A small Sandblaster cluster with model-parallel replicas, and what must hold.
 
 checked                                               against
 the gradient that every shard seals, to 1e-10         one plain process
-whose parts are counted under a grant                 all machines of one replica
+whose parts are counted under a token                 all ranks of one replica
 where a run ends, bit by bit                          the run that nothing disturbs
 """
 
@@ -73,7 +73,7 @@ SETTINGS = SandblasterSettings(
 
 
 def net() -> nn.Module:
-    """Layers of which each can be cut, and one whose averages are pushed as well."""
+    """Layers that can each be partitioned, one with averages that are pushed."""
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
 
@@ -125,7 +125,7 @@ def layout_of(n_shards: int) -> Layout:
 
 
 def plain_gradient(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the mean gradient of all samples, portion by portion, in one process."""
+    """Return the mean gradient of all samples, by mini-batches, in one process."""
     model, data = net(), Points()
     shapes = dict(model.named_parameters())
     total: dict[str, torch.Tensor] = {}
@@ -152,7 +152,7 @@ def plain_gradient(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a run consists of; with no machines a replica is one process."""
+    """What a run consists of; without ranks a replica is one process."""
 
     seed: int = 0
     plan_seed: int = 0
@@ -202,7 +202,7 @@ class Run:
         self._sealed: dict[tuple[int, int], dict[int, Vector]] = {}
         self._opened: dict[tuple[int, int], int] = {}
         self._staged: defaultdict[tuple[Address, int, int], dict[Address, int]] = defaultdict(dict)
-        self._lives: dict[tuple[int, Address], int] = {}  # whose part, of each grant
+        self._lives: dict[tuple[int, Address], int] = {}  # by token: whose part
         self._touched = self._who_touches()
         names = [COORDINATOR, *scene.shards, *scene.replicas]
         self.cluster = SimulatedCluster(
@@ -239,7 +239,9 @@ class Run:
         )
         if name == COORDINATOR:
             config = CoordinatorConfig(
-                cutting=scene.settings.cutting(n_examples=N_SAMPLES, n_replicas=scene.n_replicas),
+                chunk_sizes=scene.settings.chunk_sizes(
+                    n_examples=N_SAMPLES, n_replicas=scene.n_replicas
+                ),
                 backups=scene.backups,
                 suspect_seconds=2.5,
                 await_begin=False,
@@ -258,7 +260,7 @@ class Run:
         return split_of(scene.plan_seed, scene.n_machines, scene.micro_batches)
 
     def _who_touches(self) -> dict[int, set[int]]:
-        """Return which machines of a replica hold something of each shard."""
+        """Return which ranks of a replica hold something of each shard."""
         found: dict[int, set[int]] = {k: set() for k in range(self.scene.n_shards)}
         for machine in range(self.scene.n_machines or 0):
             split = self._split
@@ -323,7 +325,7 @@ class Run:
                 pass
 
     def _check_parts(self, shard: Address, incarnation: int, index: int, grant: int) -> None:
-        """A set counts once all machines of one replica that have a part laid it."""
+        """A chunk counts once all ranks of one replica have staged their parts."""
         if self.scene.n_machines is None:
             return
         names = self._staged[shard, incarnation, grant]

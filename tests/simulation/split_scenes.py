@@ -1,7 +1,7 @@
-"""Scenes of a small Sandblaster cluster with partitioned replicas.
+"""Scenes of a small Sandblaster cluster with model-parallel replicas.
 
-drawn(seed)     a scene drawn from a seed
-directed        scenes with a fault at a named moment
+drawn(seed)     whatever a seed stands for
+directed        a fault at a named place
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def drawn(seed: int) -> Scene:
     roles = hit(scene, with_shards=bool(stream.random() < 0.3))
     intensity = float(stream.uniform(0.2, 1.2))
     faults = random_faults(seed, roles, horizon=HORIZON, intensity=intensity)
-    # A disk that loses acknowledged data of one shard ends the run.
+    # A disk that loses a snapshot of one shard only ends the run.
     kept = tuple(
         fault
         for fault in faults
@@ -76,7 +76,7 @@ def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
 
 
 def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
-    """Return when this role first receives a message of this type."""
+    """Return when this role first gets a message of this kind."""
     run = Run(scene)
     times: list[Seconds] = []
 
@@ -93,7 +93,7 @@ def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
 
 @cache
 def dies_with_its_part() -> Scene:
-    """A rank of the only replica dies just as it may push its part of a sum."""
+    """A rank of the only replica dies as it may push its part of a sum."""
     scene = Scene(n_replicas=1, hosts="own")
     at = moment(scene, WORKER, PushChunk) + 1e-6
     return replace(scene, faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
@@ -101,7 +101,7 @@ def dies_with_its_part() -> Scene:
 
 @cache
 def stands_still() -> Scene:
-    """A rank is paused for a minute; the other replica could compute its chunks."""
+    """A rank pauses for a minute; the other replica could do its chunks."""
     scene = Scene(backups=False)
     at = moment(scene, LEADER, Assignment) + 1e-4
     return replace(scene, faults=(Pause(at=at, role=WORKER, seconds=60.0),))
@@ -109,7 +109,7 @@ def stands_still() -> Scene:
 
 @cache
 def not_told_to_push() -> Scene:
-    """The leader's first message about a grant is lost."""
+    """The first push request of the only replica is lost."""
     scene = Scene(n_replicas=1)
     at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=LEADER, b=WORKER, seconds=2e-5, loses=True, one_way=True)
@@ -118,7 +118,7 @@ def not_told_to_push() -> Scene:
 
 @cache
 def half_pushed() -> Scene:
-    """A push reaches one of its shards at once, and the other much later."""
+    """A rank's push reaches one of its shards, and the other much later."""
     scene = Scene(hosts="own")
     at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=WORKER, b=scene.shards[1], seconds=0.2, loses=True)

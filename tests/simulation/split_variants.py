@@ -1,4 +1,4 @@
-"""Partitioned Sandblaster replicas, broken on purpose: one rule is left out.
+"""Sandblaster's model-parallel replicas, broken on purpose: one rule is left out.
 
 with broken(VARIANTS["staged by one"]):
     play(seed)  # fails, for some seed
@@ -21,11 +21,11 @@ from sandblaster.partitioned_worker import ChunkObjective, ChunkPushes
 from tests.simulation.variants import Patch, Variant
 
 
-# --------------------------------------------------------------------------- leader
+# --- leader ---
 
 
 def staged_by_one(patch: Patch) -> None:
-    """A chunk counts as staged once any rank has staged its part."""
+    """A chunk is staged once any rank reports its part."""
     whole = GroupTasks.staged
 
     def staged(self: GroupTasks, machine: int, grants: Sequence[int]) -> None:
@@ -38,52 +38,52 @@ def staged_by_one(patch: Patch) -> None:
 
 
 def lives_are_not_told_apart(patch: Patch) -> None:
-    """The coordinator ignores the generations of a replica within its leader's incarnation."""
-    whole = WorkerPool.hear
+    """The coordinator ignores generations within an incarnation of the leader."""
+    whole = WorkerPool.take_report
 
-    def hear(self: WorkerPool, event: Received, account: WorkReport, now: Seconds) -> object:
+    def take_report(self: WorkerPool, event: Received, report: WorkReport, now: Seconds) -> object:
         known = self.get(event.sender)
-        life = account.life if known is None else known.life
-        account = msgspec.structs.replace(account, life=life)
-        return whole(self, event, account, now)
+        life = report.life if known is None else known.life
+        report = msgspec.structs.replace(report, life=life)
+        return whole(self, event, report, now)
 
-    def is_new_life(self: WorkerPool, event: Received, account: WorkReport) -> bool:
-        del account
-        member = self.get(event.sender)
-        return member is not None and event.incarnation > member.incarnation
+    def has_restarted(self: WorkerPool, event: Received, report: WorkReport) -> bool:
+        del report
+        worker = self.get(event.sender)
+        return worker is not None and event.incarnation > worker.incarnation
 
     taken = GroupTasks.take
 
     def take(self: GroupTasks, message: Assignment) -> None:
-        life = self._replica_life
+        life = self._replica_generation
         taken(self, msgspec.structs.replace(message, replica_life=life))
 
-    patch.setattr(WorkerPool, "hear", hear)
-    patch.setattr(WorkerPool, "is_new_life", is_new_life)
+    patch.setattr(WorkerPool, "take_report", take_report)
+    patch.setattr(WorkerPool, "has_restarted", has_restarted)
     patch.setattr(GroupTasks, "take", take)
 
 
 def speaks_for_the_silent(patch: Patch) -> None:
-    """A leader reports for the replica although one of its ranks is silent."""
+    """A leader reports though a rank is silent."""
 
-    def all_live(self: GroupTasks, now: Seconds) -> bool:
+    def all_alive(self: GroupTasks, now: Seconds) -> bool:
         del self, now
         return True
 
-    patch.setattr(GroupTasks, "_all_live", all_live)
+    patch.setattr(GroupTasks, "_all_alive", all_alive)
 
 
 def said_once(patch: Patch) -> None:
-    """Ranks get the permission to push only once."""
+    """Push requests are sent once."""
 
-    def again(self: GroupTasks) -> Outgoing:
-        self._due = True
+    def resend(self: GroupTasks) -> Outgoing:
+        self._is_due = True
         return []
 
-    patch.setattr(GroupTasks, "again", again)
+    patch.setattr(GroupTasks, "resend", resend)
 
 
-# ------------------------------------------------------------------------- ranks
+# --- ranks ---
 
 
 def parameters_are_kept(patch: Patch) -> None:
@@ -91,7 +91,7 @@ def parameters_are_kept(patch: Patch) -> None:
     whole = ChunkObjective.begin
 
     def begin(self: ChunkObjective, position: int, now: Seconds) -> None:
-        installed, order = self._installed, self._course.order
+        installed, order = self._installed, self._plan.order
         whole(self, position, now)
         if installed is not None and order is not None:
             self._installed = order.epoch, order.evaluation
@@ -100,11 +100,11 @@ def parameters_are_kept(patch: Patch) -> None:
 
 
 def averages_go_on(patch: Patch) -> None:
-    """A chunk begins with the running averages that the previous one left."""
+    """A chunk begins with the running averages of the one before."""
     whole = ChunkObjective.open
 
     def opened(self: ChunkObjective, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
-        self._fetched = [self.values[item].clone() for item in self._keeping.buffers]
+        self._fetched = [self.values[item].clone() for item in self._items.buffers]
         return whole(self, step, chosen, portion)
 
     patch.setattr(ChunkObjective, "open", opened)
@@ -112,15 +112,15 @@ def averages_go_on(patch: Patch) -> None:
 
 def staged_when_sent(patch: Patch) -> None:
     """A rank reports its part as staged as soon as it is sent."""
-    whole = ChunkPushes.has_news
+    whole = ChunkPushes.has_new_staged
 
-    def has_news(self: ChunkPushes) -> bool:
+    def has_new_staged(self: ChunkPushes) -> bool:
         while self._pushed:
             self.staged.append(self._pushed.popleft())
-            self._news = True
+            self._has_new_staged = True
         return whole(self)
 
-    patch.setattr(ChunkPushes, "has_news", has_news)
+    patch.setattr(ChunkPushes, "has_new_staged", has_new_staged)
 
 
 # --------------------------------------------------------------------------- shards

@@ -31,7 +31,7 @@ from tests.simulation.sandblast_variants import VARIANTS
 from tests.simulation.sandblasts import (
     DIRECTED,
     METHOD,
-    SECONDS_PER_PORTION,
+    SECONDS_PER_MINI_BATCH,
     Run,
     Sandblast,
     drawn,
@@ -58,7 +58,7 @@ SELDOM = (
 
 
 def played(scene: Sandblast) -> Run:
-    """Play it; if that fails, once more, to report what each event said."""
+    """Play it; if that fails, once more with a full trace."""
     try:
         return play(replace(scene, trace="order"))
     except SimulationFailed:
@@ -75,7 +75,7 @@ def play_all(seeds: range) -> None:
                 f"seed {seed} fails; alone: {VARIABLE}={seed} .venv/bin/python -m "
                 f"pytest -n 0 {FILE} -k whatever"
             ) from error
-        seen.update(what for what, n in run.ledger.sights.items() if n)
+        seen.update(what for what, n in run.checker.sights.items() if n)
     if len(seeds) >= 100:
         too_seldom = {w: seen[w] for w in SELDOM if seen[w] < 0.04 * len(seeds)}
         assert not too_seldom, f"of {len(seeds)} seeds, all in all: {dict(seen)}"
@@ -97,7 +97,7 @@ def test_sums_and_end_are_the_same_for_ten_thousand_seeds(seeds: range) -> None:
 def test_deaths_at_a_named_place(directed: Callable[[], Sandblast]) -> None:
     scene = directed()
     run = play(scene)
-    restarted = [what for what in run.ledger.sights if "restarted" in what]
+    restarted = [what for what in run.checker.sights if "restarted" in what]
     assert scene.faults
     assert restarted
 
@@ -146,11 +146,11 @@ def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
     assert any(catches(scene, variant) for scene in scenes), "nothing notices"
 
 
-# --------------------------------------------------------------------- who does what
+# --- work and messages ---
 
 
 def orders_to(shard: Address, happening: HandledEvent) -> list[ShardCommand]:
-    """Return the orders that were just given to this shard."""
+    """Return the commands just sent to this shard."""
     return [
         action.message
         for action in happening.actions
@@ -182,15 +182,15 @@ def seconds_of_evaluations(scene: Sandblast) -> tuple[Run, list[Seconds]]:
 
 def ideal_seconds(scene: Sandblast, speeds: Sequence[float]) -> Seconds:
     """Return what the summed speeds allow; work takes 5 % longer than modelled."""
-    n_portions = scene.n_samples / scene.cutting.portion_size
-    return 1.05 * n_portions * SECONDS_PER_PORTION / sum(speeds)
+    n_mini_batches = scene.n_samples / scene.chunk_sizes.mini_batch_size
+    return 1.05 * n_mini_batches * SECONDS_PER_MINI_BATCH / sum(speeds)
 
 
 STRAGGLER = Sandblast(
     n_replicas=4,
     speeds=(1.0, 1.0, 1.0, 0.2),
     n_samples=344,
-    cutting=ChunkSizes(portion_size=2, portions_per_set=4),
+    chunk_sizes=ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=4),
 )
 
 
@@ -203,7 +203,7 @@ def test_a_replica_twice_as_fast_computes_twice_as_much() -> None:
     scene = replace(
         STRAGGLER,
         speeds=(2.0, 1.0, 1.0, 1.0),
-        cutting=ChunkSizes(portion_size=2, portions_per_set=2),
+        chunk_sizes=ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2),
     )
     run, times = seconds_of_evaluations(scene)
     fast, *others = examples_computed(run)
@@ -216,14 +216,14 @@ def test_one_replica_five_times_slower_delays_a_batch_by_a_tenth_at_most() -> No
     """DB-15: backup tasks; and no more than 5 % is computed in vain."""
     run, times = seconds_of_evaluations(STRAGGLER)
     assert max(times) <= 1.1 * ideal_seconds(STRAGGLER, STRAGGLER.speeds)
-    figures = run.coordinator._figures
+    figures = run.coordinator._metrics
     assert figures.n_backups
     assert figures.n_wasted <= 0.05 * figures.samples
 
 
-def test_without_backup_tasks_the_slowest_has_the_last_word() -> None:
+def test_without_backup_tasks_the_slowest_worker_ends_last() -> None:
     run, times = seconds_of_evaluations(replace(STRAGGLER, backups=False))
-    assert not run.coordinator._figures.n_backups
+    assert not run.coordinator._metrics.n_backups
     assert max(times) > 1.1 * ideal_seconds(STRAGGLER, STRAGGLER.speeds)
 
 
@@ -248,25 +248,25 @@ def test_a_replica_that_joins_in_the_midst_of_a_batch_is_given_work() -> None:
     assert times[0] <= 1.1 * ideal_seconds(scene, (1.0, 1.0, 1.0, 1.0)) + 0.02
 
 
-def test_a_replica_killed_in_each_evaluation_costs_two_sets_at_the_most() -> None:
+def test_a_replica_killed_in_each_evaluation_costs_two_chunks_at_most() -> None:
     role = Address("replica-0")
     kills = tuple(Kill(at=0.05 + 0.1 * k, role=role, restart_after=0.02) for k in range(3))
     scene = replace(STRAGGLER, speeds=(), faults=kills, suspect_seconds=0.05)
     run, _ = seconds_of_evaluations(scene)
     lost = sum(kill.at < run.cluster.now for kill in kills)
-    figures, n_sets = run.coordinator._figures, 2 * lost + figures_backups(run)
-    assert figures.n_wasted <= n_sets * scene.cutting.set_size
+    figures, n_sets = run.coordinator._metrics, 2 * lost + figures_backups(run)
+    assert figures.n_wasted <= n_sets * scene.chunk_sizes.chunk_size
 
 
 def figures_backups(run: Run) -> int:
-    return run.coordinator._figures.n_backups
+    return run.coordinator._metrics.n_backups
 
 
 # --------------------------------------------------------------------------- traffic
 
 
-def test_the_coordinator_speaks_twice_per_iteration_and_twice_per_evaluation() -> None:
-    """Orders to each shard, besides those that count sets, and attach and recall."""
+def test_two_commands_per_iteration_and_two_per_evaluation() -> None:
+    """Commands to each shard, without Commit, BeginEpoch and Restore."""
     run = Run(Sandblast(method=METHOD))
     given: dict[int, str] = {}
 
@@ -307,7 +307,7 @@ def frames_of_coordinator(scene: Sandblast) -> tuple[Run, list[int]]:
     return run, sizes
 
 
-def test_what_the_coordinator_hears_and_says_does_not_depend_on_the_model() -> None:
+def test_the_coordinators_traffic_does_not_depend_on_the_model() -> None:
     """Nothing of the size of a vector comes near it, whatever that is."""
     small, large = (
         sum(frames_of_coordinator(Sandblast(n_inputs=n, n_replicas=1))[1]) for n in (5, 500)
@@ -320,7 +320,7 @@ PRICED = Sandblast(n_replicas=2, speeds=(0.01, 0.01), bytes_per_second=1e10, lei
 
 
 def test_an_iteration_takes_as_many_bytes_with_a_hundred_million_parameters() -> None:
-    """Of float64, 0.8 GB: a set is pushed in 0.2 s. `pytest -s` prints a row each."""
+    """Of float64, 0.8 GB: a chunk is pushed in 0.2 s. `pytest -s` prints a row each."""
     n_bytes: list[float] = []
     for n_priced in (1e3, 1e5, 1e7, 1e8):
         run, sizes = frames_of_coordinator(replace(PRICED, n_priced=n_priced))

@@ -1,4 +1,4 @@
-"""Sandblaster with replicas of several machines, under faults: same sums, same end.
+"""Sandblaster with model-parallel replicas, under faults: same sums, same end.
 
 `split_sandblasts` says what a seed stands for and what is checked. A seed that fails is
 played alone by SIMULATION_SEEDS=FIRST:STOP.
@@ -78,7 +78,7 @@ def test_it_ends_where_replicas_of_one_process_end(n_machines: int) -> None:
 
 
 def tell(run: Run, kind: type) -> list[Address]:
-    """Return, once it is played, who was told a word of this kind."""
+    """Play it; return the receivers of messages of this kind."""
     told: list[Address] = []
 
     def see(happening: HandledEvent) -> None:
@@ -94,27 +94,25 @@ def tell(run: Run, kind: type) -> list[Address]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1e-6, 3e-4])
-def test_a_machine_that_dies_as_it_pushes_its_part_costs_its_replica_one_life(
-    after: Seconds,
-) -> None:
+def test_a_rank_that_dies_while_pushing_costs_one_generation(after: Seconds) -> None:
     scene = Scene(n_machines=2, hosts="own")
     at = moment(scene, WORKER, PushChunk) + after
     run = play(
         Scene(n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
     )
     assert run.sights["machines restarted"] == 1
-    wasted = run.coordinator._figures.n_wasted
-    assert wasted <= 4 * run.coordinator._config.cutting.set_size  # what it was dealt
+    wasted = run.coordinator._metrics.n_wasted
+    assert wasted <= 4 * run.coordinator._config.chunk_sizes.chunk_size  # what it was assigned
 
 
-def test_a_leader_that_dies_is_replaced_by_its_next_life() -> None:
+def test_a_leader_that_dies_restarts() -> None:
     at = moment(Scene(), LEADER, ChunkStaged) + 1e-6
     run = play(Scene(faults=(Kill(at=at, role=LEADER, restart_after=0.01),)))
     assert run.sights["machines restarted"] == 1
 
 
 @pytest.mark.slow
-def test_while_a_machine_is_away_its_sets_are_dealt_to_others() -> None:
+def test_chunks_of_a_replica_with_a_silent_rank_go_to_others() -> None:
     at = moment(Scene(), LEADER, Assignment) + 1e-4
     for fault in (
         Kill(at=at, role=WORKER, restart_after=60.0),
@@ -124,7 +122,7 @@ def test_while_a_machine_is_away_its_sets_are_dealt_to_others() -> None:
         assert run.cluster.now < 30.0
 
 
-def test_words_that_are_lost_or_come_twice_change_nothing() -> None:
+def test_lost_or_duplicated_messages_change_nothing() -> None:
     faults = (
         Drop(probability=0.1, seconds=0.2),
         Duplicate(probability=0.3, seconds_max=0.01, seconds=1.0),

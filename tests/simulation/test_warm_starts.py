@@ -24,7 +24,7 @@ def optimum() -> float:
     """Return where a run ends that has no warm start."""
     run = Run(replace(WARM, warm_steps=0))
     run.play()
-    return run.ledger.losses[-1]
+    return run.checker.losses[-1]
 
 
 class Watch:
@@ -61,19 +61,19 @@ def finishes(scene: Sandblast) -> Watch:
     return watch
 
 
-def test_the_second_part_goes_on_where_the_first_has_ended() -> None:
+def test_the_second_part_continues_where_the_first_ended() -> None:
     run = Run(WARM)
     watch = Watch(run)
     run.play()
     assert len(watch.pushes) == 2 * 3 * 20
     assert watch.n_after == 0
-    assert run.ledger.losses[-1] == pytest.approx(optimum(), abs=1e-9)
-    first = min(run.ledger.points)  # where the coordinator began
-    values = run.ledger.points[first]
+    assert run.checker.losses[-1] == pytest.approx(optimum(), abs=1e-9)
+    first = min(run.checker.points)  # where the coordinator began
+    values = run.checker.points[first]
     assert all(abs(vector).max() > 0.0 for vector in values.values())
 
 
-def test_who_is_slow_is_told_to_stop_and_waited_for() -> None:
+def test_slow_workers_are_stopped_and_awaited() -> None:
     slow = Slow(at=0.0, role=Address("replica-0"), factor=50.0, seconds=100.0)
     watch = finishes(replace(WARM, faults=(slow,)))
     assert len(watch.pushes) < 2 * 3 * 20
@@ -82,23 +82,23 @@ def test_who_is_slow_is_told_to_stop_and_waited_for() -> None:
 
 @pytest.mark.parametrize("role", ["replica-0", COORDINATOR, "shard-0"])
 @pytest.mark.parametrize("at", [0.005, 0.02, 0.06])
-def test_who_dies_in_either_part_spoils_nothing(role: str, at: float) -> None:
+def test_a_death_in_either_part_changes_no_result(role: str, at: float) -> None:
     kill = Kill(at=at, role=Address(role), restart_after=0.01)
     watch = finishes(replace(WARM, faults=(kill,)))
     assert watch.n_after == 0
 
 
-def test_a_shard_that_dies_in_the_warm_start_goes_on_from_its_snapshot() -> None:
-    """It began anew: whoever was asked to save waited for the first point."""
+def test_a_shard_that_dies_in_the_warm_start_resumes_from_its_snapshot() -> None:
+    """After a restart the requested save waited for the first point."""
     shard = Address("shard-0")
     kill = Kill(at=0.06, role=shard, restart_after=0.01)
     run = Run(replace(WARM, warm_steps=60, faults=(kill,)))
     run.cluster.run(until=0.05)
-    assert not run.ledger.points  # it is not over
+    assert not run.checker.points  # it is not over
     save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00001"))
     run.cluster.post(COORDINATOR, save)
     run.cluster.run(until=0.0599)
-    assert [saved.label for saved in run.ledger.saved] == ["00001"]
+    assert [saved.label for saved in run.checker.saved] == ["00001"]
     newest = run.cluster.disk.newest(shard)
     assert newest is not None
     assert int(newest.facts["clock"]) > 0
@@ -107,7 +107,7 @@ def test_a_shard_that_dies_in_the_warm_start_goes_on_from_its_snapshot() -> None
     assert isinstance(restarted, Shard)
     assert restarted.status()[1]["clock"] >= int(newest.facts["clock"])
     run.play()
-    assert run.ledger.losses[-1] == pytest.approx(optimum(), abs=1e-9)
+    assert run.checker.losses[-1] == pytest.approx(optimum(), abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))

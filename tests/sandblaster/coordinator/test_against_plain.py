@@ -1,4 +1,4 @@
-"""Dealing that keeps what it knows in order deals as one that looks at everything."""
+"""The work queue assigns what a plain one assigns that looks at everything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
 from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.work_queue import GrantNumbers, WorkQueue
+from sandblaster.coordinator.work_queue import EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import WorkerPool, WorkerState
-from tests.sandblaster.coordinator.plain_work_queue import PlainDealing
+from tests.sandblaster.coordinator.plain_work_queue import PlainWorkQueue
 
 
-CUTTING = ChunkSizes(portion_size=4)
+CHUNK_SIZES = ChunkSizes(mini_batch_size=4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Who deals what."""
+    """What each worker has."""
 
     n_members: int
     n_examples: int
-    window_sets: int
+    window_chunks: int
     backups: bool
 
 
@@ -46,21 +46,21 @@ SCENES = st.builds(
     Scene,
     n_members=st.integers(0, 8),
     n_examples=st.integers(1, 150),
-    window_sets=st.sampled_from([1, 3, 64]),
+    window_chunks=st.sampled_from([1, 3, 64]),
     backups=st.booleans(),
 )
 
 
 class Play:
-    """What happens to one dealing."""
+    """What happens to one queue."""
 
-    def __init__(self, kind: type[WorkQueue] | type[PlainDealing], scene: Scene) -> None:
+    def __init__(self, kind: type[WorkQueue] | type[PlainWorkQueue], scene: Scene) -> None:
         self.kind = kind
         self.config = CoordinatorConfig(
-            cutting=CUTTING, window_sets=scene.window_sets, backups=scene.backups
+            chunk_sizes=CHUNK_SIZES, window_chunks=scene.window_chunks, backups=scene.backups
         )
-        self.crew = WorkerPool(self.config)
-        self.numbers = GrantNumbers()
+        self.pool = WorkerPool(self.config)
+        self.counters = EpochCounters()
         self.n_examples = scene.n_examples
         self.now: Seconds = 100.0
         self.incarnation = 1
@@ -70,81 +70,81 @@ class Play:
 
     def begin(self) -> None:
         batch = BatchRange(first=0, n_examples=self.n_examples)
-        self.crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
-        self.dealing = self.kind(self.config, crew=self.crew, batch=batch, numbers=self.numbers)
+        self.pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
+        self.queue = self.kind(self.config, pool=self.pool, batch=batch, counters=self.counters)
 
     def join(self, index: int) -> WorkerState | None:
         self.incarnation += 1
-        account = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        report = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         name = Address(f"replica-{index}")
-        if self.crew.get(name) is not None:
+        if self.pool.get(name) is not None:
             return None
-        event = Received(sender=name, incarnation=self.incarnation, message=account)
-        return self.crew.hear(event, account, self.now)
+        event = Received(sender=name, incarnation=self.incarnation, message=report)
+        return self.pool.take_report(event, report, self.now)
 
     def happen(self, what: str, index: int, number: float) -> None:
         self.now += 1 / 128
-        member = self.crew.get(Address(f"replica-{index}"))
+        worker = self.pool.get(Address(f"replica-{index}"))
         match what:
             case "time passes":
                 self.now += 8 * number
             case "joins":
                 joined = self.join(index)
                 if joined is not None:
-                    self.dealing.heard(joined)
+                    self.queue.touch(joined)
             case "evaluation":
                 self.begin()
             case "folded":
-                sets, void = self.dealing.sets.to_fold()
-                self.dealing.sets.folded(sets, void, self.now)
+                sets, void = self.queue.commits.to_commit()
+                self.queue.commits.committed(sets, void, self.now)
             case _:
-                if member is not None:
-                    self.happen_to(member, what, number)
+                if worker is not None:
+                    self.happen_to(worker, what, number)
 
-    def happen_to(self, member: WorkerState, what: str, number: float) -> None:
-        granted = [copy for copy in member.copies.values() if copy.grant]
+    def happen_to(self, worker: WorkerState, what: str, number: float) -> None:
+        granted = [copy for copy in worker.copies.values() if copy.grant]
         if what == "lost":
-            self.crew.leave(member.name, is_over=True)
-            self.dealing.lost(member, self.now)
+            self.pool.remove(worker.name, is_over=True)
+            self.queue.lost(worker, self.now)
         elif what == "turnaround":
-            member.turnaround = number / 8
-            self.dealing.heard(member)
-        elif what == "computed" and member.outstanding:
+            worker.turnaround = number / 8
+            self.queue.touch(worker)
+        elif what == "computed" and worker.outstanding:
             self.now += number
-            attempt = member.outstanding[0].attempt
-            # No two replicas are of one pace, nor as late: no rounding decides.
-            seconds = 1.5 * number + 0.1 + 0.01 * member.number
-            self.says(member, attempt, seconds=seconds, staged=False)
+            attempt = worker.outstanding[0].attempt
+            # No two workers have one pace or lag: no rounding decides.
+            seconds = 1.5 * number + 0.1 + 0.01 * worker.number
+            self.says(worker, attempt, seconds=seconds, staged=False)
         elif what == "staged" and granted:
-            self.says(member, granted[0].attempt, seconds=1.0, staged=True)
+            self.says(worker, granted[0].attempt, seconds=1.0, staged=True)
 
-    def says(self, member: WorkerState, attempt: int, *, seconds: Seconds, staged: bool) -> None:
+    def says(self, worker: WorkerState, attempt: int, *, seconds: Seconds, staged: bool) -> None:
         result = ChunkResult(
             attempt=attempt, n_examples=4, loss=1.0, seconds=seconds, staged=staged
         )
-        account = WorkReport(epoch=1, version=1, evaluation=1, n_computed=4, results=(result,))
-        self.dealing.account(member, account, self.now)
+        report = WorkReport(epoch=1, version=1, evaluation=1, n_computed=4, results=(result,))
+        self.queue.take_report(worker, report, self.now)
 
-    def deal(self) -> tuple[object, ...]:
-        """Deal; return who has what."""
-        self.dealing.deal(self.now)
-        told = [member.name for member in self.dealing.changed()]
+    def assign(self) -> tuple[object, ...]:
+        """Assign; return what each worker has."""
+        self.queue.assign(self.now)
+        told = [worker.name for worker in self.queue.changed()]
         has = {
-            member.name: [
-                (copy.set_index, copy.attempt, copy.grant) for copy in member.copies.values()
+            worker.name: [
+                (copy.set_index, copy.attempt, copy.grant) for copy in worker.copies.values()
             ]
-            for member in self.crew
+            for worker in self.pool
         }
-        return told, has, self.dealing.n_backups
+        return told, has, self.queue.n_backups
 
 
 @given(SCENES, HAPPENINGS)
-def test_every_set_is_dealt_to_whom_plain_dealing_gives_it(
+def test_every_chunk_goes_to_the_worker_that_the_plain_queue_chooses(
     scene: Scene, happenings: Sequence[Happening]
 ) -> None:
-    ours, plain = Play(WorkQueue, scene), Play(PlainDealing, scene)
-    assert ours.deal() == plain.deal()
+    ours, plain = Play(WorkQueue, scene), Play(PlainWorkQueue, scene)
+    assert ours.assign() == plain.assign()
     for happening in happenings:
         for play in (ours, plain):
             play.happen(*happening)
-        assert ours.deal() == plain.deal(), happening
+        assert ours.assign() == plain.assign(), happening

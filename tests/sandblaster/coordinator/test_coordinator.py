@@ -1,4 +1,4 @@
-"""The coordinator, its orders and its crew: events in, actions out."""
+"""The coordinator, its commands and its workers: events in, actions out."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ from tests.simulation.sandblasts import Run, Sandblast
 SHARDS = (Address("shard-0"), Address("shard-1"))
 REPLICA = Address("replica-0")
 CONFIG = CoordinatorConfig(
-    cutting=ChunkSizes(portion_size=5),
+    chunk_sizes=ChunkSizes(mini_batch_size=5),
     retry_seconds=1.0,
     retry_seconds_max=2.0,
     silence_seconds_max=10.0,
@@ -74,26 +74,26 @@ def test_a_time_is_above_0() -> None:
         replace(CONFIG, backup_seconds_min=-1)
 
 
-def test_a_window_has_a_set() -> None:
+def test_a_window_has_a_chunk() -> None:
     with pytest.raises(ValueError, match="window_sets is 0"):
-        CoordinatorConfig(cutting=ChunkSizes(portion_size=1), window_sets=0)
+        CoordinatorConfig(chunk_sizes=ChunkSizes(mini_batch_size=1), window_chunks=0)
 
 
-# ----------------------------------------------------------------------------- orders
+# --- commands ---
 
 
 class Orders:
-    """Orders to two shards."""
+    """Commands to two shards."""
 
     def __init__(self) -> None:
-        self.orders = CommandBroadcast(CONFIG, shards=SHARDS)
-        self.orders.attach(4097, 0.0)
+        self.commands = CommandBroadcast(CONFIG, shards=SHARDS)
+        self.commands.begin_epoch(4097, 0.0)
 
     def missing(self) -> Address | None:
-        return self.orders.waiting_for
+        return self.commands.waiting_for
 
     def lost(self) -> Address | None:
-        return self.orders.lost
+        return self.commands.lost
 
     def answer(
         self,
@@ -106,135 +106,135 @@ class Orders:
     ) -> None:
         performed = CommandDone(epoch=epoch, number=number, error=error)
         event = says(shard, performed, incarnation=incarnation)
-        self.orders.receive(event, performed, 0.0)
+        self.commands.receive(event, performed, 0.0)
 
 
-def test_an_order_is_complete_when_every_shard_has_answered() -> None:
+def test_a_command_is_complete_when_every_shard_has_answered() -> None:
     bench = Orders()
     assert bench.missing() == SHARDS[0]
     bench.answer(SHARDS[1])
     assert bench.missing() == SHARDS[0]
-    bench.answer(SHARDS[0], number=7)  # of another order
+    bench.answer(SHARDS[0], number=7)  # of another command
     assert bench.missing() == SHARDS[0]
     bench.answer(SHARDS[0])
     assert bench.missing() is None
-    assert bench.orders.complete
-    assert [version.incarnation for version in bench.orders.versions] == [1, 1]
-    assert bench.orders.timer(5.0) == []
+    assert bench.commands.complete
+    assert [version.incarnation for version in bench.commands.versions] == [1, 1]
+    assert bench.commands.timer(5.0) == []
 
 
-def test_only_who_has_not_answered_is_asked_again() -> None:
+def test_only_shards_that_have_not_answered_get_the_command_again() -> None:
     bench = Orders()
     bench.answer(SHARDS[0])
-    assert [shard for shard, _ in orders_in(bench.orders.timer(1.0))] == [SHARDS[1]]
-    joined = bench.orders.joined(SHARDS[1], 1)
+    assert [shard for shard, _ in orders_in(bench.commands.timer(1.0))] == [SHARDS[1]]
+    joined = bench.commands.joined(SHARDS[1], 1)
     assert [shard for shard, _ in orders_in(joined)] == [SHARDS[1]]
-    assert bench.orders.joined(SHARDS[0], 1) == []
+    assert bench.commands.joined(SHARDS[0], 1) == []
 
 
 def test_a_shard_that_stays_silent_is_named() -> None:
     bench = Orders()
     bench.answer(SHARDS[0])
     for now in (1.0, 3.0, 5.0, 7.0, 9.0):
-        bench.orders.timer(now)
-    with pytest.raises(PeerLostError, match="shard-1 has been silent for 11"):
-        bench.orders.timer(11.0)
+        bench.commands.timer(now)
+    with pytest.raises(PeerLostError, match="shard-1 has not answered for 11"):
+        bench.commands.timer(11.0)
 
 
-def test_time_in_which_nobody_drove_the_coordinator_does_not_count() -> None:
+def test_the_coordinators_own_delay_is_no_silence_of_shards() -> None:
     bench = Orders()
-    assert orders_in(bench.orders.timer(500.0))
+    assert orders_in(bench.commands.timer(500.0))
 
 
-def test_a_new_life_of_a_shard_ends_the_epoch() -> None:
+def test_a_restarted_shard_ends_the_epoch() -> None:
     bench = Orders()
     bench.answer(SHARDS[0])
     bench.answer(SHARDS[0], incarnation=2)
     assert bench.lost() == SHARDS[0]
     bench.answer(SHARDS[1], incarnation=1)
-    assert not bench.orders.complete
-    assert bench.orders.joined(SHARDS[1], 1) == []
-    bench.orders.attach(4098, 0.0)
+    assert not bench.commands.complete
+    assert bench.commands.joined(SHARDS[1], 1) == []
+    bench.commands.begin_epoch(4098, 0.0)
     assert bench.lost() is None
-    bench.answer(SHARDS[0], incarnation=1, epoch=4098)  # the former life
+    bench.answer(SHARDS[0], incarnation=1, epoch=4098)  # the former incarnation
     assert bench.missing() == SHARDS[0]
 
 
-def test_who_is_overtaken_hears_of_it() -> None:
-    with pytest.raises(DistBeliefError, match="another one has taken over"):
+def test_a_coordinator_with_an_older_epoch_ends() -> None:
+    with pytest.raises(DistBeliefError, match="another coordinator has taken over"):
         Orders().answer(SHARDS[0], epoch=9000)
 
 
 def test_a_shard_that_cannot_is_quoted() -> None:
-    with pytest.raises(DistBeliefError, match=r"cannot perform BeginEpoch, .*: too bad"):
+    with pytest.raises(DistBeliefError, match=r"cannot execute BeginEpoch, .*: too bad"):
         Orders().answer(SHARDS[0], error="too bad")
 
 
-# ------------------------------------------------------------------------------- crew
+# --- workers ---
 
 
-def account(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
+def report(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
     return WorkReport(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
 
 
 class Replicas:
-    """A crew with one member, at its evaluation 1 of epoch 1."""
+    """A pool with one worker, in evaluation 1 of epoch 1."""
 
     def __init__(self) -> None:
-        self.crew = WorkerPool(CONFIG)
-        self.hear(account(3, epoch=0))
-        self.crew.begin(
+        self.pool = WorkerPool(CONFIG)
+        self.take_report(report(3, epoch=0))
+        self.pool.begin(
             epoch=1, evaluation=1, versions=(), batch=BatchRange(first=0, n_examples=10)
         )
 
-    def hear(self, message: WorkReport, *, incarnation: int = 1, now: float = 0.0) -> bool:
+    def take_report(self, message: WorkReport, *, incarnation: int = 1, now: float = 0.0) -> bool:
         event = says(REPLICA, message, incarnation=incarnation)
-        return self.crew.hear(event, message, now) is not None
+        return self.pool.take_report(event, message, now) is not None
 
 
-def test_what_is_told_is_repeated_until_it_is_known() -> None:
+def test_an_assignment_is_repeated_until_it_is_acknowledged() -> None:
     bench = Replicas()
-    member = bench.crew.get(REPLICA)
-    assert member is not None
-    (told,) = bench.crew.tell(member, 0.0)
+    worker = bench.pool.get(REPLICA)
+    assert worker is not None
+    (told,) = bench.pool.send_assignment(worker, 0.0)
     assert isinstance(told, Send)
     assert isinstance(told.message, Assignment)
     assert told.message.version == 4  # beyond what it knew before
-    assert bench.crew.tell_again(0.5) == []
-    assert len(bench.crew.tell_again(1.0)) == 1
-    assert bench.crew.tell_again(2.0) == []
-    assert bench.hear(account(4), now=2.5)
-    assert member.turnaround == 1.5
-    assert bench.crew.tell_again(9.0) == []
-    assert member.n_computed == 5
+    assert bench.pool.resend(0.5) == []
+    assert len(bench.pool.resend(1.0)) == 1
+    assert bench.pool.resend(2.0) == []
+    assert bench.take_report(report(4), now=2.5)
+    assert worker.turnaround == 1.5
+    assert bench.pool.resend(9.0) == []
+    assert worker.n_computed == 5
 
 
-def test_words_of_other_evaluations_and_lives_are_no_news() -> None:
+def test_reports_of_other_evaluations_and_incarnations_change_nothing() -> None:
     bench = Replicas()
-    assert not bench.hear(account(3, epoch=9))
-    assert not bench.hear(account(3, evaluation=9))
-    assert not bench.hear(account(3), incarnation=0)
-    assert bench.crew.is_new_life(says(REPLICA, account(0), incarnation=2), account(0))
-    assert bench.crew.leave(REPLICA, is_over=True) is not None
-    assert bench.crew.leave(REPLICA, is_over=True) is None
-    assert not bench.hear(account(3))  # that life is over
-    assert len(bench.crew) == 0
-    assert bench.hear(account(3), incarnation=2)
+    assert not bench.take_report(report(3, epoch=9))
+    assert not bench.take_report(report(3, evaluation=9))
+    assert not bench.take_report(report(3), incarnation=0)
+    assert bench.pool.has_restarted(says(REPLICA, report(0), incarnation=2), report(0))
+    assert bench.pool.remove(REPLICA, is_over=True) is not None
+    assert bench.pool.remove(REPLICA, is_over=True) is None
+    assert not bench.take_report(report(3))  # that incarnation is over
+    assert len(bench.pool) == 0
+    assert bench.take_report(report(3), incarnation=2)
 
 
-def test_a_replica_of_several_machines_has_lives_within_its_leaders() -> None:
+def test_a_model_parallel_replica_has_generations_within_an_incarnation() -> None:
     bench = Replicas()
-    first, second = account(3), msgspec.structs.replace(account(3), life=1)
-    assert bench.crew.is_new_life(says(REPLICA, second), second)
-    assert not bench.hear(second)  # not before the former is forgotten
-    assert bench.crew.leave(REPLICA, is_over=True) is not None
-    assert not bench.hear(first)
-    assert bench.hear(second)
-    assert not bench.crew.is_new_life(says(REPLICA, first), first)
-    assert not bench.hear(first)
-    member = bench.crew.get(REPLICA)
-    assert member is not None
-    (told,) = bench.crew.tell(member, 0.0)
+    first, second = report(3), msgspec.structs.replace(report(3), life=1)
+    assert bench.pool.has_restarted(says(REPLICA, second), second)
+    assert not bench.take_report(second)  # not before the former is forgotten
+    assert bench.pool.remove(REPLICA, is_over=True) is not None
+    assert not bench.take_report(first)
+    assert bench.take_report(second)
+    assert not bench.pool.has_restarted(says(REPLICA, first), first)
+    assert not bench.take_report(first)
+    worker = bench.pool.get(REPLICA)
+    assert worker is not None
+    (told,) = bench.pool.send_assignment(worker, 0.0)
     assert isinstance(told, Send)
     assert isinstance(told.message, Assignment)
     assert (told.message.replica_incarnation, told.message.replica_life) == (1, 1)
@@ -242,19 +242,19 @@ def test_a_replica_of_several_machines_has_lives_within_its_leaders() -> None:
 
 def test_silence_counts_from_the_question() -> None:
     bench = Replicas()
-    member = bench.crew.get(REPLICA)
-    assert member is not None
-    assert bench.crew.silent(100.0) == []  # it has nothing to do
-    bench.crew.tell(member, 100.0)
-    member.copies[1] = ChunkCopy(set_index=0, attempt=1, n_examples=5, dealt_at=100.0)
-    assert bench.crew.silent(101.0) == []
-    bench.crew.tell_again(104.0)
-    assert bench.crew.silent(106.0) == [REPLICA]
-    bench.crew.excuse(3.0)
-    assert bench.crew.silent(106.0) == []
-    assert len(bench.crew.dismiss(106.0)) == 1
-    assert bench.crew.dismiss(106.0) == []
-    assert bench.crew.set_seconds == 0.0
+    worker = bench.pool.get(REPLICA)
+    assert worker is not None
+    assert bench.pool.silent(100.0) == []  # it has nothing to do
+    bench.pool.send_assignment(worker, 100.0)
+    worker.copies[1] = ChunkCopy(set_index=0, attempt=1, n_examples=5, assigned_at=100.0)
+    assert bench.pool.silent(101.0) == []
+    bench.pool.resend(104.0)
+    assert bench.pool.silent(106.0) == [REPLICA]
+    bench.pool.adjust_for_delay(3.0)
+    assert bench.pool.silent(106.0) == []
+    assert len(bench.pool.cancel_all(106.0)) == 1
+    assert bench.pool.cancel_all(106.0) == []
+    assert bench.pool.chunk_seconds == 0.0
 
 
 # --------------------------------------------------------------------------- the role
@@ -263,8 +263,8 @@ def test_silence_counts_from_the_question() -> None:
 def coordinator() -> Coordinator:
     role = Coordinator(CONFIG, method=GradientDescent(), shards=SHARDS, n_examples=20)
     actions = role.handle(Started(incarnation=1), 0.0)
-    attach = [order for _, order in orders_in(list(actions))]
-    assert [type(order.task) for order in attach] == [BeginEpoch, BeginEpoch]
+    begin_epoch = [order for _, order in orders_in(list(actions))]
+    assert [type(order.task) for order in begin_epoch] == [BeginEpoch, BeginEpoch]
     return role
 
 
@@ -277,7 +277,7 @@ def answer_all(role: Coordinator, number: int) -> list[Action]:
     return done
 
 
-def test_it_says_whom_it_waits_for() -> None:
+def test_status_names_what_it_waits_for() -> None:
     role = coordinator()
     assert role.status()[0] == "waiting for shard-0"
     answer_all(role, 1)
@@ -286,7 +286,7 @@ def test_it_says_whom_it_waits_for() -> None:
     assert role.status()[0] == "waiting for replicas"
 
 
-def test_whoever_else_speaks_to_it_breaks_the_protocol() -> None:
+def test_other_senders_break_the_protocol() -> None:
     with pytest.raises(RemoteProtocolError, match="sent the coordinator HeartbeatAck"):
         coordinator().handle(says(Address("stranger"), HeartbeatAck()), 0.0)
     performed = CommandDone(epoch=1, number=1)
@@ -301,7 +301,7 @@ def test_peers_come_and_go() -> None:
     for lost in (SHARDS[0], REPLICA):
         event = PeerLost(peer=lost, incarnation=1, reason="gone")
         assert list(role.handle(event, 0.0)) == []
-    role.handle(says(REPLICA, account(0, epoch=0)), 0.0)
+    role.handle(says(REPLICA, report(0, epoch=0)), 0.0)
     assert role.status()[1]["replicas"] == 1.0
     role.handle(PeerLost(peer=REPLICA, incarnation=1, reason="gone"), 0.0)
     assert role.status()[1]["replicas"] == 0.0
@@ -319,11 +319,11 @@ def test_a_shard_that_is_lost_too_often_ends_the_run() -> None:
     role = coordinator()
     role._n_epochs = (1 << 12) - 1
     answer_all(role, 1)
-    with pytest.raises(DistBeliefError, match="shards were lost 4096 times"):
+    with pytest.raises(DistBeliefError, match="shards restarted 4096 times"):
         role.handle(PeerJoined(peer=SHARDS[0], incarnation=2), 0.0)
 
 
-def test_in_a_warm_start_it_says_so_and_ends_when_it_is_told_to() -> None:
+def test_status_in_a_warm_start_and_the_end_on_request() -> None:
     coordinator = Coordinator(
         replace(CONFIG, n_warm=1, await_begin=False),
         method=GradientDescent(),
@@ -332,8 +332,8 @@ def test_in_a_warm_start_it_says_so_and_ends_when_it_is_told_to() -> None:
     )
     coordinator.handle(Started(incarnation=1, restored=None), 0.0)
     here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
-    account = Received(sender=REPLICA, incarnation=1, message=here)
-    assert coordinator.handle(account, 0.1)
+    report = Received(sender=REPLICA, incarnation=1, message=here)
+    assert coordinator.handle(report, 0.1)
     assert coordinator.status()[0] == "warm start"
     assert coordinator.handle(TimerFired(name="coordinator:warm"), 0.5)
     stop = Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="enough"))
@@ -350,14 +350,14 @@ def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:
     assert coordinator.handle(TimerFired(name="coordinator:warm"), 2.0) == []
 
 
-def test_who_ends_where_it_began_has_a_loss_all_the_same() -> None:
-    """A constant loss: it had converged, at a loss that was told as NaN."""
+def test_a_run_that_ends_at_its_start_has_a_loss() -> None:
+    """A constant loss: it had converged, with a reported loss of NaN."""
     run = Run(Sandblast(method=GradientDescent(gradient_tolerance=1e9)))
     run.play()
-    assert run.coordinator.status()[1]["loss"] == run.ledger.losses[-1] > 0.0
+    assert run.coordinator.status()[1]["loss"] == run.checker.losses[-1] > 0.0
 
 
-def test_where_its_whole_journal_is_damaged_it_does_not_begin_anew() -> None:
+def test_a_damaged_journal_does_not_restart_the_run() -> None:
     coordinator = Coordinator(CONFIG, method=GradientDescent(), n_examples=10, shards=SHARDS)
     started = Started(incarnation=2, unrestored="no snapshot of coordinator is whole")
     with pytest.raises(StorageError, match="no snapshot of coordinator is whole"):

@@ -1,4 +1,4 @@
-"""Things in the order of their seconds, against sorting all of them."""
+"""Items in the order of their seconds, against sorting all of them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Where a run goes on, given what everybody holds."""
+"""Where a run resumes, given what shards and coordinator hold."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def journal(*cuts: int, base_clocks: tuple[int, ...] | None = (0, 0)) -> Journal
 
 
 def held(text: str) -> Sequence[CheckpointRecord]:
-    """Return records of "31 (28) (0)": cut 31 whole, of the others the parameters."""
+    """Return records of "31 (28) (0)": savepoint 31 whole, of the others the parameters."""
     return [
         CheckpointRecord(cut=int(word.strip("()")), whole="(" not in word, clock=0)
         for word in text.split()
@@ -55,16 +55,16 @@ def held(text: str) -> Sequence[CheckpointRecord]:
         (["(0)", "(0)"], [], 0, False),
     ],
 )
-def test_a_run_goes_on_from_the_newest_cut_that_all_share(
+def test_a_run_resumes_from_the_newest_shared_savepoint(
     shards: list[str], written: list[int], cut: int, *, whole: bool
 ) -> None:
-    choice = journal(*written).choose([held(text) for text in shards])
-    assert (choice.cut, choice.whole) == (cut, whole)
+    resume_point = journal(*written).choose([held(text) for text in shards])
+    assert (resume_point.cut, resume_point.whole) == (cut, whole)
     if cut in written:
-        assert choice.entry is not None
-        assert choice.entry.iteration == cut + 2
-        assert choice.entry.samples == 10 * cut
-        assert choice.entry.state == f"state {cut}"
+        assert resume_point.entry is not None
+        assert resume_point.entry.iteration == cut + 2
+        assert resume_point.entry.samples == 10 * cut
+        assert resume_point.entry.state == f"state {cut}"
 
 
 def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
@@ -73,7 +73,7 @@ def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
     written.base_clocks = (0, 0)
     for cut in (28, 31):
         written.write(cut, iterated(cut), samples=10 * cut, offset=2)
-    written.kept(28)
+    written.checkpointed(28)
     snapshot = written.snapshot(incarnation=1)
     same = Journal(snapshot, goal="l2 = 0").choose([held("31")] * 2)
     assert (same.cut, same.whole, same.has_other_goal) == (31, True, False)
@@ -89,12 +89,12 @@ def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
     assert (back.cut, back.whole) == (28, False)
 
 
-def test_shards_that_share_nothing_are_told_with_what_each_holds() -> None:
+def test_shards_without_a_shared_savepoint_are_listed() -> None:
     with pytest.raises(StorageError, match=r"shard 0: \[31\]; shard 1: \[28\]"):
         journal(28, 31).choose([held("31"), held("(28)")])
 
 
-def test_a_beginning_at_another_clock_is_another_beginning() -> None:
+def test_initial_values_at_another_clock_do_not_match() -> None:
     """A shard that restarts from before the run began has other parameters."""
     written = journal(31, base_clocks=(0, 5))
     with pytest.raises(StorageError, match="shard 1: none"):
@@ -104,8 +104,8 @@ def test_a_beginning_at_another_clock_is_another_beginning() -> None:
 
 def test_what_is_written_down_comes_back() -> None:
     written = journal(28, 30, 31)
-    written.kept(28)
-    written.settle(31)
+    written.checkpointed(28)
+    written.confirm(31)
     snapshot = written.snapshot(incarnation=1)
     restored = Journal(snapshot)
     assert (restored.on_disk, restored.base_clocks) == (28, (0, 0))
@@ -115,18 +115,18 @@ def test_what_is_written_down_comes_back() -> None:
     assert restored.snapshot(incarnation=2).label > snapshot.label
 
 
-def test_a_run_whose_newest_snapshots_are_damaged_goes_on_with_its_history() -> None:
+def test_a_run_with_damaged_newest_snapshots_resumes_with_its_history() -> None:
     """Three snapshots are kept of each shard; of the older two no state was left."""
     written = journal(0)
     for cut in range(10, 60, 10):
         written.write(cut, iterated(cut), samples=10 * cut, offset=2)
-        written.kept(cut)
+        written.checkpointed(cut)
     written = Journal(written.snapshot(incarnation=1))
     for cut in (30, 40, 50):
-        choice = written.choose([held(f"{cut} ({cut})")] * 2)
-        assert choice.whole
-        assert choice.entry is not None
-        assert choice.entry.state == f"state {cut}"
+        resume_point = written.choose([held(f"{cut} ({cut})")] * 2)
+        assert resume_point.whole
+        assert resume_point.entry is not None
+        assert resume_point.entry.state == f"state {cut}"
     assert not written.choose([held("20 (20)")] * 2).whole
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None
         Journal(Snapshot(label=label, arrays={}, facts=facts))
 
 
-def test_a_run_that_has_ended_goes_on_from_what_it_published() -> None:
+def test_a_finished_run_resumes_from_its_published_point() -> None:
     written = journal(31)
     last = CheckpointEntry(cut=0, iteration=33, offset=2, samples=330, state="")
     written.end((7, 8), entry=last)
@@ -157,5 +157,5 @@ def test_a_run_that_has_ended_goes_on_from_what_it_published() -> None:
     assert (ended.cut, ended.whole, ended.entry.iteration) == (0, False, 33)
     assert written.choose(at(0, 0)).entry is None  # where all began
     assert written.choose([held("31"), held("31")]).cut == 31  # with its history
-    with pytest.raises(StorageError, match="share no point"):
+    with pytest.raises(StorageError, match="share no savepoint"):
         written.choose(at(7, 0))

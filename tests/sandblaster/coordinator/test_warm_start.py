@@ -13,51 +13,53 @@ def said(actions: list[Action]) -> list[tuple[Address, type]]:
     return [(a.receiver, type(a.message)) for a in actions if isinstance(a, Send)]
 
 
-def test_it_is_over_when_all_have_done_their_share() -> None:
-    warming = WarmStartRun(2, retry_seconds=0.5)
-    assert not warming.is_over
-    assert said(warming.heard(A, 1.0)) == [(A, StartTraining)]
-    assert said(warming.heard(B, 1.0)) == [(B, StartTraining)]
-    assert said(warming.heard(B, 1.5)) == [(B, StartTraining)]  # it may not have heard
-    assert warming.finished(A, 3.0) == [SetTimer(name=TIMER, at=4.0)]
-    assert warming.is_done(A)
-    assert warming.heard(A, 3.0) == []
-    assert not warming.is_over
-    assert warming.finished(B, 3.5) == []
-    assert warming.is_over
+def test_it_is_over_when_all_workers_are_done() -> None:
+    warm_start = WarmStartRun(2, retry_seconds=0.5)
+    assert not warm_start.is_over
+    assert said(warm_start.replica_joined(A, 1.0)) == [(A, StartTraining)]
+    assert said(warm_start.replica_joined(B, 1.0)) == [(B, StartTraining)]
+    assert said(warm_start.replica_joined(B, 1.5)) == [
+        (B, StartTraining)
+    ]  # the first message may be lost
+    assert warm_start.replica_finished(A, 3.0) == [SetTimer(name=TIMER, at=4.0)]
+    assert warm_start.is_done(A)
+    assert warm_start.replica_joined(A, 3.0) == []
+    assert not warm_start.is_over
+    assert warm_start.replica_finished(B, 3.5) == []
+    assert warm_start.is_over
 
 
-def test_who_is_late_is_told_to_stop_and_waited_for() -> None:
-    warming = WarmStartRun(3, retry_seconds=0.5)
-    warming.heard(A, 0.0)
-    warming.heard(B, 0.0)
-    warming.finished(A, 2.0)
-    for now in (3.0, 3.5):  # until it has heard
-        actions = warming.timer(now)
+def test_late_workers_are_stopped_and_awaited() -> None:
+    warm_start = WarmStartRun(3, retry_seconds=0.5)
+    warm_start.replica_joined(A, 0.0)
+    warm_start.replica_joined(B, 0.0)
+    warm_start.replica_finished(A, 2.0)
+    for now in (3.0, 3.5):  # until it has stopped
+        actions = warm_start.timer(now)
         assert said(actions) == [(B, Stop)]
         assert actions[-1] == SetTimer(name=TIMER, at=now + 0.5)
-        assert not warming.is_over
-    assert warming.heard(Address("replica-2"), 3.6) == []  # too late to begin
-    warming.finished(B, 4.0)
-    assert warming.is_over
+        assert not warm_start.is_over
+    assert warm_start.replica_joined(Address("replica-2"), 3.6) == []  # too late to begin
+    warm_start.replica_finished(B, 4.0)
+    assert warm_start.is_over
 
 
-def test_who_is_lost_is_not_waited_for() -> None:
-    warming = WarmStartRun(2, retry_seconds=0.5)
-    warming.heard(A, 0.0)
-    warming.heard(B, 0.0)
-    warming.finished(A, 2.0)
-    warming.lost(B)
-    warming.timer(3.0)
-    assert warming.is_over
-    warming.lost(A)
-    assert warming.is_over  # nobody trains any more
+def test_a_lost_worker_is_not_awaited() -> None:
+    warm_start = WarmStartRun(2, retry_seconds=0.5)
+    warm_start.replica_joined(A, 0.0)
+    warm_start.replica_joined(B, 0.0)
+    warm_start.replica_finished(A, 2.0)
+    warm_start.lost(B)
+    warm_start.timer(3.0)
+    assert warm_start.is_over
+    warm_start.lost(A)
+    assert warm_start.is_over  # no worker trains any more
 
 
-def test_who_has_finished_for_a_coordinator_that_is_gone_counts() -> None:
-    warming = WarmStartRun(1, retry_seconds=0.5)
-    assert warming.finished(A, 7.0) == [SetTimer(name=TIMER, at=7.5)]
-    assert warming.is_over
+def test_a_worker_that_finished_for_an_earlier_coordinator_counts() -> None:
+    warm_start = WarmStartRun(1, retry_seconds=0.5)
+    assert warm_start.replica_finished(A, 7.0) == [SetTimer(name=TIMER, at=7.5)]
+    assert warm_start.is_over
 
 
 def saved(label: str, error: str | None = None) -> CheckpointSaved:
@@ -65,7 +67,7 @@ def saved(label: str, error: str | None = None) -> CheckpointSaved:
 
 
 def answers(actions: list[Action]) -> list[tuple[str, str | None]]:
-    """Return what the supervisor is told."""
+    """Return what is reported to the supervisor."""
     return [
         (action.message.label, action.message.error)
         for action in actions
@@ -78,22 +80,24 @@ def answers(actions: list[Action]) -> list[tuple[str, str | None]]:
 def test_it_is_saved_when_every_shard_is() -> None:
     """Nothing was: a job killed in a warm start of hours had lost all of it."""
     saves = WarmSaves(SHARDS)
-    assert said(saves.ask("00001")) == [(name, SaveCheckpoint) for name in SHARDS]
-    assert saves.answered(SHARDS[0], saved("00001")) == []
-    assert saves.answered(SHARDS[0], saved("00001")) == []  # once more
-    assert said(saves.ask("00001")) == [(SHARDS[1], SaveCheckpoint)]  # it may not have heard
-    assert answers(saves.answered(SHARDS[1], saved("00001"))) == [("00001", None)]
-    assert answers(saves.ask("00001")) == [("00001", None)]  # nor the supervisor
-    assert saves.answered(SHARDS[1], saved("00001")) == []
-    assert len(saves.ask("00002")) == 2
-    assert saves.answered(SHARDS[1], saved("00001")) == []  # of the one before
+    assert said(saves.request("00001")) == [(name, SaveCheckpoint) for name in SHARDS]
+    assert saves.shard_answered(SHARDS[0], saved("00001")) == []
+    assert saves.shard_answered(SHARDS[0], saved("00001")) == []  # once more
+    assert said(saves.request("00001")) == [
+        (SHARDS[1], SaveCheckpoint)
+    ]  # the first message may be lost
+    assert answers(saves.shard_answered(SHARDS[1], saved("00001"))) == [("00001", None)]
+    assert answers(saves.request("00001")) == [("00001", None)]  # the answer may be lost, too
+    assert saves.shard_answered(SHARDS[1], saved("00001")) == []
+    assert len(saves.request("00002")) == 2
+    assert saves.shard_answered(SHARDS[1], saved("00001")) == []  # of the one before
 
 
 def test_a_shard_that_could_not_save_is_named_and_asked_again() -> None:
     saves = WarmSaves(SHARDS)
-    saves.ask("00001")
-    saves.answered(SHARDS[0], saved("00001", "the disk is full"))
-    actions = saves.answered(SHARDS[1], saved("00001"))
+    saves.request("00001")
+    saves.shard_answered(SHARDS[0], saved("00001", "the disk is full"))
+    actions = saves.shard_answered(SHARDS[1], saved("00001"))
     assert answers(actions) == [("00001", "shard-0: the disk is full")]
-    assert said(saves.ask("00001")) == [(SHARDS[0], SaveCheckpoint)]
-    assert answers(saves.answered(SHARDS[0], saved("00001"))) == [("00001", None)]
+    assert said(saves.request("00001")) == [(SHARDS[0], SaveCheckpoint)]
+    assert answers(saves.shard_answered(SHARDS[0], saved("00001"))) == [("00001", None)]

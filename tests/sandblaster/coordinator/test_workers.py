@@ -1,4 +1,4 @@
-"""What replicas are told, and whether they have heard it."""
+"""Assignments to workers, and their acknowledgement."""
 
 import pytest
 
@@ -11,67 +11,67 @@ from sandblaster.worker import ChunkAttempts
 
 
 A = Address("replica-a")
-CUTTING = ChunkSizes(portion_size=10)
+CHUNK_SIZES = ChunkSizes(mini_batch_size=10)
 
 
 class Talk:
-    """A crew, and a replica that it talks to."""
+    """A worker pool, and a worker that it talks to."""
 
     def __init__(self) -> None:
-        self.crew = WorkerPool(CoordinatorConfig(cutting=CUTTING))
-        self.tries = ChunkAttempts(CUTTING)
+        self.pool = WorkerPool(CoordinatorConfig(chunk_sizes=CHUNK_SIZES))
+        self.attempts = ChunkAttempts(CHUNK_SIZES)
         batch = BatchRange(first=0, n_examples=40)
-        self.crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
+        self.pool.begin(epoch=1, evaluation=1, versions=(), batch=batch)
 
-    def hears(self, account: WorkReport) -> WorkerState:
-        """Let the crew hear what the replica said some time."""
-        event = Received(sender=A, incarnation=1, message=account)
-        self.crew.hear(event, account, 0.0)
-        member = self.crew.get(A)
-        assert member is not None
-        return member
+    def hears(self, report: WorkReport) -> WorkerState:
+        """Pass a report of the worker to the pool."""
+        event = Received(sender=A, incarnation=1, message=report)
+        self.pool.take_report(event, report, 0.0)
+        worker = self.pool.get(A)
+        assert worker is not None
+        return worker
 
-    def tells(self, member: WorkerState, *, is_dealt: int) -> Assignment:
-        """Return what the crew says, once the member was dealt a set."""
-        member.copies = {
-            is_dealt: ChunkCopy(set_index=0, attempt=is_dealt, n_examples=10, dealt_at=0.0)
+    def tells(self, worker: WorkerState, *, is_dealt: int) -> Assignment:
+        """Return the assignment after the worker was given a chunk."""
+        worker.copies = {
+            is_dealt: ChunkCopy(set_index=0, attempt=is_dealt, n_examples=10, assigned_at=0.0)
         }
-        (send,) = self.crew.tell(member, 0.0)
+        (send,) = self.pool.send_assignment(worker, 0.0)
         assert isinstance(send, Send)
         assert isinstance(send.message, Assignment)
         return send.message
 
 
 @pytest.mark.parametrize("n_told", [1, 2, 3])
-def test_a_replica_hears_what_it_is_told_after_it_was_taken_for_lost(n_told: int) -> None:
-    """Seed 8365: a set was waited for without end, in a batch without backup tasks.
+def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: int) -> None:
+    """Seed 8365: a chunk never came, in a batch without backup tasks.
 
-    The replica had been silent. Its word from before made it a member again, at the
-    version which that word named; but it had been told more by then, all of which it
-    heard now. What it was told next had a number that it knew already.
+    The worker had been silent. An old report added it again, with the version of that
+    report; but newer assignments were on their way to it. The next assignment had a
+    version that it knew already.
     """
     talk = Talk()
-    talk.tries.told(talk.tells(talk.hears(talk.tries.account), is_dealt=1))
-    before = talk.tries.account
-    member = talk.hears(before)
-    late = [talk.tells(member, is_dealt=2 + n) for n in range(n_told)]
-    talk.crew.leave(A, is_over=False)
+    talk.attempts.update(talk.tells(talk.hears(talk.attempts.report), is_dealt=1))
+    before = talk.attempts.report
+    worker = talk.hears(before)
+    late = [talk.tells(worker, is_dealt=2 + n) for n in range(n_told)]
+    talk.pool.remove(A, is_over=False)
     again = talk.hears(before)
     for assignment in late:
-        talk.tries.told(assignment)
-    assert talk.tries.told(talk.tells(again, is_dealt=9))
-    assert [one.attempt for one in talk.tries] == [9]
-    assert talk.hears(talk.tries.account).known == again.version
-    assert talk.crew.tell_again(99.0) == []
+        talk.attempts.update(assignment)
+    assert talk.attempts.update(talk.tells(again, is_dealt=9))
+    assert [one.attempt for one in talk.attempts] == [9]
+    assert talk.hears(talk.attempts.report).known == again.version
+    assert talk.pool.resend(99.0) == []
 
 
-def test_a_replica_that_has_not_heard_is_told_again() -> None:
+def test_an_unacknowledged_assignment_is_sent_again() -> None:
     talk = Talk()
-    member = talk.hears(talk.tries.account)
-    talk.tells(member, is_dealt=1)
-    (again,) = talk.crew.tell_again(99.0)
+    worker = talk.hears(talk.attempts.report)
+    talk.tells(worker, is_dealt=1)
+    (again,) = talk.pool.resend(99.0)
     assert isinstance(again, Send)
     assert isinstance(again.message, Assignment)
-    assert talk.tries.told(again.message)
-    talk.hears(talk.tries.account)
-    assert talk.crew.tell_again(199.0) == []
+    assert talk.attempts.update(again.message)
+    talk.hears(talk.attempts.report)
+    assert talk.pool.resend(199.0) == []

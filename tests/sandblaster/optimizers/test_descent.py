@@ -76,7 +76,7 @@ def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(sc
 
 
 def test_a_search_that_fails_drops_the_history_and_tries_the_gradient() -> None:
-    """Whatever the search along the quasi-Newton direction is told, it is bad news."""
+    """The search along the quasi-Newton direction always fails."""
     descent = Perverse(1.0, at=0)
     n_calls = 0
 
@@ -132,7 +132,7 @@ def test_rounding_ends_a_run_that_asks_for_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("n_history", [1, 3, 10])
-def test_no_more_is_remembered_than_was_asked_for(n_history: int) -> None:
+def test_history_is_bounded(n_history: int) -> None:
     n_vectors: list[int] = []
 
     def watch(cut: IterationDone) -> bool:
@@ -176,7 +176,7 @@ def test_float32_shards_come_as_near_as_float32_allows() -> None:
     np.testing.assert_allclose(local.get("parameters"), 1.0, atol=1e-4)
 
 
-def test_improvements_are_measured_by_the_loss_and_by_its_beginning() -> None:
+def test_improvements_are_relative_to_the_loss_and_its_start() -> None:
     method = LBFGS(value_tolerance=1e-3)
     assert small_improvement(method, 100.0, 99.95, loss_at_start=1e4)
     assert not small_improvement(method, 100.0, 99.8, loss_at_start=1e4)

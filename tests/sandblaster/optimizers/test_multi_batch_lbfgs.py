@@ -63,7 +63,7 @@ def test_it_comes_near_the_minimum_of_the_whole(n_shards: int) -> None:
     assert problem(x)[0] + 0.5e-2 * x @ x <= 1.1 * exact.loss
 
 
-def test_overlap_makes_better_steps_than_none_to_speak_of() -> None:
+def test_overlap_makes_better_steps() -> None:
     """The reason for the overlap: y of differing examples is noise."""
     problem = Logistic.made(2000, 20, condition=10.0, l2=1e-3)
 
@@ -119,7 +119,7 @@ def test_a_batch_that_is_fitted_is_not_all_examples(batch_size: int) -> None:
 
 
 def test_the_gradient_of_all_is_asked_for_less_and_less_in_vain() -> None:
-    """One example in 100 is not fitted: nearly every batch says that all is done."""
+    """One example in 100 is not fitted: nearly every batch has a small gradient."""
     n_examples, asked = 100, []
 
     def nearly_flat(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
@@ -142,8 +142,8 @@ def test_the_gradient_of_all_is_asked_for_less_and_less_in_vain() -> None:
     assert len(asked) ** 2 / 4 < len(seen)
 
 
-def test_a_run_goes_on_between_batches_that_say_nothing() -> None:
-    """From every cut it ends where it would have ended, to the bit."""
+def test_a_run_continues_after_batches_with_a_small_gradient() -> None:
+    """Resumed from any savepoint it ends at the same point, to the bit."""
     problem = Logistic.made(60, 5)
     method = MultiBatchLBFGS(batch_size=6, n_iterations_max=25, gradient_tolerance=0.02)
     whole = Local(np.zeros(5), problem.of)

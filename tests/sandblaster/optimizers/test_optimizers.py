@@ -62,7 +62,7 @@ def test_a_bowl_is_solved_on_any_number_of_shards(name: str, n_shards: int) -> N
 
 
 class Recorder:
-    """Runs a method, and keeps every cut and every request."""
+    """Runs a method, and keeps every savepoint and every request."""
 
     def __init__(self, problem: Logistic, n: int, *, n_shards: int = 2) -> None:
         self.cuts: list[tuple[IterationDone, list[Mapping[str, Vector]]]] = []
@@ -77,7 +77,7 @@ class Recorder:
 
 
 @each_method
-def test_a_run_resumes_from_any_cut_as_if_nothing_had_happened(name: str) -> None:
+def test_a_run_resumes_from_any_savepoint_unchanged(name: str) -> None:
     problem, method = ill_conditioned(), METHODS[name]
     whole = Recorder(problem, 12)
     result = whole.local.run(method.steps())
@@ -85,13 +85,13 @@ def test_a_run_resumes_from_any_cut_as_if_nothing_had_happened(name: str) -> Non
     assert len(whole.cuts) > 5
     some = np.linspace(0, len(whole.cuts) - 2, 6).astype(int)
     for cut, vectors in [whole.cuts[k] for k in some]:
-        again = Recorder(problem, 12)
-        again.local.restore(vectors)
-        resumed = again.local.run(method.steps(cut.state))
+        resend = Recorder(problem, 12)
+        resend.local.restore(vectors)
+        resumed = resend.local.run(method.steps(cut.state))
         assert resumed == result
-        np.testing.assert_array_equal(again.local.get("parameters"), last)
+        np.testing.assert_array_equal(resend.local.get("parameters"), last)
         expected = [c.loss for c, _ in whole.cuts if c.iteration > cut.iteration]
-        assert [c.loss for c, _ in again.cuts] == expected
+        assert [c.loss for c, _ in resend.cuts] == expected
 
 
 @each_method
@@ -112,7 +112,7 @@ def test_a_run_that_ended_can_be_continued_with_a_larger_bound(name: str) -> Non
 
 
 @each_method
-def test_a_run_that_goes_on_where_it_had_ended_ends_there_again(name: str) -> None:
+def test_resuming_a_finished_run_ends_it_again(name: str) -> None:
     """A coordinator was killed between its last point and its end.
 
     The next one went an iteration further than was asked for (seed 2927 of the
@@ -127,8 +127,8 @@ def test_a_run_that_goes_on_where_it_had_ended_ends_there_again(name: str) -> No
     second.local.restore(vectors)
     assert second.local.run(method.steps(cut.state)) == result
     assert second.points == []
-    last, again = (r.local.get("parameters") for r in (first, second))
-    np.testing.assert_array_equal(again, last)
+    last, resend = (r.local.get("parameters") for r in (first, second))
+    np.testing.assert_array_equal(resend, last)
 
 
 @each_method
@@ -164,7 +164,7 @@ def test_losses_never_rise_and_are_those_of_the_points(name: str) -> None:
 
 
 @each_method
-def test_being_told_to_stop_ends_at_an_accepted_point(name: str) -> None:
+def test_stopping_ends_at_an_accepted_point(name: str) -> None:
     problem = ill_conditioned()
     local = Local(np.zeros(12), problem.of, callback=lambda cut: cut.iteration == 2)
     result = local.run(METHODS[name].steps())
@@ -174,7 +174,7 @@ def test_being_told_to_stop_ends_at_an_accepted_point(name: str) -> None:
 
 
 @each_method
-def test_being_told_to_stop_at_once_leaves_the_start(name: str) -> None:
+def test_stopping_at_once_leaves_the_start(name: str) -> None:
     local = Local(np.ones(12), ill_conditioned().of, callback=lambda _: True)
     result = local.run(METHODS[name].steps())
     assert result.reason is Reason.STOPPED
@@ -227,7 +227,7 @@ def test_a_wall_of_nan_is_not_run_into(name: str, radius: float) -> None:
 
 @each_method
 def test_a_loss_that_is_no_number_any_more_ends_at_the_last_point(name: str) -> None:
-    """It was told that no step improves the loss; a job's exit code was 0."""
+    """It reported that no step improves the loss; a job's exit code was 0."""
     problem, method = ill_conditioned(), METHODS[name]
     recorder = Recorder(problem, 12)
 
@@ -399,13 +399,13 @@ def test_an_iteration_takes_two_requests_and_one_per_further_trial(name: str) ->
         ),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(make: Callable[[], AnyMethod], message: str) -> None:
+def test_an_invalid_setting_is_named(make: Callable[[], AnyMethod], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @each_method
-def test_settings_come_from_a_job_file_and_say_their_name(name: str) -> None:
+def test_settings_come_from_a_job_file_with_their_name(name: str) -> None:
     encoded = msgspec.json.encode(METHODS[name])
     assert msgspec.json.decode(encoded, type=AnyMethod) == METHODS[name]
 

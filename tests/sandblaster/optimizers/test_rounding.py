@@ -54,7 +54,7 @@ def basin(x: Doubles) -> tuple[float, Doubles]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_search_within_the_rounding_error_is_short_and_ends_in_words(name: str) -> None:
+def test_a_search_within_the_rounding_error_is_short_and_explained(name: str) -> None:
     seen: list[IterationDone] = []
 
     def watch(cut: IterationDone) -> bool:
