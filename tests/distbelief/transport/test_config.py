@@ -69,7 +69,7 @@ def test_no_message_holds_the_secret_of_its_run(message: Message) -> None:
 
 
 def test_a_number_that_is_not_ours_is_named(ring: KeyConfig) -> None:
-    with pytest.raises(TransportError, match="no interface of this machine"):
+    with pytest.raises(TransportError, match="no interface of this host"):
         start(ListenConfig(host="198.51.100.7", keys=ring))
 
 

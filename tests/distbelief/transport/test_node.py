@@ -329,7 +329,7 @@ def test_work_that_raises_is_answered_with_the_error(build: Build) -> None:
     assert isinstance(answer.error, ZeroDivisionError)
 
 
-def test_work_without_an_end_is_left_behind_and_named(
+def test_work_without_an_end_is_abandoned_and_named(
     build: Build, log: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "JOIN_SECONDS_MAX", 0.02)
@@ -343,9 +343,7 @@ def test_work_without_an_end_is_left_behind_and_named(
 
     node, _ = build(react)
     assert node.run() is None
-    assert log == [
-        ("warning", "me: endless (compute) is not done 0.02 s after the end: left behind")
-    ]
+    assert log == [("warning", "me: endless (compute) still runs 0.02 s after the end: abandoned")]
     end.set()
     monkeypatch.undo()
     node.close()  # waits for it
@@ -412,7 +410,7 @@ def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) ->
     assert node.run() is None
     assert role.events == [
         Started(incarnation=4),
-        Persisted(label="00412", error="there is no place for snapshots"),
+        Persisted(label="00412", error="no checkpoint storage is configured"),
     ]
 
 
@@ -451,7 +449,8 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     assert node.run() is None
     assert len(role.events) == 22
     assert log == [
-        ("warning", f"refused, {n} so far: me sent HeartbeatAck") for n in (1, 2, 4, 8, 16)
+        ("warning", f"rejected a message ({n} so far): me sent HeartbeatAck")
+        for n in (1, 2, 4, 8, 16)
     ]
 
 
@@ -464,7 +463,7 @@ def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
 
     node, _ = build(react)
     assert node.run() == f"{type(error).__name__}: {error}"
-    assert log == [("error", f"me cannot go on: {type(error).__name__}: {error}")]
+    assert log == [("error", f"me failed: {type(error).__name__}: {error}")]
 
 
 def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str, str]]) -> None:
@@ -473,7 +472,7 @@ def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str,
 
     node, _ = build(react)
     assert node.run() == "KeyError: 'step'"
-    assert log[0] == ("error", "me cannot go on: KeyError: 'step'")
+    assert log[0] == ("error", "me failed: KeyError: 'step'")
     assert "Traceback" in log[1][1]
     assert "in react" in log[1][1]
 

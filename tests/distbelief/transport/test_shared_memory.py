@@ -122,9 +122,9 @@ NO_NAMES = ["", ".", "..", "../a", "/etc/passwd", "a/b", ".a", "-a", "a\0b", "a"
 
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_a_name_cannot_be_a_path(memory: FileMemory, name: str) -> None:
-    with pytest.raises(LocalProtocolError, match="cannot name a region"):
+    with pytest.raises(LocalProtocolError, match="invalid region name"):
         memory.create(name, n_bytes=8)
-    with pytest.raises(MemoryGoneError, match="no region can have the name"):
+    with pytest.raises(MemoryGoneError, match="invalid region name"):
         memory.attach(name)
     memory.release(name)
 
@@ -151,7 +151,7 @@ def test_without_room_the_error_names_place_bytes_and_mend(memory: FileMemory) -
         memory.create("a", n_bytes=1 << 50)
     text = str(caught.value)
     assert str(memory.directory.parent) in text
-    assert "1,125,899,906,842,624 bytes wanted" in text
+    assert "1,125,899,906,842,624 bytes needed" in text
     assert "free" in text
     assert "--shm-size" in text
     assert list(memory.directory.iterdir()) == []

@@ -324,7 +324,7 @@ def test_who_was_not_written_to_for_longest_makes_room(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A standing server meets more workers than there can be sockets."""
-    monkeypatch.setattr(zmq_transport, "_OUTBOXES_MAX", 2)
+    monkeypatch.setattr(zmq_transport, "_PEERS_MAX", 2)
     a, b, c, d = map(make, "abcd")
     a.connect("b", 1, b.endpoint)
     a.connect("c", 1, c.endpoint)
@@ -495,7 +495,7 @@ def test_who_watches_a_peer_hears_that_another_listens_there(
     pair = KeyPair.new()
     stranger = make_tcp("s", guard=RunAuth(pair))
     member, careless = make_tcp("m"), make_tcp("c")
-    with pytest.raises(TransportError, match="not known by the key of this run"):
+    with pytest.raises(TransportError, match="does not have the key of this run"):
         stranger.connect("inbox", 1, inbox_tcp.endpoint)
     place = replace(Endpoint.parse(inbox_tcp.endpoint), key=pair.public)
     stranger.connect("inbox", 1, str(place), watched=True)
@@ -556,7 +556,7 @@ def test_nobody_in_the_network_is_the_user(inbox: ZmqTransport, make: Make, log:
         return inbox.counters.malformed == 1
 
     wait(inbox, until=arrived)
-    assert log == ["dropped: a peer speaks as 'user' (so far 1)"]
+    assert log == ["dropped: a peer may not speak as 'user' (so far 1)"]
     assert still_works(inbox)
 
 
