@@ -85,16 +85,13 @@ class Authenticator(Protocol):
     @property
     def encrypts(self) -> bool:
         """Whether messages are encrypted (CURVE), so that they may leave this host."""
-        ...
 
     @property
     def watch_seconds(self) -> float:
         """Interval at which `watch` must be called."""
-        ...
 
     def wire_bytes(self, n_bytes: int) -> int:
         """Return the size of a frame of `n_bytes` bytes on the network."""
-        ...
 
     def listen(self, inbox: Inbox, endpoint: str) -> str:
         """Prepare the socket before it is bound; return its public key, or "".
@@ -102,11 +99,9 @@ class Authenticator(Protocol):
         Raises:
             TransportError: The socket must not be bound to this endpoint.
         """
-        ...
 
     def address(self, endpoint: str) -> str:
         """Return the address that ZeroMQ binds or connects to for this endpoint."""
-        ...
 
     def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
         """Prepare a socket before it connects.
@@ -114,15 +109,12 @@ class Authenticator(Protocol):
         Raises:
             TransportError: It must not connect to this endpoint.
         """
-        ...
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
         """Accept or reject a connection request (RFC 27)."""
-        ...
 
     def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
         """Return the source of a message; None: drop the message unread."""
-        ...
 
     def check(self, source: Source, sender: str) -> None:
         """Check that a message from this source may name this sender.
@@ -130,27 +122,21 @@ class Authenticator(Protocol):
         Raises:
             RemoteProtocolError: It may not.
         """
-        ...
 
     def offended(self, source: Source, why: str) -> None:
         """Record an invalid message from this source; its connection may be closed."""
-        ...
 
     def assign_name(self, name: str, to: str) -> None:
         """Give the name to the key that has the name `to`, and to no other key."""
-        ...
 
     def drained(self) -> None:
         """Record that no message waits to be read now."""
-        ...
 
     def watch(self, port: int) -> None:
         """Check all connections to this port if the interval has passed."""
-        ...
 
     def close(self) -> None:
         """Release the port and what else is held open."""
-        ...
 
 
 class TrustingAuth:

@@ -46,6 +46,7 @@ from distbelief.transport.limits import (
 
 # --- permissions ---
 
+# Role of a key -> names of roles that it may use; an entry that ends in - or . is a prefix.
 SPEAKS_AS: Final[dict[str, tuple[str, ...]]] = {
     "worker": ("worker-",),
     "server": ("supervisor", "shard-"),
@@ -53,10 +54,9 @@ SPEAKS_AS: Final[dict[str, tuple[str, ...]]] = {
     "job": ("supervisor", "host-", "shard-", "replica-", "evaluator", "evaluator.", "coordinator"),
     "guest": (),
 }
-"""Role of a key -> names of roles that it may use; an entry that ends in - or . is a prefix."""
 
+# Names that one key may have; beyond it, the oldest is forgotten.
 N_NAMES_MAX: Final = 8192
-"""Names that one key may have; beyond it, the oldest is forgotten."""
 
 
 @final

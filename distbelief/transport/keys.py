@@ -123,11 +123,11 @@ def public_key(text: str) -> str:
     return key
 
 
+# Of a training loop; of a server or supervisor and its shards; of a host that joins a job.
 ROLES: Final = ("worker", "server", "host")
-"""Of a training loop; of a server or supervisor and its shards; of a host that joins a job."""
 
+# Default directory of this user's keys.
 DIRECTORY: Final = Path("~/.distbelief/keys")
-"""Default directory of this user's keys."""
 
 N_ALLOWED_MAX: Final = 4096
 

@@ -25,8 +25,8 @@ from distbelief.roles.role import Seconds
 from distbelief.transport.authenticator import Inbox
 
 
+# Address and port of the other side.
 Peer = tuple[str, int]
-"""Address and port of the other side."""
 
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 _BYTES_RECEIVED: Final = struct.Struct("=128xQ")  # of tcp_info (linux/tcp.h)
@@ -417,8 +417,8 @@ def _held(record: PeerRecord) -> int:
 
 
 N_WELCOME_MAX: Final = 1024
+# While the filter is on, this many times fewer new connections are accepted.
 SLOWDOWN: Final = 4.0
-"""While the filter is on, this many times fewer new connections are accepted."""
 
 _ATTACH: Final = 26  # SO_ATTACH_FILTER
 _DETACH: Final = 27

@@ -223,7 +223,6 @@ class CheckpointStorage(Protocol):
 
     def save(self, role: Address, snapshot: Snapshot) -> None:
         """Save durably, or raise `DistBeliefError` or `OSError`."""
-        ...
 
     def newest(self, role: Address) -> Snapshot | None:
         """Return the newest complete checkpoint; `None` if none was ever saved.
@@ -231,7 +230,6 @@ class CheckpointStorage(Protocol):
         Raises:
             StorageError: There are some, and none is usable.
         """
-        ...
 
 
 class Launcher(Protocol):
@@ -239,19 +237,15 @@ class Launcher(Protocol):
 
     def launch(self, name: Address, incarnation: int) -> None:
         """Start a role, or raise `DistBeliefError` if it cannot be started."""
-        ...
 
     def terminate(self, name: Address) -> None:
         """End a role at once; no error if it has ended already."""
-        ...
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while `events` has some."""
-        ...
 
     def events(self) -> Sequence[Event]:
         """Return the events since the last call: `PeerLost` and posted events."""
-        ...
 
 
 class RoleRunner:

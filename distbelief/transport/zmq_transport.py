@@ -35,15 +35,15 @@ from distbelief.transport.address import LOOPBACK, Endpoint, is_local
 from distbelief.transport.authenticator import Authenticator, NotIntroducedError, Source
 
 
+# Events: the peer rejects this side's key.
 REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_AUTH,)
-"""Events: the peer rejects this side's key."""
 
+# Events: the peer closed the connection in the handshake: it has another key, or none.
 ANOTHER: Final = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-"""Events: the peer closed the connection in the handshake: it has another key, or none."""
 
 HEARTBEAT_SECONDS: Final = 2.0
+# Silence of ZeroMQ's own heartbeats after which a link to another host is opened again.
 SILENCE_SECONDS_MAX: Final = 8.0
-"""Silence of ZeroMQ's own heartbeats after which a link to another host is opened again."""
 
 
 @final

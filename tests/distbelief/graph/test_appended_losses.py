@@ -113,10 +113,10 @@ def test_positions_and_probabilities_are_targets_too() -> None:
     compare(module, soft, "cross_entropy", functional.cross_entropy, chances)
 
 
-def test_a_loss_of_ones_own_is_computed_whole() -> None:
+def test_a_user_defined_loss_is_opaque() -> None:
     module, graph = model(5)
     graph = append_loss(graph, own)
-    assert graph["loss"].whole == "a loss function of one's own"
+    assert graph["loss"].whole == "a user-defined loss function"
     compare(module, graph, own, own, torch.rand(4, 5, dtype=torch.float64))
 
 
@@ -124,11 +124,11 @@ def test_losses_that_do_not_fit_are_refused() -> None:
     _, graph = model(5)
     with pytest.raises(GraphError, match="no loss 'cross' "):
         append_loss(graph, "cross")
-    with pytest.raises(GraphError, match=r"targets of 'mse' .* shape \[5\], not \[4\]"):
+    with pytest.raises(GraphError, match=r"targets of 'mse' .* shape \[5\], got \[4\]"):
         append_loss(graph, "mse", targets=(4,))
     with pytest.raises(GraphError, match="dim is 1"):
         append_loss(graph, "cross_entropy", dim=1)
     two = LayerGraph(graph.layers, ("0", "1"))
-    with pytest.raises(GraphError, match=r"has 2 outputs \(0, 1\), and a loss is of"):
+    with pytest.raises(GraphError, match=r"has 2 outputs \(0, 1\), and a loss needs one"):
         append_loss(two, "mse")
     assert append_loss(two, "mse", output="0")["loss"].inputs[0] == "0"

@@ -205,7 +205,7 @@ def test_who_calls_a_whole_module_with_a_number_is_whole_too() -> None:
             return x.cumsum(1) * factor if x.sum() > 0 else x
 
     (reason,) = whole_of(Called()).values()
-    assert re.search(r"part .Scaling. is computed whole .* is called with 2\.0", reason)
+    assert re.search(r"part .Scaling. is opaque .* is called with 2\.0", reason)
 
 
 class Cubed(nn.Module):

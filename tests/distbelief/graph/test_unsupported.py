@@ -208,7 +208,7 @@ def test_the_forward_of_an_instance_cannot_be_kept_whole() -> None:
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.Tanh())
     layer.__dict__["forward"] = lambda x: x if x.sum() > 0 else layer.weight.sum() * x
-    with pytest.raises(GraphError, match="forward of '0' was put"):
+    with pytest.raises(GraphError, match="forward of '0' was replaced"):
         captured(model)
 
 

@@ -17,7 +17,7 @@ from distbelief.graph.region import Region
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 
 
-assert ops.KINDS  # importing them registers them
+assert ops.OPERATORS  # importing them registers them
 TOLERANCE = 1e-10
 
 

@@ -196,6 +196,6 @@ class Outer(nn.Module):
         return result
 
 
-def test_a_whole_module_is_not_given_a_mask_of_numbers() -> None:
-    with pytest.raises(GraphError, match="compare inside of it"):
+def test_an_opaque_module_is_not_given_a_mask_of_numbers() -> None:
+    with pytest.raises(GraphError, match="compare inside of the module"):
         capture(Outer(), [InputSpec(shape=(4,))])

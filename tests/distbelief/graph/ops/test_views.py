@@ -85,7 +85,7 @@ def test_blocks_are_the_finest() -> None:
     assert operator_of(layer).cuts(layer) == ((0, 25), (1, 1))
     layer = reshape_layer("r", source("x", 4, 6), shape=(8, 3))
     assert operator_of(layer).cuts(layer) == ((0, 2),)
-    with pytest.raises(GraphError, match="the elements are 6 and 8"):
+    with pytest.raises(GraphError, match="they have 6 and 8 elements"):
         blocks((6,), (2, 4))
 
 
