@@ -211,23 +211,14 @@ class ExportError(Exception):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A module as operations on tensors, for any batch.
+    """A module as operations on tensors, for any batch."""
 
-    Attributes:
-        graph: ATen operations, and calls of `leaves`.
-        tensors: For each placeholder, the path of a tensor of the module.
-        constants: For each placeholder, a tensor that the forward made.
-        inputs: Placeholders of its inputs.
-        calls: Calls of leaf modules.
-        output: Structure of the result, whose tensors are flat in the graph.
-    """
-
-    graph: fx.Graph
-    tensors: Mapping[str, str]
-    constants: Mapping[str, torch.Tensor]
-    inputs: Sequence[str]
-    calls: Mapping[int, Call]
-    output: pytree.TreeSpec
+    graph: fx.Graph  # ATen operations, and calls of `leaves`
+    tensors: Mapping[str, str]  # for each placeholder, the path of a tensor of the module
+    constants: Mapping[str, torch.Tensor]  # for each placeholder, a tensor that the forward made
+    inputs: Sequence[str]  # placeholders of its inputs
+    calls: Mapping[int, Call]  # calls of leaf modules
+    output: pytree.TreeSpec  # structure of the result, whose tensors are flat in the graph
 
 
 @final

@@ -34,44 +34,28 @@ class GraphError(JobError):
 
 @final
 class TensorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of the model that a layer uses.
+    """A tensor of the model that a layer uses."""
 
-    Attributes:
-        name: Key in the module's `state_dict`; layers that share a tensor use the same name.
-        shape: Full shape of the tensor.
-        trains: Whether it has a gradient.
-    """
-
-    name: str
+    name: str  # key in the module's `state_dict`; layers that share a tensor use the same name
     shape: Shape
-    trains: bool = True
+    trains: bool = True  # whether it has a gradient
 
 
 @final
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer.
+    """One layer."""
 
-    Attributes:
-        name: Unique in its graph.
-        kind: Name of its `Operator`.
-        inputs: Names of the layers it reads, in the operator's order.
-        input_shapes: Output shapes of these layers, without the batch.
-        shape: Shape of its output, without the batch.
-        options: Options of the operator: stride, padding, ...
-        tensors: Tensors of the model by the operator's name for each: "weight", ...
-        is_integer: Whether its output is integers: labels, word indices.
-        whole: Why it is opaque (computed by one rank); "" if it can be split.
-    """
-
-    name: str
-    kind: str
-    inputs: tuple[str, ...] = ()
-    input_shapes: tuple[Shape, ...] = ()
-    shape: Shape
+    name: str  # unique in its graph
+    kind: str  # name of its `Operator`
+    inputs: tuple[str, ...] = ()  # names of the layers it reads, in the operator's order
+    input_shapes: tuple[Shape, ...] = ()  # output shapes of these layers, without the batch
+    shape: Shape  # of its output, without the batch
+    # Options of the operator: stride, padding, and so on.
     options: Mapping[str, Option] = msgspec.field(default_factory=dict)
+    # Tensors of the model by the operator's name for each: "weight", "bias".
     tensors: Mapping[str, TensorUse] = msgspec.field(default_factory=dict)
-    is_integer: bool = False
-    whole: str = ""
+    is_integer: bool = False  # whether its output is integers: labels, word indices
+    whole: str = ""  # why it is opaque (computed by one rank); "" if it can be split
 
     @property
     def region(self) -> Region:

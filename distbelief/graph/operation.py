@@ -18,35 +18,23 @@ from distbelief.graph.region import Shape
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """An argument that is the output of a layer.
-
-    Attributes:
-        name: Name of the layer.
-        shape: Shape of its output, without the batch.
-        batched: Whether the tensor has the batch before these dimensions.
-        is_integer: Whether its elements are integers.
-    """
+    """An argument that is the output of a layer."""
 
     name: str
-    shape: Shape
-    batched: bool = True
-    is_integer: bool = False
+    shape: Shape  # without the batch
+    batched: bool = True  # whether the tensor has the batch before these dimensions
+    is_integer: bool = False  # whether its elements are integers
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Several:
-    """The results of an opaque module; each becomes a layer when it is used.
+    """The results of an opaque module; each becomes a layer when it is used."""
 
-    Attributes:
-        results: Tensors, or tuples of them.
-        add: Makes a layer of the tensor at an index path: (1, 0) is the first of the second.
-        place: Index path of these results among all.
-    """
-
-    results: tuple[object, ...]
+    results: tuple[object, ...]  # tensors, or tuples of them
+    # Makes a layer of the tensor at an index path: (1, 0) is the first of the second.
     add: "Callable[[tuple[int, ...], torch.Tensor], str | Several]"
-    place: tuple[int, ...] = ()
+    place: tuple[int, ...] = ()  # index path of these results among all
 
     def take(self, index: int) -> "str | Several":
         """Return the layer of one result, or the results that it consists of.
@@ -68,25 +56,15 @@ Lowered = str | tuple[str, ...] | Several
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One call.
+    """One call."""
 
-    Attributes:
-        name: Name for its layer.
-        target: Path of the module, or name of the function.
-        arguments: Operands, numbers, constant tensors, tuples of these.
-        keywords: Keyword arguments of the same types.
-        result: Its result without memory: a tensor, or a tuple of results.
-        batch: Extent of the batch in `result`.
-        trains: False for modules in evaluation mode while the model trains.
-    """
-
-    name: str
-    target: str
-    arguments: tuple[object, ...]
-    keywords: Mapping[str, object]
-    result: object
-    batch: int
-    trains: bool = True
+    name: str  # name for its layer
+    target: str  # path of the module, or name of the function
+    arguments: tuple[object, ...]  # operands, numbers, constant tensors, tuples of these
+    keywords: Mapping[str, object]  # keyword arguments of the same types
+    result: object  # its result without memory: a tensor, or a tuple of results
+    batch: int  # extent of the batch in `result`
+    trains: bool = True  # False for modules in evaluation mode while the model trains
 
     @property
     def operands(self) -> tuple[Operand, ...]:

@@ -35,46 +35,29 @@ class Cut(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The cost of one sample.
+    """The cost of one sample."""
 
-    Attributes:
-        forward: Floating point operations; a multiply-add counts as two.
-        backward: Floating point operations of the backward pass.
-        n_elements: Elements read and written in the forward pass, model tensors excluded.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    n_elements: float = 0.0
+    forward: float = 0.0  # floating point operations; a multiply-add counts as two
+    backward: float = 0.0  # floating point operations of the backward pass
+    n_elements: float = 0.0  # elements read and written in the forward pass, model tensors excluded
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The training step that a layer is computed in.
+    """The training step that a layer is computed in."""
 
-    Attributes:
-        training: False for inference.
-        seed: Seed of the step's randomness, equal on all ranks of a replica.
-        first_sample: Index of the first sample among all samples of the step.
-        modules: Opaque modules by their path in the model, on any device: their own tensors are not
-            used.
-    """
-
-    training: bool = False
-    seed: int = 0
-    first_sample: int = 0
+    training: bool = False  # False for inference
+    seed: int = 0  # seed of the step's randomness, equal on all ranks of a replica
+    first_sample: int = 0  # index of the first sample among all samples of the step
+    # Opaque modules by their path in the model, on any device: their own tensors are not used.
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
 class PartialSums(ABC):
-    """How an output is combined from parts of the first input.
+    """How an output is combined from parts of the first input."""
 
-    Attributes:
-        combine: How partial outputs become one. "max" has no gradient.
-    """
-
-    combine: ClassVar[Combine] = "sum"
+    combine: ClassVar[Combine] = "sum"  # how partial outputs become one; "max" has no gradient
 
     @abstractmethod
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -107,14 +90,10 @@ class PartialSums(ABC):
 
 
 class Operator(ABC):
-    """What a layer computes, without state.
+    """What a layer computes, without state."""
 
-    Attributes:
-        name: The value of `Layer.kind`.
-        partial: Its partial sums, if its output is a sum over parts of its first input.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # the value of `Layer.kind`
+    # Its partial sums, if its output is a sum over parts of its first input.
     partial: ClassVar[PartialSums | None] = None
 
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:

@@ -358,17 +358,12 @@ class UntracedRootError(Exception):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The result of tracing a module.
+    """The result of tracing a module."""
 
-    Attributes:
-        graph: Its operations.
-        whole: Opaque modules that cannot be traced, and why.
-        exported: Those of them that torch.export has captured.
-    """
-
-    graph: fx.Graph
+    graph: fx.Graph  # its operations
+    # Opaque modules that cannot be traced, and why.
     whole: dict[str, str] = field(default_factory=dict)
-    exported: frozenset[str] = frozenset()
+    exported: frozenset[str] = frozenset()  # those of them that torch.export has captured
 
 
 def trace(

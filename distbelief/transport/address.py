@@ -40,19 +40,12 @@ _IPC: Final = re.compile(r'ipc://(?P<path>/[!"$&->@-~]+)')
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a role listens: `path` for a Unix socket, else `host` and `port`.
+    """Where a role listens: `path` for a Unix socket, else `host` and `port`."""
 
-    Attributes:
-        host: IPv4 address; `ANYWHERE` stands for the supervisor's host.
-        port: TCP port.
-        key: Public key in hexadecimal digits; "" without encryption.
-        path: Path of the Unix socket; "" for TCP.
-    """
-
-    host: str = ""
+    host: str = ""  # IPv4 address; `ANYWHERE` stands for the supervisor's host
     port: int = 0
-    key: str = ""
-    path: str = ""
+    key: str = ""  # public key in hexadecimal digits; "" without encryption
+    path: str = ""  # of the Unix socket; "" for TCP
 
     @classmethod
     def parse(cls, text: str) -> Self:

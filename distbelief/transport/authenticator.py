@@ -43,17 +43,11 @@ class NotIntroducedError(RemoteProtocolError):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The reply to a connection request.
+    """The reply to a connection request."""
 
-    Attributes:
-        status: Status code of RFC 27.
-        user: User-Id of all messages of this connection.
-        remark: Reason for the log if the connection is rejected.
-    """
-
-    status: bytes = b"200"
-    user: str = ""
-    remark: str = ""
+    status: bytes = b"200"  # status code of RFC 27
+    user: str = ""  # User-Id of all messages of this connection
+    remark: str = ""  # reason for the log if the connection is rejected
 
     @property
     def admitted(self) -> bool:
@@ -68,15 +62,10 @@ class Verdict:
 @final
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a message came from.
+    """Where a message came from."""
 
-    Attributes:
-        user: User-Id: the sender's public key; "" without keys.
-        connection: File descriptor of the connection.
-    """
-
-    user: str = ""
-    connection: int = -1
+    user: str = ""  # User-Id: the sender's public key; "" without keys
+    connection: int = -1  # file descriptor of the connection
 
 
 class Authenticator(Protocol):

@@ -27,21 +27,18 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which key files a process uses and which keys it trusts.
 
     It holds no secret, so it may be written to files and sent to the user's own processes.
-
-    Attributes:
-        directory: Directory of this host's keys and its allow-list.
-        role: What this side speaks as; "job": the supervisor of a job and its roles on the same
-            host; "host": a host that has joined a job, and the roles there.
-        server_key: Public key that the user gave: a worker's server or a host's supervisor. The
-            processes of a server know each other by the key that they share.
-        believes: Whether keys that the supervisor introduces are trusted; members of a job do so.
-        own_key: Public key that this process keeps using after a key rotation; "": the present one.
     """
 
-    directory: str
+    directory: str  # directory of this host's keys and its allow-list
+    # What this side speaks as; "job": the supervisor of a job and its roles on the same host;
+    # "host": a host that has joined a job, and the roles there.
     role: Literal["worker", "server", "job", "host"]
+    # Public key that the user gave: a worker's server or a host's supervisor. The processes of a
+    # server know each other by the key that they share.
     server_key: str = ""
+    # Whether keys that the supervisor introduces are trusted; members of a job do so.
     believes: bool = False
+    # Public key that this process keeps using after a key rotation; "": the present one.
     own_key: str = ""
 
     @property
@@ -97,21 +94,14 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all processes that one user starts on one host listen.
+    """Where all processes that one user starts on one host listen."""
 
-    Attributes:
-        directory: Directory of their sockets without TCP; only their user may enter it.
-        host: IPv4 address of the interface that they listen at; "" without TCP.
-        port: Port of the first process; 0: the system chooses. It chooses the ports of the others.
-        secret: Secret key of the run in hexadecimal digits; "" with key files.
-        keys: Key files; None without.
-    """
-
-    directory: str = ""
-    host: str = ""
+    directory: str = ""  # directory of their sockets without TCP; only their user may enter it
+    host: str = ""  # IPv4 address of the interface that they listen at; "" without TCP
+    # Port of the first process; 0: the system chooses. It chooses the ports of the others.
     port: int = 0
-    secret: str = ""
-    keys: KeyConfig | None = None
+    secret: str = ""  # secret key of the run in hexadecimal digits; "" with key files
+    keys: KeyConfig | None = None  # key files; None without
 
     @property
     def is_local(self) -> bool:

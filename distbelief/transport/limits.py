@@ -53,17 +53,11 @@ _ANSWER_BYTES_MAX: Final = 1 << 16
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """One connection at one moment.
+    """One connection at one moment."""
 
-    Attributes:
-        peer: Address and port of the other side.
-        n_bytes: Bytes received so far, read by ZeroMQ or not.
-        n_waiting: Bytes that ZeroMQ has not read.
-    """
-
-    peer: Peer
-    n_bytes: int
-    n_waiting: int
+    peer: Peer  # address and port of the other side
+    n_bytes: int  # bytes received so far, read by ZeroMQ or not
+    n_waiting: int  # bytes that ZeroMQ has not read
 
 
 def connections(port: int) -> list[Connection]:
@@ -303,62 +297,40 @@ class ConnectionRate:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PeerLimits:
-    """What one peer may cost.
+    """What one peer may cost."""
 
-    Attributes:
-        messages_per_second_max: Of one key, over some seconds.
-        burst_messages_max: Of one key, at once.
-        unread_bytes_max: Of one connection.
-        unfinished_bytes_max: Of one connection while no message waits: a part of one message, whose
-            frames are two at most.
-        unread_bytes_of_key_max: Of all connections of one key: a host's roles share one, and each
-            may have 64 blocks in flight to each shard.
-        connections_max: Of one address, that have sent nothing so far.
-        unheard_max: Of one key, connections that ended without a message, at once.
-        connections_of_key_max: Of one key: a host's roles share one, with a link to every shard
-            each.
-        newcomers_per_second_max: New connections of each key, and of all without a key together.
-        burst_newcomers_max: The same, at once.
-        handshake_seconds_max: Time to prove a key.
-        suspended_seconds: How long a peer that broke a rule is rejected.
-        watch_seconds: Interval of the checks.
-    """
-
+    # Of one key, over some seconds.
     messages_per_second_max: float = 5_000.0  # blocks of 1 MiB: 40 Gbit/s
-    burst_messages_max: float = 20_000.0
-    unread_bytes_max: int = 1 << 28
+    burst_messages_max: float = 20_000.0  # of one key, at once
+    unread_bytes_max: int = 1 << 28  # of one connection
+    # Of one connection while no message waits: a part of one message, whose frames are two at most.
     unfinished_bytes_max: int = (2 << 20) + (1 << 17)
+    # Of all connections of one key: a host's roles share one, and each may have 64 blocks in flight
+    # to each shard.
     unread_bytes_of_key_max: int = 1 << 30
-    connections_max: int = 1024
-    unheard_max: int = 64
+    connections_max: int = 1024  # of one address, that have sent nothing so far
+    unheard_max: int = 64  # of one key, connections that ended without a message, at once
+    # Of one key: a host's roles share one, with a link to every shard each.
     connections_of_key_max: int = 4096
+    # New connections of each key, and of all without a key together.
     newcomers_per_second_max: float = 20.0
-    burst_newcomers_max: float = 300.0
-    handshake_seconds_max: float = 5.0
-    suspended_seconds: float = 30.0
-    watch_seconds: float = 0.25
+    burst_newcomers_max: float = 300.0  # the same, at once
+    handshake_seconds_max: float = 5.0  # time to prove a key
+    suspended_seconds: float = 30.0  # how long a peer that broke a rule is rejected
+    watch_seconds: float = 0.25  # interval of the checks
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class PeerRecord:
-    """What is known of one connection.
+    """What is known of one connection."""
 
-    Attributes:
-        peer: Address and port.
-        key: Key of its messages so far.
-        descriptor: ZeroMQ's file descriptor, once it has sent a message.
-        since: When it was first seen.
-        n_bytes: Bytes that were read here, or discounted.
-        n_taken: Bytes that ZeroMQ had read at the last check.
-    """
-
-    peer: Peer
-    key: str = ""
-    descriptor: int | None = None
-    since: Seconds
-    n_bytes: int = 0
-    n_taken: int = 0
+    peer: Peer  # address and port
+    key: str = ""  # key of its messages so far
+    descriptor: int | None = None  # ZeroMQ's file descriptor, once it has sent a message
+    since: Seconds  # when it was first seen
+    n_bytes: int = 0  # bytes that were read here, or discounted
+    n_taken: int = 0  # bytes that ZeroMQ had read at the last check
 
     def discount(self, n: int, *, at_most: int) -> None:
         # Heartbeats arrive here as bytes without a message.
@@ -440,16 +412,11 @@ class PacketFilter:
     Accepting a connection costs ZeroMQ time even without a key. Addresses with a well-behaved peer
     are always accepted, others with probability `share`; TCP retries, and open connections notice
     nothing.
-
-    Attributes:
-        per_second_max: New connections, over some time.
-        burst_max: New connections at once.
-        share: Share of connections from other addresses that is accepted now.
     """
 
-    per_second_max: float
-    burst_max: float
-    share: float = 1.0
+    per_second_max: float  # new connections, over some time
+    burst_max: float  # new connections at once
+    share: float = 1.0  # of connections from other addresses, accepted now
     _level: float = 0.0
     _welcomes: bool = True
     _listener: socket.socket | None = None

@@ -49,20 +49,13 @@ SILENCE_SECONDS_MAX: Final = 8.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSocket:
-    """The link to one incarnation of one peer.
+    """The link to one incarnation of one peer."""
 
-    Attributes:
-        incarnation: Process generation of the peer.
-        endpoint: The endpoint that the peer announced.
-        socket: Socket for messages to the peer.
-        refusals: Monitor of failed handshakes; None if not watched.
-        failed: Failed handshakes by event type, since `take` last returned them.
-    """
-
-    incarnation: int
-    endpoint: str
-    socket: "zmq.Socket[bytes]"
-    refusals: "zmq.Socket[bytes] | None"
+    incarnation: int  # process generation of the peer
+    endpoint: str  # the endpoint that the peer announced
+    socket: "zmq.Socket[bytes]"  # socket for messages to the peer
+    refusals: "zmq.Socket[bytes] | None"  # monitor of failed handshakes; None if not watched
+    # Failed handshakes by event type, since `take` last returned them.
     failed: set[int] = field(default_factory=set)
 
     @classmethod

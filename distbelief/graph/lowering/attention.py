@@ -141,7 +141,7 @@ def with_padding(
     if not isinstance(padding, Operand) or not padding.batched:
         raise GraphError(
             f"{operation.name}: only a padding mask that is computed from the model's "
-            "input has a split rule: compare it with the word that pads, say"
+            "input has a split rule: compare the input with the padding word"
         )
     added = builder[padding.name]
     if padding.is_integer:

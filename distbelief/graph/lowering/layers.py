@@ -233,9 +233,8 @@ def product(builder: Builder, operation: Operation) -> Lowered:
     if not alike:
         shapes = " and ".join(str(list(operand.shape)) for operand in operands)
         raise GraphError(
-            f"{operation.name} multiplies {shapes}, the batch not counted: both have "
-            "to have the batch, and the same dimensions between it and the last two; "
-            "expand one of them, or let a matrix of the model's own be the second"
+            f"{operation.name} multiplies {shapes}, the batch not counted: expand one, "
+            "so that all but the last two dimensions are equal, or use the model's own matrix"
         )
     one, other = (builder[operand.name] for operand in operands)
     name = builder.free_name(operation.name)

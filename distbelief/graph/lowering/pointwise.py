@@ -161,7 +161,7 @@ def _chosen(builder: Builder, operation: Operation, mask: object, values: dict[s
         )
     if operation.is_integer:
         raise GraphError(
-            f"{operation.name} chooses whole numbers, which has no split rule: choose "
+            f"{operation.name} chooses integers, which has no split rule: choose "
             "floating point ones"
         )
     options = {
@@ -196,8 +196,7 @@ def _check_choice_masks(operation: Operation) -> None:
     result = operation.result
     if not isinstance(result, torch.Tensor) or result.dtype != torch.bool:
         raise GraphError(
-            f"{operation.name} is about the bits of whole numbers, which has no split "
-            "rule: compare them first"
+            f"{operation.name} is bitwise on integers, which has no split rule: compare them first"
         )
 
 

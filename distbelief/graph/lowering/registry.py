@@ -126,8 +126,8 @@ def lower_function(builder: Builder, target: object, operation: Operation) -> Lo
     if rule is None:
         name = getattr(target, "__name__", str(target))
         raise GraphError(
-            f"{name} ({operation.name}) has no split rule: put it into an nn.Module, which "
-            "is then opaque, or register a rule with distbelief.graph.lowering.registry"
+            f"{name} ({operation.name}) has no split rule: put it into an nn.Module, or "
+            "register a rule (distbelief.graph.lowering.registry)"
         )
     return rule(builder, operation)
 

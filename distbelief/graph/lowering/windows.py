@@ -77,7 +77,7 @@ def interpolate(builder: Builder, operation: Operation) -> Lowered:
     if name is None:
         raise GraphError(
             f"{operation.name} with mode {mode!r} to {list(operation.output)} has no "
-            "split rule: use nn.Upsample, which is then computed whole"
+            "split rule: use nn.Upsample, which is then opaque"
         )
     return name
 

@@ -190,15 +190,10 @@ def _has_batch(layer: Layer) -> bool:
 
 
 class Block(NamedTuple):
-    """Dimensions of the input and of the output that hold the same elements.
+    """Dimensions of the input and of the output that hold the same elements."""
 
-    Attributes:
-        before: Dimensions of the input, none of extent 1.
-        after: Dimensions of the output, none of extent 1.
-    """
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: tuple[int, ...]  # dimensions of the input, none of extent 1
+    after: tuple[int, ...]  # dimensions of the output, none of extent 1
 
 
 @final

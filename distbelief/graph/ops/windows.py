@@ -250,22 +250,14 @@ class Window:
 
     Source of the index arithmetic: Dumoulin and Visin 2016, "A guide to convolution arithmetic for
     deep learning", relationships 6 and 13.
-
-    Attributes:
-        size: Number of inputs of one output.
-        stride: Distance between the windows of neighboring outputs.
-        dilation: Distance between neighboring inputs of a window.
-        padding: Positions before input 0 and after the last one.
-        extra: Further positions after the last one ("same" padding of even windows).
-        ceil: Whether a last window that begins inside but ends outside counts.
     """
 
-    size: int
-    stride: int = 1
-    dilation: int = 1
-    padding: int = 0
-    extra: int = 0
-    ceil: bool = False
+    size: int  # number of inputs of one output
+    stride: int = 1  # distance between the windows of neighboring outputs
+    dilation: int = 1  # distance between neighboring inputs of a window
+    padding: int = 0  # positions before input 0 and after the last one
+    extra: int = 0  # further positions after the last one ("same" padding of even windows)
+    ceil: bool = False  # whether a last window that begins inside but ends outside counts
 
     def __post_init__(self) -> None:
         for name in ("size", "stride", "dilation"):

@@ -122,7 +122,7 @@ def test_a_user_defined_loss_is_opaque() -> None:
 
 def test_losses_that_do_not_fit_are_refused() -> None:
     _, graph = model(5)
-    with pytest.raises(GraphError, match="no loss 'cross' "):
+    with pytest.raises(GraphError, match="no loss 'cross':"):
         append_loss(graph, "cross")
     with pytest.raises(GraphError, match=r"targets of 'mse' .* shape \[5\], got \[4\]"):
         append_loss(graph, "mse", targets=(4,))

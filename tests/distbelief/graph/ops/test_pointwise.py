@@ -166,10 +166,10 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "the mask is not the output of a layer": lambda x: x.masked_fill(
         torch.ones(4, 6, dtype=torch.bool), 0.0
     ),
-    "chooses whole numbers": lambda x: x * torch.where(x > 0, 1, 2),
+    "chooses integers": lambda x: x * torch.where(x > 0, 1, 2),
     "no is neither a number": lambda x: torch.where(x > 0, x, torch.ones(4, 6)),
     "between whole and floating": lambda x: x * (x > 0).to(torch.int64),
-    "about the bits of whole numbers": lambda x: x * ((x > 0) & 3),
+    "bitwise on integers": lambda x: x * ((x > 0) & 3),
 }
 
 
