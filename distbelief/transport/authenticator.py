@@ -190,7 +190,7 @@ class RunAuth(TrustingAuth):
         # RFC 27: the sixth frame is the mechanism, the seventh the public key.
         if [request[5], *request[6:]] == [b"CURVE", bytes.fromhex(self._pair.public)]:
             return Verdict()
-        return Verdict(status=REFUSED, remark="refused a peer without the run's key")
+        return Verdict(status=REFUSED, remark="rejected a peer without the run's key")
 
     def close(self) -> None:
         pass
@@ -262,7 +262,7 @@ class DirectoryAuth(TrustingAuth):
     def judge(self, request: object) -> Verdict:
         # ZeroMQ asks only about peers that claim a key or a password.
         del request
-        return Verdict(status=REFUSED, remark="refused a peer from the network")
+        return Verdict(status=REFUSED, remark="rejected a peer from the network")
 
     def close(self) -> None:
         if self._descriptor == _CLOSED:

@@ -1,4 +1,4 @@
-"""Losses as layers, against torch's."""
+"""Losses as layers, against torch."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def model(*shape: int) -> tuple[nn.Module, LayerGraph]:
-    """Scores between 0 and 1, from 3 numbers."""
+    """Scores between 0 and 1, from 3 inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = nn.Sequential(
@@ -91,7 +91,7 @@ def test_losses_of_labels_are_torchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_losses_of_places_are_torchs(name: str) -> None:
+def test_elementwise_losses_are_torchs(name: str) -> None:
     module, graph = model(2, 5)
     graph = append_loss(graph, name)
     generator = torch.Generator().manual_seed(2)

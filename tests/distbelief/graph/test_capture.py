@@ -1,4 +1,4 @@
-"""What becomes of modules and functions one by one, and what is refused."""
+"""How single modules and functions are captured, and which are errors."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Function = Callable[[torch.Tensor], object]
 
 
 class Applied(nn.Module):
-    """A function of the input as a model."""
+    """A function of the input, as a model."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Owning(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention of a sequence with itself; the mask kept, or made on the way."""
+    """Self-attention; the mask is a buffer, or made in the forward."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Attending(nn.Module):
 
 
 class Padded(nn.Module):
-    """Attention or an encoder that does not see some keys."""
+    """Attention or an encoder with padding keys."""
 
     def __init__(self, part: nn.Module, *, added: bool = False, made: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers put together into graphs."""
+"""Builder and layer graphs."""
 
 import pytest
 

@@ -67,7 +67,7 @@ def test_numbers_without_dimensions_overlap() -> None:
 
 
 @given(st.lists(st.lists(regions(), max_size=3), min_size=1, max_size=4))
-def test_ranges_are_told_apart_by_who_uses_them(each: list[list[Region]]) -> None:
+def test_regions_are_grouped_by_their_users(each: list[list[Region]]) -> None:
     uses = {user: disjoint(mine) for user, mine in enumerate(each)}
     seen: dict[tuple[int, ...], tuple[int, ...]] = {}
     for users, region in shared_by(uses, 2):

@@ -1,4 +1,4 @@
-"""Who may speak as whom."""
+"""Permissions: which key may speak as which role."""
 
 from pathlib import Path
 
@@ -61,13 +61,13 @@ def test_a_key_speaks_for_its_roles_only(
     assert permissions.introduce(name, key) is may
 
 
-def test_a_name_is_of_the_first_that_speaks_under_it(permissions: Permissions) -> None:
+def test_a_name_belongs_to_the_first_key_that_uses_it(permissions: Permissions) -> None:
     assert permissions.may_speak(A, "worker-1")
     assert not permissions.may_speak(B, "worker-1")
     assert permissions.may_speak(A, "worker-1")
 
 
-def test_who_is_introduced_has_the_name(permissions: Permissions) -> None:
+def test_an_introduced_key_has_the_name(permissions: Permissions) -> None:
     assert permissions.may_speak(A, "worker-1")
     assert permissions.introduce("worker-1", B)
     assert permissions.may_speak(B, "worker-1")
@@ -86,7 +86,7 @@ def test_a_key_has_a_bounded_number_of_names(
     assert not permissions.may_speak(B, "worker-4")
 
 
-def test_who_is_revoked_is_known_no_more(files: KeyFiles, permissions: Permissions) -> None:
+def test_a_revoked_key_loses_its_names(files: KeyFiles, permissions: Permissions) -> None:
     assert permissions.may_speak(A, "worker-1")
     files.revoke("a")
     assert permissions.refresh()
@@ -95,11 +95,11 @@ def test_who_is_revoked_is_known_no_more(files: KeyFiles, permissions: Permissio
     assert permissions.may_speak(B, "worker-1")
 
 
-def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyFiles) -> None:
-    """Shards took what a machine pushed whose key was revoked in the midst of a job.
+def test_a_member_rejects_a_revoked_key_that_the_supervisor_introduced(files: KeyFiles) -> None:
+    """Shards accepted pushes of a host whose key was revoked during a job.
 
-    Its supervisor does not hear it any more, and so gives it up after a while; shards
-    would have heard it until its replica ran elsewhere.
+    The supervisor rejects that host and gives it up after a while; shards accepted it until its
+    replica ran elsewhere.
     """
     files.allow(Allowed(key=A, roles=("host",), name="a"))
     shard = Permissions(files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True)
@@ -122,7 +122,7 @@ def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyF
     assert shard.may_speak(A, "replica-1")
 
 
-def test_a_list_that_cannot_be_read_lets_in_nobody(
+def test_an_unreadable_allow_list_accepts_no_key(
     files: KeyFiles, permissions: Permissions, warnings: list[str]
 ) -> None:
     (files.directory / "allowed").write_text("everybody\n")
@@ -134,7 +134,7 @@ def test_a_list_that_cannot_be_read_lets_in_nobody(
 
 
 class Naming(RuleBasedStateMachine):
-    """However keys speak and are introduced, a name has one key, of the right role."""
+    """In any order of messages and introductions, a name has one key, of the right role."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Keys have names, and secrets that are told to nobody."""
+"""Keys: public ones have text, secret ones do not."""
 
 import copy
 import string

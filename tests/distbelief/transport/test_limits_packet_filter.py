@@ -1,4 +1,4 @@
-"""Many newcomers: only some are let in, and who is there already does not notice."""
+"""PacketFilter: accepts some of many new connections, and does not disturb open ones."""
 
 import socket
 import struct
@@ -57,7 +57,7 @@ def test_a_burst_is_let_in_and_a_flood_is_not(port: int) -> None:
     it.end()
 
 
-def test_who_keeps_the_rules_comes_in_and_what_is_open_stays_open(port: int) -> None:
+def test_good_peers_are_accepted_and_open_connections_stay_open(port: int) -> None:
     it = siege()
     before = comes_from("127.0.0.3", port)
     assert before is not None

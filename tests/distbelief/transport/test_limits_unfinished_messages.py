@@ -8,7 +8,7 @@ CAPS = PeerLimits(unfinished_bytes_max=8000)
 
 
 def begun(address: str, port: int, held: int, *, key: str = "") -> PeerRecord:
-    """Return a connection's record: ZeroMQ had read so much more than it has told."""
+    """Return a record with `held` bytes read by ZeroMQ and not handed over."""
     peer = (address, port)
     return PeerRecord(peer=peer, key=key, since=0.0, n_bytes=500, n_taken=500 + held)
 
@@ -20,7 +20,7 @@ def test_more_than_any_message_has_is_an_unfinished_message() -> None:
 
 
 def test_messages_that_do_not_end_are_ended_together() -> None:
-    """Each of 64 had to come to the cap by itself: 3.5 seconds of a full link."""
+    """Each of 64 had to reach the limit by itself: 3.5 seconds of a full link."""
     records = [
         begun("10.0.0.1", 1, 8001),
         begun("10.0.0.1", 2, 1001),

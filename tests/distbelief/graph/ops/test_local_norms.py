@@ -1,4 +1,4 @@
-"""Local contrast normalisation against its formulas, and in parts."""
+"""Local contrast normalization against its formulas, and in parts."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.distbelief.graph.ops.test_norms import random
 
 
 def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
-    """Place by place, as the module's documentation has it."""
+    """A loop over positions, by the formulas of the module's docstring."""
     n_rows, n_columns = x.shape[2:]
     weights = gaussian(size)
     radius = size // 2

@@ -1,4 +1,4 @@
-"""What holds for layers of every kind: regions lie inside, prices add up."""
+"""Properties of every operator: regions lie inside, costs add up."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
@@ -54,7 +54,7 @@ def reading(
 
 
 def examples() -> list[Layer]:
-    """At least one layer of every kind."""
+    """At least one layer of every operator."""
     x, labels = source("x", *IMAGE), source("t", 6, 8, is_integer=True)
     words = source("t", 5, is_integer=True)
     sequence = source("s", 5, 8)
@@ -141,7 +141,7 @@ def examples() -> list[Layer]:
 EXAMPLES = examples()
 
 
-def test_every_kind_has_an_example() -> None:
+def test_every_operator_has_an_example() -> None:
     assert {layer.kind for layer in EXAMPLES} == {kind.name for kind in ops.OPERATORS}
 
 
@@ -196,7 +196,7 @@ def test_a_partial_sum_reads_and_writes_what_lies_inside(layer: Layer) -> None:
 
 @final
 class Pairs(Operator):
-    """A kind of a user's own: the sum of each two neighbours."""
+    """A user's own operator: sums of pairs of neighbors."""
 
     name: ClassVar[str] = "test.pairs"
 
@@ -226,7 +226,7 @@ PAIRS = Layer(name="pairs", kind="test.pairs", inputs=("x",), input_shapes=((6,)
 
 @given(st.data())
 @settings(max_examples=10)
-def test_a_users_own_kind_is_split_like_ours(data: st.DataObject) -> None:
+def test_a_users_own_operator_is_split_like_the_others(data: st.DataObject) -> None:
     register(Pairs())
     x = leaf(random(2, 6))
     parts = data.draw(parts_of(PAIRS))
