@@ -235,7 +235,7 @@ class KeyFiles:
             raise files.explained(error, path, doing="rename") from error
         return following.public
 
-    # ------------------------------------------------------------------ allow-list
+    # --- allow-list ---
 
     def allowed(self) -> tuple[Allowed, ...]:
         """Return the allow-list.
@@ -285,7 +285,7 @@ class KeyFiles:
             return status.st_ino, status.st_mtime_ns
         return 0, 0
 
-    # ---------------------------------------------------------------------- inside
+    # --- inside ---
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
