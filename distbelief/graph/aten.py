@@ -1,8 +1,7 @@
-"""Operations of aten, as torch.export leaves them, in the words of translations.
+"""ATen operations of torch.export, rewritten to functions that have lowering rules.
 
-Most are called like a method of tensors, and take the same arguments: they need no
-line here. `_FUNCTIONS` are those that translations know as functions, `_REWRITTEN`
-those whose arguments differ, or that several operations together do.
+Most are called like a method of tensors and take the same arguments: they need no entry here.
+`_FUNCTIONS` lists those with a rule for the function, `_REWRITTEN` those that differ.
 """
 
 import operator
@@ -17,16 +16,14 @@ from distbelief.graph.graph import GraphError
 from distbelief.graph.lowering.registry import knows_function
 
 
+# The result of an operation, or a constant.
 Tensor = fx.Node | torch.Tensor
-"""The result of an operation, or a constant."""
 
 
 class Emit(Protocol):
-    """What adds operations to a graph."""
+    """Adds an operation to a graph and returns its result."""
 
-    def __call__(self, target: object, *args: object, **kwargs: object) -> fx.Node:
-        """Add one; return its result."""
-        ...
+    def __call__(self, target: object, *args: object, **kwargs: object) -> fx.Node: ...
 
 
 _FUNCTIONS: Final[Mapping[str, object]] = {
@@ -65,6 +62,7 @@ _FUNCTIONS: Final[Mapping[str, object]] = {
     "lift_fresh_copy": "contiguous",
 }
 
+# Assertions, which have no effect.
 _SAID: Final = frozenset(
     {
         "_assert_tensor_metadata",
@@ -74,11 +72,9 @@ _SAID: Final = frozenset(
         "sym_constrain_range_for_size",
     }
 )
-"""Operations that say what holds, and do nothing."""
 
 
 def is_known(target: object) -> bool:
-    """Return whether an operation of an exported graph can be translated."""
     if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 -- has no other name
         # Sizes are computed with by Python's operators, and by torch.sym_*.
         return getattr(target, "__module__", "") in {"_operator", "math", "torch"}
@@ -93,23 +89,19 @@ def is_known(target: object) -> bool:
 
 
 def is_random(target: object) -> bool:
-    """Return whether an operation draws random numbers."""
     tags = getattr(target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
 
 
-def says_only(target: object) -> bool:
-    """Return whether an operation does nothing."""
+def is_assertion(target: object) -> bool:
     return name_of(target) in _SAID
 
 
 def stops_gradients(target: object) -> bool:
-    """Return whether no gradient goes back through an operation that has one."""
     return name_of(target) in {"detach", "detach_"}
 
 
 def name_of(target: object) -> str:
-    """Return what an operation of aten is called, without its overload."""
     packet = getattr(target, "overloadpacket", target)
     return str(getattr(packet, "__name__", packet))
 
@@ -117,10 +109,10 @@ def name_of(target: object) -> str:
 def rewritten(
     emit: Emit, target: object, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> object:
-    """Add what an operation does, and return its result.
+    """Add the operations of an ATen call and return the result.
 
     Raises:
-        GraphError: with these arguments it has no rule.
+        GraphError: There is no rule for these arguments.
     """
     name = name_of(target)
     if name in _REWRITTEN:
@@ -139,7 +131,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor:
-    """Take a slice; of what was put together, only the parts that it is of."""
+    # Of a concatenation, only the parts in the slice are taken.
     n_dims, extent = len(_shape(source)), _shape(source)[dim]
     first, last, by = slice(start, end, step).indices(extent)
     if (first, last, by) == (0, extent, 1):
@@ -161,7 +153,6 @@ def _slice(
 
 
 def _joined(source: Tensor, dim: int) -> list[Tensor]:
-    """Return what a tensor was put together of along a dimension."""
     if isinstance(source, torch.Tensor) or source.target is not torch.cat:
         return []
     parts, along = source.args
@@ -170,7 +161,6 @@ def _joined(source: Tensor, dim: int) -> list[Tensor]:
 
 
 def _value(part: object) -> Tensor:
-    """Return a part, or the constant that it is."""
     assert isinstance(part, fx.Node), part
     constant: torch.Tensor | None = part.meta.get("constant")
     return part if constant is None else constant
@@ -185,7 +175,7 @@ def _slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor:
-    """Write a part of a tensor: what is before it, that, and what comes after."""
+    # What is before the part, the new part, and what comes after it.
     extent = _shape(source)[dim]
     first, last, by = slice(start, end, step).indices(extent)
     if by != 1:
@@ -220,7 +210,7 @@ def _copy(
 
 
 def _product(emit: Emit, one: fx.Node, other: fx.Node) -> object:
-    """Add a product: of a matrix of the model's own, as its layer."""
+    # A product with a tensor of the model is a linear layer.
     weight = _turned(other)
     if weight is not None:
         return emit(functional.linear, one, weight)
@@ -240,7 +230,6 @@ def _added_product(
 
 
 def _turned(node: fx.Node) -> fx.Node | None:
-    """Return the tensor of the model that a node is the transposed matrix of."""
     names = {"transpose", "permute"}
     if node.target not in names or len(_shape(node)) != 2:
         return None

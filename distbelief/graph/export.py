@@ -1,22 +1,10 @@
-"""A module's operations as torch.export finds them, where torch.fx cannot.
+"""Captures the operations of a module with torch.export, where torch.fx fails.
 
-The tracer of torch.fx hands a forward stand-ins, which are no tensors: it gives up
-where the forward asks whether they are (`isinstance`), writes into a part of one
-(`y[:, :2] = 0`), or hands them to code of torch's own that takes tensors only. And it
-keeps functions by their names, of which some have no split rule. torch.export runs the
-forward on fake tensors, which are tensors, makes what is changed in place into new
-values, and knows what most functions consist of. It has two faults of its own:
-
-* It looks into every layer, down to single operations. So modules that have a
-  translation, and torch's own, are made to look like one operation each (`leaves`), and
-  come out as they went in, their tensors under the names of the `state_dict`.
-* It bakes the batch's size in. So that is a symbol; a forward that needs its number
-  cannot be exported.
-
-It takes a second to be imported, and tenths of one for each module: it is asked only
-for what tracing gave up on. What neither can capture (it branches on its data) stays
-whole, with both reasons. A `torch.autograd.Function` is refused: it would be inlined,
-and its backward lost.
+torch.export runs the forward on fake tensors, turns changes in place into new values, and
+decomposes most functions. It handles forwards that ask for a tensor's type (`isinstance`), write
+into a part of one (`y[:, :2] = 0`) or call functions without a split rule. It needs seconds, so it
+is used only where tracing failed. Leaf modules become one operation each (`leaves`), and the batch
+size is a symbol; a forward that needs it as a number, or branches on its data, cannot be exported.
 """
 
 import logging
@@ -41,11 +29,10 @@ from distbelief.graph.tracing import explained, is_leaf, no_custom_functions
 from distbelief.graph.unsupported import Watch, has_gradient_hooks, is_replaced
 
 
-# Modules that torch.export does not look into: each call is one operation.
+# --- leaf modules ---
 #
-# While `leaves` lasts, their forwards are replaced by an operation of our own, which gets
-# the tensors of the call, and a number by which the rest of it is found again. What comes
-# out has the shapes that the module itself returns, found without memory.
+# Inside `leaves` their forwards are replaced by a custom operation, which gets the tensors of the
+# call and a key of its other arguments. Shapes of the result come from a run without memory.
 
 LEAF: Final = "distbelief::leaf"
 _LIBRARY: Final = torch.library.Library("distbelief", "DEF")
@@ -54,15 +41,15 @@ _LIBRARY.define("leaf(Tensor[] inputs, int key) -> Tensor[]")
 
 @final
 class Call:
-    """One call of a module that is not looked into.
+    """One call of a leaf module.
 
     Args:
-        module: Which.
-        path: Of it, below the module that is exported.
-        arguments: Its arguments and keywords.
+        module: The module.
+        path: Its path below the exported module.
+        arguments: Positional and keyword arguments.
 
     Attributes:
-        places: Where in its result each tensor stands.
+        places: For each tensor of the result, its key path there.
     """
 
     def __init__(
@@ -76,18 +63,15 @@ class Call:
         self._others = [None if isinstance(value, torch.Tensor) else (value,) for value in flat]
 
     def arguments(self, tensors: Sequence[object]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return arguments and keywords with these in the place of its tensors."""
         given = iter(tensors)
         flat = [next(given) if other is None else other[0] for other in self._others]
         found = pytree.tree_unflatten(flat, self._spec)
         return cast("tuple[tuple[object, ...], dict[str, object]]", found)
 
     def result(self, tensors: Sequence[object]) -> object:
-        """Return its result with these tensors in it: tuples, or one alone."""
         return _nested(list(zip(self.places, tensors, strict=True)))
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors of the shapes of what the module returns."""
         if is_like_input(self.module):
             self.places = [()]
             return [torch.empty_like(inputs[0])]
@@ -99,8 +83,7 @@ class Call:
         result = run_without_memory(self.module, arguments, keywords)
         if any(x._version for x in there):  # noqa: SLF001 -- counts changes in place
             raise GraphError(
-                f"{self.path} changes its input in place, which would be lost: let it "
-                "return a new tensor"
+                f"{self.path} changes its input in place, which would be lost: return a new tensor"
             )
         named, _ = pytree.tree_flatten_with_path(result)
         floats = next((x.dtype for x in inputs if x.is_floating_point()), None)
@@ -114,7 +97,7 @@ class Call:
         ]
 
 
-_CALLS: Final[dict[int, Call]] = {}  # of exports under way; the operator has no other
+_CALLS: Final[dict[int, Call]] = {}  # of running exports: the operation only gets a key
 _KEYS: Final = count()
 _INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
 
@@ -134,12 +117,12 @@ def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
 
 @contextmanager
 def leaves(module: nn.Module, calls: dict[int, Call], whole: frozenset[str]) -> Iterator[None]:
-    """Let calls of modules that are not looked into be one operation each.
+    """Make each call of a leaf module one operation.
 
     Args:
-        module: In which they are.
-        calls: Gets the calls that are made meanwhile, by the number in the operation.
-        whole: Paths of modules that are not looked into either.
+        module: The module that is exported.
+        calls: Gets the calls, by the key in the operation.
+        whole: Paths of further modules to treat as leaves.
     """
     changed: list[nn.Module] = []
     above: list[str] = []
@@ -148,7 +131,7 @@ def leaves(module: nn.Module, calls: dict[int, Call], whole: frozenset[str]) -> 
         if not path or hidden or not (path in whole or is_leaf(part)):
             continue
         above.append(path)
-        # Hooks run around the forward; what it changes in place is seen in it only.
+        # Hooks run around the forward, and changes in place show only inside of it.
         if not (_has_hooks(part) or getattr(part, "inplace", False)):
             part.__dict__["forward"] = _forward(part, path, calls)
             changed.append(part)
@@ -177,7 +160,7 @@ def _has_hooks(part: nn.Module) -> bool:
 
 
 def is_outside(value: object) -> bool:
-    """Return whether a tensor is of the forward that is exported, not of a leaf's."""
+    # A tensor of the exported forward, not of a leaf's.
     return isinstance(value, torch.Tensor) and not _INSIDE
 
 
@@ -189,7 +172,6 @@ def _keys(path: Sequence[object]) -> tuple[object, ...]:
 
 
 def _nested(found: Sequence[tuple[tuple[object, ...], object]]) -> object:
-    """Return values as tuples and dicts, by their places."""
     if len(found) == 1 and not found[0][0]:
         return found[0][1]
     groups: dict[object, list[tuple[tuple[object, ...], object]]] = {}
@@ -205,20 +187,20 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.export.graph_signature import ExportGraphSignature
 
+# Name of the module inside the exported wrapper.
 INNER: Final = "inner"
-"""What a module is called inside of what is exported."""
 
+# Rounds of decomposition.
 _ROUNDS_MAX: Final = 3
-"""Times that functions are replaced by what they consist of."""
 
 
 @final
 class ExportError(Exception):
-    """torch.export, or what comes of it, cannot capture a module.
+    """torch.export cannot capture a module.
 
     Args:
         reason: Why.
-        inner: The path of a module in it that is to blame, and could stay whole.
+        inner: Path of the module in it that failed, which could be opaque.
     """
 
     def __init__(self, reason: str, *, inner: str = "") -> None:
@@ -229,38 +211,28 @@ class ExportError(Exception):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A module as operations on tensors, for any batch.
+    """A module as operations on tensors, for any batch."""
 
-    Attributes:
-        graph: Operations of aten, and calls of `leaves`.
-        tensors: Per placeholder, the path of a tensor of the module.
-        constants: Per placeholder, a tensor that the forward made.
-        inputs: Placeholders of what it is given.
-        calls: Of modules that are not looked into.
-        output: The result's structure; its tensors are flat in the graph.
-    """
-
-    graph: fx.Graph
-    tensors: Mapping[str, str]
-    constants: Mapping[str, torch.Tensor]
-    inputs: Sequence[str]
-    calls: Mapping[int, Call]
-    output: pytree.TreeSpec
+    graph: fx.Graph  # ATen operations, and calls of `leaves`
+    tensors: Mapping[str, str]  # for each placeholder, the path of a tensor of the module
+    constants: Mapping[str, torch.Tensor]  # for each placeholder, a tensor that the forward made
+    inputs: Sequence[str]  # placeholders of its inputs
+    calls: Mapping[int, Call]  # calls of leaf modules
+    output: pytree.TreeSpec  # structure of the result, whose tensors are flat in the graph
 
 
 @final
 class _Closed(nn.Module):
-    """Calls a module with tensors, and with what else it is called with."""
+    # Calls a module with tensors, and with its other arguments.
 
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.inner = call.module
         self.training = call.module.training
-        self._call = (call,)  # in a tuple: it is no module
+        self._call = (call,)  # a tuple, so that nn.Module does not register the call's module
 
     @override
     def forward(self, *tensors: torch.Tensor) -> object:
-        """Return what the module returns."""
         arguments, keywords = self._call[0].arguments(tensors)
         result: object = self.inner(*arguments, **keywords)
         return result
@@ -276,13 +248,13 @@ def export(
     """Return the operations of a module.
 
     Args:
-        module: Nothing of it changes.
-        arguments: What its forward is called with, tensors without memory among it.
-        batch: Extent of the batch in them; what is returned is for any.
-        whole: Paths of modules in it that are not to be looked into either.
+        module: The module; it is not changed.
+        arguments: Arguments of its forward; tensors without memory.
+        batch: Extent of the batch in them; the result is for any batch.
+        whole: Paths of modules in it that stay opaque.
 
     Raises:
-        ExportError: it cannot be exported, or does what has no split rule.
+        ExportError: It cannot be exported, or has an operation without a rule.
     """
     closed = _Closed(Call(module, "", arguments))
     calls: dict[int, Call] = {}
@@ -293,15 +265,15 @@ def export(
             no_custom_functions(is_outside),
             _no_inference_mode(),
             leaves(module, calls, whole),
-            torch.enable_grad(),  # so that a no_grad of the forward's is seen
-            warnings.catch_warnings(action="ignore"),  # torch's about itself
+            torch.enable_grad(),  # so that a no_grad in the forward shows
+            warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
         ):
             program = _program(closed, batch=batch)
             _check(program)
         watch.check_seeds(str)
     except ExportError:
         raise
-    except Exception as error:  # whatever the forward does with fake tensors
+    except Exception as error:  # a forward may do anything with fake tensors
         raise ExportError(_reason(error)) from error
     signature = program.graph_signature
     output = program.call_spec.out_spec
@@ -320,7 +292,7 @@ def export(
 
 
 def _program(closed: _Closed, *, batch: int) -> "ExportedProgram":
-    """Export it; replace functions without a rule by what they consist of."""
+    # Exports the module and decomposes functions without a rule.
     from torch.export import Dim, default_decompositions, export as export_of_torch  # noqa: PLC0415 -- takes a second, for few models
 
     examples = tuple(_like(tensor, closed) for tensor in closed._call[0].tensors)  # noqa: SLF001
@@ -328,7 +300,7 @@ def _program(closed: _Closed, *, batch: int) -> "ExportedProgram":
     dims = tuple({0: dim} if x.shape[:1] == (batch,) else None for x in examples)
     with _quietly():
         program = export_of_torch(closed, examples, dynamic_shapes={"tensors": dims}, strict=False)
-    _check_gradients(program)  # what stops them is soon gone
+    _check_gradients(program)  # before decompositions remove what stops gradients
     _check_modes(program)
     for number in range(_ROUNDS_MAX):
         unknown = {node.target for node in _unknown(program)}
@@ -337,13 +309,13 @@ def _program(closed: _Closed, *, batch: int) -> "ExportedProgram":
         }
         if number and not table:
             break
-        program = program.run_decompositions(table)  # and what is in place is not
+        program = program.run_decompositions(table)  # also removes changes in place
     return program
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Log nothing: what export cannot do is told by us, in a line."""
+    # torch logs what export cannot do; the error reports it in one line.
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -353,7 +325,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _like(tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Return an example where the module's own tensors are, of their type."""
+    # On the device and in the dtype of the module's own tensors.
     own = next((p for p in module.parameters() if p.is_floating_point()), None)
     device = torch.device("cpu") if own is None else own.device
     dtype = own.dtype if own is not None and tensor.is_floating_point() else tensor.dtype
@@ -361,11 +333,6 @@ def _like(tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
 
 
 def _tensors(signature: "ExportGraphSignature") -> dict[str, str]:
-    """Return the module's tensors, per placeholder.
-
-    Raises:
-        ExportError: the forward changes one.
-    """
     changed = [path.removeprefix(f"{INNER}.") for path in signature.buffers_to_mutate.values()]
     if changed:
         raise ExportError(f"the forward changes {changed[0]!r}, a tensor of the model")
@@ -374,11 +341,6 @@ def _tensors(signature: "ExportGraphSignature") -> dict[str, str]:
 
 
 def _check(program: "ExportedProgram") -> None:
-    """Check that all that is done has a rule.
-
-    Raises:
-        ExportError: something has none.
-    """
     for node in _unknown(program):
         raise _without_rule(node)
 
@@ -389,11 +351,6 @@ def _without_rule(node: fx.Node) -> ExportError:
 
 
 def _check_gradients(program: "ExportedProgram") -> None:
-    """Check that gradients go back through all that is done.
-
-    Raises:
-        ExportError: something stops them.
-    """
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     for node in dependents(program.graph, constants):
         if node.op == "call_function" and stops_gradients(node.target):
@@ -401,11 +358,7 @@ def _check_gradients(program: "ExportedProgram") -> None:
 
 
 def _check_modes(program: "ExportedProgram") -> None:
-    """Check that nothing is done under no_grad or autocast: that is soon gone, too.
-
-    Raises:
-        ExportError: something is.
-    """
+    # no_grad and autocast vanish in decompositions, so they are checked before.
     for node in program.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):  # noqa: SLF001 -- has no other name
             raise ExportError(f"{node.target} has no split rule{place_of(node)}")
@@ -413,7 +366,7 @@ def _check_modes(program: "ExportedProgram") -> None:
 
 @contextmanager
 def _no_inference_mode() -> Iterator[None]:
-    """Let no forward use it: torch.export does not see it."""
+    # torch.export does not see inference mode.
     original = torch.inference_mode.__enter__
 
     def refuse(mode: torch.inference_mode) -> None:
@@ -429,20 +382,16 @@ def _no_inference_mode() -> Iterator[None]:
 
 
 def _refuse_altered(module: nn.Module, whole: frozenset[str]) -> None:
-    """Check that nothing was done to its modules that torch.export does not see.
-
-    Raises:
-        ExportError: something was.
-    """
+    # Hooks and replaced forwards that torch.export does not see.
     for path, part in module.named_modules():
         if has_gradient_hooks(part):
             raise ExportError("it has hooks on its gradients")
         if path in whole and is_replaced(part):
-            raise ExportError(f"the forward of {path} is another than its type's")
+            raise ExportError(f"the forward of {path} was replaced on the instance")
 
 
 def _unknown(program: "ExportedProgram") -> list[fx.Node]:
-    """Return operations that have no rule, and are no constants."""
+    # Operations without a rule that are not constants.
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     dependent = dependents(program.graph, constants)
     return [
@@ -455,7 +404,7 @@ def _unknown(program: "ExportedProgram") -> list[fx.Node]:
 
 
 def dependents(graph: fx.Graph, constants: Mapping[str, object]) -> set[fx.Node]:
-    """Return the nodes whose tensors depend on the input, or on the model's own."""
+    """Return the nodes that depend on the input, or on the model's own tensors."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -470,20 +419,17 @@ def dependents(graph: fx.Graph, constants: Mapping[str, object]) -> set[fx.Node]
 
 
 def place_of(node: fx.Node) -> str:
-    """Return where in the user's source an operation stands."""
     frames = re.findall(r'File ".+?", line \d+', str(node.meta.get("stack_trace", "")))
     return f" ({frames[-1]})" if frames else ""
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the path of the module in which an operation stands, below the whole."""
     stack = node.meta.get("nn_module_stack", {}).values()
     paths = [str(path) for path, _ in stack if str(path).startswith(f"{INNER}.")]
     return paths[-1].removeprefix(f"{INNER}.") if paths else ""
 
 
 def _reason(error: Exception) -> str:
-    """Return why a module cannot be exported, in a sentence."""
     words = f"{type(error).__name__}: {error}"
     if "data-dependent" in words or "DataDependent" in words:
         return "its forward depends on the values of its data"

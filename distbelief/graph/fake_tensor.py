@@ -1,9 +1,8 @@
-"""What a forward is traced with: tensors without numbers, and how to compute with them.
+"""Fake tensors: proxies with shapes and no values, and ways to run a module on them.
 
-Shapes are known while tracing, so that a forward may branch and loop on them. A module
-that is not looked into is run on torch's meta device, its tensors replaced by ones
-without memory; if it needs values (it branches on them), it is run once for real, on a
-few samples of noise, to see what shape comes out.
+Shapes are known during tracing, so a forward may branch and loop on them. A leaf module runs on
+torch's meta device. If it needs values (it branches on them), it runs once for real, on a few
+samples of noise, to find the shape of its result.
 """
 
 import builtins
@@ -26,108 +25,89 @@ from distbelief.graph.graph import GraphError
 from distbelief.graph.unsupported import LostChangeError, lost_change
 
 
+# Samples of noise for a module that needs values.
 N_TRIED: Final = 3
-"""Samples of noise for a module that needs values."""
 
+# Bytecode instructions by which Python code, not C code, asks for an object's class.
 _ASKED_BY_PYTHON: Final = frozenset({"LOAD_ATTR", "MATCH_CLASS"})
-"""Instructions that ask an object for its class; calls of C functions are others."""
 
 
 @final
-class StandIn(fx.Proxy):
-    """Records what is done with it, and knows its shape."""
+class FakeTensorProxy(fx.Proxy):
+    """A torch.fx proxy that knows its shape."""
 
     _is_param = False  # what `isinstance(x, nn.Parameter)` asks tensors
 
     @property  # type: ignore[misc] # that is how a class is asked for
     @override
     def __class__(self) -> type:
-        """A tensor's class where Python code asks (`match`, `x.__class__`).
-
-        C code gets the true class: torch's own would read the memory of a tensor that
-        there is none of, and the process would die (`torch.pow(x, 3)`).
-        """
+        # A tensor's class where Python code asks (`match`, `x.__class__`). C code gets the true
+        # class: it would read memory that does not exist and crash (`torch.pow(x, 3)`).
         asking = sys._getframe(1)  # noqa: SLF001 -- the only way to know who asks
         word = dis.opname[asking.f_code.co_code[asking.f_lasti]]
-        return self.told if word in _ASKED_BY_PYTHON else StandIn
+        return self.python_class if word in _ASKED_BY_PYTHON else FakeTensorProxy
 
     @property
-    def told(self) -> type:
-        """The class that Python code in a forward sees."""
+    def python_class(self) -> type:
         value = self.node.meta.get("value")
-        return torch.Tensor if isinstance(value, torch.Tensor) else StandIn
+        return torch.Tensor if isinstance(value, torch.Tensor) else FakeTensorProxy
 
     @property
     def value(self) -> object:
-        """The result without memory: a tensor, or a tuple of such."""
         return self.node.meta["value"]
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor without memory."""
         assert isinstance(self.value, torch.Tensor), self.node
         return self.value
 
     @property
     def shape(self) -> torch.Size:
-        """As of a tensor."""
         return self.tensor.shape
 
     @property
     def ndim(self) -> int:
-        """As of a tensor."""
         return self.tensor.dim()
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of a tensor."""
         return self.tensor.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where a forward may make tensors of constants: they need values."""
+        # Constants that a forward makes need values, so not meta.
         return torch.device("cpu")
 
     @property
     def is_cuda(self) -> bool:
-        """As of a tensor."""
         return False
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """As of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As of a tensor."""
         return self.tensor.dim()
 
     def numel(self) -> int:
-        """As of a tensor."""
         return self.tensor.numel()
 
     def is_floating_point(self) -> bool:
-        """As of a tensor."""
         return self.tensor.is_floating_point()
 
-    # torch.fx takes x += y for x = x + y, of which other names of x see nothing.
+    # torch.fx would record x += y as x = x + y, which other names of x do not see.
     def __iadd__(self, other: object) -> fx.Proxy:
-        """Record a change in place."""
         return self._changed(operator.iadd, other)
 
     def __isub__(self, other: object) -> fx.Proxy:
-        """Record a change in place."""
         return self._changed(operator.isub, other)
 
     def __imul__(self, other: object) -> fx.Proxy:
-        """Record a change in place."""
         return self._changed(operator.imul, other)
 
     def __itruediv__(self, other: object) -> fx.Proxy:
-        """Record a change in place."""
         return self._changed(operator.itruediv, other)
 
     def __ipow__(self, other: object) -> fx.Proxy:
-        """Record a change in place."""
         return self._changed(operator.ipow, other)
 
     def _changed(self, function: Target, other: object) -> fx.Proxy:
@@ -135,13 +115,11 @@ class StandIn(fx.Proxy):
 
     @override
     def __len__(self) -> int:
-        """As of a tensor, or a tuple."""
         assert isinstance(self.value, torch.Tensor | tuple | list), self.node
         return len(self.value)
 
     @override
     def __iter__(self) -> Iterator[fx.Proxy]:
-        """As of a tensor, or a tuple."""
         return (
             self.tracer.create_proxy("call_function", operator.getitem, (self, i), {})
             for i in range(len(self))
@@ -149,19 +127,16 @@ class StandIn(fx.Proxy):
 
 
 @contextmanager
-def taken_for_tensors() -> Iterator[None]:
-    """Let `isinstance` take stand-ins for tensors, wherever Python code calls it.
-
-    Not C code, which would read their memory: see `StandIn`.
-    """
+def accepted_as_tensors() -> Iterator[None]:
+    # Only for Python's isinstance: C code would read their memory.
     original = builtins.isinstance
 
-    def told(value: object, kinds: type, /) -> bool:
+    def is_instance(value: object, kinds: type, /) -> bool:
         if original(value, kinds):
             return True
-        return type(value) is StandIn and issubclass(value.told, kinds)
+        return type(value) is FakeTensorProxy and issubclass(value.python_class, kinds)
 
-    builtins.isinstance = told  # type: ignore[assignment]
+    builtins.isinstance = is_instance  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -169,7 +144,7 @@ def taken_for_tensors() -> Iterator[None]:
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of this shape on the meta device; floats are float32."""
+    """Return a tensor of this shape on the meta device; floats become float32."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
@@ -177,7 +152,6 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def run_without_memory(
     module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
 ) -> object:
-    """Return what `module` returns, its own tensors replaced by some without memory."""
     state = {
         name: without_memory(tensor)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -191,22 +165,20 @@ def run_without_memory(
 def run_on_noise(
     module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object], *, batch: int
 ) -> object:
-    """Return what `module` returns, after it was run for real on a few samples.
+    """Return the result of `module`, run for real on a few samples of noise.
 
     Args:
-        module: Nothing of it changes.
+        module: The module; it is not changed.
         arguments: Tensors without memory among them are replaced by noise.
-        keywords: Likewise.
-        batch: Extent of the batch in them, and in what is returned.
+        keywords: Keyword arguments, treated the same way.
+        batch: Extent of the batch in them, and in the result.
 
     Raises:
-        GraphError: its tensors have no values themselves.
+        GraphError: The module's own tensors have no values.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if any(tensor.is_meta for _, tensor in tensors):
-        raise GraphError(
-            "what it returns depends on values, and its tensors are on the meta device"
-        )
+        raise GraphError("its result depends on values, and its tensors are on the meta device")
     place = tensors[0][1] if tensors else torch.empty(())
     floats = next((t for _, t in tensors if t.is_floating_point()), torch.empty(()))
     state = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
@@ -245,11 +217,7 @@ def run_on_noise(
 def _refuse_change(
     module: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that a forward has changed no tensor of its module, statistics apart.
-
-    Raises:
-        LostChangeError: it has.
-    """
+    # Running statistics may change.
     apart = {
         f"{path}.{word}".lstrip(".")
         for path, part in module.named_modules()

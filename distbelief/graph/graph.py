@@ -1,4 +1,11 @@
-"""Layers collected one by one, while a model is translated."""
+"""Layer graphs: what a model computes, without its values.
+
+    images [3, 32, 32] --> conv1 [16, 32, 32] --> relu1 --> pool1 ... --> loss []
+
+A layer names its operator (`kind`), the layers it reads and the model's tensors it uses. All of it
+is plain data: two hosts that capture the same model get the same graph and fingerprint.
+Shapes leave out the batch dimension.
+"""
 
 import hashlib
 import math
@@ -15,64 +22,40 @@ from distbelief.errors import JobError
 from distbelief.graph.region import Region, Shape
 
 
-# Layers and the graph they form: what a model computes, without the numbers.
-#
-#     images [3, 32, 32] --> conv1 [16, 32, 32] --> relu1 --> pool1 ... --> loss []
-#
-# A layer names its kind (`kind`), the layers it reads, and the tensors of the model that
-# it uses. All of it is data: two machines that capture the same model get the same graph,
-# and the same fingerprint.
-
 Option = bool | int | float | str | None | tuple[int, ...]
 
+# The `kind` of layers that are read from the data.
 INPUT = "input"
-"""The kind of layers that nothing computes: they are read from the data."""
 
 
 class GraphError(JobError):
-    """A layer graph does not hang together, or a model cannot be made into one."""
+    """A layer graph is inconsistent, or a model cannot be captured as one."""
 
 
 @final
 class TensorUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of the model that a layer uses.
+    """A tensor of the model that a layer uses."""
 
-    Attributes:
-        name: In the module's `state_dict`; two layers that share it have equal names.
-        shape: All of it.
-        trains: Whether it has a gradient.
-    """
-
-    name: str
+    name: str  # key in the module's `state_dict`; layers that share a tensor use the same name
     shape: Shape
-    trains: bool = True
+    trains: bool = True  # whether it has a gradient
 
 
 @final
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer.
+    """One layer."""
 
-    Attributes:
-        name: Unique in its graph.
-        kind: Of which `Operator`.
-        inputs: The layers it reads, in the kind's order.
-        input_shapes: Shapes of their outputs, without the batch dimension.
-        shape: Of its own output, likewise.
-        options: What its kind needs to know: stride, padding, …
-        tensors: The model's tensors it uses, by the kind's word for each: "weight", …
-        is_integer: Whether its output is whole numbers: labels, word indices.
-        whole: Why it is computed whole on one machine, if so.
-    """
-
-    name: str
-    kind: str
-    inputs: tuple[str, ...] = ()
-    input_shapes: tuple[Shape, ...] = ()
-    shape: Shape
+    name: str  # unique in its graph
+    kind: str  # name of its `Operator`
+    inputs: tuple[str, ...] = ()  # names of the layers it reads, in the operator's order
+    input_shapes: tuple[Shape, ...] = ()  # output shapes of these layers, without the batch
+    shape: Shape  # of its output, without the batch
+    # Options of the operator: stride, padding, and so on.
     options: Mapping[str, Option] = msgspec.field(default_factory=dict)
+    # Tensors of the model by the operator's name for each: "weight", "bias".
     tensors: Mapping[str, TensorUse] = msgspec.field(default_factory=dict)
-    is_integer: bool = False
-    whole: str = ""
+    is_integer: bool = False  # whether its output is integers: labels, word indices
+    whole: str = ""  # why it is opaque (computed by one rank); "" if it can be split
 
     @property
     def region(self) -> Region:
@@ -80,25 +63,21 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
         return Region.of(*self.shape)
 
     def integer(self, option: str) -> int:
-        """Return an option that is a whole number."""
         value = self.options[option]
         assert isinstance(value, int), (self.name, option, value)
         return value
 
     def integers(self, option: str) -> tuple[int, ...]:
-        """Return an option that is several whole numbers."""
         value = self.options[option]
         assert isinstance(value, tuple), (self.name, option, value)
         return value
 
     def number(self, option: str) -> float:
-        """Return an option that is a number."""
         value = self.options[option]
         assert isinstance(value, int | float), (self.name, option, value)
         return float(value)
 
     def text(self, option: str) -> str:
-        """Return an option that is a word."""
         value = self.options[option]
         assert isinstance(value, str), (self.name, option, value)
         return value
@@ -110,11 +89,11 @@ class LayerGraph:
     """Layers in topological order.
 
     Args:
-        layers: Each after all that it reads.
+        layers: Each after all the layers that it reads.
         outputs: The layers whose outputs are the model's.
 
     Raises:
-        GraphError: they do not hang together.
+        GraphError: The layers are inconsistent.
     """
 
     layers: tuple[Layer, ...]
@@ -124,12 +103,12 @@ class LayerGraph:
         known: dict[str, Layer] = {}
         for layer in self.layers:
             if layer.name in known:
-                raise GraphError(f"two layers are called {layer.name!r}")
+                raise GraphError(f"two layers have the name {layer.name!r}")
             for name, shape in zip(layer.inputs, layer.input_shapes, strict=True):
                 if name not in known:
                     raise GraphError(
-                        f"layer {layer.name!r} reads {name!r}, which no layer before "
-                        "it is called: it is missing, or the graph has a cycle"
+                        f"layer {layer.name!r} reads {name!r}, but no layer before it has "
+                        "this name: it is missing, or the graph has a cycle"
                     )
                 if known[name].shape != shape:
                     raise GraphError(
@@ -139,21 +118,19 @@ class LayerGraph:
             known[layer.name] = layer
         for name in self.outputs:
             if name not in known:
-                raise GraphError(f"output {name!r} is no layer of the graph")
+                raise GraphError(f"output {name!r} is not a layer of the graph")
         _check_tensors(self.layers)
 
     def __getitem__(self, name: str) -> Layer:
-        """Return the layer of this name."""
         return self.by_name[name]
 
     @cached_property
     def by_name(self) -> Mapping[str, Layer]:
-        """All layers."""
         return MappingProxyType({layer.name: layer for layer in self.layers})
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Layer, ...]]:
-        """Per layer, those that read it; one that reads it twice stands there once."""
+        """For each layer, the layers that read it, each once."""
         found: dict[str, list[Layer]] = {layer.name: [] for layer in self.layers}
         for layer in self.layers:
             for name in dict.fromkeys(layer.inputs):
@@ -162,18 +139,18 @@ class LayerGraph:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorUse]:
-        """Every tensor of the model that some layer uses, by name, sorted."""
+        """Every tensor of the model that a layer uses, by name, sorted."""
         uses = {use.name: use for layer in self.layers for use in layer.tensors.values()}
         return MappingProxyType(dict(sorted(uses.items())))
 
     @property
     def n_parameters(self) -> int:
-        """Elements of all tensors that train; shared ones count once."""
+        """Number of elements of all trained tensors; shared ones count once."""
         return sum(math.prod(u.shape) for u in self.tensors.values() if u.trains)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything, the same in every process."""
+        """A hash of the whole graph, the same in every process."""
         encoded = msgspec.json.encode((self.layers, self.outputs), order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -191,10 +168,10 @@ def _check_tensors(layers: Iterable[Layer]) -> None:
 
 @final
 class Builder:
-    """A layer graph in the making.
+    """Builds a layer graph.
 
     Args:
-        aliases: For tensors with several names, the one that stands for all.
+        aliases: For tensors with several names, the name used in the graph.
     """
 
     def __init__(self, *, aliases: Mapping[str, str] | None = None) -> None:
@@ -203,26 +180,24 @@ class Builder:
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Self:
-        """Return a builder that has the layers of a graph already."""
+        """Return a builder with all layers of a graph."""
         builder = cls()
         for layer in graph.layers:
             builder.add_layer(layer)
         return builder
 
     def __getitem__(self, name: str) -> Layer:
-        """Return the layer of this name, added before."""
         return self._layers[name]
 
-    def free_name(self, wanted: str) -> str:
-        """Return `wanted`, or that with a number if a layer has it already."""
-        name, number = wanted, 1
-        while name in self._layers:
+    def free_name(self, name: str) -> str:
+        """Return `name`, with a number if a layer has it already."""
+        free, number = name, 1
+        while free in self._layers:
             number += 1
-            name = f"{wanted}.{number}"
-        return name
+            free = f"{name}.{number}"
+        return free
 
     def input(self, name: str, shape: Shape, *, is_integer: bool = False) -> str:
-        """Add an input."""
         layer = Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer)
         return self.add_layer(layer)
 
@@ -254,18 +229,18 @@ class Builder:
         return self.add_layer(layer)
 
     def add_layer(self, layer: Layer) -> str:
-        """Add a layer, its tensors under the names that stand for them."""
+        """Add a layer, with its tensors under their names in the graph."""
         if layer.name in self._layers:
-            raise GraphError(f"two layers are called {layer.name!r}")
+            raise GraphError(f"two layers have the name {layer.name!r}")
         tensors = {
-            word: msgspec.structs.replace(use, name=self._aliases.get(use.name, use.name))
-            for word, use in layer.tensors.items()
+            key: msgspec.structs.replace(use, name=self._aliases.get(use.name, use.name))
+            for key, use in layer.tensors.items()
         }
         self._layers[layer.name] = msgspec.structs.replace(layer, tensors=tensors)
         return layer.name
 
     def replacing(self, tensor: str) -> Layer | None:
-        """Return the layer, last of those added, that gives a tensor its new value."""
+        """Return the last layer that gives a tensor its new value (a running average)."""
         name = self._aliases.get(tensor, tensor)
         for layer in reversed(self._layers.values()):
             if layer.kind == "running_average" and layer.tensors["running"].name == name:
@@ -273,18 +248,15 @@ class Builder:
         return None
 
     def extend(self, layers: Iterable[Layer]) -> str:
-        """Add the layers of a composite; return the name of the last one."""
+        """Add layers in order; return the name of the last one."""
         name = ""
         for layer in layers:
             name = self.add_layer(layer)
         return name
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
-        """Return the graph, without layers that no output depends on.
-
-        What replaces running statistics stays: a training step is not without effect
-        because nobody reads its output.
-        """
+        """Return the graph, without layers that no output depends on."""
+        # Running statistics are kept: a training step needs them though nothing reads them.
         effects = {layer.name for layer in self._layers.values() if layer.kind == "running_average"}
         needed = {*outputs, *effects}
         for layer in reversed(self._layers.values()):
@@ -296,18 +268,18 @@ class Builder:
         return LayerGraph(kept, tuple(outputs))
 
 
-def uses(module: nn.Module, path: str, *words: str) -> dict[str, TensorUse]:
-    """Return the module's own tensors as layers use them; all, or these."""
+def uses(module: nn.Module, path: str, *names: str) -> dict[str, TensorUse]:
+    """Return the module's own tensors for `Layer.tensors`: all, or those with these names."""
     found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
-        word: TensorUse(
-            name=below(path, word), shape=tuple(tensor.shape), trains=tensor.requires_grad
+        name: TensorUse(
+            name=below(path, name), shape=tuple(tensor.shape), trains=tensor.requires_grad
         )
-        for word, tensor in found.items()
-        if not words or word in words
+        for name, tensor in found.items()
+        if not names or name in names
     }
 
 
-def below(path: str, word: str) -> str:
-    """Return the path of what a module calls `word`; the root's own path is empty."""
-    return f"{path}.{word}" if path else word
+def below(path: str, name: str) -> str:
+    """Return the path of what the module at `path` calls `name`; the root's path is empty."""
+    return f"{path}.{name}" if path else name

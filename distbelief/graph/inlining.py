@@ -1,8 +1,8 @@
-"""What tracing gave up on, captured by torch.export where that can: module by module.
+"""Inlines modules that torch.export captured into the traced graph.
 
-A module is exported once for all batches; what comes of it is put into every graph that
-is traced. What cannot be exported, or has no split rule then either, is refused with
-the reason, and stays whole.
+A module is exported once for all batches. Every operation becomes one or more nodes with lowering
+rules (`aten`), with `meta` as in `tracing`. Sizes and what depends on no input become numbers
+and constants. A module that cannot be exported, or has an operation without a rule, stays opaque.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
-from distbelief.graph.aten import name_of, rewritten, says_only
+from distbelief.graph.aten import is_assertion, name_of, rewritten
 from distbelief.graph.export import Exported, ExportError, dependents, export, module_of, place_of
 from distbelief.graph.fake_tensor import run_without_memory, without_memory
 from distbelief.graph.graph import GraphError
@@ -24,24 +24,16 @@ from distbelief.graph.lowering.lower import UnsplitError
 from distbelief.graph.tracing import Traced, explained
 
 
-# What torch.export found, put into a traced graph in the place of a module's call.
-#
-# Sizes are computed, the batch's among them, and so is what depends on no input: as in
-# tracing, both are numbers and constants by then. Every other operation becomes one or
-# more nodes in the words that translations know (`aten`), with `meta` as `tracer` says.
-
-
 def inline(call: fx.Node, exported: Exported, *, root: nn.Module) -> None:
     """Replace the call of a module by its operations.
 
     Args:
         call: The node; it is erased.
-        exported: What the module does.
-        root: The module whose graph it is in.
+        exported: The module's operations.
+        root: The module whose graph the node is in.
 
     Raises:
-        GraphError: an operation has no rule, or the result is used in a way that
-            cannot be followed.
+        GraphError: An operation has no rule, or the result is used in an unsupported way.
     """
     result = _Inlining(call, exported, root).run()
     _replace(call, result)
@@ -49,24 +41,21 @@ def inline(call: fx.Node, exported: Exported, *, root: nn.Module) -> None:
 
 
 _PLACES: Final = frozenset({"device", "layout", "pin_memory"})
+# Limit of a constant that the forward makes.
 _N_ELEMENTS_MAX: Final = 1 << 24
-"""Of a constant that the forward makes."""
 
 
 @final
 class _Inlining:
-    """One call, while it is replaced."""
-
     def __init__(self, call: fx.Node, exported: Exported, root: nn.Module) -> None:
         self._call = call
         self._path = str(call.target)
         self._exported = exported
         self._root = root
         self._known: dict[fx.Node, object] = {}
-        self._now: fx.Node | None = None  # the operation that is being put in
+        self._now: fx.Node | None = None  # the operation being inlined
 
     def run(self) -> object:
-        """Put its operations in before the call; return its result."""
         exported = self._exported
         dependent = dependents(exported.graph, exported.constants)
         flat, _ = pytree.tree_flatten((self._call.args, dict(self._call.kwargs)))
@@ -83,11 +72,10 @@ class _Inlining:
             else:
                 self._known[node] = self._done(node, is_constant=node not in dependent)
         assert isinstance(output, tuple | list), output
-        # What the forward changes of the model's comes first; that was refused.
+        # Changed tensors of the model would come first; `export` rejects them.
         return pytree.tree_unflatten(list(output), exported.output)
 
     def _own(self, name: str) -> object:
-        """Return a tensor of the module, or one that its forward made."""
         constant = self._exported.constants.get(name)
         if constant is not None:
             return constant
@@ -102,7 +90,7 @@ class _Inlining:
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
         assert isinstance(args, tuple)
         assert isinstance(kwargs, dict)
-        if says_only(target):
+        if is_assertion(target):
             return None
         if is_constant:
             return self._constant(node, _values(args), kwargs)
@@ -118,7 +106,7 @@ class _Inlining:
     def _constant(
         self, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
-        """Compute what depends on no input; what has no values has no memory either."""
+        # Tensors without values (empty) need no memory.
         target = node.target
         assert callable(target), node
         said = {word: kwargs[word] for word in kwargs if word not in _PLACES}
@@ -130,7 +118,6 @@ class _Inlining:
         return target(*args, **said)
 
     def _leaf(self, args: Sequence[object]) -> object:
-        """Put in the call of a module that is not looked into."""
         tensors, key = args
         assert isinstance(tensors, tuple | list)
         assert isinstance(key, int)
@@ -153,7 +140,6 @@ class _Inlining:
         return self._node(op, target, args=args, kwargs=kwargs, value=value)
 
     def take(self, node: fx.Node, place: Sequence[object]) -> fx.Node:
-        """Return the tensor at a place of a module's result."""
         for key in place:
             value = node.meta["value"][key]
             node = self._node("call_function", operator.getitem, args=(node, key), value=value)
@@ -184,12 +170,10 @@ class _Inlining:
         return node
 
     def _around(self) -> str:
-        """Return the path of the module in which the present operation stands."""
         inner = module_of(self._now) if self._now else ""
         return f"{self._path}.{inner}" if inner else self._path
 
     def _with_constants(self, arguments: object) -> object:
-        """Return arguments with nodes in the place of constant tensors."""
 
         def placed(value: object) -> object:
             if not isinstance(value, torch.Tensor):
@@ -208,13 +192,7 @@ class _Inlining:
 
 @final
 class _Result:
-    """What a module returns that is not looked into: tensors, taken as they are used.
-
-    Args:
-        inlining: Where nodes are put.
-        node: Of the call.
-        places: In its result, of each tensor.
-    """
+    # Tensors of an opaque module's result, added to the graph when they are used.
 
     def __init__(
         self, inlining: _Inlining, node: fx.Node, places: Sequence[tuple[object, ...]]
@@ -224,23 +202,17 @@ class _Result:
         self._places = places
 
     def __getitem__(self, index: object) -> fx.Node:
-        """Return the tensor with this number."""
         assert isinstance(index, int), index
         return self._inlining.take(self._node, self._places[index])
 
 
 def _check_size(found: torch.Tensor, call: fx.Node) -> None:
-    """Check that a constant, which may have the batch, is no larger than it should be.
-
-    Raises:
-        GraphError: it is.
-    """
     extents: tuple[object, ...] = tuple(found.shape)  # whole numbers, or symbols
     sizes = [n if isinstance(n, int) else _batch_of(call) for n in extents]
     if math.prod(sizes) > _N_ELEMENTS_MAX:
         raise GraphError(
-            f"the forward of {call.target} makes a tensor of {sizes}: register it as a "
-            "buffer, or make it smaller"
+            f"the forward of {call.target} makes a constant of shape {sizes}: register it "
+            "as a buffer, or make it smaller"
         )
 
 
@@ -251,11 +223,7 @@ def _batch_of(call: fx.Node) -> int:
 
 
 def _replace(node: fx.Node, result: object) -> None:
-    """Let users of a node's result use this one, which may be several tensors.
-
-    Raises:
-        GraphError: it is used in a way that cannot be followed.
-    """
+    # The result may be several tensors.
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
         return
@@ -267,8 +235,8 @@ def _replace(node: fx.Node, result: object) -> None:
             user.graph.erase_node(user)
         else:
             raise GraphError(
-                f"{node.target} returns a {type(result).__name__}, which {user.name} "
-                "takes as it is: hand on its tensors one by one"
+                f"{node.target} returns a {type(result).__name__}, which {user.name} takes "
+                "as a whole: pass its tensors one by one"
             )
 
 
@@ -281,13 +249,11 @@ _Arguments = TypeVar("_Arguments", tuple[object, ...], dict[str, object])
 
 
 def _values(arguments: _Arguments) -> _Arguments:
-    """Return arguments with what is known of their results in the place of nodes."""
     found: _Arguments = map_arg(arguments, lambda node: node.meta["value"])  # type: ignore[type-var]
     return found
 
 
 def _hollow(arguments: _Arguments) -> _Arguments:
-    """Return the same, constants without memory too."""
 
     def emptied(value: object) -> object:
         if isinstance(value, torch.Tensor) and not value.is_meta:
@@ -306,7 +272,7 @@ class Exports:
     """The modules of one model that are exported, or refused.
 
     Attributes:
-        refused: Per path, why.
+        refused: Path -> reason.
     """
 
     def __init__(self) -> None:
@@ -314,22 +280,21 @@ class Exports:
         self._found: dict[Key, Exported] = {}
 
     def refuse(self, path: str, reason: str) -> None:
-        """Note that a module is to stay whole."""
         self.refused[path] = reason
 
     def put_into(self, traced: Traced, root: nn.Module, *, batch: int) -> Traced | None:
-        """Return what was traced with all modules that can be exported looked into.
+        """Inline all modules that can be exported into the traced graph.
 
         Args:
             traced: Its graph is changed.
             root: The module that was traced.
-            batch: Extent of the batch while it was.
+            batch: Extent of the batch during tracing.
 
         Returns:
-            None if it has to be traced again, for one more is refused.
+            None if the model must be traced again, because one more module is refused.
 
         Raises:
-            UnsplitError: a module in one of them has to stay whole first.
+            UnsplitError: A module inside one of them must become opaque first.
         """
         exported: set[str] = set()
         while True:
@@ -350,9 +315,9 @@ class Exports:
                 if error.inner and inner not in traced.whole:
                     raise UnsplitError(inner, str(error)) from error
                 self.refuse(path, str(error))
-            except Exception as error:  # noqa: BLE001 -- also what torch says to arguments
+            except Exception as error:  # noqa: BLE001 -- torch may reject the arguments in any way
                 self.refuse(str(calls[0].target), explained(error))
-                return None  # a part of it may be in the graph already
+                return None  # a part of it may already be in the graph
             else:
                 exported.add(str(calls[0].target))
 
@@ -380,7 +345,6 @@ class Exports:
         return self._found[key]
 
     def _reasons(self, traced: Traced) -> dict[str, str]:
-        """Return why modules stay whole: both reasons, if they differ."""
         return {path: both(reason, self.refused.get(path)) for path, reason in traced.whole.items()}
 
 
@@ -389,10 +353,9 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def both(reason: str, refusal: str | None) -> str:
-    """Return why a module can be captured in neither way."""
     if refusal is None or refusal in reason:
         return reason
-    return f"{reason}; nor by torch.export: {refusal}"
+    return f"{reason}; torch.export: {refusal}"
 
 
 def _shown(value: object, batch: int) -> object:

@@ -1,12 +1,11 @@
-"""A loss as the last layers of a graph, and its targets as one more input.
+"""Appends a loss to a graph as its last layers, with the targets as one more input.
 
     ... --> fc8 [21000] --> loss.maximum --> loss.sums --> loss []
                                 targets [] ---^
 
-Its output is () per sample; the loss of a batch is the mean of it over the samples.
-Names are torch's, with or without "_loss" at their end. Those that are a sum over
-classes or places are split like any other layer; others, and a function of one's own,
-are computed whole, by the module `WholeLoss`.
+Its output is () per sample; the loss of a batch is the mean over the samples. Names are torch's,
+with or without "_loss". Sums over classes or elements are split like other layers; other
+losses and user functions are opaque, computed by the module `OpaqueLoss`.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +23,8 @@ from distbelief.graph.region import Shape
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-PLACES: Final[Mapping[str, tuple[str, float, bool]]] = {
+# Sums over elements: function, its argument, whether to take the mean.
+ELEMENTWISE: Final[Mapping[str, tuple[str, float, bool]]] = {
     "one_vs_all": ("logistic", 0.0, False),
     "binary_cross_entropy_with_logits": ("logistic", 0.0, True),
     "binary_cross_entropy": ("binary_cross_entropy", 0.0, True),
@@ -34,25 +34,24 @@ PLACES: Final[Mapping[str, tuple[str, float, bool]]] = {
     "huber": ("huber", 1.0, True),
     "soft_margin": ("soft_margin", 0.0, True),
     "poisson_nll": ("poisson_nll", 0.0, True),
-    "kl_div": ("kl_div", 0.0, False),  # divided by samples only, as a divergence is
+    "kl_div": ("kl_div", 0.0, False),  # a divergence is averaged over samples only
 }
-"""Sums over places: the function, its argument, whether the mean is meant."""
 
-WHOLE: Final[Mapping[str, Loss]] = {
+# torch's losses without a split rule.
+OPAQUE: Final[Mapping[str, Loss]] = {
     "hinge_embedding": functional.hinge_embedding_loss,
     "multi_margin": functional.multi_margin_loss,
     "multilabel_margin": functional.multilabel_margin_loss,
     "multilabel_soft_margin": functional.multilabel_soft_margin_loss,
 }
-"""torch's losses without a split rule."""
 
+# Losses whose targets are labels: integers, without the class dimension.
 LABELS: Final = frozenset({"cross_entropy", "nll", "one_vs_all", "multi_margin"})
-"""Losses whose targets are labels: whole numbers, without the dimension of classes."""
 
 
 @final
-class WholeLoss(nn.Module):
-    """A loss function as a module that one machine computes.
+class OpaqueLoss(nn.Module):
+    """A loss function as a module that one rank computes.
 
     Args:
         function: f(outputs, targets) -> mean over the samples of the batch.
@@ -64,7 +63,7 @@ class WholeLoss(nn.Module):
 
     @override
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss for each sample, (batch,): whose mean is the function's."""
+        """Return (batch,): the loss for each sample, so that the mean is the function's value."""
         return self.function(outputs, targets).reshape(()).expand(outputs.shape[0])
 
 
@@ -77,42 +76,42 @@ def append_loss(
     soft: bool = False,
     dim: int = 0,
 ) -> LayerGraph:
-    """Return the graph with a loss: outputs are those it had, then the loss.
+    """Return the graph with a loss; its outputs are the former ones, then the loss.
 
-    The loss is called "loss", and its input "targets", or the like if the graph has
-    such layers already. Of a loss that is computed whole, `whole_loss` is the module
-    that `StepTime.modules` needs, under the name of the layer.
+    The layer is called "loss" and its input "targets", with a number if these names are taken. For
+    an opaque loss, `Step.modules` needs the module of `whole_loss` under the layer's name.
 
     Args:
-        graph: Of a model.
-        loss: A name ("one_vs_all" is logistic, summed over classes), or a function
-            f(outputs, targets) -> mean over the samples of the batch.
-        output: Which of the model's outputs, if it has several.
-        targets: Shape of the targets, without the batch; if absent, that of the
-            output, for losses of labels without the dimension of classes.
-        soft: Whether targets of a loss of labels are probabilities instead.
-        dim: The dimension of classes, the batch not counted.
+        graph: Graph of a model.
+        loss: A name ("one_vs_all" is logistic, summed over classes), or a function f(outputs,
+            targets) -> mean over the samples of the batch.
+        output: Which of the model's outputs; needed if there are several.
+        targets: Shape of the targets, without the batch; by default that of the output, without the
+            class dimension for losses of labels.
+        soft: Whether the targets of a loss of labels are probabilities instead.
+        dim: The class dimension, the batch not counted.
 
     Raises:
-        GraphError: there is no such loss or output, or shapes do not fit.
+        GraphError: There is no such loss or output, or shapes do not fit.
     """
     scores = graph[_output(graph, output)]
     name = loss.removesuffix("_loss") if isinstance(loss, str) else ""
-    known = {"cross_entropy", "nll", *PLACES, *WHOLE}
+    known = {"cross_entropy", "nll", *ELEMENTWISE, *OPAQUE}
     if isinstance(loss, str) and name not in known:
         raise GraphError(
-            f"there is no loss {loss!r} (there are {', '.join(sorted(known))}); or "
-            "give a function of outputs and targets"
+            f"there is no loss {loss!r}: use {', '.join(sorted(known))}, or a function "
+            "of outputs and targets"
         )
     labels = name in LABELS and not soft
     builder = Builder.of(graph)
-    wanted = _target_shape(scores, loss, labels=labels, dim=dim)
-    if targets is not None and isinstance(loss, str) and targets != wanted:
+    expected = _target_shape(scores, loss, labels=labels, dim=dim)
+    if targets is not None and isinstance(loss, str) and targets != expected:
         raise GraphError(
-            f"targets of {loss!r} on {scores.name!r} have shape {list(wanted)}, not {list(targets)}"
+            f"targets of {loss!r} on {scores.name!r} must have shape {list(expected)}, "
+            f"got {list(targets)}"
         )
     target = builder.input(
-        builder.free_name("targets"), wanted if targets is None else targets, is_integer=labels
+        builder.free_name("targets"), expected if targets is None else targets, is_integer=labels
     )
     last = builder.extend(
         _layers(builder.free_name("loss"), (scores, builder[target]), loss=name, dim=dim)
@@ -120,12 +119,12 @@ def append_loss(
     return builder.finish([*graph.outputs, last])
 
 
-def whole_loss(loss: str | Loss) -> WholeLoss | None:
-    """Return the module of a loss that is computed whole; None if it can be split."""
+def whole_loss(loss: str | Loss) -> OpaqueLoss | None:
+    """Return the module of an opaque loss; None if the loss can be split."""
     if not isinstance(loss, str):
-        return WholeLoss(loss)
-    function = WHOLE.get(loss.removesuffix("_loss"))
-    return None if function is None else WholeLoss(function)
+        return OpaqueLoss(loss)
+    function = OPAQUE.get(loss.removesuffix("_loss"))
+    return None if function is None else OpaqueLoss(function)
 
 
 def _output(graph: LayerGraph, output: str | None) -> str:
@@ -133,13 +132,12 @@ def _output(graph: LayerGraph, output: str | None) -> str:
         return graph.outputs[0]
     if output not in graph.outputs:
         raise GraphError(
-            f"the model has outputs {', '.join(map(repr, graph.outputs))}, and the "
-            f"loss is of {output!r}: name one of them, or let the forward return the "
-            "one that the loss is of"
+            f"the model has outputs {', '.join(map(repr, graph.outputs))}, not "
+            f"{output!r}: name one of them for the loss"
             if output is not None
             else f"the model has {len(graph.outputs)} outputs "
-            f"({', '.join(graph.outputs)}), and a loss is of one: let the forward "
-            "return that one, or plan without a loss"
+            f"({', '.join(graph.outputs)}), and a loss needs one: let the forward "
+            "return one, or plan without a loss"
         )
     return output
 
@@ -149,7 +147,7 @@ def _target_shape(scores: Layer, loss: str | Loss, *, labels: bool, dim: int) ->
         return scores.shape
     if not 0 <= dim < len(scores.shape):
         raise GraphError(
-            f"{loss!r} needs a dimension of classes; {scores.name!r} has shape "
+            f"{loss!r} needs a class dimension: {scores.name!r} has shape "
             f"{list(scores.shape)}, and dim is {dim}"
         )
     return (*scores.shape[:dim], *scores.shape[dim + 1 :])
@@ -158,8 +156,8 @@ def _target_shape(scores: Layer, loss: str | Loss, *, labels: bool, dim: int) ->
 def _layers(name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int) -> list[Layer]:
     if loss in {"cross_entropy", "nll"}:
         return cross_entropy_layers(name, sources, dim=dim, normalised=loss == "nll")
-    if loss in PLACES:
-        function, argument, mean = PLACES[loss]
+    if loss in ELEMENTWISE:
+        function, argument, mean = ELEMENTWISE[loss]
         return [
             elementwise_loss_layer(
                 name, sources, function=function, argument=argument, mean=mean, dim=dim
@@ -173,6 +171,6 @@ def _layers(name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int) -> 
         input_shapes=(scores.shape, targets.shape),
         shape=(),
         options={"module": name},
-        whole=f"{loss} has no split rule" if loss else "a loss function of one's own",
+        whole=f"{loss} has no split rule" if loss else "a user-defined loss function",
     )
     return [layer]

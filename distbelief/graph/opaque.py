@@ -1,4 +1,4 @@
-"""Modules that one machine computes: what there is no way to split."""
+"""Opaque layers: modules that cannot be split, so that one rank computes them by calling them."""
 
 import inspect
 from typing import final
@@ -10,23 +10,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distbelief.graph.fake_tensor import run_without_memory
 from distbelief.graph.graph import Builder, GraphError, Option, below, uses
-from distbelief.graph.operation import Operand, Operation, Several, Translated
+from distbelief.graph.operation import Lowered, Operand, Operation, Several
 from distbelief.graph.unsupported import is_replaced
 
 
 @final
 class CallError(GraphError):
-    """A module is called in a way in which no single machine can compute it alone."""
+    """A module is called with arguments that an opaque layer cannot be given."""
 
 
-def whole_module(
+def opaque_module(
     builder: Builder, module: nn.Module, operation: Operation, *, reason: str
-) -> Translated:
-    """Add a layer that one machine computes, by the module itself.
+) -> Lowered:
+    """Add an opaque layer, which calls the module itself.
 
     Raises:
-        CallError: it takes what such a layer cannot give it, or returns no tensors.
-        GraphError: it keeps statistics, which would be lost.
+        CallError: It takes anything but outputs of layers, or returns anything but tensors.
+        GraphError: It keeps running statistics, which would be lost.
     """
     _refuse_statistics(module, operation, reason)
     _refuse_replaced(module, operation)
@@ -39,28 +39,28 @@ def whole_module(
 
     added: dict[tuple[int, ...], str] = {}
 
-    def add(place: tuple[int, ...], result: torch.Tensor) -> str:
-        if place in added:
-            return added[place]
-        dotted = "".join(f".{index}" for index in place)
-        added[place] = builder.add(
-            f"{operation.name}{dotted}",
+    def add(path: tuple[int, ...], result: torch.Tensor) -> str:
+        if path in added:
+            return added[path]
+        suffix = "".join(f".{index}" for index in path)
+        added[path] = builder.add(
+            f"{operation.name}{suffix}",
             "whole",
             inputs,
             operation.shape_of(result),
-            options=options | ({"output": place} if place else {}),
+            options=options | ({"output": path} if path else {}),
             tensors=uses(module, operation.target),
             is_integer=not result.is_floating_point(),
             whole=reason,
         )
-        return added[place]
+        return added[path]
 
     if isinstance(operation.result, torch.Tensor):
         return add((), operation.result)
     if isinstance(operation.result, tuple | list):
         return Several(results=tuple(operation.result), add=add)
     raise CallError(
-        f"{operation.name} ({type(module).__name__}) is computed whole ({reason}) "
+        f"{operation.name} ({type(module).__name__}) is opaque ({reason}) "
         f"and returns a {type(operation.result).__name__}: return tensors"
     )
 
@@ -69,8 +69,8 @@ def _refuse_masks(builder: Builder, operation: Operation, reason: str) -> None:
     for operand in operation.operands:
         if operand.is_integer and not builder[operand.name].is_integer:
             raise GraphError(
-                f"{operation.name} is computed whole ({reason}), and is given the mask "
-                f"{operand.name!r}, which is kept as numbers: compare inside of it"
+                f"{operation.name} is opaque ({reason}) and reads the mask {operand.name!r}, "
+                "which is kept as floats: compare inside of the module"
             )
 
 
@@ -78,47 +78,42 @@ def _refuse_statistics(module: nn.Module, operation: Operation, reason: str) -> 
     for path, part in module.named_modules():
         if isinstance(part, _NormBase) and part.track_running_stats and part.training:
             raise GraphError(
-                f"{operation.name} is computed whole ({reason}), but the running "
-                f"statistics of its {path or 'own'} would be lost: put that into eval "
-                "mode, give it track_running_stats=False, or move it outside"
+                f"{operation.name} is opaque ({reason}): the running statistics of its "
+                f"{path or 'own'} would be lost: put it into eval mode, give it "
+                "track_running_stats=False, or move it outside"
             )
 
 
 def _refuse_replaced(module: nn.Module, operation: Operation) -> None:
-    """Check that it computes with no tensors but its own, as far as can be seen.
-
-    The model's own forward may be another than its type's: all tensors are its.
-    """
+    # A replaced forward may use any tensor; only for the model's root are all known.
     for path, part in module.named_modules():
         if is_replaced(part) and operation.target:
             raise GraphError(
-                f"the forward of {below(operation.target, path).rstrip('.')!r} was put "
-                "in the place of its type's, and cannot be split: make a type of it"
+                f"the forward of {below(operation.target, path).rstrip('.')!r} was replaced "
+                "on the instance and cannot be split: define a class with this forward"
             )
 
 
 def _positional(module: nn.Module, operation: Operation, reason: str) -> tuple[Operand, ...]:
-    """Return the arguments of a whole module: layers, by position."""
     arguments: list[object] = list(operation.arguments)
     given = dict(operation.keywords)
-    words = list(inspect.signature(module.forward).parameters)
-    while len(arguments) < len(words) and words[len(arguments)] in given:
-        arguments.append(given.pop(words[len(arguments)]))
+    parameters = list(inspect.signature(module.forward).parameters)
+    while len(arguments) < len(parameters) and parameters[len(arguments)] in given:
+        arguments.append(given.pop(parameters[len(arguments)]))
     operands = tuple(item for item in arguments if isinstance(item, Operand))
     if given or len(operands) < len(arguments):
         others = [item for item in arguments if not isinstance(item, Operand)]
-        culprit = next(iter(given.values()), others[0] if others else None)
-        shown = "a tensor" if isinstance(culprit, torch.Tensor) else repr(culprit)
+        argument = next(iter(given.values()), others[0] if others else None)
+        shown = "a tensor" if isinstance(argument, torch.Tensor) else repr(argument)
         raise CallError(
-            f"{operation.name} ({type(module).__name__}) is computed whole "
-            f"({reason}), and is called with {shown}: it may take outputs of layers "
-            "only, by position; keep other arguments in the module"
+            f"{operation.name} ({type(module).__name__}) is opaque ({reason}) and is called "
+            f"with {shown}: pass only outputs of layers, by position"
         )
     return operands
 
 
 def _operations(module: nn.Module, operation: Operation) -> int:
-    """Return how many floating point operations torch counts for a sample, or 0."""
+    # Floating point operations per sample as torch counts them; 0 if it cannot.
     inputs = [
         torch.empty(
             *((operation.batch,) if operand.batched else ()),
@@ -133,6 +128,6 @@ def _operations(module: nn.Module, operation: Operation) -> int:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), counter:
             torch.manual_seed(0)
             run_without_memory(module, tuple(inputs), {})
-    except Exception:  # noqa: BLE001 -- what it does with tensors without values
+    except Exception:  # noqa: BLE001 -- a module may raise anything on tensors without values
         return 0
     return counter.get_total_flops() // operation.batch

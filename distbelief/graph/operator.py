@@ -1,14 +1,13 @@
-"""What a kind of layer has to tell of itself, so that it can be split over machines.
+"""Operators: what a layer must tell about itself so that it can be split over ranks.
 
-For any region of a layer's output: which regions of its inputs it needs, which parts of
-the model's tensors, what it costs, and how it is computed. From that alone follow legal
-splits, halos, messages, memory and price. A new kind is one small file: a subclass of
-`Operator`, and `register(...)`.
+For any region of a layer's output: which regions of its inputs and which parts of the model's
+tensors it needs, what it costs, and how it is computed. Legal splits, halos, messages,
+memory and cost follow from that alone. A new operator is a subclass of `Operator` and a
+call of `register`.
 
-A kind whose output is a sum (or a maximum) over a dimension of its input may tell how
-to compute a part of it from a part of that dimension: *partial*. The parts are then
-combined on one machine and used from there; statistics of BatchNorm, softmax over split
-classes and row-split Linear layers are this and nothing else.
+An operator whose output is a sum (or maximum) over a dimension of its input may also compute
+partial sums: each rank computes its part, one rank combines them. BatchNorm statistics, softmax
+over split classes and Linear layers split by inputs work this way.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +26,7 @@ Combine = Literal["sum", "max"]
 
 
 class Cut(NamedTuple):
-    """A dimension along which a region may be cut, at multiples of `unit`."""
+    """A dimension along which a region may be split, at multiples of `unit`."""
 
     dim: int
     unit: int = 1
@@ -36,57 +35,40 @@ class Cut(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one sample costs.
+    """The cost of one sample."""
 
-    Attributes:
-        forward: Floating point operations, a multiply-add counted as two.
-        backward: Likewise.
-        n_elements: Numbers read and written in the forward pass, tensors apart.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    n_elements: float = 0.0
+    forward: float = 0.0  # floating point operations; a multiply-add counts as two
+    backward: float = 0.0  # floating point operations of the backward pass
+    n_elements: float = 0.0  # elements read and written in the forward pass, model tensors excluded
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a layer may know of the step it is computed in.
+    """The training step that a layer is computed in."""
 
-    Attributes:
-        training: Or inference.
-        seed: Of the step's randomness; equal on all machines of a replica.
-        first_sample: Index of the first sample, of all that the step is about.
-        modules: Modules that are computed whole, by their paths in the model; on which
-            device does not matter, for their tensors are not used.
-    """
-
-    training: bool = False
-    seed: int = 0
-    first_sample: int = 0
+    training: bool = False  # False for inference
+    seed: int = 0  # seed of the step's randomness, equal on all ranks of a replica
+    first_sample: int = 0  # index of the first sample among all samples of the step
+    # Opaque modules by their path in the model, on any device: their own tensors are not used.
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
 class PartialSums(ABC):
-    """How a kind's output is put together from parts of its first input.
+    """How an output is combined from parts of the first input."""
 
-    Attributes:
-        combine: How partial outputs become one. A "max" has no gradient.
-    """
-
-    combine: ClassVar[Combine] = "sum"
+    combine: ClassVar[Combine] = "sum"  # how partial outputs become one; "max" has no gradient
 
     @abstractmethod
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        """Return along which dimensions of its first input it may be cut."""
+        """Return the dimensions of the first input along which it may be split."""
 
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
-        """Return the region of each input that goes with `part` of the first one."""
+        """Return the region of each input that belongs to `part` of the first one."""
         return (part,) * len(layer.inputs)
 
     def uses(self, layer: Layer, part: Region) -> Mapping[str, Region]:
-        """Return the part of each tensor that goes with `part` of the first input."""
+        """Return the part of each tensor that belongs to `part` of the first input."""
         del layer, part
         return {}
 
@@ -104,22 +86,18 @@ class PartialSums(ABC):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        """Return what `part` contributes to what it `writes`: (batch, *shape)."""
+        """Return the contribution of `part` to the region it `writes`: (batch, *shape)."""
 
 
 class Operator(ABC):
-    """One kind of layer; has no state.
+    """What a layer computes, without state."""
 
-    Attributes:
-        name: As in `Layer.kind`.
-        partial: How its output is a sum over parts of its first input, if it is.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # the value of `Layer.kind`
+    # Its partial sums, if its output is a sum over parts of its first input.
     partial: ClassVar[PartialSums | None] = None
 
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        """Return along which dimensions of the output it may be cut."""
+        """Return the dimensions of the output along which it may be split."""
         return tuple(Cut(dim) for dim in range(len(layer.shape)))
 
     @abstractmethod
@@ -129,16 +107,16 @@ class Operator(ABC):
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         """Return the part of each of the model's tensors that `output` needs."""
         del output
-        return {word: Region.of(*use.shape) for word, use in layer.tensors.items()}
+        return {name: Region.of(*use.shape) for name, use in layer.tensors.items()}
 
     def joins_samples(self, layer: Layer) -> bool:
-        """Return whether its output is one for the batch, (1, *shape): statistics."""
+        """Return whether the output is one for the whole batch, (1, *shape), as statistics are."""
         del layer
         return False
 
     @abstractmethod
     def work(self, layer: Layer, output: Region) -> Work:
-        """Return what `output` costs."""
+        """Return the cost of `output`."""
 
     @abstractmethod
     def compute(
@@ -149,59 +127,56 @@ class Operator(ABC):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        """Return `output`, (batch, *output.shape), by operations autograd knows.
+        """Return `output`, (batch, *output.shape), by operations that autograd knows.
 
         Args:
-            layer: Which layer.
-            output: Which part of it.
-            inputs: Of each input what `reads` names: (batch, *region.shape).
-            tensors: Of each tensor what `uses` names.
-            step: For randomness, and whether to train.
+            layer: The layer.
+            output: The region of its output.
+            inputs: For each input the region that `reads` returns: (batch, *region.shape).
+            tensors: For each tensor the part that `uses` returns.
+            step: Seed and mode of the step.
         """
 
 
-_KINDS: dict[str, Operator] = {}
+_OPERATORS: dict[str, Operator] = {}
 
 
-def register(kind: Operator) -> None:
-    """Make a kind known by its name.
+def register(operator: Operator) -> None:
+    """Register an operator under its name.
 
     Raises:
-        GraphError: another one has that name.
+        GraphError: Another class has this name.
     """
-    known = _KINDS.setdefault(kind.name, kind)
-    if type(known) is not type(kind):
+    known = _OPERATORS.setdefault(operator.name, operator)
+    if type(known) is not type(operator):
         raise GraphError(
-            f"layer kind {kind.name!r} is {type(known).__qualname__} already: give "
-            f"{type(kind).__qualname__} another name"
+            f"operator {operator.name!r} is {type(known).__qualname__} already: give "
+            f"{type(operator).__qualname__} another name"
         )
 
 
 def operator_of(layer: Layer) -> Operator:
-    """Return the kind of this layer.
+    """Return the operator of a layer.
 
     Raises:
-        GraphError: nobody has registered it.
+        GraphError: No operator of this name is registered.
     """
     try:
-        return _KINDS[layer.kind]
+        return _OPERATORS[layer.kind]
     except KeyError:
         raise GraphError(
-            f"layer {layer.name!r} is of kind {layer.kind!r}, which is not known here: "
-            f"import the module that registers it (known: {', '.join(sorted(_KINDS))})"
+            f"layer {layer.name!r} has unknown operator {layer.kind!r}: import the "
+            f"module that registers it (known: {', '.join(sorted(_OPERATORS))})"
         ) from None
 
 
 def joined(graph: LayerGraph) -> frozenset[str]:
-    """Return the layers whose output is one for the whole batch: (1, *shape).
-
-    They do, or read nothing but such layers.
-    """
+    """Return the layers with one output for the whole batch, and those that read only such."""
     found: set[str] = set()
     for layer in graph.layers:
         if layer.kind == INPUT:
             continue
-        follows = bool(layer.inputs) and found.issuperset(layer.inputs)
-        if follows or operator_of(layer).joins_samples(layer):
+        reads_only_joined = bool(layer.inputs) and found.issuperset(layer.inputs)
+        if reads_only_joined or operator_of(layer).joins_samples(layer):
             found.add(layer.name)
     return frozenset(found)

@@ -1,6 +1,12 @@
-"""Many regions at once: unions as disjoint regions, and arrays of them.
+"""Regions: boxes of indices of one layer's output, without the batch dimension.
 
-An array of boxes is (n_boxes, n_dims, 2): start and stop of each dimension.
+    one image of 3 maps, 6 x 8        Region.of(3, 6, 8)
+    its upper half                    Region(((0, 3), (0, 3), (0, 8)))
+                                          maps    rows    columns
+
+A region is a product of half-open intervals, so that what two ranks share is a region too, and
+what one sends to the other is a slice of a tensor. It may be empty. For many regions at
+once there are arrays of boxes, (n_boxes, n_dims, 2): start and stop of each dimension.
 """
 
 import math
@@ -14,15 +20,6 @@ import numpy.typing as npt
 from typing_extensions import override
 
 
-# Regions: boxes of indices of one layer's output, the batch dimension kept apart.
-#
-#     one image of 3 maps, 6 x 8        Region.of(3, 6, 8)
-#     its upper half                    Region(((0, 3), (0, 3), (0, 8)))
-#                                           maps    rows    columns
-#
-# A region is a product of half-open intervals, so that what two machines share is one
-# more region, and what travels between them is a slice of a tensor. It may be empty.
-
 Interval = tuple[int, int]  # [start, stop)
 Shape = tuple[int, ...]
 
@@ -30,44 +27,38 @@ Shape = tuple[int, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of indices.
-
-    Attributes:
-        intervals: [start, stop) in each dimension; none for a single number.
-    """
+    """A box of indices: [start, stop) in each dimension; no dimension for a scalar."""
 
     intervals: tuple[Interval, ...]
 
     def __post_init__(self) -> None:
         for start, stop in self.intervals:
             if not 0 <= start <= stop:
-                raise ValueError(f"interval [{start}, {stop}): use 0 <= start <= stop")
+                raise ValueError(f"invalid interval [{start}, {stop}): use 0 <= start <= stop")
 
     @classmethod
     def of(cls, *shape: int) -> Self:
-        """Return the whole of a tensor of this shape."""
+        """Return the region of a whole tensor of this shape."""
         return cls(tuple((0, extent) for extent in shape))
 
     @property
     def shape(self) -> Shape:
-        """Its extent in each dimension."""
         return tuple([stop - start for start, stop in self.intervals])
 
     @property
     def n_elements(self) -> int:
-        """How many indices it holds."""
-        n = 1  # a loop, for planners ask a million times
+        n = 1  # a loop is faster than math.prod, and planners call this a million times
         for start, stop in self.intervals:
             n *= stop - start
         return n
 
     @property
     def slices(self) -> "tuple[slice[int, int, None], ...]":
-        """What cuts it out of a tensor of the whole, after the batch dimension."""
+        """Slices that cut the region out of the whole tensor, batch dimension excluded."""
         return tuple(slice(start, stop) for start, stop in self.intervals)
 
     def __and__(self, other: "Region") -> "Region":
-        """Return what both hold; empty dimensions begin at the later start."""
+        """Return the intersection; empty dimensions begin at the later start."""
         self._check(other)
         return Region(
             tuple(
@@ -77,7 +68,7 @@ class Region:
         )
 
     def __contains__(self, other: "Region") -> bool:
-        """Return whether every index of `other` lies in it."""
+        """Return whether every index of `other` lies in this region."""
         self._check(other)
         return not other.n_elements or all(
             a <= c and d <= b
@@ -85,7 +76,7 @@ class Region:
         )
 
     def hull(self, other: "Region") -> "Region":
-        """Return the smallest region that holds both."""
+        """Return the smallest region that contains both."""
         self._check(other)
         if not self.n_elements:
             return other
@@ -99,14 +90,11 @@ class Region:
         )
 
     def minus(self, other: "Region") -> list["Region"]:
-        """Return disjoint regions that hold what `other` does not; at most two per dim.
-
-        Args:
-            other: Need not lie inside.
-        """
+        """Return disjoint regions that cover the difference, at most two per dimension."""
         common = self & other
         if not common.n_elements:
             return [self] if self.n_elements else []
+        # Cut one slab off each side of each dimension; what is left shrinks to the intersection.
         rest: list[Region] = []
         left = list(self.intervals)
         for dim, (start, stop) in enumerate(common.intervals):
@@ -129,17 +117,17 @@ class Region:
         )
 
     def replaced(self, dim: int, interval: Interval) -> "Region":
-        """Return it with another interval in dimension `dim`."""
+        """Return the region with another interval in dimension `dim`."""
         return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
 
     def cut(self, dim: int, weights: Sequence[float], *, unit: int = 1) -> list["Region"]:
-        """Return it cut along `dim` into consecutive parts, in proportion to `weights`.
+        """Split the region along `dim` into consecutive parts, in proportion to `weights`.
 
         Args:
-            dim: Which dimension.
-            weights: One per part, none negative, not all zero.
-            unit: Cuts lie at multiples of this (channels of a group, say). Parts may be
-                empty if there are fewer units than parts.
+            dim: The dimension.
+            weights: One per part, not negative, not all zero.
+            unit: The parts begin at multiples of this, for example the channels of a group. Parts
+                are empty if there are fewer units than parts.
         """
         start, stop = self.intervals[dim]
         ends = cuts(stop - start, weights, unit=unit)
@@ -147,31 +135,29 @@ class Region:
         return [self.replaced(dim, (a, b)) for a, b in pairwise(bounds)]
 
     def __iter__(self) -> Iterator[Interval]:
-        """Iterate over the intervals."""
         return iter(self.intervals)
 
     @override
     def __str__(self) -> str:
-        """Write it as slices: [0:3, 0:3, 0:8]."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in self.intervals) + "]"
 
     def _check(self, other: "Region") -> None:
         if len(self.intervals) != len(other.intervals):
             raise ValueError(
-                f"{self} has {len(self.intervals)} dimensions, {other} "
-                f"{len(other.intervals)}: they are of different layers"
+                f"{self} has {len(self.intervals)} dimensions, {other} has "
+                f"{len(other.intervals)}: they belong to different layers"
             )
 
 
 def cuts(extent: int, weights: Sequence[float], *, unit: int = 1) -> list[int]:
-    """Return where consecutive parts of [0, extent) end, nearest to these proportions.
+    """Return the ends of consecutive parts of [0, extent), closest to these proportions.
 
     Raises:
-        ValueError: the weights say nothing.
+        ValueError: A weight is negative, or all are zero.
     """
     total = math.fsum(weights)
     if not weights or min(weights) < 0 or not 0 < total < math.inf:
-        raise ValueError(f"weights are {list(weights)}; use numbers >= 0, one above 0")
+        raise ValueError(f"weights are {list(weights)}: use numbers >= 0, one above 0")
     n_units = -(-extent // unit)
     ends, so_far = [], 0.0
     for weight in weights:
@@ -182,7 +168,7 @@ def cuts(extent: int, weights: Sequence[float], *, unit: int = 1) -> list[int]:
 
 
 def tile(whole: Region, parts: Iterable[Region]) -> bool:
-    """Return whether the parts hold every index of `whole` exactly once."""
+    """Return whether the parts contain every index of `whole` exactly once."""
     parts = [part for part in parts if part.n_elements]
     if sum(part.n_elements for part in parts) != whole.n_elements:
         return False
@@ -196,7 +182,8 @@ IntArray = npt.NDArray[np.int64]
 
 
 def disjoint(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return disjoint regions, none empty, that hold what any of these holds."""
+    """Return disjoint, non-empty regions with the same union as these."""
+    # Largest first: later ones are then often covered and dropped early.
     found: list[Region] = []
     for region in sorted(set(regions), key=lambda r: (-r.n_elements, r.intervals)):
         rest = [region] if region.n_elements else []
@@ -209,33 +196,31 @@ def disjoint(regions: Iterable[Region]) -> tuple[Region, ...]:
 
 
 def to_array(regions: Sequence[Region], n_dims: int) -> IntArray:
-    """Return them as (n_regions, n_dims, 2)."""
+    """Return the regions as boxes (n_regions, n_dims, 2)."""
     rows = [region.intervals for region in regions]
     return np.array(rows, dtype=np.int64).reshape(len(rows), n_dims, 2)
 
 
 def to_regions(boxes: IntArray) -> tuple[Region, ...]:
-    """Return (n_boxes, n_dims, 2) as regions."""
     rows: list[list[list[int]]] = boxes.tolist()
     return tuple(Region(tuple((a, b) for a, b in row)) for row in rows)
 
 
 def n_elements(boxes: IntArray) -> IntArray:
-    """Return how many indices each box holds: (n_boxes,)."""
+    """Return the number of indices in each box: (n_boxes,)."""
     lengths: IntArray = boxes[:, :, 1] - boxes[:, :, 0]
     return np.asarray(lengths.prod(axis=1), dtype=np.int64)
 
 
 def overlaps(ours: IntArray, theirs: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return what every two boxes, one of each, have in common.
+    """Return the non-empty intersections of all pairs of boxes.
 
     Args:
         ours: (n, n_dims, 2)
         theirs: (m, n_dims, 2)
 
     Returns:
-        Which of ours and which of theirs, (k,) each, in this order, and their
-        common boxes, (k, n_dims, 2); none is empty.
+        Indices into ours and theirs, (k,) each, and the intersections, (k, n_dims, 2).
     """
     meet = np.ones((len(ours), len(theirs)), dtype=np.bool_)
     for dim in range(ours.shape[1]):
@@ -250,48 +235,46 @@ def overlaps(ours: IntArray, theirs: IntArray) -> tuple[IntArray, IntArray, IntA
 def shared_by(
     uses: Mapping[int, Sequence[Region]], n_dims: int
 ) -> list[tuple[tuple[int, ...], Region]]:
-    """Return regions, each with all who use it: disjoint, none empty.
+    """Return disjoint, non-empty regions, each with all users that use it.
 
     Args:
-        uses: What each uses; disjoint.
-        n_dims: Of the tensor.
+        uses: Disjoint regions of each user.
+        n_dims: Number of dimensions of the tensor.
 
     Returns:
-        Users, in the order of `uses`, and region.
+        Pairs of users, in the order of `uses`, and region.
     """
     users = list(uses)
     boxes = to_array([r for regions in uses.values() for r in regions], n_dims)
     if not len(boxes):
         return []
+    # All edges of all boxes form a grid; each cell of it is used as a whole or not at all.
     edges = [np.unique(boxes[:, dim]) for dim in range(n_dims)]
     marks = np.zeros((*(len(edge) - 1 for edge in edges), len(users)), dtype=np.bool_)
     for index, regions in enumerate(uses.values()):
         for region in regions:
-            where: list[slice[int, int, None] | int] = []
+            slices: list[slice[int, int, None] | int] = []
             for edge, (start, stop) in zip(edges, region, strict=True):
                 first, last = np.searchsorted(edge, (start, stop)).tolist()
-                where.append(slice(first, last))
-            marks[(*where, index)] = True
+                slices.append(slice(first, last))
+            marks[(*slices, index)] = True
+    # Group cells by their set of users, packed into bits.
     cells: dict[bytes, list[Region]] = {}
     packed = np.packbits(marks, axis=-1)
     intervals = [list(pairwise(edge.tolist())) for edge in edges]
-    for place in np.ndindex(*marks.shape[:-1]):
-        cell = Region(tuple(row[k] for row, k in zip(intervals, place, strict=True)))
-        cells.setdefault(packed[place].tobytes(), []).append(cell)
+    for cell_index in np.ndindex(*marks.shape[:-1]):
+        cell = Region(tuple(row[k] for row, k in zip(intervals, cell_index, strict=True)))
+        cells.setdefault(packed[cell_index].tobytes(), []).append(cell)
     found = []
     for code, regions in cells.items():
         bits = np.unpackbits(np.frombuffer(code, dtype=np.uint8), count=len(users))
-        who = tuple(users[index] for index in np.flatnonzero(bits))
-        found += [(who, region) for region in joined_up(regions) if who]
+        used_by = tuple(users[index] for index in np.flatnonzero(bits))
+        found += [(used_by, region) for region in merged(regions) if used_by]
     return found
 
 
-def joined_up(cells: Sequence[Region]) -> list[Region]:
-    """Return the same as fewer regions: neighbours along one dimension become one.
-
-    Args:
-        cells: Disjoint.
-    """
+def merged(cells: Sequence[Region]) -> list[Region]:
+    """Merge neighbours along each dimension; `cells` are disjoint."""
     regions = list(cells)
     n_dims = len(regions[0].intervals) if regions else 0
     for dim in reversed(range(n_dims)):

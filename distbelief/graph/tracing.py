@@ -1,10 +1,12 @@
-"""A module's operations as a graph of torch.fx, whatever its forward looks like.
+"""Traces a module with torch.fx on tensors without memory, so that shapes are known.
 
-Modules that have a translation, and torch's own, are kept whole; the user's are traced
-through, with stand-ins that know their shapes. A module whose forward cannot be traced
-(it branches on its data, or calls a `torch.autograd.Function`, whose gradient tracing
-would silently replace) is kept whole as well, with the reason, and tried no further.
-What is known of results stands in the nodes, as `tracer` says.
+torch's modules and those with a lowering rule are leaves; others are traced through. A module
+whose forward cannot be traced (it branches on its data, or calls a `torch.autograd.Function`,
+whose gradient tracing would silently replace) becomes opaque, with the reason.
+
+A node's `meta` holds: "value" (the result without memory), "changed" (nodes of arguments changed in
+place), "constant" (a tensor that the forward made of numbers alone), "detached" (under
+`no_grad`), "place" (the user's source line, for messages).
 """
 
 import os
@@ -22,10 +24,10 @@ from torch.utils import checkpoint
 from typing_extensions import override
 
 from distbelief.graph.fake_tensor import (
-    StandIn,
+    FakeTensorProxy,
+    accepted_as_tensors,
     run_on_noise,
     run_without_memory,
-    taken_for_tensors,
     without_memory,
 )
 from distbelief.graph.graph import GraphError
@@ -40,28 +42,18 @@ from distbelief.graph.unsupported import (
 )
 
 
-# A tracer of torch.fx that knows shapes while it traces.
-#
-# What is known of a node's result stands in its `meta`:
-#
-#     "value"      the result without memory
-#     "changed"    nodes of arguments that the operation changed in place
-#     "constant"   the tensor, if the forward made it of numbers alone
-#     "detached"   whether no gradient goes back through it: it is under `no_grad`
-#     "place"      where the call stands in the user's source, for messages
-
 _OURS: Final = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
-# torch.fx could record places as well, but imports compilers for it, for seconds.
+# torch.fx could record source lines too, but imports compilers for it, which takes seconds.
 
+# Name of a model that is traced or exported inside a wrapper.
 ONLY: Final = "only"
-"""What a model is called that is traced, or exported, from outside."""
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @final
 class CustomFunctionError(Exception):
-    """A `torch.autograd.Function` was about to be traced through."""
+    """A `torch.autograd.Function` would be traced through."""
 
 
 @final
@@ -69,8 +61,8 @@ class Tracer(fx.Tracer):
     """Traces one module once.
 
     Args:
-        inputs: What its forward is given, without memory.
-        whole: Paths of modules that are not to be looked into.
+        inputs: Arguments of its forward, without memory.
+        whole: Paths of modules that stay opaque.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], whole: frozenset[str]) -> None:
@@ -79,8 +71,8 @@ class Tracer(fx.Tracer):
         self._inputs = inputs
         self._whole = whole
         self._evaluating = False
-        self._watch: Watch | None = None  # from when the forward begins
-        self.innermost = ""  # the module whose forward was entered last, and not left
+        self._watch: Watch | None = None  # set when the forward begins
+        self.innermost = ""  # the innermost module whose forward is running
 
     @override
     def trace(self, root: object, concrete_args: object = None) -> fx.Graph:
@@ -104,11 +96,11 @@ class Tracer(fx.Tracer):
         before = self.innermost
         self._check()
         path = self.path_of_module(m)
-        if not self.is_leaf_module(m, path):  # to blame is then who calls it
+        if not self.is_leaf_module(m, path):  # errors in a leaf are blamed on its caller
             self.innermost = path
         result: object = super().call_module(m, forward, args, kwargs)
         self._check()
-        self.innermost = before  # not after an error: it tells where that was
+        self.innermost = before  # kept after an error, to tell where it was
         return result
 
     @override
@@ -129,7 +121,7 @@ class Tracer(fx.Tracer):
 
     @override
     def create_arg(self, a: object) -> Argument:
-        if isinstance(a, fx.Proxy):  # which says that it is a tensor
+        if isinstance(a, fx.Proxy):  # first, because a proxy claims to be a tensor
             return a.node
         if not isinstance(a, torch.Tensor):
             return super().create_arg(a)
@@ -142,15 +134,15 @@ class Tracer(fx.Tracer):
         if id(a) not in tensors:
             if a.requires_grad:
                 raise UnsupportedError(
-                    "it computes with parameters that it keeps outside of its "
-                    f"attributes, in a list say{_place()}: use nn.ParameterList"
+                    "it uses parameters outside of its attributes, for example in a "
+                    f"list{_place()}: use nn.ParameterList"
                 )
             node.meta["constant"] = a
         return node
 
     @override
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return StandIn(node, self)
+        return FakeTensorProxy(node, self)
 
     @override
     def create_proxy(
@@ -173,7 +165,7 @@ class Tracer(fx.Tracer):
         try:
             with torch.no_grad():
                 node.meta["value"] = self._value(node)
-        except AttributeError as error:  # torch.fx would ask for it again, for ever
+        except AttributeError as error:  # torch.fx would ask for it again for ever
             raise UnsupportedError(f"{error}{node.meta['place']}") from error
         finally:
             self._evaluating = False
@@ -185,17 +177,11 @@ class Tracer(fx.Tracer):
         return proxy
 
     def _check(self) -> None:
-        """Check that the forward has not done what no node says.
-
-        Raises:
-            UnsupportedError: it has.
-            GraphError: likewise, and its module would do so too.
-        """
+        # Effects that no node records, such as random numbers.
         assert self._watch is not None
         self._watch.check(_place)
 
     def _value(self, node: fx.Node) -> object:
-        """Return the result of an operation, without memory."""
         target = node.target
         args, kwargs = _without_memory(node.args), _without_memory(node.kwargs)
         assert isinstance(args, tuple)
@@ -205,7 +191,7 @@ class Tracer(fx.Tracer):
         if node.op == "get_attr":
             return without_memory(_tensor_at(self.root, str(target)))
         if node.op == "call_module":
-            with torch.random.fork_rng(devices=[]):  # it may draw: it is whole then
+            with torch.random.fork_rng(devices=[]):  # a leaf may draw random numbers
                 result = self._called(self.root.get_submodule(str(target)), node)
             assert self._watch is not None
             self._watch.check_seeds(_place)
@@ -216,7 +202,6 @@ class Tracer(fx.Tracer):
         return target(*args, **kwargs)
 
     def _called(self, module: nn.Module, node: fx.Node) -> object:
-        """Return what a module that is not looked into returns."""
         args, kwargs = _without_memory(node.args), _without_memory(node.kwargs)
         assert isinstance(args, tuple)
         assert isinstance(kwargs, dict)
@@ -229,7 +214,7 @@ class Tracer(fx.Tracer):
             return run_without_memory(module, args, kwargs)
         except LostChangeError as error:
             raise GraphError(f"{_called_name(node, module)}: {error}") from error
-        except Exception as error:  # noqa: BLE001 -- whatever a module raises on tensors without values
+        except Exception as error:  # noqa: BLE001 -- a module may raise anything on tensors without values
             batch = next(iter(self._inputs.values())).shape[0]
             try:
                 return run_on_noise(module, args, kwargs, batch=batch)
@@ -240,7 +225,7 @@ class Tracer(fx.Tracer):
                     "[" + ", ".join(["batch", *map(str, value.shape[1:])]) + "]"
                     for value in tensors
                 ]
-                # Where values were missing, the second reason says why there are none.
+                # If the first run lacked values, the second error says why there are none.
                 missing = isinstance(error, NotImplementedError) or "meta" in str(error)
                 given = isinstance(second, GraphError) and missing
                 reason = second if given else error
@@ -253,47 +238,40 @@ class Tracer(fx.Tracer):
 
 
 def _called_name(node: fx.Node, module: nn.Module) -> str:
-    """Return what a message calls a module; the model itself by its type."""
+    # The model itself by its type.
     kind = type(module).__name__
     return kind if node.target == ONLY else f"{node.target} ({kind})"
 
 
 _ONE_WAY: Final = (
-    ". Let it do the same whatever they are (torch.where), or compute the model in one process"
+    ". Make it independent of values (torch.where), or compute the model in one process"
 )
 
 
 def _check_numbers(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that a layer of torch's does not compute with whole numbers.
-
-    On the meta device torch lets some pass that no other device would.
-
-    Raises:
-        TypeError: it does.
-    """
+    # On the meta device torch accepts integers that it rejects elsewhere.
     own = list(module.parameters(recurse=False))
     looks_up = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     if not own or looks_up or not type(module).__module__.startswith("torch."):
         return
     if tensors and not tensors[0].is_floating_point():
-        raise TypeError(f"its tensors are {own[0].dtype}, its input {tensors[0].dtype}")
+        raise TypeError(f"its tensors are {own[0].dtype}, its input is {tensors[0].dtype}")
 
 
 def _hint(module: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
-    """Return what may be the matter: the sort of numbers, or the shape of an input."""
     wants_words = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     if wants_words and any(tensor.is_floating_point() for tensor in tensors):
         return (
-            ". It reads floating point numbers where whole ones are looked up: say how "
-            "many there are (--input 128:30000), or give an example of whole numbers"
+            ". It needs integers but gets floats: give the number of values (--input "
+            "128:30000), or an example with integers"
         )
     if not wants_words and any(not tensor.is_floating_point() for tensor in tensors):
-        return ". It reads whole numbers: embed them first, or give the input as floating point"
+        return ". It gets integers: embed them first, or give the input as floats"
     return ". Is the shape of the input right?"
 
 
 def _place() -> str:
-    """Return where the innermost frame stands that is neither torch's nor ours."""
+    # The innermost frame that is neither torch's nor this package's.
     for frame, line in traceback.walk_stack(None):
         path = frame.f_code.co_filename
         if not path.startswith(_OURS):
@@ -302,7 +280,7 @@ def _place() -> str:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether a module is not looked into: torch's, or one we translate."""
+    """Return whether a module is not traced through: torch's, or one with a rule."""
     if is_replaced(module):
         return False
     of_torch = type(module).__module__.partition(".")[0] == "torch"
@@ -321,27 +299,26 @@ def _tensor_at(root: nn.Module, path: str) -> torch.Tensor:
 
 
 def _without_memory(arguments: object) -> object:
-    """Return arguments with results in the place of nodes."""
 
     def placed(value: object) -> object:
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    # In this order: what torch.topk returns would come out as a plain tuple.
+    # In this order: the other one would turn torch.topk's named result into a plain tuple.
     moved = map_aggregate(arguments, placed)  # type: ignore[arg-type,type-var]
     result: object = map_arg(moved, lambda node: node.meta["value"])  # type: ignore[type-var]
     return result
 
 
-def _is_stand_in(value: object) -> bool:
+def _is_fake(value: object) -> bool:
     return isinstance(value, fx.Proxy)
 
 
 @contextmanager
-def no_custom_functions(refused: Callable[[object], bool] = _is_stand_in) -> Iterator[None]:
+def no_custom_functions(refused: Callable[[object], bool] = _is_fake) -> Iterator[None]:
     """Let no `torch.autograd.Function` be inlined: its backward would be lost.
 
     Args:
-        refused: Whether an argument of it is one that is being traced.
+        refused: Whether an argument of it is being traced.
     """
     original = torch.autograd.Function.__dict__.get("apply")
     assert isinstance(original, classmethod)
@@ -359,9 +336,9 @@ def no_custom_functions(refused: Callable[[object], bool] = _is_stand_in) -> Ite
 
 
 def explained(error: Exception) -> str:
-    """Return why something cannot be traced, in a sentence."""
+    """Return in one sentence why something cannot be traced."""
     if isinstance(error, CustomFunctionError):
-        return f"it calls {error}, a torch.autograd.Function with a gradient of its own"
+        return f"it calls {error}, a torch.autograd.Function with its own gradient"
     if isinstance(error, fx.proxy.TraceError):
         return "its forward depends on the values of its data (an `if`, a loop)"
     if isinstance(error, GraphError | UnsupportedError):
@@ -370,28 +347,23 @@ def explained(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-_GRADIENT_HOOKS: Final = "it has hooks on its gradients, which run with the whole module only"
+_GRADIENT_HOOKS: Final = "it has hooks on its gradients, so it cannot be split"
 
 
 @final
 class UntracedRootError(Exception):
-    """The model's own forward cannot be traced; says why."""
+    """The model's own forward cannot be traced."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What tracing a module has come to.
+    """The result of tracing a module."""
 
-    Attributes:
-        graph: Its operations.
-        whole: Modules kept whole because they cannot be traced, and why.
-        exported: Of these, the ones that torch.export has looked into after all.
-    """
-
-    graph: fx.Graph
+    graph: fx.Graph  # its operations
+    # Opaque modules that cannot be traced, and why.
     whole: dict[str, str] = field(default_factory=dict)
-    exported: frozenset[str] = frozenset()
+    exported: frozenset[str] = frozenset()  # those of them that torch.export has captured
 
 
 def trace(
@@ -400,14 +372,14 @@ def trace(
     """Trace `module`.
 
     Args:
-        module: Whose forward takes tensors only.
-        inputs: Tensors without memory, the batch first, in the order of the forward's
-            arguments; it takes their defaults for the rest.
-        whole: Paths of modules that are not to be looked into, and why.
+        module: Its forward takes tensors only.
+        inputs: Tensors without memory, the batch first, in the order of the forward's parameters;
+            further parameters keep their defaults.
+        whole: Paths of modules that stay opaque, and why.
 
     Raises:
-        UntracedRootError: its own forward cannot be traced.
-        GraphError: a layer cannot be run on what it is given.
+        UntracedRootError: Its own forward cannot be traced.
+        GraphError: A layer cannot be run on its input.
     """
     kept = dict(whole or {})
     for path, part in module.named_modules():
@@ -416,21 +388,21 @@ def trace(
     while True:
         tracer = Tracer(inputs, frozenset(kept))
         try:
-            # With gradients, so that a no_grad of the forward's is seen.
+            # Gradients are enabled, so that a no_grad in the forward shows.
             with (
                 no_custom_functions(),
                 _no_checkpoints(),
                 tensors_kept(module),
-                taken_for_tensors(),
+                accepted_as_tensors(),
                 torch.inference_mode(mode=False),
                 torch.enable_grad(),
             ):
                 graph = tracer.trace(module)
         except GraphError:
             raise
-        except Exception as error:  # whatever the user's forward does with a proxy
+        except Exception as error:  # a forward may do anything with a proxy
             path = tracer.innermost
-            if not path or path in kept:  # there is nothing more to keep whole
+            if not path or path in kept:  # no further module can become opaque
                 raise UntracedRootError(explained(error)) from error
             kept[path] = explained(error)
         else:
@@ -439,11 +411,8 @@ def trace(
 
 @contextmanager
 def _no_checkpoints() -> Iterator[None]:
-    """Let `torch.utils.checkpoint` call what it is given, and save nothing.
-
-    What is kept for the backward pass is of no account here, and torch would end the
-    process: it takes stand-ins for tensors.
-    """
+    # torch.utils.checkpoint would take proxies for tensors and crash the process; what it saves
+    # for the backward pass is not needed.
     original = checkpoint._checkpoint_without_reentrant_generator  # noqa: SLF001 -- torch has no public way
 
     def plain(*_: object, **__: object) -> Iterator[None]:

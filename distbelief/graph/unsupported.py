@@ -1,11 +1,12 @@
-"""What a forward does that leaves no trace in a graph of its operations.
+"""Detects effects of a forward that a graph of its operations does not show.
 
-    random numbers   of Python, NumPy or torch: the trace keeps those that it drew
-    modes of torch   autocast, inference_mode; `no_grad` is kept, as `detached` nodes
-    tensors assigned `self.mean = 0.9 * self.mean + ...`
-    attributes       what the forward notes in its modules
+    random numbers   of Python, NumPy or torch: the trace would keep those that it drew
+    modes of torch   autocast, inference_mode (`no_grad` becomes `detached` nodes)
+    tensors          assigned or changed: `self.mean = 0.9 * self.mean + ...`
+    attributes       that the forward writes; they are restored
 
-All of it is told by the state before and after, whatever the forward is written like.
+All are found by comparing the state before and after. Hooks, replaced forwards and tables with
+`max_norm` are found by looking at the modules.
 """
 
 import random  # noqa: TID251 -- to see whether a forward has used it
@@ -20,78 +21,66 @@ from torch import nn
 from distbelief.graph.graph import GraphError
 
 
-# Modules that are altered: hooks, forwards replaced, tables that bound themselves.
+# --- altered modules ---
 #
-# hooks of a forward        run with `__call__`: traced, or with the whole module
-# hooks on a gradient       with the whole module only
-# hooks on a parameter      never: a machine's tensors are its own; refused
-# a forward of the instance traced like any other
-# max_norm of an embedding  rewrites rows as they are read, of which shards, who own the
-#                           parameters, would never know; refused
+# hooks on a forward         are traced, or run with an opaque module
+# hooks on a gradient        run with an opaque module only
+# hooks on a parameter       never run: an error
+# a replaced forward         is traced like any other
+# max_norm of an embedding   would change rows behind the parameter server's back: an error
 
 
 def has_gradient_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are told the gradients of this module's tensors."""
     hooks = (module._backward_hooks, module._backward_pre_hooks)  # noqa: SLF001 -- torch has no public way to ask
     return any(hooks)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether anything runs before or after the forward, or its backward."""
+    """Return whether anything runs before or after the forward or backward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001
     return any(hooks) or has_gradient_hooks(module)
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Return whether this very module has another forward than its class."""
+    """Return whether the instance's forward differs from its class's."""
     return "forward" in vars(module)
 
 
 def is_altered(module: nn.Module) -> bool:
-    """Return whether calling this module does more, or else, than its class says."""
+    """Return whether calling this module does anything else than its class's forward."""
     return has_hooks(module) or is_replaced(module)
 
 
-def why_whole(module: nn.Module) -> str | None:
-    """Return why a module cannot be split although its type could, if so."""
+def opaque_reason(module: nn.Module) -> str | None:
+    """Return why a module cannot be split although its type could; None if it can."""
     for path, part in module.named_modules():
         whose = f"its part {path!r}" if path else "it"
         if has_hooks(part):
-            return f"{whose} has hooks, which run with the whole module only"
+            return f"{whose} has hooks, so it cannot be split"
         if is_replaced(part):
-            return f"{whose} has a forward of its own, put in the place of its type's"
+            return f"{whose} has a forward that was replaced on the instance"
     return None
 
 
 def refuse_parameter_hooks(module: nn.Module) -> None:
-    """Check that no parameter has hooks.
-
-    Raises:
-        GraphError: one has.
-    """
+    """Raise `GraphError` if a parameter has a hook: a rank's tensors are copies without it."""
     for name, parameter in module.named_parameters():
         later = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or later:  # noqa: SLF001
             raise GraphError(
-                f"parameter {name!r} has a hook on its gradient (register_hook), which "
-                "would not run: change the gradient in the model's forward instead"
+                f"parameter {name!r} has a hook on its gradient (register_hook), which would "
+                "not run: change the gradient in the model's forward instead"
             )
 
 
 def refuse_bounded_tables(module: nn.Module) -> None:
-    """Check that no table rewrites its rows when they are read.
-
-    Raises:
-        GraphError: one does.
-    """
+    """Raise `GraphError` for tables with `max_norm`, which rewrite their rows when read."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
             raise GraphError(
                 f"{path or 'the model'} is an {type(part).__name__} with max_norm = "
-                f"{part.max_norm:g}: it rewrites rows when they are read, and the "
-                "parameter server, which owns them, would not know; leave max_norm "
-                "out, and bound what is read in the forward (torch.renorm, "
-                "functional.normalize)"
+                f"{part.max_norm:g}, which rewrites rows without the parameter server: leave it "
+                "out, and bound the rows in the forward (torch.renorm)"
             )
 
 
@@ -102,20 +91,20 @@ Generator = random.Random | np.random.Generator | np.random.RandomState | torch.
 
 @final
 class UnsupportedError(Exception):
-    """A forward does what tracing cannot see; its module can be kept whole."""
+    """A forward does what tracing cannot see; its module can be opaque."""
 
 
 @final
 class LostChangeError(Exception):
-    """A module that is not looked into changes its tensors, which would be lost."""
+    """A leaf module changes its tensors, which would be lost."""
 
 
 @final
 class Watch:
-    """Looks on while a model is traced.
+    """Compares the state before and after parts of a trace.
 
     Args:
-        root: What is traced.
+        root: The traced module.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -133,17 +122,17 @@ class Watch:
         """Check that nothing has happened that is not traced.
 
         Args:
-            place: Tells where the forward is by now.
+            place: Returns where the forward is now, for messages.
 
         Raises:
-            UnsupportedError: something has, and a whole module would do it as well.
-            GraphError: not even that would.
+            UnsupportedError: Something has; an opaque module could do it.
+            GraphError: Something has; even an opaque module could not do it.
         """
         self.check_seeds(place)
         if not torch.equal(torch.get_rng_state(), self._torch):
             raise UnsupportedError(
                 "it draws random numbers, or seeds them, at or before"
-                f"{place() or ' its end'}: use torch.nn.Dropout for chance"
+                f"{place() or ' its end'}: use torch.nn.Dropout"
             )
         for mode, (before, now) in enumerate(zip(self._modes, _modes(), strict=True)):
             if before != now:
@@ -151,22 +140,17 @@ class Watch:
                 raise UnsupportedError(f"it computes under {word}, which is not split{place()}")
 
     def check_seeds(self, place: Callable[[], str]) -> None:
-        """Check that nothing was drawn but of torch's own generator.
-
-        Raises:
-            GraphError: something was.
-        """
+        """Raise `GraphError` if numbers were drawn from any generator but torch's own."""
         drawn = self._drawn()
         for (name, before), (_, now) in zip(self._seeds, drawn, strict=True):
             if before != now:
                 raise GraphError(
                     f"the forward draws random numbers of {name} at or before"
-                    f"{place() or ' its end'}: the machines of a replica would draw "
-                    "others; use torch.nn.Dropout, or torch.rand in a module of its own"
+                    f"{place() or ' its end'}: the ranks of a replica would draw different "
+                    "ones: use torch.nn.Dropout, or torch.rand in its own module"
                 )
 
     def _drawn(self) -> list[tuple[str, object]]:
-        """Return the states of all generators but torch's own."""
         return [
             ("Python's `random`", random.getstate()),
             ("numpy.random", _plain(np.random.get_state())),  # noqa: NPY002 -- the user's
@@ -198,7 +182,7 @@ def _plain(state: object) -> object:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Put back whatever a forward writes into the attributes of its modules."""
+    """Restore the attributes of all modules, whatever a forward writes into them."""
     before = [(part, dict(vars(part)), _tensors(part)) for part in module.modules()]
     try:
         yield
@@ -211,16 +195,16 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def tensors_kept(module: nn.Module) -> Iterator[None]:
-    """Put back the model's own tensors, should a forward assign others.
+    """Restore the model's own tensors if a forward assigns others.
 
     Raises:
-        GraphError: it has; the step's change would be lost.
+        GraphError: It has assigned some; the step's change would be lost.
     """
     before = [(path, p, _tensors(p)) for path, p in module.named_modules()]
     error: Exception | None = None
     try:
         yield
-    except Exception as found:  # noqa: BLE001 -- of what was assigned, perhaps
+    except Exception as found:  # noqa: BLE001 -- the assigned tensor may have caused it
         error = found
     lost: list[str] = []
     for path, part, tensors in before:
@@ -238,10 +222,9 @@ def tensors_kept(module: nn.Module) -> Iterator[None]:
 
 
 def lost_change(name: str) -> str:
-    """Return what is wrong with a forward that changes a tensor of the model."""
     return (
-        f"the forward changes {name!r}, a tensor of the model, in place or by "
-        "assigning another: that would be lost; keep such state outside of the model"
+        f"the forward changes {name!r}, a tensor of the model, in place or by assigning "
+        "another: the change would be lost: keep such state outside of the model"
     )
 
 

@@ -1,11 +1,10 @@
-"""Places: where a role listens, and by which key it is known there.
+"""Endpoints: the address at which a role listens, and its public key.
 
-    ipc:///dev/shm/DIRECTORY/.shard-0.1   a socket of this machine and user
+    ipc:///dev/shm/DIRECTORY/.shard-0.1   a Unix socket of this host and user
     tcp://10.0.0.1:41000?key=HEX          encrypted, for the holder of this public key
-    tcp://0.0.0.0:41000?key=HEX           on the machine where the supervisor was found
+    tcp://0.0.0.0:41000?key=HEX           on the host at which the supervisor was found
 
-A peer names places too, so those of TCP are numbers only: no name is looked up for it.
-Each guard connects to one kind of places.
+Peers send endpoints, so TCP endpoints hold an IPv4 address only: no name is resolved.
 """
 
 import fcntl
@@ -26,46 +25,39 @@ from distbelief.transport.keys import KEY_PATTERN
 ANYWHERE: Final = "0.0.0.0"  # noqa: S104 -- stands for "all interfaces" in addresses
 LOOPBACK: Final = "127.0.0.1"
 
-PLACE_CHARACTERS_MAX: Final = 128  # as many as a `messages.bounds.Name`
+ENDPOINT_CHARACTERS_MAX: Final = 128  # the limit of a name on the wire
 
-_SOMEWHERE: Final = "192.0.2.1"  # RFC 5737: nobody is there; only the route matters
-_INTERFACE: Final = struct.Struct("16s4x4s232x")  # ifreq (linux/if.h), its name, number
-_ASK_NUMBER: Final = 0x8915  # SIOCGIFADDR
-_PLACE: Final = re.compile(
+_UNUSED_ADDRESS: Final = "192.0.2.1"  # RFC 5737: assigned to nobody; only its route matters
+_INTERFACE: Final = struct.Struct("16s4x4s232x")  # ifreq (linux/if.h): name, address
+_SIOCGIFADDR: Final = 0x8915
+_TCP: Final = re.compile(
     rf"tcp://(?P<host>[0-9.]{{7,15}}):(?P<port>[0-9]{{1,5}})"
     rf"(\?key=(?P<key>{KEY_PATTERN}))?"
 )
-_FILE: Final = re.compile(r'ipc://(?P<path>/[!"$&->@-~]+)')
+_IPC: Final = re.compile(r'ipc://(?P<path>/[!"$&->@-~]+)')
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where somebody listens.
+    """Where a role listens: `path` for a Unix socket, else `host` and `port`."""
 
-    Attributes:
-        host: A number; `ANYWHERE`: that of the supervisor.
-        port: Of TCP.
-        key: Public, in hexadecimal digits.
-        path: Of a socket of this machine, in place of all else.
-    """
-
-    host: str = ""
+    host: str = ""  # IPv4 address; `ANYWHERE` stands for the supervisor's host
     port: int = 0
-    key: str = ""
-    path: str = ""
+    key: str = ""  # public key in hexadecimal digits; "" without encryption
+    path: str = ""  # of the Unix socket; "" for TCP
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `str` wrote, perhaps on another machine.
+        """Parse the output of `str(endpoint)`, possibly sent by a peer.
 
         Raises:
-            TransportError: it is no place.
+            TransportError: The text is not an endpoint.
         """
-        is_short = len(text) <= PLACE_CHARACTERS_MAX
-        if is_short and (file := _FILE.fullmatch(text)):
+        is_short = len(text) <= ENDPOINT_CHARACTERS_MAX
+        if is_short and (file := _IPC.fullmatch(text)):
             return cls(path=file["path"])
-        found = _PLACE.fullmatch(text) if is_short else None
+        found = _TCP.fullmatch(text) if is_short else None
         if found is not None and 1 <= int(found["port"]) <= 65535:
             try:
                 host = str(ipaddress.IPv4Address(found["host"]))
@@ -74,27 +66,25 @@ class Endpoint:
             else:
                 return cls(host=host, port=int(found["port"]), key=found["key"] or "")
         raise TransportError(
-            f"{text[:PLACE_CHARACTERS_MAX]!r} is no place where a peer can listen: it "
-            "looks like tcp://10.0.0.1:41000, and ?key= with 64 hexadecimal digits"
+            f"{text[:ENDPOINT_CHARACTERS_MAX]!r} is not an endpoint: expected "
+            "tcp://10.0.0.1:41000, optionally with ?key= and 64 hexadecimal digits"
         )
 
     @property
     def endpoint(self) -> str:
-        """What ZeroMQ connects to."""
         return f"ipc://{self.path}" if self.path else f"tcp://{self.host}:{self.port}"
 
     @override
     def __str__(self) -> str:
-        """Write it as one line."""
         return f"{self.endpoint}?key={self.key}" if self.key else self.endpoint
 
     def seen_from(self, supervisor_host: str) -> "Endpoint":
-        """Return the place for one who found the supervisor at this host."""
+        """Return the endpoint for a caller that reached the supervisor at this host."""
         return replace(self, host=supervisor_host) if self.host == ANYWHERE else self
 
 
 def is_local(endpoint: str) -> bool:
-    """Return whether only this machine has this endpoint."""
+    """Return whether only processes of this host can reach this endpoint."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":
         return True
@@ -106,55 +96,55 @@ def is_local(endpoint: str) -> bool:
 
 
 def number_of(host: str) -> str:
-    """Return the number of a host that the user named.
+    """Resolve a host that the user named; "*" stands for all interfaces.
 
     Raises:
-        JobError: it has none.
+        JobError: The name has no IPv4 address.
     """
     return ANYWHERE if host == "*" else numbers_of(host)[0]
 
 
 def numbers_of(host: str) -> list[str]:
-    """Return all numbers that the name of a host stands for just now.
-
-    It may take as long as whoever knows names takes to answer.
+    """Return all IPv4 addresses of a host name. Blocks until the resolver answers.
 
     Raises:
-        JobError: there are none.
+        JobError: The name has no IPv4 address.
     """
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter of "a..b"
-        why = error.strerror if isinstance(error, OSError) else "no name of a host"
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name such as "a..b"
+        why = error.strerror if isinstance(error, OSError) else "not a host name"
         raise JobError(
-            f"there is no address of a host {host!r} ({why}): use its "
-            "number, such as 10.0.0.1 (IPv6 is not supported)"
+            f"host {host!r} has no address ({why}): use its "
+            "IPv4 address, such as 10.0.0.1 (IPv6 is not supported)"
         ) from None
     return [str(entry[4][0]) for entry in found]
 
 
 def own_number_towards(host: str) -> str:
-    """Return the number by which `host` can reach this machine, by its routes."""
+    """Return the address at which `host` can reach this host, by the routing table.
+
+    Raises:
+        TransportError: There is no route to `host`.
+    """
     if host == ANYWHERE or ipaddress.IPv4Address(host).is_loopback:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # sends nothing: only a route is chosen
+            probe.connect((host, 9))  # UDP: sends nothing, only chooses a route
         except OSError as error:
-            raise TransportError(
-                f"there is no way from this machine to {host}: {error.strerror}"
-            ) from None
+            raise TransportError(f"no route from this host to {host}: {error.strerror}") from None
         return str(probe.getsockname()[0])
 
 
 def own_number() -> str:
-    """Return the number by which other machines most likely reach this one.
+    """Return the address at which other hosts most likely reach this host.
 
-    By its default route; where there is none, as in a cluster's own network, the number
-    of the first interface that is not the loopback; without any, that of the loopback.
+    That is the address of the default route; without one, as in a cluster's private network, of the
+    first interface that is not the loopback; without any, the loopback address.
     """
     with suppress(TransportError):
-        return own_number_towards(_SOMEWHERE)
+        return own_number_towards(_UNUSED_ADDRESS)
     for _, name in socket.if_nameindex():
         number = interface_number(name)
         if number is not None and not ipaddress.IPv4Address(number).is_loopback:
@@ -163,9 +153,9 @@ def own_number() -> str:
 
 
 def interface_number(name: str) -> str | None:
-    """Return the number of an interface of this machine, if it has one (on Linux)."""
-    asked = _INTERFACE.pack(name.encode(), bytes(4))
+    """Return the IPv4 address of a network interface, if it has one (Linux only)."""
+    request = _INTERFACE.pack(name.encode(), bytes(4))
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
-        _, number = _INTERFACE.unpack(fcntl.ioctl(kernel, _ASK_NUMBER, asked))
+        _, number = _INTERFACE.unpack(fcntl.ioctl(kernel, _SIOCGIFADDR, request))
         return socket.inet_ntoa(number)
     return None

@@ -1,12 +1,12 @@
-"""The guard of sockets in a directory that only its user may enter.
+"""Authenticators: which peers may open a connection, and which roles they may speak as.
 
-    ipc://DIRECTORY/.NAME.INCARNATION
+    authenticator   sockets   who may connect                      who may name a sender
+    DirectoryAuth   files     processes that can enter a directory  anybody
+    RunAuth         TCP       holders of the run's key              anybody
+    CurveAuth       TCP       keys of an allow-list                 each key for its roles
 
-No other user can enter the directory, so members need no secret. But a path proves
-nothing: when a run is over, another user can make a directory of the same name, and
-ZeroMQ keeps reconnecting to it. So the directory is opened and checked once, and every
-socket is reached through that descriptor (/proc/self/fd/N/NAME), which leads to this
-directory or nowhere. It is also short: a socket's path is limited to 107 bytes.
+With keys, ZeroMQ asks (RFC 27, "ZAP") before a connection carries its first message.
+No authenticator sends a secret: with CURVE both sides prove that they hold one.
 """
 
 import os
@@ -21,57 +21,40 @@ from typing import Final, Protocol, final
 import zmq
 
 from distbelief.errors import RemoteProtocolError, TransportError
-from distbelief.transport.address import PLACE_CHARACTERS_MAX, Endpoint
+from distbelief.transport.address import ENDPOINT_CHARACTERS_MAX, Endpoint
 from distbelief.transport.keys import KeyPair
 
-
-# The guard of a transport: who may open a connection, and as whom it may speak.
-#
-#     guard              sockets   who is let in                   who may name a sender
-#     DirectoryAuth     files     whoever may enter a directory   anybody
-#     RunAuth (here)    TCP       the holders of the run's key    anybody
-#     CurveAuth           TCP       keys of an allow-list           each key for its roles
-#
-# With keys ZeroMQ asks at its door (RFC 27, "ZAP") before a connection carries its first
-# message. No guard sends a secret: CURVE proves at both sides that they hold one.
 
 Inbox = zmq.Socket[bytes]
 Outbox = zmq.Socket[bytes]
 
-_CURVE_BYTES: Final = 33  # of a MESSAGE command around a frame's bytes, RFC 26
-_SHORT_MAX: Final = 255  # longer ones have a length of 8 bytes instead of 1, RFC 23
+_CURVE_BYTES: Final = 33  # overhead of a MESSAGE command, RFC 26
+_SHORT_MAX: Final = 255  # longer commands have a length field of 8 bytes instead of 1, RFC 23
 _HANDSHAKE_SECONDS_MAX: Final = 5.0
 
 REFUSED: Final = b"400"  # the peer does not try again
-NOT_NOW: Final = b"300"  # it does, after a while
+NOT_NOW: Final = b"300"  # the peer tries again after a while
 
 
 class NotIntroducedError(RemoteProtocolError):
-    """Who sent this may not speak under that name yet, or no longer: no offence."""
+    """The sender may not use this name yet, or no longer; not a violation."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the door says to a connection.
+    """The reply to a connection request."""
 
-    Attributes:
-        status: By RFC 27.
-        user: What its messages carry as User-Id from now on.
-        remark: For the log, if it is not let in.
-    """
-
-    status: bytes = b"200"
-    user: str = ""
-    remark: str = ""
+    status: bytes = b"200"  # status code of RFC 27
+    user: str = ""  # User-Id of all messages of this connection
+    remark: str = ""  # reason for the log if the connection is rejected
 
     @property
     def admitted(self) -> bool:
-        """Whether it is let in."""
         return self.status == b"200"
 
     def reply(self, request: Sequence[bytes]) -> list[bytes]:
-        """Return the frames of the answer to this request."""
+        """Return the frames of the ZAP reply to this request (RFC 27)."""
         text = b"OK" if self.admitted else b"not admitted"
         return [*request[:2], self.status, text, self.user.encode(), b""]
 
@@ -79,115 +62,103 @@ class Verdict:
 @final
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a message came from.
+    """Where a message came from."""
 
-    Attributes:
-        user: Its User-Id: the public key of who sent it; "" where there are no keys.
-        connection: The file descriptor that it came by.
-    """
-
-    user: str = ""
-    connection: int = -1
+    user: str = ""  # User-Id: the sender's public key; "" without keys
+    connection: int = -1  # file descriptor of the connection
 
 
 class Authenticator(Protocol):
-    """Of one transport."""
+    """Decides about the connections and messages of one transport."""
 
     @property
     def encrypts(self) -> bool:
-        """Whether messages may leave this machine: CURVE encrypts them."""
-        ...
+        """Whether messages are encrypted (CURVE), so that they may leave this host."""
 
     @property
     def watch_seconds(self) -> float:
-        """How often `watch` wants to be called."""
-        ...
+        """Interval at which `watch` must be called."""
 
     def wire_bytes(self, n_bytes: int) -> int:
-        """Return how long a frame of so many bytes is on the network."""
-        ...
+        """Return the size of a frame of `n_bytes` bytes on the network."""
 
     def listen(self, inbox: Inbox, endpoint: str) -> str:
-        """Prepare the socket before it is bound; return the key to know it by.
+        """Prepare the socket before it is bound; return its public key, or "".
 
         Raises:
-            TransportError: it must not be bound there.
+            TransportError: The socket must not be bound to this endpoint.
         """
-        ...
 
     def address(self, endpoint: str) -> str:
-        """Return what ZeroMQ binds or connects to in place of this endpoint."""
-        ...
+        """Return the address that ZeroMQ binds or connects to for this endpoint."""
 
-    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
-        """Prepare a socket before it is connected; `TransportError` if it may not."""
-        ...
+    def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
+        """Prepare a socket before it connects.
+
+        Raises:
+            TransportError: It must not connect to this endpoint.
+        """
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
-        """Return whether a connection is let in."""
-        ...
+        """Accept or reject a connection request (RFC 27)."""
 
     def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
-        """Return where a message of so many bytes came from; None: drop it unread."""
-        ...
+        """Return the source of a message; None: drop the message unread."""
 
     def check(self, source: Source, sender: str) -> None:
-        """Raise `RemoteProtocolError` if a message from there may not name it."""
-        ...
+        """Check that a message from this source may name this sender.
+
+        Raises:
+            RemoteProtocolError: It may not.
+        """
 
     def offended(self, source: Source, why: str) -> None:
-        """Note that a message from there was none; it may cost the connection."""
-        ...
+        """Record an invalid message from this source; its connection may be closed."""
 
-    def entrust(self, name: str, to: str) -> None:
-        """Let whoever may speak as `to` speak as `name`, and nobody else."""
-        ...
+    def assign_name(self, name: str, to: str) -> None:
+        """Give the name to the key that has the name `to`, and to no other key."""
 
     def drained(self) -> None:
-        """Note that no message waits to be read just now."""
-        ...
+        """Record that no message waits to be read now."""
 
     def watch(self, port: int) -> None:
-        """Look at all connections to this port, if it is time to."""
-        ...
+        """Check all connections to this port if the interval has passed."""
 
     def close(self) -> None:
-        """Let go of the port."""
-        ...
+        """Release the port and what else is held open."""
 
 
 class TrustingAuth:
-    """Base of the guards that trust every member of the run alike."""
+    """Base of the authenticators that trust all members of the run alike."""
 
     watch_seconds: Final = float("inf")
 
     def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
-        """Return nothing: all are alike."""
         del part, n_bytes
         return NOWHERE
 
     def check(self, source: Source, sender: str) -> None:
-        """Do nothing: any member may name any sender."""
+        pass
 
     def offended(self, source: Source, why: str) -> None:
-        """Do nothing: the transport counts it."""
+        pass
 
-    def entrust(self, name: str, to: str) -> None:
-        """Do nothing: any member may name any sender."""
+    def assign_name(self, name: str, to: str) -> None:
+        pass
 
     def drained(self) -> None:
-        """Do nothing."""
+        pass
 
     def watch(self, port: int) -> None:
-        """Do nothing."""
+        pass
 
 
 @final
 class RunAuth(TrustingAuth):
-    """Lets in peers that hold the run's key pair; all members share it.
+    """Accepts peers that hold the run's key pair; all members share it.
 
-    Both sides of a connection prove that they hold the secret key, and neither sends
-    it: a stranger that listens at a dead member's port learns nothing.
+    Both sides of a connection prove that they hold the secret key and neither sends it: a stranger
+    that listens at a dead member's port learns nothing.
     """
 
     encrypts: Final = True
@@ -196,58 +167,59 @@ class RunAuth(TrustingAuth):
         self._pair = pair
 
     def wire_bytes(self, n_bytes: int) -> int:
-        """Return how long a frame of so many bytes is on the network."""
         return curve_bytes(n_bytes)
 
     def listen(self, inbox: Inbox, endpoint: str) -> str:
-        """Ask everybody for the key."""
         del endpoint
         self._pair.serve(inbox, handshake_seconds_max=_HANDSHAKE_SECONDS_MAX)
         return self._pair.public
 
     def address(self, endpoint: str) -> str:
-        """Return the same."""
         return endpoint
 
-    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
-        """Connect to who holds the same key, only."""
-        if place.key != self._pair.public:
+    def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
+        if endpoint.key != self._pair.public:
             raise TransportError(
-                f"{peer} at {place} is not connected to: it is not known by the key of this run"
+                f"cannot connect to {peer} at {endpoint}: it does not have the key of this run"
             )
+        # CURVE: only a holder of the same secret key can answer.
         seconds = _HANDSHAKE_SECONDS_MAX
-        self._pair.dial(outbox, place.key, handshake_seconds_max=seconds)
+        self._pair.dial(outbox, endpoint.key, handshake_seconds_max=seconds)
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
-        """Let in who has proved the key (RFC 27: it is the seventh frame)."""
+        # RFC 27: the sixth frame is the mechanism, the seventh the public key.
         if [request[5], *request[6:]] == [b"CURVE", bytes.fromhex(self._pair.public)]:
             return Verdict()
-        return Verdict(status=REFUSED, remark="refused a peer without the run's key")
+        return Verdict(status=REFUSED, remark="rejected a peer without the run's key")
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        pass
 
 
 NOWHERE: Final = Source()
 
 
 def curve_bytes(n_bytes: int) -> int:
-    """Return how long a frame of so many bytes is on the network, encrypted."""
+    """Return the size of an encrypted frame of `n_bytes` bytes on the network."""
     command = n_bytes + _CURVE_BYTES
     return command + (2 if command <= _SHORT_MAX else 9)
 
 
-_OTHERS: Final = 0o077  # permissions of anybody but the owner
+_OTHERS: Final = 0o077  # permissions of everybody but the owner
 _NAME: Final = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _CLOSED: Final = -1
 
 
 @final
 class DirectoryAuth(TrustingAuth):
-    """Trusts every process that can enter the directory.
+    """Trusts every process that can enter the directory in which all members listen.
 
-    Args:
-        directory: All members of the run listen in it.
+        ipc://DIRECTORY/.NAME.INCARNATION
+
+    Other users cannot enter it, so members need no secret. But a path proves nothing: after a run,
+    another user can make a directory of the same name, and ZeroMQ keeps reconnecting to it. So the
+    directory is opened and checked once, and every socket is reached through that descriptor
+    (/proc/self/fd/N/NAME). That path is also short: a socket's path is limited to 107 bytes.
     """
 
     encrypts: Final = False
@@ -255,47 +227,44 @@ class DirectoryAuth(TrustingAuth):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._descriptor = _CLOSED
-        self._own = ""  # name of the socket that listens
+        self._own = ""  # name of the listening socket
 
     def wire_bytes(self, n_bytes: int) -> int:
-        """Return how many: ZeroMQ's own few bytes are never limited."""
+        # The few bytes that ZeroMQ adds are never limited.
         return n_bytes
 
     def listen(self, inbox: Inbox, endpoint: str) -> str:
-        """Open the directory."""
         del inbox
-        if len(endpoint) > PLACE_CHARACTERS_MAX:
+        if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
             raise TransportError(
-                f"cannot listen at {endpoint}: it has {len(endpoint)} characters, more "
-                f"than {PLACE_CHARACTERS_MAX}: set TMPDIR to a shorter directory"
+                f"cannot listen at {endpoint}: {len(endpoint)} characters are more than "
+                f"{ENDPOINT_CHARACTERS_MAX}: set TMPDIR to a shorter directory"
             )
         self._descriptor = open_private(self._directory)
         name = self._name_in(endpoint)
-        # ZeroMQ would unlink a socket that another member listens at.
+        # Without this check ZeroMQ would unlink the socket of another member.
         with suppress(FileNotFoundError):
             os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            raise TransportError(f"cannot listen at {endpoint}: something else does")
+            raise TransportError(f"cannot listen at {endpoint}: another member listens there")
         self._own = name
         return ""
 
     def address(self, endpoint: str) -> str:
-        """Return the path by the descriptor, where the system has such paths."""
         name = self._name_in(endpoint)
         base = Path(f"/proc/self/fd/{self._descriptor}")
         if not base.is_dir():  # macOS
             base = self._directory
         return f"ipc://{base}/{name}"
 
-    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
+    def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
         """Do nothing: only the same user can listen in the directory."""
 
     def judge(self, request: object) -> Verdict:
-        """Refuse: ZeroMQ asks only about peers that claim a key or a password."""
+        # ZeroMQ asks only about peers that claim a key or a password.
         del request
-        return Verdict(status=REFUSED, remark="refused a peer from the network")
+        return Verdict(status=REFUSED, remark="rejected a peer from the network")
 
     def close(self) -> None:
-        """Remove the socket, which ZeroMQ leaves behind, and close the directory."""
         if self._descriptor == _CLOSED:
             return
         if self._own:
@@ -305,12 +274,11 @@ class DirectoryAuth(TrustingAuth):
         self._descriptor = _CLOSED
 
     def _name_in(self, endpoint: str) -> str:
-        """Return the name of a socket, which must be in the directory."""
         directory, _, name = Endpoint.parse(endpoint).path.rpartition("/")
         if directory != str(self._directory) or _NAME.fullmatch(name) is None:
             raise TransportError(
-                f"{endpoint} is not in {self._directory}, where all members of this "
-                "run listen: those elsewhere need keys (`distbelief keys new`)"
+                f"{endpoint} is not in {self._directory}, where the members of this run "
+                "listen: members elsewhere need keys (`distbelief keys new`)"
             )
         return name
 
@@ -319,7 +287,7 @@ def open_private(directory: Path) -> int:
     """Return a descriptor of a directory that only this user may enter.
 
     Raises:
-        TransportError: there is none, or others may enter it, or it is another user's.
+        TransportError: It does not exist, is another user's, or others may enter it.
     """
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -344,5 +312,5 @@ def _why(directory: Path, error: OSError) -> str:
     if directory.is_symlink():
         return "it is a symbolic link, which may lead anywhere"
     if isinstance(error, FileNotFoundError):
-        return "it is not there; whoever made it has ended"
+        return "it does not exist; the process that made it has ended"
     return str(error.strerror)

@@ -1,11 +1,11 @@
-"""Reach: from where the processes of one server, or a worker, can be reached, and how.
+"""Network configuration: where the processes of one user listen, and with which keys.
 
 listens at                  keys          messages
-files in a directory        none needed   in the clear, among processes of one user
-TCP                         key files     encrypted; who has an allowed key
-TCP, 127.0.0.1              of the run    encrypted; whoever has the printed address
-TCP, another, --insecure    of the run    likewise
-TCP, another                none          refused
+files in a directory        none needed   not encrypted, between processes of one user
+TCP                         key files     encrypted, for keys on the allow-list
+TCP, 127.0.0.1              of the run    encrypted, for holders of the printed address
+TCP, another, --insecure    of the run    encrypted, for holders of the printed address
+TCP, another                none          an error
 """
 
 import ipaddress
@@ -23,75 +23,69 @@ from distbelief.transport.limits import PeerLimits
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-# A keyring: by which keys a process speaks, and whom it believes; given by path.
-
-
 class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds no key itself: it may be written down, and sent to one's own processes.
+    """Which key files a process uses and which keys it trusts.
 
-    Attributes:
-        directory: Of this machine's keys and its allow-list.
-        role: As what this side speaks; "job": the supervisor of a job, and its roles on
-            the same machine; "host": a machine that has joined, and the roles there.
-        server_key: Public, of the server that a worker, or the supervisor that a host,
-            was told of by its user. A server's own processes know each other by the key
-            that they share.
-        believes: Whether whoever is introduced by the supervisor is believed to be
-            that one; so do members of a job.
+    It holds no secret, so it may be written to files and sent to the user's own processes.
     """
 
-    directory: str
+    directory: str  # directory of this host's keys and its allow-list
+    # What this side speaks as; "job": the supervisor of a job and its roles on the same host;
+    # "host": a host that has joined a job, and the roles there.
     role: Literal["worker", "server", "job", "host"]
+    # Public key that the user gave: a worker's server or a host's supervisor. The processes of a
+    # server know each other by the key that they share.
     server_key: str = ""
+    # Whether keys that the supervisor introduces are trusted; members of a job do so.
     believes: bool = False
+    # Public key that this process keeps using after a key rotation; "": the present one.
     own_key: str = ""
 
     @property
     def public(self) -> str:
-        """This side's public key."""
         return self._pair(KeyFiles(Path(self.directory))).public
 
     def pinned(self) -> Self:
-        """Return the same for processes that come later: they speak by the key of now.
+        """Return a copy for child processes that keeps using the present key after a rotation.
 
         Raises:
-            JobError: there is no key, or others could read it.
+            JobError: There is no key, or others could read it.
         """
         return msgspec.structs.replace(self, own_key=self.public)
 
     def guard(
         self, *, log: Callable[[str, str], None], caps: PeerLimits | None = None
     ) -> CurveAuth:
-        """Return the guard of one transport.
+        """Return the authenticator of one transport.
 
         Raises:
-            JobError: there is no key, or others could read it.
+            JobError: There is no key, or others could read it.
         """
         files = KeyFiles(Path(self.directory))
         pair = self._pair(files)
-        files.allowed()  # what is wrong with it is told at the beginning, too
+        files.allowed()  # reports a broken allow-list at the start
 
         def warn(text: str) -> None:
             log("warning", text)
 
-        speakers = Permissions(
+        permissions = Permissions(
             files,
             trusted=self._trusted(pair),
             warn=warn,
             is_of_job=self.role in {"job", "host"},
             believes=self.believes,
         )
-        return CurveAuth(pair, speakers, warn=warn, caps=caps)
+        return CurveAuth(pair, permissions, warn=warn, caps=caps)
 
     def _pair(self, files: KeyFiles) -> KeyPair:
         return files.pair_of(self.own_key) if self.own_key else files.pair()
 
     def _trusted(self, pair: KeyPair) -> dict[str, tuple[str, ...]]:
-        """Return the keys that need not be on the allow-list, and their roles."""
+        # Keys that need not be on the allow-list, and their roles.
         match self.role:
             case "worker":
                 return {self.server_key: ("server",)}
-            case "server":  # its user's own loops on this machine have no other key
+            case "server":  # the same user's training loops on this host use the same key
                 return {pair.public: ("server", "worker")}
             case "job":
                 return {pair.public: ("job",)}
@@ -100,62 +94,53 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all processes that one user starts on one machine.
+    """Where all processes that one user starts on one host listen."""
 
-    Attributes:
-        directory: Where they listen, if not over TCP; only their user may enter it.
-        host: Number of the interface that they listen at; "": of none.
-        port: Of the first of them; 0: the system chooses. The others' it does choose.
-        secret: Of the run, in hexadecimal digits, where there are no key files.
-        keys: By which the processes speak, and whom they believe.
-    """
-
-    directory: str = ""
-    host: str = ""
+    directory: str = ""  # directory of their sockets without TCP; only their user may enter it
+    host: str = ""  # IPv4 address of the interface that they listen at; "" without TCP
+    # Port of the first process; 0: the system chooses. It chooses the ports of the others.
     port: int = 0
-    secret: str = ""
-    keys: KeyConfig | None = None
+    secret: str = ""  # secret key of the run in hexadecimal digits; "" with key files
+    keys: KeyConfig | None = None  # key files; None without
 
     @property
     def is_local(self) -> bool:
-        """Whether only processes of this machine can reach them."""
+        """Whether only processes of this host can connect."""
         return not self.host or ipaddress.IPv4Address(self.host).is_loopback
 
     @property
     def is_open(self) -> bool:
-        """Whether other machines can reach them, by the secret alone."""
+        """Whether other hosts can connect with the secret alone."""
         return bool(self.secret) and not self.is_local
 
     def within(self, directory: Path) -> Self:
-        """Return the same; who listens at no interface does so in this directory."""
+        """Return a copy that listens in this directory, unless it listens over TCP."""
         if self.host:
             return self
         return msgspec.structs.replace(self, directory=str(directory))
 
     def pinned(self) -> Self:
-        """Return the same for processes that come later: they speak by the key of now.
+        """Return a copy for child processes that keeps using the present key after a rotation.
 
         Raises:
-            JobError: there is no key, or others could read it.
+            JobError: There is no key, or others could read it.
         """
         if self.keys is None:
             return self
         return msgspec.structs.replace(self, keys=self.keys.pinned())
 
     def check(self) -> None:
-        """Refuse what would let in strangers, or let out what is not theirs.
+        """Reject a configuration that would accept strangers or send unencrypted.
 
         Raises:
-            JobError: naming what there is to choose from.
+            JobError: Lists the alternatives.
         """
         if self.host and not (self.keys or self.secret):
             raise JobError(
-                f"{self.host} can be reached from other machines, and without keys "
-                "whoever reads the network could read and change what is trained: "
-                "make a key (distbelief keys new) and let the others in (distbelief "
-                "keys allow KEY NAME; machines that join a job, with --role host); or "
-                "stay at 127.0.0.1; or, among friends, --insecure: then whoever has "
-                "the address that is printed is let in"
+                f"{self.host} can be reached from other hosts and needs keys: make one "
+                "(distbelief keys new) and allow the others (distbelief keys allow KEY "
+                "NAME; hosts that join a job: --role host), or listen at 127.0.0.1, or use "
+                "--insecure (the printed address lets anybody in)"
             )
 
     def transport(
@@ -167,20 +152,25 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         log: Callable[[str, str], None],
         port: int = 0,
     ) -> ZmqTransport:
-        """Return the transport of one role, for it to start.
+        """Return the transport of one role; the role starts it.
 
         Raises:
-            JobError: `check` is against it, or there is no key.
+            JobError: `check` fails, or there is no key.
         """
         self.check()
         bind = f"tcp://{self.host}:{port or '*'}"
         if not self.host:
             bind = f"ipc://{self.directory}/.{name}.{incarnation}"
         return ZmqTransport(
-            name=name, incarnation=incarnation, run=run, bind=bind, guard=self._guard(log), log=log
+            name=name,
+            incarnation=incarnation,
+            run=run,
+            bind=bind,
+            guard=self._authenticator(log),
+            log=log,
         )
 
-    def _guard(self, log: Callable[[str, str], None]) -> Authenticator:
+    def _authenticator(self, log: Callable[[str, str], None]) -> Authenticator:
         if self.keys is not None:
             return self.keys.guard(log=log)
         if self.host:

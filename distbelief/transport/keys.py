@@ -1,16 +1,14 @@
-"""Key files: this machine's key, the one that follows it, and whom it lets in.
+"""CURVE key pairs (ZeroMQ's RFC 26), their files and the allow-list.
 
     DIRECTORY/            0700
       secret.key          0600   64 hexadecimal digits
-      next.key            0600   likewise, while keys are exchanged
-      former.key          0600   likewise, of what still runs since an exchange
+      next.key            0600   the next key, during a key rotation
+      former.key          0600   the previous key, for processes that still use it
       allowed             0600   a line for each key: KEY ROLES NAME
 
-Users edit `allowed` too: blanks at either end of a line, or more than one between its
-fields, blank lines, lines that begin with #, and a byte order mark say nothing.
-
-What others could read or write is not used: it is named with the command that mends it.
-A file is replaced whole. Whoever runs reads `allowed` again when it has changed.
+A connection opens only if each side holds the secret of the public key that the other expects.
+Files that others could read or write are rejected, and replaced atomically. Running
+processes read `allowed` again when it has changed.
 """
 
 import fcntl
@@ -30,25 +28,17 @@ from distbelief.core import files
 from distbelief.errors import JobError
 
 
-# Keys: a public one that names a machine, and a secret one that proves the name.
-#
-# They are those of CURVE (ZeroMQ's RFC 26): a connection opens only if each side holds
-# the secret of the public key that the other expects. Public keys are no secret: they are
-# written as 64 hexadecimal digits, in files, messages and logs. A machine's secret key is
-# in its file and in the sockets that use it, and nowhere else: it has no text. That of a
-# run without key files is in the run's address, too.
-
 KEY_BYTES: Final = 32
 KEY_PATTERN: Final = "[0-9a-f]{64}"
 
 
 @final
 class SecretKey:
-    """32 bytes that are written nowhere but into a key file and a socket."""
+    """A secret key of 32 bytes; only key files and sockets get its bytes."""
 
     def __init__(self, value: bytes) -> None:
         if len(value) != KEY_BYTES:
-            raise ValueError(f"a secret key of {len(value)} bytes: {KEY_BYTES}")
+            raise ValueError(f"a secret key has {KEY_BYTES} bytes, not {len(value)}")
         self._value = value
 
     def reveal(self) -> bytes:
@@ -57,56 +47,48 @@ class SecretKey:
 
     @override
     def __repr__(self) -> str:
-        """Say nothing."""
         return "SecretKey(...)"
 
     @override
     def __reduce__(self) -> Never:
-        """Refuse to be pickled or copied."""
         raise TypeError("a secret key is not copied")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """Of one machine and user.
-
-    Attributes:
-        public: By which others know it.
-        secret: By which it proves to be that one.
-    """
+    """The key pair of one user on one host; `public` has 64 hexadecimal digits."""
 
     public: str
     secret: SecretKey
 
     @classmethod
     def new(cls) -> Self:
-        """Draw a pair (by the system's source of randomness)."""
+        """Return a new pair from the system's source of randomness."""
         _, secret = zmq.curve_keypair()
         return cls.of(SecretKey(z85.decode(secret)))
 
     @classmethod
     def of(cls, secret: SecretKey) -> Self:
-        """Return the pair of this secret key."""
         public = zmq.curve_public(z85.encode(secret.reveal()))
         return cls(public=z85.decode(public).hex(), secret=secret)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the pair of this secret key, in hexadecimal digits.
+        """Return the pair of a secret key in hexadecimal digits.
 
         Raises:
-            JobError: it is none; nothing of it is shown.
+            JobError: The text is not a key; the message does not show it.
         """
         if re.fullmatch(KEY_PATTERN, text) is None:
             raise JobError(
-                f"this is no secret of a run: {KEY_BYTES * 2} hexadecimal digits are "
-                "needed; copy the whole address"
+                f"the run's secret must have {KEY_BYTES * 2} hexadecimal digits: "
+                "copy the whole address"
             )
         return cls.of(SecretKey(bytes.fromhex(text)))
 
     def serve(self, socket: "zmq.Socket[bytes]", *, handshake_seconds_max: float) -> None:
-        """Let a socket ask everybody for a key, before it is bound."""
+        """Require a key from all clients of a socket; call it before binding."""
         socket.curve_server = True
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
         socket.handshake_ivl = round(1000 * handshake_seconds_max)
@@ -114,7 +96,7 @@ class KeyPair:
     def dial(
         self, socket: "zmq.Socket[bytes]", server_key: str, *, handshake_seconds_max: float
     ) -> None:
-        """Let a socket speak to the holder of that key, before it is connected."""
+        """Accept only the server with this key; call it before connecting."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self.public))
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
@@ -122,31 +104,30 @@ class KeyPair:
 
 
 def new_secret() -> str:
-    """Return a secret key for one run, as `KeyPair.parse` reads it."""
+    """Return a new secret key for one run, for `KeyPair.parse`."""
     return KeyPair.new().secret.reveal().hex()
 
 
 def public_key(text: str) -> str:
-    """Return the public key that a user gave.
+    """Parse a public key that a user gave.
 
     Raises:
-        JobError: it is none.
+        JobError: The text is not a public key.
     """
     key = text.strip().lower()
     if re.fullmatch(KEY_PATTERN, key) is None:
         raise JobError(
-            f"{text[:80]!r} is no public key: that is 64 hexadecimal digits, as "
-            "`distbelief keys show` prints them on the machine that it is of"
+            f"{text[:80]!r} is not a public key: use the 64 hexadecimal digits that "
+            "`distbelief keys show` prints on its host"
         )
     return key
 
 
+# Of a training loop; of a server or supervisor and its shards; of a host that joins a job.
 ROLES: Final = ("worker", "server", "host")
-"""As what a key may speak: one's own loop; a server or supervisor, and its shards; a
-machine that joins a job."""
 
+# Default directory of this user's keys.
 DIRECTORY: Final = Path("~/.distbelief/keys")
-"""Of this user's keys, unless another is named."""
 
 N_ALLOWED_MAX: Final = 4096
 
@@ -154,7 +135,7 @@ _SECRET: Final = "secret.key"  # noqa: S105 -- a file name
 _NEXT: Final = "next.key"
 _FORMER: Final = "former.key"
 _ALLOWED: Final = "allowed"
-_OTHERS: Final = 0o077  # permissions of anybody but the owner
+_OTHERS: Final = 0o077  # permissions of everybody but the owner
 _BYTES_MAX: Final = 1 << 20
 _NAME: Final = "[A-Za-z0-9._@-]{1,64}"
 _BLANKS: Final = " \t"
@@ -168,7 +149,7 @@ _BYTE_ORDER_MARK: Final = "\ufeff"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """One key on the allow-list, as what it may speak, and what the user calls it."""
+    """An entry of the allow-list; `name` is the user's own label."""
 
     key: str
     roles: tuple[str, ...]
@@ -177,17 +158,17 @@ class Allowed:
 
 @final
 class KeyFiles:
-    """The keys of one directory."""
+    """The key files of one directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def make(self) -> str:
-        """Make the directory, and this machine's key; return the public one.
+        """Create the directory and this host's key; return the public key.
 
         Raises:
-            JobError: there is one already.
-            StorageError: the disk does not take it.
+            JobError: There is a key already.
+            StorageError: The files cannot be written.
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,24 +176,24 @@ class KeyFiles:
             raise files.explained(error, self.directory, doing="make") from error
         if (self.directory / _SECRET).exists():
             raise JobError(
-                f"{self.directory} has a key already: `distbelief keys show` prints "
-                "it, `distbelief keys rotate` begins to replace it"
+                f"{self.directory} has a key already: show it with `distbelief keys "
+                "show` or replace it with `distbelief keys rotate`"
             )
         return self._write_secret(_SECRET)
 
     def pair(self) -> KeyPair:
-        """Return this machine's keys.
+        """Return the present key pair.
 
         Raises:
-            JobError: there is none, or others could read it.
+            JobError: There is none, or others could read it.
         """
         return self._read_secret(_SECRET)
 
     def pair_of(self, public: str) -> KeyPair:
-        """Return the keys that this public one is of: the present ones, or the former.
+        """Return the present or the former pair, whichever has this public key.
 
         Raises:
-            JobError: it is of neither, or others could read them.
+            JobError: Neither has it, or others could read them.
         """
         for name in (_SECRET, _FORMER):
             if self._path(name).exists():
@@ -220,35 +201,31 @@ class KeyFiles:
                 if pair.public == public:
                     return pair
         raise JobError(
-            f"{self.directory} has no longer the key {public} with which this began: "
-            "start it again, to use the present one"
+            f"{self.directory} no longer has the key {public}, with which this process "
+            "started: restart it to use the present key"
         )
 
     def next_pair(self) -> KeyPair | None:
-        """Return the keys that are to follow, if an exchange has begun."""
+        """Return the next key pair if a key rotation has begun."""
         return self._read_secret(_NEXT) if self._path(_NEXT).exists() else None
 
     def begin_exchange(self) -> str:
-        """Draw the key that is to follow, unless there is one; return it."""
-        self.pair()
+        """Begin a key rotation: create the next key unless it exists; return it."""
+        self.pair()  # raises if there is no present key
         following = self.next_pair()
         return self._write_secret(_NEXT) if following is None else following.public
 
     def finish_exchange(self) -> str:
-        """Use the key that follows from now on; return it.
+        """Replace the present key by the next one and return it.
 
-        What began with the present one still finds it: else no process of it that dies
-        could be started again.
+        The present key is kept as the former one: a running job needs it to restart its processes.
 
         Raises:
-            JobError: no exchange has begun.
+            JobError: No key rotation has begun.
         """
         following = self.next_pair()
         if following is None:
-            raise JobError(
-                f"{self.directory} has no key to follow the present one: begin with "
-                "`distbelief keys rotate`"
-            )
+            raise JobError(f"{self.directory} has no next key: begin with `distbelief keys rotate`")
         path = self._path(_NEXT)
         files.write_private(self._path(_FORMER), _read(self._path(_SECRET)))
         try:
@@ -258,13 +235,13 @@ class KeyFiles:
             raise files.explained(error, path, doing="rename") from error
         return following.public
 
-    # ------------------------------------------------------------------ allow-list
+    # --- allow-list ---
 
     def allowed(self) -> tuple[Allowed, ...]:
         """Return the allow-list.
 
         Raises:
-            JobError: it cannot be trusted, or has a line that says nothing.
+            JobError: Others could write it, or a line is invalid.
         """
         path = self._path(_ALLOWED)
         if not path.exists():
@@ -272,61 +249,60 @@ class KeyFiles:
         return entries_in(_read(path), path=path)
 
     def allow(self, entry: Allowed) -> None:
-        """Add a key to the allow-list, or change as what it may speak.
+        """Add a key to the allow-list, or change its roles.
 
         Raises:
-            JobError: a role or the name makes no sense.
+            JobError: A role or the name is invalid.
         """
         _check(entry)
         _parsed(_line(entry), path=self._path(_ALLOWED))
         with self._alone():
             others = [known for known in self.allowed() if known.key != entry.key]
             if len(others) >= N_ALLOWED_MAX:
-                raise JobError(f"{N_ALLOWED_MAX} keys are allowed already: revoke some")
+                raise JobError(f"the allow-list is full ({N_ALLOWED_MAX} keys): revoke some")
             self._write_allowed([*others, entry])
 
     def revoke(self, which: str) -> tuple[Allowed, ...]:
-        """Take a key, or all of a name, from the allow-list; return what they were.
+        """Remove a key, or all keys of a name, and return the removed entries.
 
         Raises:
-            JobError: there is no such key or name.
+            JobError: There is no such key or name.
         """
         with self._alone():
             entries = self.allowed()
             gone = tuple(entry for entry in entries if which in {entry.key, entry.name})
             if not gone:
                 known = ", ".join(sorted({entry.name for entry in entries})) or "nobody"
-                raise JobError(f"{which[:80]!r} is not allowed anyway; allowed: {known}")
+                raise JobError(f"{which[:80]!r} is not on the allow-list; allowed: {known}")
             self._write_allowed([entry for entry in entries if entry not in gone])
             return gone
 
     @property
     def changed_at(self) -> tuple[int, int]:
-        """What is another when the allow-list has changed."""
+        """A value that differs after the allow-list has changed."""
         with suppress(OSError):
             status = (self.directory / _ALLOWED).stat()
             return status.st_ino, status.st_mtime_ns
         return 0, 0
 
-    # ---------------------------------------------------------------------- inside
+    # --- inside ---
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other commands from changing the list meanwhile: one would be undone."""
+        # Two commands that change the list at once would undo each other.
         _check_private(self.directory)
         try:
             directory = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise files.explained(error, self.directory, doing="open") from error
         try:
-            with suppress(OSError):  # of a disk that has no locks
+            with suppress(OSError):  # file systems without locks
                 fcntl.flock(directory, fcntl.LOCK_EX)
             yield
         finally:
             os.close(directory)
 
     def _path(self, name: str) -> Path:
-        """Return the path of a file, in a directory that is the user's alone."""
         _check_private(self.directory)
         return self.directory / name
 
@@ -346,29 +322,32 @@ class KeyFiles:
 
 
 def entries_in(content: bytes, *, path: Path) -> tuple[Allowed, ...]:
-    """Return the entries of an allow-list.
+    """Parse an allow-list; `path` is for messages.
+
+    Users edit the file too: extra spaces, blank lines, lines that begin with # and a byte order
+    mark are ignored.
 
     Raises:
-        JobError: a line says nothing, or there are too many; it names the path.
+        JobError: A line is invalid, or there are too many.
     """
     text = content.decode(errors="replace").removeprefix(_BYTE_ORDER_MARK)
     lines = [line.strip(_BLANKS) for line in text.splitlines()]
     lines = [line for line in lines if line and line[0] != "#"]
     if len(lines) > N_ALLOWED_MAX:
-        raise JobError(f"{path} allows {len(lines)} keys: {N_ALLOWED_MAX} at most")
+        raise JobError(f"{path} has {len(lines)} keys, at most {N_ALLOWED_MAX} are allowed")
     return tuple(_parsed(line, path=path) for line in lines)
 
 
 def pair_in(content: bytes, *, path: Path) -> KeyPair:
-    """Return the keys of a key file.
+    """Parse a key file; `path` is for messages.
 
     Raises:
-        JobError: it has none; it names the path, and shows nothing of what there is.
+        JobError: It holds no key; the message does not show its content.
     """
     text = content.strip().decode(errors="replace")
     if re.fullmatch(KEY_PATTERN, text) is None:
         raise JobError(
-            f"{path} holds no key: restore it, or move it away and make another "
+            f"{path} holds no key: restore it, or move it away and make a new one "
             "with `distbelief keys new`"
         )
     return KeyPair.of(SecretKey(bytes.fromhex(text)))
@@ -379,14 +358,13 @@ def _line(entry: Allowed) -> str:
 
 
 def _check(entry: Allowed) -> None:
-    """Refuse what a user cannot have meant: what would not be read again."""
     for role in entry.roles:
         if role not in ROLES:
-            raise JobError(f"{role[:80]!r} is no role: there are {', '.join(ROLES)}")
+            raise JobError(f"unknown role {role[:80]!r}: use {', '.join(ROLES)}")
     if re.fullmatch(_NAME, entry.name) is None:
         raise JobError(
-            f"{entry.name[:80]!r} is no name: letters, digits and . _ @ - are, 64 of "
-            "them at the most"
+            f"invalid name {entry.name[:80]!r}: use letters, digits and . _ @ -, "
+            "at most 64 characters"
         )
 
 
@@ -395,19 +373,18 @@ def _parsed(line: str, *, path: Path) -> Allowed:
     roles = tuple(found["roles"].split(",")) if found else ()
     if found is None or not set(roles) <= set(ROLES):
         raise JobError(
-            f"{path}: {line[:160]!r} is no entry: a key of 64 hexadecimal digits, "
-            f"roles ({', '.join(ROLES)}) and a name (letters, digits and . _ @ -)"
+            f"{path}: invalid entry {line[:160]!r}: use KEY ROLES NAME: 64 hexadecimal digits, "
+            f"{', '.join(ROLES)}, letters and digits and . _ @ -"
         )
     return Allowed(key=found["key"], roles=roles, name=found["name"])
 
 
 def _check_private(path: Path) -> None:
-    """Refuse what others could read or write, or what is another user's."""
     try:
         status = path.lstat()
     except OSError:
         raise JobError(
-            f"there is no {path}: make this machine's key with `distbelief keys new`, "
+            f"{path} does not exist: make this host's key with `distbelief keys new`, "
             "or name its directory with --keys"
         ) from None
     if status.st_uid != os.geteuid():
@@ -415,9 +392,8 @@ def _check_private(path: Path) -> None:
     if path.is_symlink() or status.st_mode & _OTHERS:
         mode = "700" if path.is_dir() else "600"
         raise JobError(
-            f"{path} is open to other users (mode {status.st_mode & 0o7777:04o}), so "
-            f"its keys may be known: chmod {mode} {path}, and if others were about, "
-            "replace the key: distbelief keys rotate"
+            f"{path} is open to other users (mode {status.st_mode & 0o7777:04o}): chmod {mode} "
+            f"{path}, and if others had access, replace the key: distbelief keys rotate"
         )
 
 

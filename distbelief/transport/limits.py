@@ -1,17 +1,8 @@
-"""A siege: so many come to a port that those who are there already would suffer.
+"""Limits on connections that ZeroMQ lacks: bytes, connection rates, a packet filter (Linux only).
 
-Each that comes takes ZeroMQ's time, also one that has no key: it has to be let in to be
-asked. So newcomers have a bucket that leaks; when it runs over, the kernel lets in only
-some of them (a filter of the listening socket, for which there are no half measures
-such as closing what is open already):
-
-    who comes from                              is let in
-    where somebody is that keeps the rules      always; unless too many still come
-    anywhere else                               now and then, by chance
-
-as seldom as it takes for a part of what the bucket leaks. Whoever is not let in is not
-refused either: TCP tries again, a second later, then less and less often. Connections
-that are open do not notice. Only Linux has such filters; elsewhere all are let in.
+ZeroMQ bounds frames and waiting messages, but not the parts of an unfinished message nor
+a peer's rate, and it cannot close one connection. The kernel can: it lists the connections of
+a port (netlink `sock_diag`) and closes them. Elsewhere only ZeroMQ's own limits hold.
 """
 
 import ctypes
@@ -34,20 +25,8 @@ from distbelief.roles.role import Seconds
 from distbelief.transport.authenticator import Inbox
 
 
-# The connections to a port as the kernel knows them: who, and how many bytes so far.
-#
-# ZeroMQ bounds the frames of a message and the messages that wait, but not the parts of a
-# message that never ends, nor what one peer sends in a second; and it cannot close one
-# connection. The kernel can. It is asked for all connections of the port at once (by
-# netlink, `sock_diag`), for there may be hundreds, several times a second; where it does
-# not answer, every descriptor of this process is looked at.
-#
-# A descriptor is looked at by way of a copy of its own, which stays what it is even if
-# ZeroMQ closes the original meanwhile. Only Linux tells so much; elsewhere there is
-# nothing to see, and ZeroMQ's own bounds are all there is.
-
+# Address and port of the other side.
 Peer = tuple[str, int]
-"""Address and port of the other side."""
 
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 _BYTES_RECEIVED: Final = struct.Struct("=128xQ")  # of tcp_info (linux/tcp.h)
@@ -64,7 +43,7 @@ _STATES: Final = 1 << 1 | 1 << 8  # established; closed by the other side
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST: Final = struct.Struct("=BBBxI")
 _SOCKETS: Final = struct.Struct(">HH16s16sIII")  # ports and addresses, of both sides
-_TOLD: Final = struct.Struct("=BBBB")
+_HEAD: Final = struct.Struct("=BBBB")
 _WAITING: Final = struct.Struct("=56xI")
 _MESSAGE_BYTES: Final = 72
 _ATTRIBUTE: Final = struct.Struct("=HH")
@@ -74,40 +53,29 @@ _ANSWER_BYTES_MAX: Final = 1 << 16
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """One connection, at one moment.
+    """One connection at one moment."""
 
-    Attributes:
-        peer: The other side.
-        n_bytes: Received so far, read by ZeroMQ or not.
-        n_waiting: Of them, those that ZeroMQ has not read.
-    """
-
-    peer: Peer
-    n_bytes: int
-    n_waiting: int
+    peer: Peer  # address and port of the other side
+    n_bytes: int  # bytes received so far, read by ZeroMQ or not
+    n_waiting: int  # bytes that ZeroMQ has not read
 
 
 def connections(port: int) -> list[Connection]:
-    """Return the connections that others have opened to this port."""
+    """Return the connections that peers have opened to this port."""
     try:
         return list(_listed(port))
     except (AttributeError, OSError, struct.error):  # no such kernel, or forbidden
-        return [told for _, link in _links(port) if (told := _told(link)) is not None]
+        return [info for _, link in _links(port) if (info := _info(link)) is not None]
 
 
 def at(descriptor: int, port: int) -> Connection | None:
-    """Return the connection to this port that has this descriptor, if one has."""
+    """Return the connection to this port that has this descriptor, if there is one."""
     link = _link(descriptor, port)
-    return None if link is None else _told(link)
+    return None if link is None else _info(link)
 
 
 def cut(port: int, peers: Collection[Peer]) -> int:
-    """Close connections to this port, for both sides; return how many there were.
-
-    Args:
-        port: Nothing else is closed.
-        peers: Of these.
-    """
+    """Close the connections of these peers to this port; return how many there were."""
     n = 0
     for _, link in _links(port) if peers else ():
         with link, suppress(OSError):
@@ -118,7 +86,7 @@ def cut(port: int, peers: Collection[Peer]) -> int:
 
 
 def cut_descriptor(port: int, descriptor: int) -> bool:
-    """Close the connection to this port that has this descriptor, if one has."""
+    """Close the connection to this port that has this descriptor, if there is one."""
     link = _link(descriptor, port)
     if link is None:
         return False
@@ -135,16 +103,16 @@ def listener(port: int) -> socket.socket | None:
     return None
 
 
-# -------------------------------------------------------------------------- netlink
+# --- netlink ---
 
 
 def _listed(port: int) -> Iterator[Connection]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.settimeout(1.0)
-        asked = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 1 << _INFO - 1, _STATES)
-        asked += _SOCKETS.pack(port, 0, b"", b"", 0, 0xFFFFFFFF, 0xFFFFFFFF)
-        n_bytes = _HEADER.size + len(asked)
-        kernel.send(_HEADER.pack(n_bytes, _BY_FAMILY, _DUMP, 0, 0) + asked)
+        request = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 1 << _INFO - 1, _STATES)
+        request += _SOCKETS.pack(port, 0, b"", b"", 0, 0xFFFFFFFF, 0xFFFFFFFF)
+        n_bytes = _HEADER.size + len(request)
+        kernel.send(_HEADER.pack(n_bytes, _BY_FAMILY, _DUMP, 0, 0) + request)
         while True:
             answer = kernel.recv(_ANSWER_BYTES_MAX)
             while answer:
@@ -152,13 +120,13 @@ def _listed(port: int) -> Iterator[Connection]:
                 if kind == _DONE:
                     return
                 if kind == _ERROR or size < _HEADER.size:
-                    raise OSError("the kernel does not tell of connections")
+                    raise OSError("the kernel does not list connections")
                 yield _read(answer[_HEADER.size : size])
                 answer = answer[(size + 3) & ~3 :]
 
 
 def _read(message: bytes) -> Connection:
-    sockets = _SOCKETS.unpack_from(message, _TOLD.size)
+    sockets = _SOCKETS.unpack_from(message, _HEAD.size)
     at, n_bytes = _MESSAGE_BYTES, 0
     while at + _ATTRIBUTE.size <= len(message):
         size, kind = _ATTRIBUTE.unpack_from(message, at)
@@ -170,18 +138,18 @@ def _read(message: bytes) -> Connection:
     return Connection(peer=(host, sockets[1]), n_bytes=n_bytes, n_waiting=n_waiting)
 
 
-# ---------------------------------------------------------------------- descriptors
+# --- descriptors ---
 
 
-def _told(link: socket.socket) -> Connection | None:
+def _info(link: socket.socket) -> Connection | None:
     with link, suppress(OSError, struct.error):  # it may end at any moment
         option = socket.TCP_INFO
-        told = link.getsockopt(socket.IPPROTO_TCP, option, _BYTES_RECEIVED.size)
+        info = link.getsockopt(socket.IPPROTO_TCP, option, _BYTES_RECEIVED.size)
         waiting = fcntl.ioctl(link, termios.FIONREAD, bytes(4))
         host, port = link.getpeername()[:2]
         return Connection(
             peer=(host, port),
-            n_bytes=_BYTES_RECEIVED.unpack(told)[0],
+            n_bytes=_BYTES_RECEIVED.unpack(info)[0],
             n_waiting=int.from_bytes(waiting, sys.byteorder),
         )
     return None
@@ -197,7 +165,7 @@ def _links(port: int, *, listening: bool = False) -> Iterator[tuple[int, socket.
 
 
 def _link(descriptor: int, port: int, *, listening: bool = False) -> socket.socket | None:
-    """Return a copy of this descriptor if it is a connection to the port."""
+    # A copy stays valid if ZeroMQ closes the original meanwhile.
     try:
         copy = os.dup(descriptor)
     except OSError:
@@ -219,28 +187,24 @@ def _link(descriptor: int, port: int, *, listening: bool = False) -> socket.sock
     return None
 
 
-# Newcomers to a port: how many have come that are not known to be let in.
-#
-# ZeroMQ tells of each connection that it has accepted, and asks later, when it has proved
-# a key, whether that one is let in. Whoever is, does not count: the roles of a large job
-# all come at once. But only so many of one key, or else its holder could keep the server
-# busy with nothing but handshakes; and whose key opens connection after connection, and
-# says nothing that ZeroMQ takes, is out for no good: sooner if they end so, for honest
-# ones wait until there is something to say.
+# --- connection rates ---
 
-_WORDS: Final = "inproc://newcomers"  # of this transport's context alone
+_MONITOR: Final = "inproc://newcomers"  # of this transport's context alone
 
 
 @final
 class ConnectionRate:
-    """To the port of one inbox.
+    """Counts new connections to a port that have not proved an allowed key.
+
+    Connections with an allowed key do not count, since all roles of a large job come at once,
+    unless one key opens too many, or too many on which it sends nothing.
 
     Args:
-        per_second_max: Of one key that is let in, over some seconds.
-        burst_max: Likewise, at once.
-        silent_max: Connections of one key on which nothing was said, at once.
-        ended_max: Of them, that have ended.
-        own: A key of which any number may come: this side's.
+        per_second_max: Connections per second of one key, over some seconds.
+        burst_max: Connections of one key at once.
+        silent_max: Connections of one key at once that sent nothing.
+        ended_max: Those of them that have ended.
+        own: This side's key, which has no limit.
     """
 
     def __init__(
@@ -257,35 +221,32 @@ class ConnectionRate:
         self._burst_max = burst_max
         self._silent_max = silent_max
         self._ended_max = ended_max
-        self._words: Inbox | None = None
-        self._n = 0  # accepted since the last look
-        self._n_admitted: Counter[str] = Counter()  # by key, since the last look
-        self._n_spoke: Counter[str] = Counter()  # likewise
+        self._monitor: Inbox | None = None
+        self._n = 0  # accepted since the last check
+        self._n_admitted: Counter[str] = Counter()  # by key, since the last check
+        self._n_spoke: Counter[str] = Counter()  # by key, since the last check
         self._levels: dict[str, float] = {}  # by key, of its bucket
         self._silent: dict[str, float] = {}  # by key: admitted, less those that spoke
 
     def listen(self, inbox: Inbox) -> None:
-        """Be told of all that this socket accepts, from before it is bound."""
-        inbox.monitor(_WORDS, zmq.EVENT_ACCEPTED)
-        self._words = inbox.context.socket(zmq.PAIR)
-        self._words.linger = 0
-        self._words.rcvhwm = 0  # else ZeroMQ would wait for us to read
-        self._words.connect(_WORDS)
+        inbox.monitor(_MONITOR, zmq.EVENT_ACCEPTED)
+        self._monitor = inbox.context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.rcvhwm = 0  # with a limit ZeroMQ would block until it is read
+        self._monitor.connect(_MONITOR)
 
     def admitted(self, key: str) -> None:
-        """One has proved this key, and is let in."""
         self._n_admitted[key] += 1
 
     def spoke(self, key: str) -> None:
-        """A connection of this key has said its first word."""
         self._n_spoke[key] += 1
 
     def mute(self, seconds: Seconds, *, n_open: int) -> list[str]:
-        """Return keys of too many connections that never say anything; before `look`.
+        """Return keys with too many silent connections; call it before `look`.
 
         Args:
-            seconds: Since the last look.
-            n_open: Connections of anybody that have said nothing, and are here.
+            seconds: Time since the last check.
+            n_open: Open connections of any key that have sent nothing.
         """
         leaked = self._per_second_max * seconds
         silent: dict[str, float] = {}
@@ -301,25 +262,16 @@ class ConnectionRate:
         return found
 
     def are_too_many(self) -> bool:
-        """Return whether more have come since the last look than may at once.
-
-        Or if so many were let in, and have said nothing yet, that some may have ended.
-        """
-        while self._words is not None and self._words.poll(0):
-            self._words.recv_multipart()
+        # Too many at once, or so many silent ones that some may have ended.
+        while self._monitor is not None and self._monitor.poll(0):
+            self._monitor.recv_multipart()
             self._n += 1
         n_admitted = self._n_admitted.total()
         n_silent = n_admitted - self._n_spoke.total()
         return self._n - n_admitted > self._burst_max or n_silent > self._ended_max
 
     def look(self, seconds: Seconds) -> int:
-        """Return how many have come since the last look, less those let in meanwhile.
-
-        Fewer than none, if some had come before it.
-
-        Args:
-            seconds: Since the last look.
-        """
+        """Return how many came in the last `seconds` without an allowed key; may be negative."""
         self.are_too_many()
         n, self._n = self._n, 0
         n -= self._n_admitted.pop(self._own, 0)
@@ -337,133 +289,97 @@ class ConnectionRate:
         return n
 
     def close(self) -> None:
-        """Be told no more."""
-        if self._words is not None:
-            self._words.close(0)
-            self._words = None
-
-
-# What is known of the peers at one port, and what one of them may cost.
+        if self._monitor is not None:
+            self._monitor.close(0)
+            self._monitor = None
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PeerLimits:
-    """What one peer may cost.
+    """What one peer may cost."""
 
-    Attributes:
-        messages_per_second_max: Of one key, over some seconds.
-        burst_messages_max: Of one key, at once.
-        unread_bytes_max: Of one connection.
-        unfinished_bytes_max: Of one connection, in ZeroMQ, though no message waits: it
-            can be but a part of one, and two frames are the most that any has.
-        unread_bytes_of_key_max: Of all connections of one key: a machine's roles share
-            one, and each may have 64 blocks on their way to each shard.
-        connections_max: Of one address, that have said nothing so far.
-        unheard_max: Connections of one key that have ended with nothing said, at once.
-        connections_of_key_max: Of one key: the roles of a machine, each with a link to
-            every shard of the other, share one.
-        newcomers_per_second_max: Connections that are opened, over some seconds: of
-            each key, and of all together that prove none.
-        burst_newcomers_max: Likewise, at once.
-        handshake_seconds_max: To prove one's key.
-        suspended_seconds: How long who broke a rule stays out.
-        watch_seconds: Between two looks.
-    """
-
+    # Of one key, over some seconds.
     messages_per_second_max: float = 5_000.0  # blocks of 1 MiB: 40 Gbit/s
-    burst_messages_max: float = 20_000.0
-    unread_bytes_max: int = 1 << 28
+    burst_messages_max: float = 20_000.0  # of one key, at once
+    unread_bytes_max: int = 1 << 28  # of one connection
+    # Of one connection while no message waits: a part of one message, whose frames are two at most.
     unfinished_bytes_max: int = (2 << 20) + (1 << 17)
+    # Of all connections of one key: a host's roles share one, and each may have 64 blocks in flight
+    # to each shard.
     unread_bytes_of_key_max: int = 1 << 30
-    connections_max: int = 1024
-    unheard_max: int = 64
+    connections_max: int = 1024  # of one address, that have sent nothing so far
+    unheard_max: int = 64  # of one key, connections that ended without a message, at once
+    # Of one key: a host's roles share one, with a link to every shard each.
     connections_of_key_max: int = 4096
+    # New connections of each key, and of all without a key together.
     newcomers_per_second_max: float = 20.0
-    burst_newcomers_max: float = 300.0
-    handshake_seconds_max: float = 5.0
-    suspended_seconds: float = 30.0
-    watch_seconds: float = 0.25
+    burst_newcomers_max: float = 300.0  # the same, at once
+    handshake_seconds_max: float = 5.0  # time to prove a key
+    suspended_seconds: float = 30.0  # how long a peer that broke a rule is rejected
+    watch_seconds: float = 0.25  # interval of the checks
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class PeerRecord:
-    """What is known of one connection.
+    """What is known of one connection."""
 
-    Attributes:
-        peer: Address and port.
-        key: Of its messages so far.
-        descriptor: By which ZeroMQ knows it, once it has said something.
-        since: When it was first seen.
-        n_bytes: That have been read here, or are forgiven.
-        n_taken: That ZeroMQ had read at the last look.
-    """
+    peer: Peer  # address and port
+    key: str = ""  # key of its messages so far
+    descriptor: int | None = None  # ZeroMQ's file descriptor, once it has sent a message
+    since: Seconds  # when it was first seen
+    n_bytes: int = 0  # bytes that were read here, or discounted
+    n_taken: int = 0  # bytes that ZeroMQ had read at the last check
 
-    peer: Peer
-    key: str = ""
-    descriptor: int | None = None
-    since: Seconds
-    n_bytes: int = 0
-    n_taken: int = 0
-
-    def forgive(self, n: int, *, at_most: int) -> None:
-        """Take so many for read, if so many have come."""
+    def discount(self, n: int, *, at_most: int) -> None:
+        # Heartbeats arrive here as bytes without a message.
         self.n_bytes = max(self.n_bytes, min(self.n_bytes + n, at_most))
 
 
 @final
 @dataclass(slots=True)
 class PeerTable:
-    """Of all peers."""
-
     connections: dict[Peer, PeerRecord] = field(default_factory=dict)
     speaking: dict[int, PeerRecord] = field(default_factory=dict)  # by descriptor
-    n_messages: Counter[str] = field(default_factory=Counter)  # by key, since a look
+    n_messages: Counter[str] = field(default_factory=Counter)  # by key, since the last check
     levels: dict[str, float] = field(default_factory=dict)  # by key, of its bucket
     suspended: dict[str, Seconds] = field(default_factory=dict)  # key -> until when
     barred: dict[str, Seconds] = field(default_factory=dict)  # address -> until when
-    n_closed: int = 0  # connections of who has not shown a key
-    n_own: int = 0  # offences of this side's own key
+    n_closed: int = 0  # connections without a key
+    n_own: int = 0  # violations by this side's own key
 
 
-# Hoards: messages that are begun and do not end.
+# --- unfinished messages ---
 #
-# What ZeroMQ had read of a connection at one look can, at the next, be but a part of one
-# message, unless it has been handed over: if at some moment between them none waited to
-# be read. Whoever sends more than any message has will not end it. Of a connection that
-# has said no whole word the key is not known; its address is.
+# If no message waited to be read between two checks, the bytes that ZeroMQ had read at the first
+# are part of one unfinished message.
 
-_ALIKE = 8  # less than the cap
+_ALIKE = 8  # fraction of the limit
 
 
 def objection(record: PeerRecord, caps: PeerLimits) -> str | None:
-    """Return what is wrong with the message that has come in parts so far."""
+    """Return what is wrong with an unfinished message, or None."""
     held = _held(record)
     if held <= caps.unfinished_bytes_max:
         return None
-    return f"{held} bytes wait, of a message that does not end"
+    return f"{held} unread bytes: a message that does not end"
 
 
 def alike(
     records: Iterable[PeerRecord], caps: PeerLimits, *, addresses: Collection[str]
 ) -> dict[Peer, tuple[PeerRecord, str]]:
-    """Return what else comes from where messages do not end, and is like that.
+    """Return further connections to cut: keyless ones of these addresses with unfinished messages.
 
-    Each of many connections would come to the cap, and all at about the same time:
-    until then they take the link, and the time to read it.
-
-    Args:
-        records: What is known of all connections.
-        caps: What one may have.
-        addresses: Of those who began such messages.
+    Each of many connections would reach the limit at about the same time, and use the link until
+    then.
     """
     cuts: dict[Peer, tuple[PeerRecord, str]] = {}
     for record in records if addresses else ():
         is_alike = not record.key and record.peer[0] in addresses
         held = _held(record) if is_alike else 0
         if held > caps.unfinished_bytes_max / _ALIKE:
-            why = f"{held} bytes wait, beside a message that does not end"
+            why = f"{held} unread bytes, with others of a message that does not end"
             cuts[record.peer] = record, why
     return cuts
 
@@ -473,8 +389,8 @@ def _held(record: PeerRecord) -> int:
 
 
 N_WELCOME_MAX: Final = 1024
-SIEGED: Final = 4.0
-"""By which newcomers are fewer in a siege: who keeps the rules is let in besides."""
+# While the filter is on, this many times fewer new connections are accepted.
+SLOWDOWN: Final = 4.0
 
 _ATTACH: Final = 26  # SO_ATTACH_FILTER
 _DETACH: Final = 27
@@ -491,54 +407,52 @@ _ALL: Final = 0xFFFFFFFF
 @final
 @dataclass(kw_only=True)
 class PacketFilter:
-    """Of one port.
+    """Drops part of the new connections to a port in the kernel when too many come.
 
-    Attributes:
-        per_second_max: Newcomers, over some time.
-        burst_max: At once.
-        share: Of newcomers from anywhere, that are let in now.
+    Accepting a connection costs ZeroMQ time even without a key. Addresses with a well-behaved peer
+    are always accepted, others with probability `share`; TCP retries, and open connections notice
+    nothing.
     """
 
-    per_second_max: float
-    burst_max: float
-    share: float = 1.0
+    per_second_max: float  # new connections, over some time
+    burst_max: float  # new connections at once
+    share: float = 1.0  # of connections from other addresses, accepted now
     _level: float = 0.0
     _welcomes: bool = True
     _listener: socket.socket | None = None
 
     def look(self, port: int, n: int, seconds: Seconds, *, welcome: Collection[str]) -> str | None:
-        """Take note of who has come in so many seconds; return what there is to tell.
+        """Count `n` new connections in `seconds`; return a line for the log, or None.
 
         Args:
-            port: That they came to.
+            port: Port of the connections.
             n: How many.
-            seconds: Since the last look.
-            welcome: Addresses of those who keep the rules.
+            seconds: Time since the last check.
+            welcome: Addresses of well-behaved peers.
         """
         leaked = self.per_second_max * seconds
-        wanted = leaked if self.share == 1.0 else leaked / SIEGED
+        wanted = leaked if self.share == 1.0 else leaked / SLOWDOWN
         level = max(0.0, self._level + n - leaked)
-        self._level = min(level, 2.0 * self.burst_max)  # it is to end some time
+        self._level = min(level, 2.0 * self.burst_max)  # so that it ends soon after the flood
         was = self.share
         if was == 1.0 and self._level <= self.burst_max:
             return None
         if was < 1.0 and self._level <= 0.0 and n / was <= leaked:
             self.share, self._welcomes = 1.0, True
             self._filter(port, None)
-            return "newcomers are let in again"
+            return "accepting all new connections again"
         if n > 2.0 * wanted:
-            self._welcomes = was == 1.0  # else they come from where nobody should
-            self.share = max(2.0**-20, was * leaked / SIEGED / n)
+            self._welcomes = was == 1.0  # else they come from the accepted addresses
+            self.share = max(2.0**-20, was * leaked / SLOWDOWN / n)
         self._filter(port, welcome if self._welcomes else ())
         if was < 1.0:
             return None
         return (
-            f"{n} connections were opened in {seconds:.2f} s, more than "
-            f"{self.burst_max:.0f} at once: until there are fewer, only some are let in"
+            f"{n} connections opened in {seconds:.2f} s, more than {self.burst_max:.0f} at once: "
+            "accepting only some until there are fewer"
         )
 
     def end(self) -> None:
-        """Let go of the port."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -556,12 +470,7 @@ class PacketFilter:
 
 
 def program(welcome: Collection[str], *, share: float) -> bytes:
-    """Return the filter (cBPF): what it returns 0 for is dropped.
-
-    Args:
-        welcome: Addresses from which all are let in.
-        share: Of the others, that are.
-    """
+    """Return the cBPF filter; packets for which it returns 0 are dropped."""
     let_in = _FILTER.pack(_RETURN, 0, 0, _ALL)
     steps = [
         _FILTER.pack(_LOAD_BYTE, 0, 0, _FLAGS),
@@ -584,5 +493,5 @@ def program(welcome: Collection[str], *, share: float) -> bytes:
 def _attach(listener: socket.socket, steps: bytes) -> None:
     memory = ctypes.create_string_buffer(steps, len(steps))
     n = len(steps) // _FILTER.size
-    told = _PROGRAM.pack(n, ctypes.addressof(memory))
-    listener.setsockopt(socket.SOL_SOCKET, _ATTACH, told)
+    info = _PROGRAM.pack(n, ctypes.addressof(memory))
+    listener.setsockopt(socket.SOL_SOCKET, _ATTACH, info)

@@ -1,16 +1,14 @@
-"""Drives one role over the real network; the only reader of the clock.
+"""RoleRunner: runs one role over the network; the only reader of the clock.
 
-    messages, timers, work done, posted events, the launcher's
+    messages, timers, results, posted events, launcher events
               |  one at a time
         role.handle(event, now)
               |
-    messages, timers, work to do, log lines, the end
+    messages, timers, work to do, log lines, exit
 
-One thread, the caller's, polls, handles and sends. Work runs in a thread per lane,
-started when the node is, so that a role whose gradient takes seconds still answers and
-sends heartbeats. An error always has a way out: what a peer did wrong is logged and
-dropped, what work raises goes to the role as `Computed.error`, and anything else ends
-the role and is returned by `run`, never a silent hang.
+One thread polls, handles and sends. Work runs in one thread per executor, so that a role whose
+gradient takes seconds still answers and sends heartbeats. Errors never hang: a peer's is logged
+and dropped, one of work goes to the role (`Computed.error`), any other ends the role.
 """
 
 import heapq
@@ -66,141 +64,128 @@ from distbelief.roles.role import (
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 
 
-# An alarm: ends the wait of a poll, from any thread and from a signal handler.
-
-
 @final
 class Waker:
-    """Two sockets: what is written to one ends a poll of the other."""
+    """Ends the wait of a poll, from any thread and from a signal handler."""
 
     def __init__(self) -> None:
         self._ends: tuple[socket.socket, socket.socket] | None = None
 
     def start(self) -> None:
-        """Make the sockets; until then nothing can be rung."""
         ends = socket.socketpair()
         for end in ends:
             end.settimeout(0)
         self._ends = ends
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """End the poll, or the next one. Unlike a lock, safe in a signal handler."""
         if self._ends is not None:
-            with suppress(OSError):  # full: it rings; closed: nobody is there to hear
+            with suppress(OSError):  # full: the poll ends anyway; closed: nothing polls
                 self._ends[1].send(b"\0")
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once it was rung, until `silence`."""
+        """Return a descriptor that is readable from `wake` until `clear`."""
         assert self._ends is not None
         return self._ends[0].fileno()
 
-    def silence(self) -> None:
-        """It was heard."""
+    def clear(self) -> None:
         assert self._ends is not None
         with suppress(BlockingIOError):
             self._ends[0].recv(4096)
 
     def close(self) -> None:
-        """Close the sockets; it may be rung all the same."""
         for end in self._ends or ():
             end.close()
 
 
-# Lanes: threads that do a role's work, one piece at a time in each, side by side.
-
-Task = Callable[[], Event]  # does the work; raises nothing
+Task = Callable[[], Event]  # raises nothing
 
 
 class WorkExecutors:
-    """The threads of one role. Only `start` starts them."""
+    """The threads that do a role's work: one for each executor, one task at a time in each."""
 
     def __init__(self, name: str, *, now: Callable[[], Seconds], wake: Callable[[], None]) -> None:
         self._now = now
-        self._wake = wake  # called, in a lane's thread, whenever an answer is there
-        self._answers: deque[Event] = deque()
-        self._busy_with: dict[Executor, str] = {}
+        self._wake = wake  # called in an executor's thread when a result is ready
+        self._results: deque[Event] = deque()
+        self._running: dict[Executor, str] = {}
         self._ending = False
         self._tasks: dict[Executor, queue.SimpleQueue[tuple[str, Task] | None]] = {
-            lane: queue.SimpleQueue() for lane in Executor
+            executor: queue.SimpleQueue() for executor in Executor
         }
-        # Daemons: an endless user function must not keep the process from exiting.
+        # Daemon threads: a user function that never returns must not block the exit.
         self._threads = {
-            lane: threading.Thread(
-                target=self._work, args=(lane,), name=f"{name}-{lane.value}", daemon=True
+            executor: threading.Thread(
+                target=self._work, args=(executor,), name=f"{name}-{executor.value}", daemon=True
             )
-            for lane in Executor
+            for executor in Executor
         }
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads.values():
             thread.start()
 
-    def add(self, lane: Executor, name: str, task: Task) -> None:
-        """Do `task` after all that was added to this lane before."""
-        self._tasks[lane].put((name, task))
+    def add(self, executor: Executor, name: str, task: Task) -> None:
+        """Run `task` after all tasks added to this executor before."""
+        self._tasks[executor].put((name, task))
 
     def compute(self, action: Compute) -> None:
-        """Do what a role asks; what its work raises is part of the answer."""
         self.add(action.lane, action.name, partial(self._compute, action))
 
-    def answers(self) -> Iterator[Event]:
-        """Yield the answers that are here by now, and forget them."""
-        for _ in range(len(self._answers)):
-            yield self._answers.popleft()
+    def results(self) -> Iterator[Event]:
+        """Yield and remove the results that are ready."""
+        for _ in range(len(self._results)):
+            yield self._results.popleft()
 
     def close(self, *, seconds_max: Seconds) -> list[str]:
-        """Do no more than what is under way; return what is, when the time is up."""
+        """Drop waiting tasks; wait for running ones; return those that still run."""
         self._ending = True
         for tasks in self._tasks.values():
             tasks.put(None)
         deadline = self._now() + seconds_max
-        left_behind = []
-        for lane, thread in self._threads.items():
+        unfinished = []
+        for executor, thread in self._threads.items():
             if thread.ident is not None:  # started
                 thread.join(max(0.0, deadline - self._now()))
-            work = self._busy_with.get(lane)
-            if thread.is_alive() and work is not None:  # an idle one just ends later
-                left_behind.append(f"{work} ({lane.value})")
-        return left_behind
+            work = self._running.get(executor)
+            if thread.is_alive() and work is not None:  # an idle thread ends soon
+                unfinished.append(f"{work} ({executor.value})")
+        return unfinished
 
-    def _work(self, lane: Executor) -> None:
-        while (item := self._tasks[lane].get()) and not self._ending:
-            self._busy_with[lane], task = item
-            self._answers.append(task())
-            # A waiting thread keeps nothing alive: work may hold a whole batch.
-            del item, task, self._busy_with[lane]
+    def _work(self, executor: Executor) -> None:
+        while (item := self._tasks[executor].get()) and not self._ending:
+            self._running[executor], task = item
+            self._results.append(task())
+            # A waiting thread must keep nothing alive: a task may hold a whole batch.
+            del item, task, self._running[executor]
             self._wake()
 
     def _compute(self, action: Compute) -> Computed:
-        begun = self._now()
+        started_at = self._now()
         result: object = None
         failed: BaseException | None = None
         try:
             result = action.work()
-        except BaseException as error:  # noqa: BLE001 -- told to the role
+        except BaseException as error:  # noqa: BLE001 -- reported to the role
             failed = error
-        seconds = self._now() - begun
+        seconds = self._now() - started_at
         return Computed(name=action.name, result=result, error=failed, seconds=seconds)
 
 
-# Timers of one role, by name, soonest first; whoever asks says what time it is.
-
-
 class Timers:
-    """Named times. A name has one time: setting it again replaces it."""
+    """Named timers of one role; setting a name again replaces its time."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Seconds, int]] = {}
         self._heap: list[tuple[Seconds, int, str]] = []  # replaced entries included
-        self._order = count()  # of two timers due at once, the one set first
+        self._order = count()  # timers due at the same time fire in the order they were set
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def next_at(self) -> Seconds:
-        """When the next timer comes due; infinity if there is none."""
+        """When the next timer is due; infinity without timers."""
         while self._heap:
             at, order, name = self._heap[0]
             if self._entries.get(name) == (at, order):
@@ -209,21 +194,19 @@ class Timers:
         return math.inf
 
     def set(self, name: str, at: Seconds) -> None:
-        """Let `name` come due at `at`, and at no other time."""
         order = next(self._order)
         self._entries[name] = (at, order)
         heapq.heappush(self._heap, (at, order, name))
-        # A watchdog is set at every message and hardly ever comes due.
+        # Watchdogs are set again at every message, so replaced entries pile up.
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [(*entry, name) for name, entry in self._entries.items()]
             heapq.heapify(self._heap)
 
     def cancel(self, name: str) -> None:
-        """Forget the timer, if there is one."""
         self._entries.pop(name, None)
 
     def pop_due(self, now: Seconds) -> str | None:
-        """Forget and return the first timer that is due; `None` if none is."""
+        """Remove and return the first timer that is due, if there is one."""
         if self.next_at > now:
             return None
         name = heapq.heappop(self._heap)[-1]
@@ -232,52 +215,46 @@ class Timers:
 
 
 POSTED_MAX = 1024
-WAIT_SECONDS_MAX = 60.0  # of one poll; there is nothing to do when it passes
-JOIN_SECONDS_MAX = 5.0  # how long the end waits for work that is under way
+WAIT_SECONDS_MAX = 60.0  # of one poll
+JOIN_SECONDS_MAX = 5.0  # how long `close` waits for running work
 
 
 class CheckpointStorage(Protocol):
-    """Where snapshots survive their role. Called from the compute lane's thread."""
+    """Stores a role's checkpoints. Called from the compute executor's thread."""
 
     def save(self, role: Address, snapshot: Snapshot) -> None:
-        """Save for good, or raise `DistBeliefError` or `OSError`."""
-        ...
+        """Save durably, or raise `DistBeliefError` or `OSError`."""
 
     def newest(self, role: Address) -> Snapshot | None:
-        """Return the newest whole snapshot; `None` if there has never been one.
+        """Return the newest complete checkpoint; `None` if none was ever saved.
 
         Raises:
-            StorageError: there are some, and none can be used.
+            StorageError: There are some, and none is usable.
         """
-        ...
 
 
 class Launcher(Protocol):
-    """Starts and ends the processes of other roles, without waiting for them."""
+    """Starts and ends the processes of other roles without waiting for them."""
 
     def launch(self, name: Address, incarnation: int) -> None:
-        """Start a role; raise `DistBeliefError` if that is out of the question."""
-        ...
+        """Start a role, or raise `DistBeliefError` if it cannot be started."""
 
     def terminate(self, name: Address) -> None:
-        """End a role at once; nothing happens if it is gone already."""
-        ...
+        """End a role at once; no error if it has ended already."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while `events` has something."""
-        ...
+        """Return a descriptor that is readable while `events` has some."""
 
     def events(self) -> Sequence[Event]:
-        """Return what happened since the last call: `PeerLost`, and posted news."""
-        ...
+        """Return the events since the last call: `PeerLost` and posted events."""
 
 
 class RoleRunner:
-    """One role, its timers, its work and its links.
+    """Runs one role with its timers, work and links.
 
-    Use `run` for a process that is the role, or `pump` for a role inside somebody
-    else's loop; then `close`, or a `with` statement. The transport is the caller's to
-    start and to close: closing it sends what the role said last.
+    Use `run` for a process that is the role, `pump` for a role inside another loop; then `close`,
+    or use it as a context manager. The caller starts and closes the transport; closing it sends the
+    last messages.
     """
 
     def __init__(
@@ -297,19 +274,16 @@ class RoleRunner:
         self._name = Address(transport.name)
         self._timers = Timers()
         self._posted: deque[Event] = deque()
-        self._n_posted_lost = 0
-        self._n_refused = 0
-        self._alarm = Waker()
-        self._lanes = WorkExecutors(self._name, now=self._now, wake=self._alarm.ring)
-        self._begun = False
+        self._n_posted_dropped = 0
+        self._n_rejected = 0
+        self._waker = Waker()
+        self._executors = WorkExecutors(self._name, now=self._now, wake=self._waker.wake)
+        self._started = False
         self._halted = False
         self._error: str | None = None
 
-    # ----------------------------------------------------------------- for callers
-
     @property
     def halted(self) -> bool:
-        """Whether the role has ended."""
         return self._halted
 
     @property
@@ -320,14 +294,14 @@ class RoleRunner:
     def run(
         self, on_tick: Callable[[], None] | None = None, *, tick_seconds: Seconds = 0.25
     ) -> str | None:
-        """Run the role until it ends; return what went wrong, if anything did.
+        """Run the role until it ends; return the error, if there was one.
 
         Args:
-            on_tick: called now and then in this thread, for a display.
-            tick_seconds: how often.
+            on_tick: Called every `tick_seconds` in this thread, for a display.
+            tick_seconds: Interval of `on_tick`.
         """
         with self:
-            self._begin()
+            self._start()
             next_tick = self._now()
             while not self._halted:
                 wait = WAIT_SECONDS_MAX
@@ -336,65 +310,64 @@ class RoleRunner:
                         on_tick = self._tick(on_tick)
                         next_tick = self._now() + tick_seconds
                     wait = next_tick - self._now()
-                self._turn(wait)
+                self._poll_once(wait)
             if on_tick:
-                self._tick(on_tick)  # so that a display shows the end
+                self._tick(on_tick)  # the display shows the end
         return self._error
 
     def pump(self, until: Callable[[], bool], *, timeout_seconds: Seconds) -> bool:
         """Run the role in this thread until `until()` holds; return whether it does.
 
-        Also returns when the time is up, or when the role has ended (see `error`).
+        Also returns after the timeout and when the role has ended (see `error`).
         """
-        self._begin()
+        self._start()
         deadline = self._now() + timeout_seconds
         while not until():
             left = deadline - self._now()
             if self._halted or left <= 0:
                 return False
-            self._turn(left)
+            self._poll_once(left)
         return True
 
     def post(self, event: Event) -> bool:
-        """Let the role handle `event` soon; for any thread, and signal handlers.
+        """Queue an event for the role. Safe in any thread and in signal handlers.
 
         Returns:
-            Whether it was taken: a role too far behind drops what is posted.
+            Whether it was queued: beyond `POSTED_MAX` waiting events it is dropped.
         """
         if len(self._posted) >= POSTED_MAX:
-            self._n_posted_lost += 1
+            self._n_posted_dropped += 1
             return False
         self._posted.append(event)
-        self._alarm.ring()
+        self._waker.wake()
         return True
 
     def tell(self, event: Event) -> bool:
-        """Let the role handle `event` at once; for the thread that pumps.
+        """Let the role handle an event now; only in the thread that pumps.
 
-        What has arrived is handled before it: a role that is told often, and never has
-        to wait, hears of its peers all the same.
+        What has arrived is handled first, so that a caller that never waits still receives from
+        peers.
 
         Returns:
-            Whether it could: a role that has ended handles nothing.
+            Whether the role handled it: a role that has ended does not.
         """
-        self._begin()
+        self._start()
         if not self._halted:
-            self._turn(0.0)
+            self._poll_once(0.0)
         self._deliver(event)
         return not self._halted
 
     def close(self) -> None:
-        """End the lanes: wait for what they are doing, but not for long."""
+        """Stop the executors; wait at most `JOIN_SECONDS_MAX` for running work."""
         self._halted = True
-        for work in self._lanes.close(seconds_max=JOIN_SECONDS_MAX):
+        for work in self._executors.close(seconds_max=JOIN_SECONDS_MAX):
             self._log(
                 "warning",
-                f"{self._name}: {work} is not done {JOIN_SECONDS_MAX} s after the end: left behind",
+                f"{self._name}: {work} still runs {JOIN_SECONDS_MAX:g} s after the end: abandoned",
             )
-        self._alarm.close()
+        self._waker.close()
 
     def __enter__(self) -> Self:
-        """Do nothing: `run` and `pump` begin."""
         return self
 
     def __exit__(
@@ -403,21 +376,20 @@ class RoleRunner:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        """Close."""
         self.close()
 
-    # -------------------------------------------------------------------- the loop
+    # --- the loop ---
 
     @staticmethod
     def _now() -> Seconds:
         return time.monotonic()
 
-    def _begin(self) -> None:
-        if self._begun or self._halted:
+    def _start(self) -> None:
+        if self._started or self._halted:
             return
-        self._begun = True
-        self._alarm.start()
-        self._lanes.start()
+        self._started = True
+        self._waker.start()
+        self._executors.start()
         restored, unrestored = None, None
         try:
             restored = self._store.newest(self._name) if self._store else None
@@ -431,33 +403,33 @@ class RoleRunner:
         )
         self._deliver(started)
 
-    def _turn(self, seconds_max: Seconds) -> None:
-        """Wait for something to happen, and handle what has; a bounded share of it."""
+    def _poll_once(self, seconds_max: Seconds) -> None:
+        # Waits for something to happen, then handles a bounded share of it.
         wait = min(seconds_max, WAIT_SECONDS_MAX, self._timers.next_at - self._now())
         if self._posted:
             wait = 0.0
-        fds = [self._alarm.fileno()]
+        fds = [self._waker.fileno()]
         if self._launcher:
             fds.append(self._launcher.fileno())
         ready = self._transport.poll(wait, fds)
-        if self._alarm.fileno() in ready:
-            self._alarm.silence()
+        if self._waker.fileno() in ready:
+            self._waker.clear()
         self._deliver_due()
-        self._deliver_all(self._lanes.answers())
+        self._deliver_all(self._executors.results())
         if self._launcher and self._launcher.fileno() in ready:
             self._deliver_all(self._launcher.events())
         self._deliver_all(self._take_posted())
         self._deliver_all(map(_received, self._transport.receive()))
 
     def _take_posted(self) -> list[Event]:
-        if self._n_posted_lost:
-            self._log("warning", f"{self._n_posted_lost} posted events were dropped")
-            self._n_posted_lost = 0
+        if self._n_posted_dropped:
+            self._log("warning", f"{self._n_posted_dropped} posted events were dropped")
+            self._n_posted_dropped = 0
         return [self._posted.popleft() for _ in range(len(self._posted))]
 
     def _deliver_due(self) -> None:
         now = self._now()
-        for _ in range(len(self._timers)):  # one that sets itself anew waits its turn
+        for _ in range(len(self._timers)):  # bounds timers that set themselves again
             name = self._timers.pop_due(now)
             if name is None:
                 return
@@ -470,7 +442,6 @@ class RoleRunner:
                 return
 
     def _deliver(self, event: Event) -> None:
-        """Let the role handle one event, and do what it asks."""
         if self._halted:
             return
         try:
@@ -478,9 +449,9 @@ class RoleRunner:
             for action in self._role.handle(event, self._now()):
                 self._perform(action)
         except RemoteProtocolError as error:
-            self._n_refused += 1
-            if self._n_refused & (self._n_refused - 1) == 0:  # a flood fills no disk
-                text = f"refused, {self._n_refused} so far: {error}"
+            self._n_rejected += 1
+            if self._n_rejected & (self._n_rejected - 1) == 0:  # a flood must not fill the disk
+                text = f"rejected a message ({self._n_rejected} so far): {error}"
                 self._log("warning", text)
         except DistBeliefError as error:
             self._fail(f"{type(error).__name__}: {error}")
@@ -488,21 +459,21 @@ class RoleRunner:
             self._fail(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fail(self, error: str, trace: str = "") -> None:
-        self._log("error", f"{self._name} cannot go on: {error}")
+        self._log("error", f"{self._name} failed: {error}")
         if trace:
             self._log("error", trace)
         self._halted, self._error = True, error
 
     def _tick(self, on_tick: Callable[[], None]) -> Callable[[], None] | None:
-        """Call it; return `None` if it is better not called again."""
+        # Returns None after an error: then `on_tick` is not called again.
         try:
             on_tick()
         except Exception:  # noqa: BLE001 -- a broken display must not end the job
-            self._log("error", f"no further ticks:\n{traceback.format_exc()}")
+            self._log("error", f"the display failed and stays off:\n{traceback.format_exc()}")
             return None
         return on_tick
 
-    # --------------------------------------------------------------------- actions
+    # --- actions ---
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -513,14 +484,14 @@ class RoleRunner:
             case CancelTimer():
                 self._timers.cancel(action.name)
             case Compute():
-                self._lanes.compute(action)
+                self._executors.compute(action)
             case Persist():
                 task = partial(_persist, self._store, self._name, action.snapshot)
-                self._lanes.add(Executor.COMPUTE, f"saving {action.snapshot.label}", task)
+                self._executors.add(Executor.COMPUTE, f"saving {action.snapshot.label}", task)
             case _:
-                self._perform_rare(action)
+                self._perform_other(action)
 
-    def _perform_rare(
+    def _perform_other(
         self, action: Report | Connect | Launch | AssignName | Terminate | Exit
     ) -> None:
         match action:
@@ -531,9 +502,9 @@ class RoleRunner:
             case Launch():
                 self._launch(action)
             case AssignName():
-                self._transport.entrust(action.name, action.to)
+                self._transport.assign_name(action.name, action.to)
             case Terminate():
-                self._its_launcher().terminate(action.name)
+                self._required_launcher().terminate(action.name)
             case Exit():
                 self._halted, self._error = True, action.error
             case _:
@@ -543,18 +514,18 @@ class RoleRunner:
         try:
             self._transport.connect(action.peer, action.incarnation, action.endpoint)
         except TransportError as error:
-            self._log("error", str(error))  # whoever waits for this peer has a bound
+            self._log("error", str(error))  # the role itself limits how long it waits for a peer
 
     def _launch(self, action: Launch) -> None:
         try:
-            self._its_launcher().launch(action.name, action.incarnation)
+            self._required_launcher().launch(action.name, action.incarnation)
         except LocalProtocolError:
             raise
         except DistBeliefError as error:
             lost = PeerLost(peer=action.name, incarnation=action.incarnation, reason=str(error))
             self._posted.append(lost)
 
-    def _its_launcher(self) -> Launcher:
+    def _required_launcher(self) -> Launcher:
         if self._launcher is None:
             raise LocalProtocolError(f"{self._name} has no launcher")
         return self._launcher
@@ -568,9 +539,9 @@ def _received(envelope: Envelope) -> Received:
 
 def _persist(store: CheckpointStorage | None, role: Address, snapshot: Snapshot) -> Persisted:
     if store is None:
-        return Persisted(label=snapshot.label, error="there is no place for snapshots")
+        return Persisted(label=snapshot.label, error="no checkpoint storage is configured")
     try:
         store.save(role, snapshot)
-    except Exception as error:  # noqa: BLE001 -- told to the role
+    except Exception as error:  # noqa: BLE001 -- reported to the role
         return Persisted(label=snapshot.label, error=f"{type(error).__name__}: {error}")
     return Persisted(label=snapshot.label)

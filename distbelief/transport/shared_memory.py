@@ -1,19 +1,11 @@
-"""Memory that the roles of one host share: files mapped by whoever attaches to them.
+"""Shared memory of the roles of one host: files that every role maps.
 
-All regions of a run lie in one directory that only its user may enter, in memory
-(`/dev/shm`) where the system has such a place. A region's pages are allocated when it
-is created, not when they are first touched: a host without room says so at once instead
-of killing the process with SIGBUS in the middle of a step.
-
-Who is alive is asked of the kernel. Whoever makes the directory, or a region in it,
-holds a lock on it that ends with the process, however it ends; what nobody holds may be
-removed (`sweep`, `remove_orphans`). Process ids would do less: they are used again, and
-mean nothing in another container that sees the same `/dev/shm`. Directories and regions
-get their names only once they are locked and whole, so that nobody meets a half-made
-one.
-
-`multiprocessing.shared_memory` is no alternative: under Python 3.11 a process that only
-attached unlinks the region when it exits.
+All regions of a run lie in one directory that only its user may enter, in `/dev/shm` where it
+exists. A region's pages are allocated on creation: a host without room gets an error then, not
+a SIGBUS in the middle of a step. The maker of a directory or a region holds a file lock on it,
+which ends with the process; what is not locked may be removed (`sweep`, `remove_orphans`).
+`multiprocessing.shared_memory` does not fit: under Python 3.11 a process that only attached
+unlinks the region when it exits.
 """
 
 import fcntl
@@ -37,32 +29,33 @@ from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 _PREFIX = "distbelief-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=~-]{0,199}")  # one file name, no path
 _HOST_CHARACTERS_MAX = 60
-# Page tables are filled at once as well, where the system can: no faults later.
+# MAP_POPULATE fills the page tables at once: no page faults later.
 _MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 class FileMemory:
-    """The regions of one run, in `directory`; see `memory.Memory`.
+    """The regions of one run in `directory`; implements `memory.Memory`.
 
-    Member processes construct it with the directory they are told; the process that
-    runs the job makes and removes the directory.
+    The process that runs the job makes and removes the directory; the other roles get its path.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._regions: dict[str, Region] = {}
-        self._locks: dict[str, int] = {}  # file descriptors of the regions created here
+        # File descriptors of the regions created here. A process id would not do: it is reused,
+        # and means nothing in another container with the same /dev/shm.
+        self._locks: dict[str, int] = {}
         self._made: Scratch | None = None
 
     @classmethod
     def make(cls, *, root: Path | None = None) -> Self:
-        """Make the directory of a new run, and hold it until `remove_all`.
+        """Make the directory of a new run and lock it until `remove_all`.
 
         Args:
-            root: where to; by default `/dev/shm`, or the directory for temporary files.
+            root: Parent directory; by default `/dev/shm`, or the directory for temporary files.
 
         Raises:
-            StorageError: it cannot be made.
+            StorageError: The directory cannot be made.
         """
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         made = Scratch.make(root=root or _default_root(), name=name)
@@ -72,20 +65,20 @@ class FileMemory:
 
     @property
     def host(self) -> str:
-        """Return a name equal for all roles that see this directory."""
+        """A name that is equal for all roles that see this directory."""
         node = os.uname().nodename[:_HOST_CHARACTERS_MAX]
         return f"{node}:{self.directory.name[-_HOST_CHARACTERS_MAX:]}"
 
     def create(self, name: str, *, n_bytes: int) -> Region:
-        """Return a new zeroed region, all of its pages in place.
+        """Return a new zeroed region with all its pages allocated.
 
         Raises:
-            StorageError: there is no room.
+            StorageError: There is no room.
         """
         if not _NAME.fullmatch(name):
             raise LocalProtocolError(
-                f"{name!r} cannot name a region: letters, digits and . _ : @ + = ~ - "
-                f"(not first), 200 characters at the most"
+                f"invalid region name {name!r}: use letters, digits and . _ : @ + = ~ - "
+                f"(not first), at most 200 characters"
             )
         path = self.directory / name
         draft = path.with_name(f".{secrets.token_hex(8)}")
@@ -98,6 +91,7 @@ class FileMemory:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _allocate(file, n_bytes)
             region = _map(file, n_bytes)
+            # The name appears only now: nobody attaches a region that is not locked and complete.
             path.hardlink_to(draft)
         except OSError as error:
             os.close(file)
@@ -110,16 +104,16 @@ class FileMemory:
         return region
 
     def attach(self, name: str) -> Region:
-        """Return a region that another role (or this one) created.
+        """Return a region that another role or this one created.
 
         Raises:
-            MemoryGoneError: there is none of this name, or no longer.
+            MemoryGoneError: There is no region of this name, or no longer.
         """
         known = self._regions.get(name)
         if known is not None:
             return known
-        if not _NAME.fullmatch(name):  # perhaps from a peer
-            raise MemoryGoneError(f"no region can have the name {name!r:.80}")
+        if not _NAME.fullmatch(name):  # the name may come from a peer
+            raise MemoryGoneError(f"invalid region name {name!r:.80}")
         try:
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             file = os.open(self.directory / name, flags)
@@ -135,7 +129,7 @@ class FileMemory:
         return region
 
     def release(self, name: str) -> None:
-        """Give up a region; the memory goes when the last array of it does."""
+        """Release a region; its memory is freed with the last array on it."""
         self._regions.pop(name, None)
         lock = self._locks.pop(name, None)
         if lock is not None:
@@ -147,7 +141,7 @@ class FileMemory:
         self.release(name)
 
     def retire(self, values: Vector) -> None:
-        """Do nothing: real memory tells nobody that a lease has ended."""
+        pass
 
     def close(self) -> None:
         """Release every region created or attached here."""
@@ -157,8 +151,7 @@ class FileMemory:
     def remove_orphans(self) -> list[str]:
         """Remove regions whose owner has ended; return their names.
 
-        Without this, a role that dies and is started again leaves its regions behind
-        once per life, until the run ends.
+        Otherwise every restart of a role would leave its regions behind until the run ends.
         """
         return sorted(
             path.name
@@ -167,7 +160,7 @@ class FileMemory:
         )
 
     def remove_all(self) -> None:
-        """Remove the run's directory with all that is in it, whoever made it."""
+        """Remove the run's directory with its content, even if another process made it."""
         self.close()
         if self._made is None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -184,14 +177,13 @@ class FileMemory:
         free = status.f_bavail * status.f_frsize
         return (
             f"no room for shared memory in {self.directory.parent} ({error.strerror}): "
-            f"{n_bytes:,} bytes wanted, {free:,} free. Free some or enlarge it (docker "
+            f"{n_bytes:,} bytes needed, {free:,} free: free some or enlarge it (docker "
             f"run --shm-size=…; mount -o remount,size=… {self.directory.parent})"
         )
 
 
 def _default_root() -> Path:
-    """Return where memory files belong: in memory if the system has such a place."""
-    in_memory = Path("/dev/shm")  # noqa: S108 -- private directories are made in it
+    in_memory = Path("/dev/shm")  # noqa: S108 -- only private directories are made in it
     if in_memory.is_dir() and os.access(in_memory, os.W_OK | os.X_OK):
         return in_memory
     return Path(tempfile.gettempdir())
@@ -208,6 +200,6 @@ def _allocate(file: int, n_bytes: int) -> None:
 
 def _map(file: int, n_bytes: int) -> Region:
     if n_bytes == 0:
-        return np.zeros(0, np.uint8)  # nothing can be mapped, and nothing be shared
+        return np.zeros(0, np.uint8)  # mmap rejects empty files
     mapped = mmap.mmap(file, n_bytes, flags=_MAP_FLAGS)
     return np.frombuffer(mapped, np.uint8)  # keeps the mapping; aligned to a page

@@ -70,7 +70,7 @@ def test_a_server_whose_directory_is_gone_has_ended(tmp_path: Path) -> None:
     address = ServerAddress(
         endpoint=f"ipc://{tmp_path}/gone/.supervisor.1", run="r", n_shards=1, memory=""
     )
-    with pytest.raises(distbelief.PeerLostError, match="whoever made it has ended"):
+    with pytest.raises(distbelief.PeerLostError, match="the process that made it has ended"):
         distbelief.DownpourSGD([nn.Parameter(torch.zeros(3))], server=str(address))
 
 

@@ -1,4 +1,4 @@
-"""Translations of torch's encoder layers: attention, feed-forward, norms."""
+"""Lowering rules for attention and torch's encoder layers."""
 
 import math
 from typing import cast
@@ -8,19 +8,15 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.graph import Builder, GraphError, Layer, below, uses
-from distbelief.graph.lowering.registry import translate_child, translates, translates_function
+from distbelief.graph.lowering.registry import lower_child, lowers, lowers_function
 from distbelief.graph.lowering.views import with_batch
-from distbelief.graph.operation import Operand, Operation, Translated
+from distbelief.graph.operation import Lowered, Operand, Operation
 from distbelief.graph.ops.attention import attention_layer, multi_head_attention_layers
 from distbelief.graph.ops.views import reshape_layer
 
 
-# Translations of attention, as a function and as a module.
-
-
-@translates_function(functional.scaled_dot_product_attention)
-def attention(builder: Builder, operation: Operation) -> Translated:
-    """Add attention of heads that are apart already."""
+@lowers_function(functional.scaled_dot_product_attention)
+def attention(builder: Builder, operation: Operation) -> Lowered:
     operation.only(*("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
     words = ("query", "key", "value")
     sources = [
@@ -41,11 +37,11 @@ def attention(builder: Builder, operation: Operation) -> Translated:
     )
 
 
-@translates(nn.MultiheadAttention)
+@lowers(nn.MultiheadAttention)
 def multi_head_attention(
     builder: Builder, module: nn.MultiheadAttention, operation: Operation
-) -> Translated:
-    """Add projections and attention; its weights, the second result, are not kept."""
+) -> Lowered:
+    # The attention weights, the second result, are not kept.
     words = ("query", "key", "value")
     sources = [
         builder[operation.operand(position, word).name] for position, word in enumerate(words)
@@ -77,7 +73,7 @@ def attend(
     """Add the layers of a multi-head attention.
 
     Raises:
-        GraphError: the batch is not its first dimension, or it adds keys of its own.
+        GraphError: The batch is not its first dimension, or it adds keys of its own.
     """
     if not module.batch_first:
         raise GraphError(
@@ -103,17 +99,16 @@ def attend(
 def masked(
     builder: Builder, operation: Operation, mask: object, *, true_hides: bool = True
 ) -> tuple[bool, Layer | None]:
-    """Return whether a mask hides what comes later, or the layer that is added.
+    """Return whether a mask is causal, or the layer that is added to the scores.
 
     Args:
-        builder: Has the layers so far.
-        operation: What is given the mask.
-        mask: Made by the forward, or the model's.
-        true_hides: Whether True in a boolean mask hides, as in torch's modules, or
-            shows, as in its function.
+        builder: Builder with the layers so far.
+        operation: The operation that gets the mask.
+        mask: A mask made by the forward, or a tensor of the model.
+        true_hides: Whether True in a boolean mask hides (torch's modules) or shows (its function).
 
     Raises:
-        GraphError: it is neither.
+        GraphError: The mask is neither.
     """
     if mask is None:
         return False, None
@@ -130,24 +125,23 @@ def masked(
 def with_padding(
     builder: Builder, operation: Operation, mask: Layer | None, padding: object
 ) -> Layer | None:
-    """Return what is added to the scores so that keys which only pad are not seen.
+    """Return what is added to the scores so that padding keys are hidden.
 
     Args:
-        builder: Has the layers so far.
-        operation: What is given the mask.
-        mask: What is added anyway.
-        padding: Per sample and key: a mask, True for what is hidden, or numbers to add;
-            None for no padding.
+        builder: Builder with the layers so far.
+        operation: The operation that gets the mask.
+        mask: Added to the scores in any case.
+        padding: Per sample and key: a mask, True for hidden keys, or numbers to add; None for none.
 
     Raises:
-        GraphError: it is not computed from an input.
+        GraphError: The padding is not computed from an input.
     """
     if padding is None:
         return mask
     if not isinstance(padding, Operand) or not padding.batched:
         raise GraphError(
             f"{operation.name}: only a padding mask that is computed from the model's "
-            "input has a split rule: compare it with the word that pads, say"
+            "input has a split rule: compare the input with the padding word"
         )
     added = builder[padding.name]
     if padding.is_integer:
@@ -176,7 +170,7 @@ def with_padding(
 
 
 def _is_causal(mask: torch.Tensor, *, true_hides: bool) -> bool:
-    """Return whether a mask made by a forward hides all later keys and nothing else."""
+    # A mask made by the forward that hides all later keys and nothing else.
     if mask.is_meta or mask.dim() < 2 or mask.shape[:-2].numel() != 1:
         return False
     rows = mask.reshape(mask.shape[-2:])
@@ -188,13 +182,12 @@ def _is_causal(mask: torch.Tensor, *, true_hides: bool) -> bool:
 
 
 def _n_dims(operation: Operation) -> int:
-    """Return of how many dimensions, the batch counted, scores are: heads are one."""
+    # Dimensions of the scores with the batch; heads are one of them.
     return len(operation.operands[0].shape) + 1
 
 
-@translates(nn.TransformerEncoder, like_input=True)
-def encoder(builder: Builder, module: nn.TransformerEncoder, operation: Operation) -> Translated:
-    """Add its layers, and the norm after them."""
+@lowers(nn.TransformerEncoder, like_input=True)
+def encoder(builder: Builder, module: nn.TransformerEncoder, operation: Operation) -> Lowered:
     source = builder[operation.operand(0, "src").name]
     causal, mask = _mask(builder, operation, "mask", (2, 3))
     for index, layer in enumerate(module.layers):
@@ -203,15 +196,14 @@ def encoder(builder: Builder, module: nn.TransformerEncoder, operation: Operatio
         source = _layer(builder, layer, path, source, of=operation, causal=causal, mask=mask)
     if module.norm is not None:
         path = below(operation.target, "norm")
-        source = translate_child(builder, module.norm, path, [source], of=operation)
+        source = lower_child(builder, module.norm, path, [source], of=operation)
     return source.name
 
 
-@translates(nn.TransformerEncoderLayer, like_input=True)
+@lowers(nn.TransformerEncoderLayer, like_input=True)
 def encoder_layer(
     builder: Builder, module: nn.TransformerEncoderLayer, operation: Operation
-) -> Translated:
-    """Add attention and feed-forward, with norms before or after."""
+) -> Lowered:
     source = builder[operation.operand(0, "src").name]
     causal, mask = _mask(builder, operation, "src_mask", (2, 3))
     return _layer(
@@ -243,7 +235,7 @@ def _layer(
     def child(word: str, source: Layer) -> Layer:
         part = getattr(module, word)
         assert isinstance(part, nn.Module), word
-        return translate_child(builder, part, below(path, word), [source], of=of)
+        return lower_child(builder, part, below(path, word), [source], of=of)
 
     def attention(source: Layer) -> Layer:
         own = Operation(
@@ -285,7 +277,7 @@ def _activated(
 ) -> Layer:
     activation: object = module.activation
     if isinstance(activation, nn.Module):
-        return translate_child(builder, activation, below(path, "activation"), [source], of=of)
+        return lower_child(builder, activation, below(path, "activation"), [source], of=of)
     names: dict[object, str] = {functional.relu: "relu", functional.gelu: "gelu"}
     if activation not in names:
         raise GraphError(

@@ -1,7 +1,7 @@
-"""Translations of recurrent networks: computed whole, with what each result is.
+"""Lowering rules for layers with weights, matrix products and recurrent networks.
 
-The last hidden state of the last layer, `h[-1]`, is the last output; other states of
-hidden layers have the batch as their second dimension, and no translation.
+Recurrent networks are opaque. The last hidden state of the last layer, `h[-1]`, is the last output;
+other hidden states have the batch as their second dimension and no rule.
 """
 
 import math
@@ -17,20 +17,16 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from distbelief.graph.graph import Builder, GraphError, Layer, TensorUse, uses
-from distbelief.graph.lowering.registry import translates, translates_function
-from distbelief.graph.opaque import whole_module
-from distbelief.graph.operation import Operand, Operation, Several, Translated
+from distbelief.graph.lowering.registry import lowers, lowers_function
+from distbelief.graph.opaque import opaque_module
+from distbelief.graph.operation import Lowered, Operand, Operation, Several
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 
 
-# Translations of torch's layers with weights: linear, convolution, embedding.
-
-
-@translates(nn.Linear)
-def linear(builder: Builder, module: nn.Linear, operation: Operation) -> Translated:
-    """Add a fully connected layer."""
+@lowers(nn.Linear)
+def linear(builder: Builder, module: nn.Linear, operation: Operation) -> Lowered:
     return builder.add(
         operation.name,
         "linear",
@@ -40,9 +36,8 @@ def linear(builder: Builder, module: nn.Linear, operation: Operation) -> Transla
     )
 
 
-@translates_function(functional.linear)
-def linear_function(builder: Builder, operation: Operation) -> Translated:
-    """Add a fully connected layer with tensors of the model."""
+@lowers_function(functional.linear)
+def linear_function(builder: Builder, operation: Operation) -> Lowered:
     return builder.add(
         operation.name,
         "linear",
@@ -52,12 +47,12 @@ def linear_function(builder: Builder, operation: Operation) -> Translated:
     )
 
 
-@translates(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(builder: Builder, module: _ConvNd, operation: Operation) -> Translated:
-    """Add a convolution; one that pads with other than zeros is computed whole."""
+@lowers(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def convolution(builder: Builder, module: _ConvNd, operation: Operation) -> Lowered:
+    # A convolution that pads with anything but zeros is opaque.
     if module.padding_mode != "zeros":
         reason = f"padding_mode {module.padding_mode!r} has no split rule"
-        return whole_module(builder, module, operation, reason=reason)
+        return opaque_module(builder, module, operation, reason=reason)
     return _convolution(
         builder,
         operation,
@@ -69,9 +64,8 @@ def convolution(builder: Builder, module: _ConvNd, operation: Operation) -> Tran
     )
 
 
-@translates_function(functional.conv1d, functional.conv2d, functional.conv3d)
-def convolution_function(builder: Builder, operation: Operation) -> Translated:
-    """Add a convolution with tensors of the model."""
+@lowers_function(functional.conv1d, functional.conv2d, functional.conv3d)
+def convolution_function(builder: Builder, operation: Operation) -> Lowered:
     argument = operation.argument
     tensors = _weights(builder, operation)
     n_dims = len(operation.output) - 1
@@ -128,19 +122,18 @@ def _convolution(
     )
 
 
-@translates(nn.Embedding)
-def embedding(builder: Builder, module: nn.Embedding, operation: Operation) -> Translated:
-    """Add rows of a table; of words that the forward counts itself, a part of it."""
+@lowers(nn.Embedding)
+def embedding(builder: Builder, module: nn.Embedding, operation: Operation) -> Lowered:
+    # Words that the forward counts itself (arange) are a part of the table.
     if module.scale_grad_by_freq:
         reason = "an embedding with scale_grad_by_freq has no split rule"
-        return whole_module(builder, module, operation, reason=reason)
+        return opaque_module(builder, module, operation, reason=reason)
     use = uses(module, operation.target)["weight"]
     return _embedded(builder, operation, use, 0, padding=module.padding_idx)
 
 
-@translates_function(functional.embedding)
-def embedding_function(builder: Builder, operation: Operation) -> Translated:
-    """Add rows of a table that is a tensor of the model."""
+@lowers_function(functional.embedding)
+def embedding_function(builder: Builder, operation: Operation) -> Lowered:
     operation.only("input", "weight", "padding_idx", "norm_type")
     use = owned(builder, operation, operation.operand(1, "weight"))
     padding = cast("int | None", operation.argument(2, "padding_idx"))
@@ -165,7 +158,7 @@ def _embedded(
 
 
 def _rows(builder: Builder, operation: Operation, use: TensorUse, words: torch.Tensor) -> str:
-    """Add rows of a table that do not depend on the sample: arange(first, last)."""
+    # Rows of a table that do not depend on the sample: arange(first, last).
     listed: list[int] = words.flatten().tolist()
     first = listed[0] if listed else 0
     if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
@@ -193,7 +186,7 @@ _WORDS: Final = ("weight", "bias")
 
 
 def _weights(builder: Builder, operation: Operation) -> dict[str, TensorUse]:
-    """Return weight and bias, of a function that takes them after its input."""
+    # Functions take weight and bias after their input.
     if not isinstance(operation.argument(0, "input"), Operand):
         operation.operand(0, "input")
     return {
@@ -204,7 +197,6 @@ def _weights(builder: Builder, operation: Operation) -> dict[str, TensorUse]:
 
 
 def owned(builder: Builder, operation: Operation, operand: Operand) -> TensorUse:
-    """Return the model's tensor that an operand is."""
     layer: Layer = builder[operand.name]
     use = layer.tensors.get("value")
     if layer.kind != "parameter" or use is None or use.shape != operand.shape:
@@ -215,10 +207,10 @@ def owned(builder: Builder, operation: Operation, operand: Operand) -> TensorUse
     return use
 
 
-# Translations of products of two matrices: both computed, or one the model's own.
+# --- products of two matrices ---
 #
-# `x @ w` and `x @ w.T` are fully connected layers if w is a parameter or a buffer. An
-# `einsum` of two is such a product once dimensions are put in order:
+# `x @ w` and `x @ w.T` are linear layers if w is a parameter or a buffer. An `einsum` of two
+# operands is a product after a permutation:
 #
 #     bqhd, bkhd -> bhqk      of both and of the result    h       before the last two
 #                             of one and of the result     q, k    rows, columns
@@ -227,9 +219,8 @@ def owned(builder: Builder, operation: Operation, operand: Operand) -> TensorUse
 _EQUATION: Final = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
 
 
-@translates_function(torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", "__matmul__")
-def product(builder: Builder, operation: Operation) -> Translated:
-    """Add a product over the last two dimensions."""
+@lowers_function(torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", "__matmul__")
+def product(builder: Builder, operation: Operation) -> Lowered:
     operands = operation.operands
     own = _own_matrix(builder, operation)
     if own is not None:
@@ -242,9 +233,8 @@ def product(builder: Builder, operation: Operation) -> Translated:
     if not alike:
         shapes = " and ".join(str(list(operand.shape)) for operand in operands)
         raise GraphError(
-            f"{operation.name} multiplies {shapes}, the batch not counted: both have "
-            "to have the batch, and the same dimensions between it and the last two; "
-            "expand one of them, or let a matrix of the model's own be the second"
+            f"{operation.name} multiplies {shapes}, the batch not counted: expand one, "
+            "so that all but the last two dimensions are equal, or use the model's own matrix"
         )
     one, other = (builder[operand.name] for operand in operands)
     name = builder.free_name(operation.name)
@@ -257,7 +247,6 @@ def _connected(
     use: TensorUse,
     transposed: bool,  # noqa: FBT001 -- whether it is (inputs, outputs)
 ) -> str:
-    """Add a fully connected layer with this weight."""
     return builder.add(
         operation.name,
         "linear",
@@ -269,11 +258,7 @@ def _connected(
 
 
 def _own_matrix(builder: Builder, operation: Operation) -> tuple[TensorUse, bool] | None:
-    """Return the model's own matrix that is the second factor, if one is.
-
-    Returns:
-        It, and whether it is (inputs, outputs): torch.nn.Linear has it the other way.
-    """
+    # The second factor, if it is a tensor of the model, and whether it is (inputs, outputs).
     if [operand.batched for operand in operation.operands] != [True, False]:
         return None
     layer = builder[operation.operands[1].name]
@@ -286,9 +271,9 @@ def _own_matrix(builder: Builder, operation: Operation) -> tuple[TensorUse, bool
     return use, not turned
 
 
-@translates_function(torch.einsum)
-def einsum(builder: Builder, operation: Operation) -> Translated:
-    """Add a product, and whatever puts dimensions in order before and after it."""
+@lowers_function(torch.einsum)
+def einsum(builder: Builder, operation: Operation) -> Lowered:
+    # A product, and permutations before and after it.
     own = _own_matrix(builder, operation)
     if own is not None:
         return _connected(builder, operation, own[0], own[1] == _is_plain(operation))
@@ -315,11 +300,7 @@ def einsum(builder: Builder, operation: Operation) -> Translated:
 
 
 def _is_plain(operation: Operation) -> bool:
-    """Return whether an equation has the inputs of the model's own matrix first.
-
-    Raises:
-        GraphError: it does not replace the last dimension of the first operand.
-    """
+    # Whether the model's own matrix has the inputs first in the equation.
     equation = str(operation.argument(0, "equation")).replace(" ", "")
     match = _EQUATION.fullmatch(equation)
     one, other, result = match.groups() if match else ("", "", "")
@@ -331,11 +312,7 @@ def _is_plain(operation: Operation) -> bool:
 
 
 def _letters(operation: Operation) -> tuple[str, str, str]:
-    """Return what an equation calls the dimensions after the batch.
-
-    Raises:
-        GraphError: it is no product of two that both have the batch.
-    """
+    # The equation's letters for the dimensions after the batch.
     equation = str(operation.argument(0, "equation")).replace(" ", "")
     match = _EQUATION.fullmatch(equation)
     batched = [operand.batched for operand in operation.operands] == [True, True]
@@ -377,15 +354,15 @@ def _shaped(builder: Builder, operation: Operation, source: Layer, shape: Shape)
     return builder[builder.add_layer(reshape_layer(name, source, shape=shape))]
 
 
-@translates(nn.RNN, nn.LSTM, nn.GRU)
-def recurrent(builder: Builder, module: nn.RNNBase, operation: Operation) -> Translated:
-    """Add a whole layer for the outputs, and what of it is the last state."""
+@lowers(nn.RNN, nn.LSTM, nn.GRU)
+def recurrent(builder: Builder, module: nn.RNNBase, operation: Operation) -> Lowered:
+    # An opaque layer for the outputs, and the part of it that is the last state.
     if not module.batch_first:
         raise GraphError(
             f"{operation.name} takes the batch as its second dimension: give it batch_first=True"
         )
     reason = f"{type(module).__name__} has no split rule: a step needs the one before"
-    whole = whole_module(builder, module, operation, reason=reason)
+    whole = opaque_module(builder, module, operation, reason=reason)
     assert isinstance(whole, Several), operation
     outputs = whole
     last = module.num_layers - 1
@@ -410,7 +387,7 @@ def recurrent(builder: Builder, module: nn.RNNBase, operation: Operation) -> Tra
 
 
 def _last(builder: Builder, source: str, name: str) -> str:
-    """Add what is at the last position of (positions, features)."""
+    # The last position of (positions, features).
     n_positions, n_features = builder[source].shape
     part = builder.add(
         f"{name}.slice",

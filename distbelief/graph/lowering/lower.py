@@ -1,4 +1,4 @@
-"""A traced module, operation by operation, handed to the translations."""
+"""Lowers a traced module to layers, operation by operation."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -8,31 +8,30 @@ import torch
 from torch import fx, nn
 
 from distbelief.graph.graph import Builder, GraphError, TensorUse
-from distbelief.graph.lowering.registry import knows_function, translate_function, translate_module
+from distbelief.graph.lowering.registry import knows_function, lower_function, lower_module
 from distbelief.graph.opaque import CallError
-from distbelief.graph.operation import Operand, Operation, Several, Translated, is_integer
+from distbelief.graph.operation import Lowered, Operand, Operation, Several, is_integer
 from distbelief.graph.tracing import Traced
 from distbelief.graph.unsupported import lost_change
 
 
-# Tensors that a forward changes in place: what is read of them later is the change.
+# --- changes in place ---
 #
-# Layers have no memory to change. So after `y = x.relu_()` every later use of x is one of
-# the new layer; if it is used by another shape (a view of it), that is refused.
+# Layers have no memory to change: after `y = x.relu_()` every later use of x reads the new layer.
+# A later use with another shape (a view of x) is an error.
 
 _DETACHING: Final = ("detach", "detach_", torch.detach)
 
 
 def renamed(node: fx.Node, later: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the nodes that mean the result of `node` from now on.
+    """Yield the nodes whose value is the result of `node` from now on.
 
     Args:
-        node: Its `meta` says which arguments it changed.
+        node: Its `meta` says which arguments it changed in place.
         later: Nodes before it whose results are used after it.
 
     Raises:
-        GraphError: it changes a tensor of the model, or one that is used later in
-            another way.
+        GraphError: It changes a tensor of the model, or one that is used later in another way.
     """
     later = list(later)
     for changed in node.meta.get("changed", ()):
@@ -51,11 +50,7 @@ def renamed(node: fx.Node, later: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _refuse_detached(node: fx.Node, changed: fx.Node) -> None:
-    """Check that what is changed has no name whose gradient is another.
-
-    Raises:
-        GraphError: it has.
-    """
+    # A detached alias would have another gradient than the changed tensor.
     for other in node.graph.nodes:
         detached = other.meta.get("detached") or other.target in _DETACHING
         if detached and _share(other.meta.get("value"), changed.meta["value"]):
@@ -66,14 +61,10 @@ def _refuse_detached(node: fx.Node, changed: fx.Node) -> None:
 
 
 def refuse_change(node: fx.Node) -> None:
-    """Check that a node changes nothing.
-
-    Raises:
-        GraphError: it does.
-    """
+    """Raise `GraphError` if the node changes its input in place."""
     if node.meta.get("changed"):
         raise GraphError(
-            f"{node.target} changes its input in place, and is computed whole: use inplace=False"
+            f"{node.target} changes its input in place and is opaque: use inplace=False"
         )
 
 
@@ -101,11 +92,11 @@ Known = Operand | Several | torch.Tensor | tuple[object, ...]
 
 @final
 class UnsplitError(Exception):
-    """A module does what no translation knows.
+    """A module does something without a lowering rule.
 
     Args:
-        path: Of the module; "" for the model itself.
-        reason: What it does.
+        path: Path of the module; "" for the model itself.
+        reason: What has no rule.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -114,15 +105,15 @@ class UnsplitError(Exception):
 
 
 @final
-class Translator:
-    """Makes layers of what a traced module does.
+class Lowerer:
+    """Makes layers of a traced module's operations.
 
     Args:
         module: The module that was traced.
-        builder: Has its inputs, by the names of placeholders.
-        batch: Extent of the batch while it was traced.
-        traced: Its operations.
-        prefix: What the paths of all modules and tensors begin with, and layers do not.
+        builder: Builder with its inputs, by the names of placeholders.
+        batch: Extent of the batch during tracing.
+        traced: The operations.
+        prefix: Prefix of all paths of modules and tensors that layers omit.
     """
 
     def __init__(
@@ -142,12 +133,11 @@ class Translator:
         }
 
     def outputs(self) -> list[str]:
-        """Translate everything; return the layers that are the model's outputs.
+        """Lower everything; return the layers that are the model's outputs.
 
         Raises:
-            GraphError: an operation cannot be translated; says where it stands.
-            UnsplitError: likewise, but it stands in a module that can be kept whole,
-                or is a function that nobody knows, perhaps of others that are known.
+            GraphError: An operation cannot be lowered; the message says where it stands.
+            UnsplitError: The same, but in a module that can be opaque, or for an unknown function.
         """
         names: list[str] = []
         live = live_nodes(self._nodes)
@@ -158,7 +148,7 @@ class Translator:
                 if node.op == "output":
                     names = self._outputs(node)
                 else:
-                    self._translate(node)
+                    self._lower(node)
                     self._change_in_place(node, index)
             except GraphError as error:
                 reason = f"{error}{node.meta.get('place', '')}"
@@ -169,7 +159,7 @@ class Translator:
                 raise GraphError(reason) from error
         return names
 
-    def _translate(self, node: fx.Node) -> None:
+    def _lower(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             name = str(node.target)
             layer = self._builder[name]
@@ -181,12 +171,12 @@ class Translator:
         else:
             operation = self._operation(node)
             if operation is not None:
-                known = self._understood(self._translated(node, operation), node.meta["value"])
+                known = self._as_operands(self._lowered(node, operation), node.meta["value"])
                 detached = node.meta.get("detached")
                 self._known[node] = self._detached(known) if detached else known
 
     def _detached(self, known: Known) -> Known:
-        """Return the same without a way back for gradients: it was under no_grad."""
+        # Computed under no_grad: a layer without a gradient.
         if isinstance(known, tuple):
             return tuple(self._detached(one) for one in known)  # type: ignore[arg-type] # results
         if isinstance(known, Several):
@@ -207,7 +197,7 @@ class Translator:
         return replace(known, name=name)
 
     def _operation(self, node: fx.Node) -> Operation | None:
-        """Return what the node calls; None if it is about sizes and other numbers."""
+        # None for sizes and other numbers.
         arguments = tuple(self._argument(argument) for argument in node.args)
         keywords = {word: self._argument(value) for word, value in node.kwargs.items()}
         path = ""
@@ -236,16 +226,16 @@ class Translator:
             return operation
         return None
 
-    def _translated(self, node: fx.Node, operation: Operation) -> Translated:
+    def _lowered(self, node: fx.Node, operation: Operation) -> Lowered:
         if node.op == "call_module":
             path = str(node.target)
             module = self._module.get_submodule(path)
             reason = self._whole.get(path)
-            return translate_module(self._builder, module, operation, whole=reason)
-        return translate_function(self._builder, node.target, operation)
+            return lower_module(self._builder, module, operation, whole=reason)
+        return lower_function(self._builder, node.target, operation)
 
     def _parameter(self, node: fx.Node, tensor: torch.Tensor) -> Operand:
-        """Return a tensor of the model as an operand without a batch."""
+        # A tensor of the model is an operand without a batch.
         path = str(node.target)
         module, _, word = path.rpartition(".")
         owned = getattr(self._module.get_submodule(module), word)
@@ -270,37 +260,35 @@ class Translator:
         return target.removeprefix(self._prefix).removeprefix(".")
 
     def _argument(self, argument: object) -> object:
-        """Return the argument with what is known in the place of nodes."""
         if isinstance(argument, fx.Node):
             return self._known.get(argument, argument.meta["value"])
         if isinstance(argument, list | tuple):
             return tuple(self._argument(item) for item in argument)
         return argument
 
-    def _understood(self, translated: object, result: object) -> Known:
-        """Return layers as operands, after a check that they are of the right shape."""
-        if isinstance(translated, Several):
-            return translated
-        if isinstance(translated, tuple):
-            assert isinstance(result, tuple | list), translated
+    def _as_operands(self, lowered: object, result: object) -> Known:
+        if isinstance(lowered, Several):
+            return lowered
+        if isinstance(lowered, tuple):
+            assert isinstance(result, tuple | list), lowered
             return tuple(
-                self._understood(name, one) for name, one in zip(translated, result, strict=False)
+                self._as_operands(name, one) for name, one in zip(lowered, result, strict=False)
             )
-        assert isinstance(translated, str), translated
-        assert isinstance(result, torch.Tensor), translated
-        layer = self._builder[translated]
+        assert isinstance(lowered, str), lowered
+        assert isinstance(result, torch.Tensor), lowered
+        layer = self._builder[lowered]
         batched = tuple(result.shape) == (self._batch, *layer.shape)
         if not batched and tuple(result.shape) != layer.shape:
             raise GraphError(
-                f"the translation of {translated!r} gives {list(layer.shape)}, but the "
-                f"operation {list(result.shape[1:])}: it is wrong"
+                f"the lowering rule of {lowered!r} gives {list(layer.shape)}, but the "
+                f"operation gives {list(result.shape[1:])}: correct the rule"
             )
         return Operand(
-            name=translated, shape=layer.shape, batched=batched, is_integer=is_integer(result)
+            name=lowered, shape=layer.shape, batched=batched, is_integer=is_integer(result)
         )
 
     def _change_in_place(self, node: fx.Node, index: int) -> None:
-        """Let later uses of what is changed in place be those of the change."""
+        # Later uses of a tensor that was changed in place read the change.
         known = self._known.get(node)
         if isinstance(known, Operand) and self._builder[known.name].whole:
             refuse_change(node)
@@ -335,7 +323,7 @@ class Translator:
 
 
 def live_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return what has an effect: outputs, modules, changes in place, all they read."""
+    """Return the nodes with an effect: outputs, modules, changes in place, and all they read."""
     live: set[fx.Node] = set()
     for node in reversed(nodes):
         effect = node.op in {"output", "call_module"} or node.meta.get("changed")
@@ -345,7 +333,6 @@ def live_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _inside(node: fx.Node) -> str:
-    """Return the path of the module whose forward calls a function; or ""."""
     around = list(node.meta.get("nn_module_stack", {}).values())
     if node.op == "call_module" or not around:
         return ""
@@ -353,7 +340,6 @@ def _inside(node: fx.Node) -> str:
 
 
 def _caller(node: fx.Node) -> str:
-    """Return the path of the module whose forward calls a module; or ""."""
     around = list(node.meta.get("nn_module_stack", {}).values())[:-1]  # itself apart
     return str(around[-1][0]) if around else ""
 
@@ -364,5 +350,4 @@ def _is_unknown(node: fx.Node) -> bool:
 
 
 def word_of(node: fx.Node) -> str:
-    """Return what a function or method is called."""
     return getattr(node.target, "__name__", str(node.target))

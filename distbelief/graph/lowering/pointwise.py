@@ -1,4 +1,4 @@
-"""Translations of functions of one place at a time, as modules, functions, methods."""
+"""Lowering rules for elementwise operations, dropout, comparisons and masks."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -10,39 +10,33 @@ from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
 from distbelief.graph.graph import Builder, GraphError
-from distbelief.graph.lowering.registry import FunctionTranslation, translates, translates_function
+from distbelief.graph.lowering.registry import FunctionLowering, lowers, lowers_function
 from distbelief.graph.lowering.views import lined_up
-from distbelief.graph.operation import Operand, Operation, Translated
+from distbelief.graph.operation import Lowered, Operand, Operation
 
-
-# Translations of dropout.
 
 _WHOLE_CHANNELS: Final = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
 
 
-@translates(nn.Dropout, like_input=True)
-def dropout(builder: Builder, module: nn.Dropout, operation: Operation) -> Translated:
-    """Add dropout of elements."""
+@lowers(nn.Dropout, like_input=True)
+def dropout(builder: Builder, module: nn.Dropout, operation: Operation) -> Lowered:
     return _dropout(builder, operation, module.p, trains=operation.trains)
 
 
-@translates(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, like_input=True)
-def channel_dropout(builder: Builder, module: _DropoutNd, operation: Operation) -> Translated:
-    """Add dropout of channels."""
+@lowers(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, like_input=True)
+def channel_dropout(builder: Builder, module: _DropoutNd, operation: Operation) -> Lowered:
     n_shared = len(operation.output) - 1
     return _dropout(builder, operation, module.p, trains=operation.trains, n_shared=n_shared)
 
 
-@translates_function(functional.dropout)
-def dropout_function(builder: Builder, operation: Operation) -> Translated:
-    """Add dropout of elements."""
+@lowers_function(functional.dropout)
+def dropout_function(builder: Builder, operation: Operation) -> Lowered:
     probability, trains = _given(operation)
     return _dropout(builder, operation, probability, trains=trains)
 
 
-@translates_function(*_WHOLE_CHANNELS)
-def channel_dropout_function(builder: Builder, operation: Operation) -> Translated:
-    """Add dropout of channels."""
+@lowers_function(*_WHOLE_CHANNELS)
+def channel_dropout_function(builder: Builder, operation: Operation) -> Lowered:
     probability, trains = _given(operation)
     n_shared = len(operation.output) - 1
     return _dropout(builder, operation, probability, trains=trains, n_shared=n_shared)
@@ -68,7 +62,7 @@ def _dropout(
     )
 
 
-# Translations of comparisons, of what is done with masks, and of choices by them.
+# --- comparisons and masks ---
 
 _COMPARISONS: Final[Mapping[str, tuple[object, ...]]] = {
     "greater": (operator.gt, torch.gt, torch.greater, "gt", "greater"),
@@ -80,8 +74,8 @@ _COMPARISONS: Final[Mapping[str, tuple[object, ...]]] = {
     "and": (torch.logical_and, "logical_and"),
     "or": (torch.logical_or, "logical_or"),
 }
+# The option by which a layer says, if False, that it has none.
 NO_GRADIENT: Final = "gradient"
-"""The option by which a layer says, if False, that it has none."""
 
 _MIRRORED: Final = {
     "greater": "less",
@@ -91,8 +85,8 @@ _MIRRORED: Final = {
 }
 
 
-def _comparison(function: str) -> FunctionTranslation:
-    def translate(builder: Builder, operation: Operation) -> Translated:
+def _comparison(function: str) -> FunctionLowering:
+    def lower(builder: Builder, operation: Operation) -> Lowered:
         operation.only("input", "other")
         left = operation.argument(0, "input")
         right = operation.argument(1, "other")
@@ -105,32 +99,30 @@ def _comparison(function: str) -> FunctionTranslation:
         mirrored = _MIRRORED.get(function, function)
         return _compared(builder, operation, mirrored, number)
 
-    return translate
+    return lower
 
 
 for _choice_function, _choice_targets in _COMPARISONS.items():
-    translates_function(*_choice_targets)(_comparison(_choice_function))
+    lowers_function(*_choice_targets)(_comparison(_choice_function))
 
 
-@translates_function(operator.and_, operator.or_, "__and__", "__or__")
-def combined(builder: Builder, operation: Operation) -> Translated:
-    """Add what is true of both masks, or of either."""
+@lowers_function(operator.and_, operator.or_, "__and__", "__or__")
+def combined(builder: Builder, operation: Operation) -> Lowered:
     _check_choice_masks(operation)
     word = "and" if "and" in operation.target else "or"
     return _comparison(word)(builder, operation)
 
 
-@translates_function(operator.invert, torch.logical_not, "logical_not")
-def inverted(builder: Builder, operation: Operation) -> Translated:
-    """Add what is not true."""
+@lowers_function(operator.invert, torch.logical_not, "logical_not")
+def inverted(builder: Builder, operation: Operation) -> Lowered:
     if "not" not in operation.target:
         _check_choice_masks(operation)
     return _compared(builder, operation, "equal", 0.0)
 
 
-@translates_function(torch.where, "where")
-def where(builder: Builder, operation: Operation) -> Translated:
-    """Add a choice; `x.where(mask, other)` has its mask in the middle."""
+@lowers_function(torch.where, "where")
+def where(builder: Builder, operation: Operation) -> Lowered:
+    # `x.where(mask, other)` has its mask in the middle.
     first, second = operation.argument(0, "condition"), operation.argument(1, "input")
     other = operation.argument(2, "other")
     if _is_mask(operation, first):
@@ -138,9 +130,8 @@ def where(builder: Builder, operation: Operation) -> Translated:
     return _chosen(builder, operation, second, {"yes": first, "no": other})
 
 
-@translates_function(torch.masked_fill, "masked_fill", "masked_fill_")
-def masked_fill(builder: Builder, operation: Operation) -> Translated:
-    """Add a choice between a number and what is there."""
+@lowers_function(torch.masked_fill, "masked_fill", "masked_fill_")
+def masked_fill(builder: Builder, operation: Operation) -> Lowered:
     mask, value = operation.argument(1, "mask"), operation.argument(2, "value")
     there = operation.operand(0, "input")
     return _chosen(builder, operation, mask, {"yes": value, "no": there})
@@ -162,7 +153,7 @@ def _compared(
 
 
 def _chosen(builder: Builder, operation: Operation, mask: object, values: dict[str, object]) -> str:
-    """Add a choice; operands are read in the order mask, yes, no."""
+    # Operands in the order mask, yes, no.
     if not isinstance(mask, Operand):
         raise GraphError(
             f"{operation.name}: the mask is not the output of a layer: compare "
@@ -170,7 +161,7 @@ def _chosen(builder: Builder, operation: Operation, mask: object, values: dict[s
         )
     if operation.is_integer:
         raise GraphError(
-            f"{operation.name} chooses whole numbers, which has no split rule: choose "
+            f"{operation.name} chooses integers, which has no split rule: choose "
             "floating point ones"
         )
     options = {
@@ -195,18 +186,17 @@ def _choice_number(operation: Operation, value: object, word: str) -> float:
 
 
 def _is_mask(operation: Operation, value: object) -> bool:
-    """Return whether this is the condition: of whole numbers, and first in torch's."""
+    # The condition: integers, and first among torch's arguments.
     is_method = isinstance(value, Operand) and not value.is_integer
     return not is_method or "condition" in operation.keywords
 
 
 def _check_choice_masks(operation: Operation) -> None:
-    """Check that `&`, `|`, `~` are of masks: of whole numbers they are about bits."""
+    # On masks `&`, `|`, `~` are logical; on integers they would be bitwise.
     result = operation.result
     if not isinstance(result, torch.Tensor) or result.dtype != torch.bool:
         raise GraphError(
-            f"{operation.name} is about the bits of whole numbers, which has no split "
-            "rule: compare them first"
+            f"{operation.name} is bitwise on integers, which has no split rule: compare them first"
         )
 
 
@@ -247,7 +237,6 @@ _SEVERAL: Final[Mapping[str, tuple[object, ...]]] = {
 def pointwise(
     builder: Builder, operation: Operation, function: str, argument: float | None = None
 ) -> str:
-    """Add a pointwise layer over all operands."""
     options: dict[str, str | float] = {"function": function}
     if argument is not None:
         options["argument"] = argument
@@ -256,24 +245,24 @@ def pointwise(
     )
 
 
-def _unary(function: str) -> FunctionTranslation:
-    def translate(builder: Builder, operation: Operation) -> Translated:
+def _unary(function: str) -> FunctionLowering:
+    def lower(builder: Builder, operation: Operation) -> Lowered:
         operation.only("input", "inplace")
         return pointwise(builder, operation, function)
 
-    return translate
+    return lower
 
 
-def _unary_module(function: str) -> Callable[[Builder, nn.Module, Operation], Translated]:
-    def translate(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
+def _unary_module(function: str) -> Callable[[Builder, nn.Module, Operation], Lowered]:
+    def lower(builder: Builder, module: nn.Module, operation: Operation) -> Lowered:
         del module
         return pointwise(builder, operation, function)
 
-    return translate
+    return lower
 
 
-def _several(function: str) -> FunctionTranslation:
-    def translate(builder: Builder, operation: Operation) -> Translated:
+def _several(function: str) -> FunctionLowering:
+    def lower(builder: Builder, operation: Operation) -> Lowered:
         operation.only("input", "other")
         left = operation.argument(0, "input")
         right = operation.argument(1, "other")
@@ -284,7 +273,7 @@ def _several(function: str) -> FunctionTranslation:
         word, value = _with_number(function, number, isinstance(left, Operand))
         return pointwise(builder, operation, word, value)
 
-    return translate
+    return lower
 
 
 def _check_masks(operation: Operation, function: str) -> None:
@@ -322,67 +311,59 @@ def _with_number(function: str, number: float, on_right: bool) -> tuple[str, flo
 for _function, _targets in _UNARY.items():
     for _target in _targets:
         if isinstance(_target, type):
-            translates(_target)(_unary_module(_function))
+            lowers(_target)(_unary_module(_function))
         else:
-            translates_function(_target)(_unary(_function))
+            lowers_function(_target)(_unary(_function))
 
 for _function, _targets in _SEVERAL.items():
-    translates_function(*_targets)(_several(_function))
+    lowers_function(*_targets)(_several(_function))
 
 
-@translates(nn.GELU)
-def gelu(builder: Builder, module: nn.GELU, operation: Operation) -> Translated:
-    """Add a GELU, exact or by tanh."""
+@lowers(nn.GELU)
+def gelu(builder: Builder, module: nn.GELU, operation: Operation) -> Lowered:
     word = "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return pointwise(builder, operation, word)
 
 
-@translates_function(functional.gelu)
-def gelu_function(builder: Builder, operation: Operation) -> Translated:
-    """Add a GELU, exact or by tanh."""
+@lowers_function(functional.gelu)
+def gelu_function(builder: Builder, operation: Operation) -> Lowered:
     operation.only("input", "approximate")
     approximate = operation.argument(1, "approximate", "none")
     return pointwise(builder, operation, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
-@translates_function(functional.leaky_relu, functional.leaky_relu_)
-def leaky_relu_function(builder: Builder, operation: Operation) -> Translated:
-    """Add a leaky ReLU."""
+@lowers_function(functional.leaky_relu, functional.leaky_relu_)
+def leaky_relu_function(builder: Builder, operation: Operation) -> Lowered:
     slope = operation.argument(1, "negative_slope", 0.01)
     return pointwise(builder, operation, "leaky_relu", _number(slope, operation))
 
 
-@translates_function(functional.elu, functional.elu_)
-def elu_function(builder: Builder, operation: Operation) -> Translated:
-    """Add an ELU."""
+@lowers_function(functional.elu, functional.elu_)
+def elu_function(builder: Builder, operation: Operation) -> Lowered:
     alpha = operation.argument(1, "alpha", 1.0)
     return pointwise(builder, operation, "elu", _number(alpha, operation))
 
 
-@translates_function(functional.softplus)
-def softplus_function(builder: Builder, operation: Operation) -> Translated:
-    """Add a softplus with torch's usual constants."""
+@lowers_function(functional.softplus)
+def softplus_function(builder: Builder, operation: Operation) -> Lowered:
     operation.only("input")
     if len(operation.arguments) > 1:
         raise GraphError(f"{operation.name}: only the usual constants can be split")
     return pointwise(builder, operation, "softplus")
 
 
-@translates(nn.LeakyReLU)
-def leaky_relu(builder: Builder, module: nn.LeakyReLU, operation: Operation) -> Translated:
-    """Add a leaky ReLU."""
+@lowers(nn.LeakyReLU)
+def leaky_relu(builder: Builder, module: nn.LeakyReLU, operation: Operation) -> Lowered:
     return pointwise(builder, operation, "leaky_relu", module.negative_slope)
 
 
-@translates(nn.ELU)
-def elu(builder: Builder, module: nn.ELU, operation: Operation) -> Translated:
-    """Add an ELU."""
+@lowers(nn.ELU)
+def elu(builder: Builder, module: nn.ELU, operation: Operation) -> Lowered:
     return pointwise(builder, operation, "elu", module.alpha)
 
 
-@translates(nn.Softplus)
-def softplus(builder: Builder, module: nn.Softplus, operation: Operation) -> Translated:
-    """Add a softplus with torch's usual constants."""
+@lowers(nn.Softplus)
+def softplus(builder: Builder, module: nn.Softplus, operation: Operation) -> Lowered:
     if (module.beta, module.threshold) != (1, 20):
         raise GraphError(
             f"{operation.name}: Softplus with beta {module.beta} and threshold "
@@ -391,9 +372,8 @@ def softplus(builder: Builder, module: nn.Softplus, operation: Operation) -> Tra
     return pointwise(builder, operation, "softplus")
 
 
-@translates_function(operator.pow, operator.ipow, torch.pow, "pow", "pow_")
-def power(builder: Builder, operation: Operation) -> Translated:
-    """Add a power with a number as exponent."""
+@lowers_function(operator.pow, operator.ipow, torch.pow, "pow", "pow_")
+def power(builder: Builder, operation: Operation) -> Lowered:
     operation.operand(0, "input")
     exponent = operation.argument(1, "exponent")
     if isinstance(exponent, Operand):
@@ -404,23 +384,23 @@ def power(builder: Builder, operation: Operation) -> Translated:
     return pointwise(builder, operation, "power", _number(exponent, operation))
 
 
-@translates(nn.Identity)
-def identity(builder: Builder, module: nn.Identity, operation: Operation) -> Translated:
-    """Add nothing."""
+@lowers(nn.Identity)
+def identity(builder: Builder, module: nn.Identity, operation: Operation) -> Lowered:
+    # Has no effect on values.
     del builder, module
     return operation.operands[0].name
 
 
-@translates_function("contiguous", "clone", torch.clone)
-def same(builder: Builder, operation: Operation) -> Translated:
-    """Add nothing: it is about memory."""
+@lowers_function("contiguous", "clone", torch.clone)
+def same(builder: Builder, operation: Operation) -> Lowered:
+    # Concerns memory layout only.
     del builder
     return operation.operands[0].name
 
 
-@translates_function("to", "type_as", "float", "double", "half", "bfloat16", "type")
-def converted(builder: Builder, operation: Operation) -> Translated:
-    """Add nothing where the type stays as it is."""
+@lowers_function("to", "type_as", "float", "double", "half", "bfloat16", "type")
+def converted(builder: Builder, operation: Operation) -> Lowered:
+    # No layer where the dtype stays the same.
     operand = operation.operand(0, "self")
     # What a mask is made of is floating point already.
     if builder[operand.name].is_integer != operation.is_integer:

@@ -1,4 +1,4 @@
-"""Translations of sums, means, maxima over dimensions, and of softmax."""
+"""Lowering rules for reductions, softmax and normalization."""
 
 from collections.abc import Mapping
 from typing import Final, cast
@@ -12,14 +12,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from distbelief.graph.graph import Builder, GraphError, Layer, Option, uses
 from distbelief.graph.lowering.layers import owned
-from distbelief.graph.lowering.registry import (
-    FunctionTranslation,
-    source_of,
-    translates,
-    translates_function,
-)
-from distbelief.graph.opaque import whole_module
-from distbelief.graph.operation import Operation, Translated
+from distbelief.graph.lowering.registry import FunctionLowering, lowers, lowers_function, source_of
+from distbelief.graph.opaque import opaque_module
+from distbelief.graph.operation import Lowered, Operation
 from distbelief.graph.ops.norms import (
     batch_norm_layers,
     group_norm_layers,
@@ -30,17 +25,13 @@ from distbelief.graph.ops.norms import (
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
 
 
-# Translations of normalisation: BatchNorm, LayerNorm, GroupNorm and their kin.
+# --- normalization ---
 
 
-# On tensors without memory torch takes milliseconds for one of these.
-@translates(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, like_input=True)
-def batch_norm(builder: Builder, module: _BatchNorm, operation: Operation) -> Translated:
-    """Add statistics of the batch, their running averages, and their use.
-
-    A frozen one, in evaluation mode while the model trains, has its running
-    statistics only.
-    """
+# like_input: running one of these without memory takes torch milliseconds.
+@lowers(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, like_input=True)
+def batch_norm(builder: Builder, module: _BatchNorm, operation: Operation) -> Lowered:
+    # A frozen one, in evaluation mode while the model trains, uses its running statistics.
     name, source, _ = source_of(builder, operation)
     if source.shape[0] != module.num_features:
         raise GraphError(
@@ -61,21 +52,19 @@ def batch_norm(builder: Builder, module: _BatchNorm, operation: Operation) -> Tr
     return builder.extend(layers)
 
 
-@translates(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(builder: Builder, module: _InstanceNorm, operation: Operation) -> Translated:
-    """Add statistics of each channel of each sample, and their use."""
+@lowers(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(builder: Builder, module: _InstanceNorm, operation: Operation) -> Lowered:
     if module.track_running_stats:
         reason = "InstanceNorm with running statistics has no split rule"
-        return whole_module(builder, module, operation, reason=reason)
+        return opaque_module(builder, module, operation, reason=reason)
     name, source, _ = source_of(builder, operation)
     tensors = uses(module, operation.target)
     layers = instance_norm_layers(name, source, tensors=tensors, epsilon=module.eps)
     return builder.extend(layers)
 
 
-@translates(nn.GroupNorm)
-def group_norm(builder: Builder, module: nn.GroupNorm, operation: Operation) -> Translated:
-    """Add statistics of groups of channels, and their use."""
+@lowers(nn.GroupNorm)
+def group_norm(builder: Builder, module: nn.GroupNorm, operation: Operation) -> Lowered:
     name, source, _ = source_of(builder, operation)
     layers = group_norm_layers(
         name,
@@ -87,9 +76,8 @@ def group_norm(builder: Builder, module: nn.GroupNorm, operation: Operation) -> 
     return builder.extend(layers)
 
 
-@translates(nn.LayerNorm)
-def layer_norm(builder: Builder, module: nn.LayerNorm, operation: Operation) -> Translated:
-    """Add statistics of the last dimensions, and their use."""
+@lowers(nn.LayerNorm)
+def layer_norm(builder: Builder, module: nn.LayerNorm, operation: Operation) -> Lowered:
     name, source, _ = source_of(builder, operation)
     layers = layer_norm_layers(
         name,
@@ -101,9 +89,8 @@ def layer_norm(builder: Builder, module: nn.LayerNorm, operation: Operation) -> 
     return builder.extend(layers)
 
 
-@translates_function(functional.layer_norm)
-def layer_norm_function(builder: Builder, operation: Operation) -> Translated:
-    """Add statistics of the last dimensions, and their use, with the model's own."""
+@lowers_function(functional.layer_norm)
+def layer_norm_function(builder: Builder, operation: Operation) -> Lowered:
     name, source, _ = source_of(builder, operation)
     shape = operation.argument(1, "normalized_shape")
     assert isinstance(shape, tuple), shape
@@ -118,9 +105,8 @@ def layer_norm_function(builder: Builder, operation: Operation) -> Translated:
     return builder.extend(layers)
 
 
-@translates(nn.RMSNorm)
-def rms_norm(builder: Builder, module: nn.RMSNorm, operation: Operation) -> Translated:
-    """Add the mean square of the last dimensions, and its use."""
+@lowers(nn.RMSNorm)
+def rms_norm(builder: Builder, module: nn.RMSNorm, operation: Operation) -> Lowered:
     name, source, _ = source_of(builder, operation)
     epsilon = module.eps
     if epsilon is None:  # torch: what its numbers are precise to
@@ -137,11 +123,8 @@ def rms_norm(builder: Builder, module: nn.RMSNorm, operation: Operation) -> Tran
     return builder.extend(layers)
 
 
-@translates(nn.LocalResponseNorm)
-def local_response(
-    builder: Builder, module: nn.LocalResponseNorm, operation: Operation
-) -> Translated:
-    """Add x / (k + alpha * mean of squares over neighbouring channels) ^ beta."""
+@lowers(nn.LocalResponseNorm)
+def local_response(builder: Builder, module: nn.LocalResponseNorm, operation: Operation) -> Lowered:
     return _local_response(
         builder,
         operation,
@@ -152,9 +135,8 @@ def local_response(
     )
 
 
-@translates_function(functional.local_response_norm)
-def local_response_function(builder: Builder, operation: Operation) -> Translated:
-    """Add x / (k + alpha * mean of squares over neighbouring channels) ^ beta."""
+@lowers_function(functional.local_response_norm)
+def local_response_function(builder: Builder, operation: Operation) -> Lowered:
     words = {"alpha": 1e-4, "beta": 0.75, "k": 1.0}
     numbers = {}
     for position, (word, usual) in enumerate(words.items(), start=2):
@@ -179,12 +161,12 @@ _REDUCTIONS: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-def _reduction(function: str) -> FunctionTranslation:
-    def translate(builder: Builder, operation: Operation) -> Translated:
+def _reduction(function: str) -> FunctionLowering:
+    def lower(builder: Builder, operation: Operation) -> Lowered:
         operation.only("input", "dim", "keepdim")
         return builder.add_layer(_reduced(builder, operation, function))
 
-    return translate
+    return lower
 
 
 def _reduced(builder: Builder, operation: Operation, function: str) -> Layer:
@@ -210,38 +192,33 @@ def _reduced(builder: Builder, operation: Operation, function: str) -> Layer:
 
 
 for _function, _targets in _REDUCTIONS.items():
-    translates_function(*_targets)(_reduction(_function))
+    lowers_function(*_targets)(_reduction(_function))
 
 
-@translates(nn.Softmax)
-def softmax(builder: Builder, module: nn.Softmax, operation: Operation) -> Translated:
-    """Add a softmax."""
+@lowers(nn.Softmax)
+def softmax(builder: Builder, module: nn.Softmax, operation: Operation) -> Lowered:
     return _softmax(builder, operation, module.dim)
 
 
-@translates(nn.LogSoftmax)
-def log_softmax(builder: Builder, module: nn.LogSoftmax, operation: Operation) -> Translated:
-    """Add the logarithm of a softmax."""
+@lowers(nn.LogSoftmax)
+def log_softmax(builder: Builder, module: nn.LogSoftmax, operation: Operation) -> Lowered:
     return _softmax(builder, operation, module.dim, log=True)
 
 
-@translates(nn.Softmax2d)
-def softmax_2d(builder: Builder, module: nn.Softmax2d, operation: Operation) -> Translated:
-    """Add a softmax over channels."""
+@lowers(nn.Softmax2d)
+def softmax_2d(builder: Builder, module: nn.Softmax2d, operation: Operation) -> Lowered:
     del module
     return _softmax(builder, operation, -3)
 
 
-@translates_function(functional.softmax, torch.softmax, "softmax")
-def softmax_function(builder: Builder, operation: Operation) -> Translated:
-    """Add a softmax."""
+@lowers_function(functional.softmax, torch.softmax, "softmax")
+def softmax_function(builder: Builder, operation: Operation) -> Lowered:
     operation.only("input", "dim", "_stacklevel")
     return _softmax(builder, operation, operation.argument(1, "dim"))
 
 
-@translates_function(functional.log_softmax, torch.log_softmax, "log_softmax")
-def log_softmax_function(builder: Builder, operation: Operation) -> Translated:
-    """Add the logarithm of a softmax."""
+@lowers_function(functional.log_softmax, torch.log_softmax, "log_softmax")
+def log_softmax_function(builder: Builder, operation: Operation) -> Lowered:
     operation.only("input", "dim", "_stacklevel")
     return _softmax(builder, operation, operation.argument(1, "dim"), log=True)
 
@@ -252,9 +229,8 @@ def _softmax(builder: Builder, operation: Operation, dim: object, *, log: bool =
     return builder.extend(layers)
 
 
-@translates_function(torch.var, "var", torch.std, "std")
-def variance(builder: Builder, operation: Operation) -> Translated:
-    """Add a variance over dimensions, or its root."""
+@lowers_function(torch.var, "var", torch.std, "std")
+def variance(builder: Builder, operation: Operation) -> Lowered:
     operation.only("input", "dim", "keepdim", "correction", "unbiased")
     source = builder[operation.operand(0, "input").name]
     given = operation.argument(1, "dim")

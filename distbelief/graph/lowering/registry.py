@@ -1,8 +1,8 @@
-"""Which layers a module or a function becomes: two tables, open to a user's own.
+"""Registry of lowering rules: which layers a module or a function becomes.
 
-A translation gets a `Builder`, adds layers to it, and returns the name of the one whose
-output is the operation's (or several, for a tuple). `translates` registers one for a
-type of modules; what is registered is kept whole by tracing, and never looked into.
+A lowering rule gets a `Builder`, adds layers to it, and returns the name of the layer whose output
+is the operation's (or several, for a tuple). Users may register their own. Tracing does not
+look into modules that have a rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,94 +12,92 @@ import torch
 from torch import nn
 
 from distbelief.graph.graph import Builder, GraphError, Layer
-from distbelief.graph.opaque import whole_module
-from distbelief.graph.operation import Operand, Operation, Translated
+from distbelief.graph.opaque import opaque_module
+from distbelief.graph.operation import Lowered, Operand, Operation
 from distbelief.graph.region import Shape
-from distbelief.graph.unsupported import why_whole
+from distbelief.graph.unsupported import opaque_reason
 
 
-ModuleTranslation = Callable[[Builder, nn.Module, Operation], Translated]
-FunctionTranslation = Callable[[Builder, Operation], Translated]
+ModuleLowering = Callable[[Builder, nn.Module, Operation], Lowered]
+FunctionLowering = Callable[[Builder, Operation], Lowered]
 
 M = TypeVar("M", bound=nn.Module)
 
-_MODULES: dict[type[nn.Module], ModuleTranslation] = {}
-_FUNCTIONS: dict[object, FunctionTranslation] = {}
+_MODULES: dict[type[nn.Module], ModuleLowering] = {}
+_FUNCTIONS: dict[object, FunctionLowering] = {}
 _LIKE_THEIR_INPUT: set[type[nn.Module]] = set()
 
 
-def translates(
+def lowers(
     *kinds: type[M], like_input: bool = False
 ) -> Callable[
-    [Callable[[Builder, M, Operation], Translated]], Callable[[Builder, M, Operation], Translated]
+    [Callable[[Builder, M, Operation], Lowered]], Callable[[Builder, M, Operation], Lowered]
 ]:
-    """Register a translation for modules of exactly these types.
+    """Register a lowering rule for modules of exactly these types.
 
     Args:
         kinds: The types.
-        like_input: Whether the result has the shape of the first argument, so that
-            the module need not be run to know it.
+        like_input: Whether the result has the shape of the first argument, so that the module need
+            not be run to find it.
     """
 
     def register(
-        translation: Callable[[Builder, M, Operation], Translated],
-    ) -> Callable[[Builder, M, Operation], Translated]:
+        rule: Callable[[Builder, M, Operation], Lowered],
+    ) -> Callable[[Builder, M, Operation], Lowered]:
         for kind in kinds:
-            _MODULES[kind] = cast("ModuleTranslation", translation)
+            _MODULES[kind] = cast("ModuleLowering", rule)
             if like_input:
                 _LIKE_THEIR_INPUT.add(kind)
-        return translation
+        return rule
 
     return register
 
 
-def translates_function(*targets: object) -> Callable[[FunctionTranslation], FunctionTranslation]:
-    """Register a translation for these functions, and methods by their names."""
+def lowers_function(*targets: object) -> Callable[[FunctionLowering], FunctionLowering]:
+    """Register a lowering rule for these functions, and for methods by name."""
 
-    def register(translation: FunctionTranslation) -> FunctionTranslation:
+    def register(rule: FunctionLowering) -> FunctionLowering:
         for target in targets:
-            _FUNCTIONS[target] = translation
-        return translation
+            _FUNCTIONS[target] = rule
+        return rule
 
     return register
 
 
 def knows_module(module: nn.Module) -> bool:
-    """Return whether there is a translation for modules of this very type."""
+    """Return whether there is a rule for exactly this type."""
     return type(module) in _MODULES
 
 
 def knows_function(target: object) -> bool:
-    """Return whether there is a translation for this function, or method by name."""
+    """Return whether there is a rule for this function, or method by name."""
     return target in _FUNCTIONS
 
 
 def is_like_input(module: nn.Module) -> bool:
-    """Return whether the module's result has the shape of its first argument."""
     return type(module) in _LIKE_THEIR_INPUT
 
 
-def translate_module(
+def lower_module(
     builder: Builder, module: nn.Module, operation: Operation, *, whole: str | None
-) -> Translated:
-    """Add the layers of a module; a `whole` layer with the reason if there is none."""
-    translation = _MODULES.get(type(module))
-    if whole is None and translation is None:
+) -> Lowered:
+    """Add the layers of a module: an opaque layer with the reason if there is no rule."""
+    rule = _MODULES.get(type(module))
+    if whole is None and rule is None:
         whole = f"{type(module).__name__} has no split rule"
     if whole is None:
-        whole = why_whole(module)
-    if whole is None and translation is not None:
-        return translation(builder, module, operation)
-    return whole_module(builder, module, operation, reason=whole or "")
+        whole = opaque_reason(module)
+    if whole is None and rule is not None:
+        return rule(builder, module, operation)
+    return opaque_module(builder, module, operation, reason=whole or "")
 
 
-def translate_child(
+def lower_child(
     builder: Builder, module: nn.Module, path: str, sources: Sequence[Layer], *, of: Operation
 ) -> Layer:
-    """Add the layers of a module that another one calls on its own.
+    """Add the layers of a module that another module calls.
 
-    The result has the shape of the first source but for its last dimension, which a
-    `nn.Linear` changes.
+    The result has the shape of the first source, but for the last dimension of a `nn.Linear`.
     """
     shape = sources[0].shape
     if isinstance(module, nn.Linear):
@@ -113,29 +111,28 @@ def translate_child(
         batch=of.batch,
         trains=of.trains and module.training,
     )
-    name = translate_module(builder, module, operation, whole=None)
+    name = lower_module(builder, module, operation, whole=None)
     assert isinstance(name, str), path
     return builder[name]
 
 
-def translate_function(builder: Builder, target: object, operation: Operation) -> Translated:
+def lower_function(builder: Builder, target: object, operation: Operation) -> Lowered:
     """Add the layers of a function or method.
 
     Raises:
-        GraphError: it has no translation.
+        GraphError: It has no rule.
     """
-    translation = _FUNCTIONS.get(target)
-    if translation is None:
+    rule = _FUNCTIONS.get(target)
+    if rule is None:
         name = getattr(target, "__name__", str(target))
         raise GraphError(
-            f"{name} ({operation.name}) has no split rule: put it into an nn.Module of "
-            "its own, which is then computed whole, or register a translation with "
-            "distbelief.graph.lowering.registry.translates_function"
+            f"{name} ({operation.name}) has no split rule: put it into an nn.Module, or "
+            "register a rule (distbelief.graph.lowering.registry)"
         )
-    return translation(builder, operation)
+    return rule(builder, operation)
 
 
 def source_of(builder: Builder, operation: Operation) -> tuple[str, Layer, Shape]:
-    """Return a free name for a composite, the layer it reads, and the shape it has."""
+    """Return a free name for a composite, the layer it reads, and its output shape."""
     operand = operation.operands[0]
     return builder.free_name(operation.name), builder[operand.name], operation.output

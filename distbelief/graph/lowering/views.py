@@ -1,4 +1,4 @@
-"""Translations of what takes a part of a tensor, or pads it."""
+"""Lowering rules for views, concatenation, slices and padding."""
 
 import operator
 from collections.abc import Sequence
@@ -10,35 +10,29 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.graph import Builder, GraphError, Layer
-from distbelief.graph.lowering.registry import translates, translates_function
-from distbelief.graph.operation import Operand, Operation, Several, Translated
+from distbelief.graph.lowering.registry import lowers, lowers_function
+from distbelief.graph.operation import Lowered, Operand, Operation, Several
 from distbelief.graph.ops.views import cat_layer, reshape_layer, stack_layers
 from distbelief.graph.region import Shape
 
 
-# Operands without a batch, made to fit beside those with one.
+# --- operands without a batch ---
 
 
 def lined_up(
     builder: Builder, operation: Operation, operands: Sequence[Operand] | None = None
 ) -> list[str]:
-    """Return operands' layers such that the last dimensions of all are lined up.
-
-    Args:
-        builder: Has them.
-        operation: Whose operands they are.
-        operands: All of them if absent.
-    """
+    """Return the layers of the operands (by default all), aligned at their last dimensions."""
     operands = operation.operands if operands is None else operands
     n_dims = len(operation.output) + 1 if operation.batched else 0
     return [with_batch(builder, operand, n_dims).name for operand in operands]
 
 
 def with_batch(builder: Builder, operand: Operand, n_dims: int) -> Layer:
-    """Return the operand's layer, for an operation on tensors of so many dimensions.
+    """Return the operand's layer, for an operation on tensors of `n_dims` dimensions.
 
-    A tensor of the model with as many dimensions as those that have a batch has a
-    batch of one itself, which its layer's shape does not count.
+    A tensor of the model with as many dimensions as batched operands has a batch of one itself,
+    which its layer's shape does not count.
     """
     layer = builder[operand.name]
     if operand.batched or len(operand.shape) < n_dims or not n_dims:
@@ -52,10 +46,10 @@ def with_batch(builder: Builder, operand: Operand, n_dims: int) -> Layer:
     return builder[builder.add_layer(layer)]
 
 
-# Translations of what only moves elements: flatten, expand, permute, cat.
+# --- moves of elements ---
 
 
-@translates_function(
+@lowers_function(
     torch.flatten,
     "flatten",
     "view",
@@ -68,8 +62,8 @@ def with_batch(builder: Builder, operand: Operand, n_dims: int) -> Layer:
     "squeeze",
     torch.squeeze,
 )
-def reshape(builder: Builder, operation: Operation) -> Translated:
-    """Add a reshape: the shapes, which are known, say it all."""
+def reshape(builder: Builder, operation: Operation) -> Lowered:
+    # The shapes are known, so they are all that is needed.
     source = builder[operation.operands[0].name]
     if source.shape == operation.output:
         return source.name
@@ -77,24 +71,22 @@ def reshape(builder: Builder, operation: Operation) -> Translated:
     return builder.add_layer(reshape_layer(name, source, shape=operation.output))
 
 
-@translates(nn.Flatten, nn.Unflatten)
-def reshape_module(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
-    """Add a reshape."""
+@lowers(nn.Flatten, nn.Unflatten)
+def reshape_module(builder: Builder, module: nn.Module, operation: Operation) -> Lowered:
     del module
     return reshape(builder, operation)
 
 
-@translates_function("view_as", "reshape_as", "expand_as")
-def like_another(builder: Builder, operation: Operation) -> Translated:
-    """Add a reshape or an expansion to the shape of another tensor."""
+@lowers_function("view_as", "reshape_as", "expand_as")
+def like_another(builder: Builder, operation: Operation) -> Lowered:
     if operation.target == "expand_as":
         return expand(builder, operation)
     return reshape(builder, operation)
 
 
-@translates_function("expand", torch.broadcast_to, "broadcast_to")
-def expand(builder: Builder, operation: Operation) -> Translated:
-    """Add elements repeated; a batch of one needs none, for it broadcasts."""
+@lowers_function("expand", torch.broadcast_to, "broadcast_to")
+def expand(builder: Builder, operation: Operation) -> Lowered:
+    # A batch of one needs no expansion: it broadcasts.
     source = builder[operation.operands[0].name]
     assert isinstance(operation.result, torch.Tensor), operation
     shape = tuple(operation.result.shape)
@@ -111,14 +103,13 @@ def expand(builder: Builder, operation: Operation) -> Translated:
 
 
 def shaped(builder: Builder, operation: Operation, source: Layer, shape: Shape) -> Layer:
-    """Add a reshape to this shape, named after the operation."""
     name = builder.free_name(operation.name)
     return builder[builder.add_layer(reshape_layer(name, source, shape=shape))]
 
 
-@translates_function(torch.permute, "permute")
-def permute(builder: Builder, operation: Operation) -> Translated:
-    """Add a permutation that leaves the batch where it is."""
+@lowers_function(torch.permute, "permute")
+def permute(builder: Builder, operation: Operation) -> Lowered:
+    # The batch must stay first.
     given = operation.arguments[1:]
     if len(given) == 1 and isinstance(given[0], tuple):
         given = given[0]
@@ -130,9 +121,8 @@ def permute(builder: Builder, operation: Operation) -> Translated:
     return _permuted(builder, operation, [operation.dim(dim, shape) for dim in given])
 
 
-@translates_function(torch.transpose, "transpose", torch.swapaxes, "swapaxes")
-def transpose(builder: Builder, operation: Operation) -> Translated:
-    """Add a permutation of two dimensions."""
+@lowers_function(torch.transpose, "transpose", torch.swapaxes, "swapaxes")
+def transpose(builder: Builder, operation: Operation) -> Lowered:
     shape = operation.operands[0].shape
     one = operation.dim(operation.argument(1, "dim0"), shape)
     other = operation.dim(operation.argument(2, "dim1"), shape)
@@ -152,18 +142,16 @@ def _permuted(builder: Builder, operation: Operation, dims: list[int]) -> str:
     )
 
 
-@translates_function(torch.cat, torch.concat)
-def cat(builder: Builder, operation: Operation) -> Translated:
-    """Add layers put side by side."""
+@lowers_function(torch.cat, torch.concat)
+def cat(builder: Builder, operation: Operation) -> Lowered:
     dim = operation.dim(operation.argument(1, "dim", 0), operation.output)
     sources = _all_operands(builder, operation)
     name = builder.free_name(operation.name)
     return builder.add_layer(cat_layer(name, sources, dim=dim))
 
 
-@translates_function(torch.stack)
-def stack(builder: Builder, operation: Operation) -> Translated:
-    """Add layers put side by side in a new dimension."""
+@lowers_function(torch.stack)
+def stack(builder: Builder, operation: Operation) -> Lowered:
     dim = operation.dim(operation.argument(1, "dim", 0), operation.output)
     sources = _all_operands(builder, operation)
     name = builder.free_name(operation.name)
@@ -180,9 +168,8 @@ def _all_operands(builder: Builder, operation: Operation) -> list[Layer]:
     return [builder[name] for name in lined_up(builder, operation)]
 
 
-@translates_function(torch.chunk, "chunk", torch.split, "split")
-def chunk(builder: Builder, operation: Operation) -> Translated:
-    """Add a slice for each part."""
+@lowers_function(torch.chunk, "chunk", torch.split, "split")
+def chunk(builder: Builder, operation: Operation) -> Lowered:
     source = operation.operands[0]
     dim = operation.dim(operation.argument(2, "dim", 0), source.shape)
     names, start = [], 0
@@ -194,17 +181,15 @@ def chunk(builder: Builder, operation: Operation) -> Translated:
     return tuple(names)
 
 
-@translates_function(torch.unbind, "unbind")
-def unbind(builder: Builder, operation: Operation) -> Translated:
-    """Add a slice for each index of a dimension."""
+@lowers_function(torch.unbind, "unbind")
+def unbind(builder: Builder, operation: Operation) -> Lowered:
     source = operation.operands[0]
     dim = operation.dim(operation.argument(1, "dim", 0), source.shape)
     return tuple(_one(builder, operation, source, dim, index) for index in range(source.shape[dim]))
 
 
-@translates_function(torch.select, "select")
-def select(builder: Builder, operation: Operation) -> Translated:
-    """Add one index of a dimension."""
+@lowers_function(torch.select, "select")
+def select(builder: Builder, operation: Operation) -> Lowered:
     source = operation.operands[0]
     dim = operation.dim(operation.argument(1, "dim"), source.shape)
     index = operation.argument(2, "index")
@@ -212,9 +197,8 @@ def select(builder: Builder, operation: Operation) -> Translated:
     return _one(builder, operation, source, dim, index % source.shape[dim])
 
 
-@translates_function(torch.narrow, "narrow")
-def narrow(builder: Builder, operation: Operation) -> Translated:
-    """Add a range of a dimension."""
+@lowers_function(torch.narrow, "narrow")
+def narrow(builder: Builder, operation: Operation) -> Lowered:
     source = operation.operands[0]
     dim = operation.dim(operation.argument(1, "dim"), source.shape)
     start = operation.argument(2, "start")
@@ -232,9 +216,9 @@ def _one(builder: Builder, operation: Operation, source: Operand, dim: int, inde
     return shaped(builder, operation, layer, (*source.shape[:dim], *source.shape[dim + 1 :])).name
 
 
-@translates_function(operator.getitem)
-def getitem(builder: Builder, operation: Operation) -> Translated:
-    """Take one of several results, or slice a tensor by constants."""
+@lowers_function(operator.getitem)
+def getitem(builder: Builder, operation: Operation) -> Lowered:
+    # Takes one of several results, or slices a tensor by constants.
     source, index = operation.arguments
     if isinstance(source, Several) and isinstance(index, int):
         return source.take(index)
@@ -264,7 +248,7 @@ def getitem(builder: Builder, operation: Operation) -> Translated:
 def _places(
     index: object, source: Operand, operation: Operation
 ) -> tuple[list[int], list[int], Shape]:
-    """Return start and step in each dimension, and the shape of what is taken."""
+    # Start and step in each dimension, and the resulting shape.
     places: list[object] = list(index) if isinstance(index, tuple) else [index]
     n_dims = len(source.shape) + source.batched
     n_new = sum(place is None for place in places)
@@ -325,9 +309,8 @@ def _slice(
     )
 
 
-@translates_function(functional.pad)
-def pad(builder: Builder, operation: Operation) -> Translated:
-    """Add a border of a number."""
+@lowers_function(functional.pad)
+def pad(builder: Builder, operation: Operation) -> Lowered:
     mode = operation.argument(2, "mode", "constant")
     value = operation.argument(3, "value", 0.0) or 0.0
     widths = cast("tuple[int, ...]", operation.argument(1, "pad"))

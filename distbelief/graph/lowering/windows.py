@@ -1,4 +1,4 @@
-"""Translations of pooling."""
+"""Lowering rules for pooling, upsampling and this library's locally connected modules."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -9,25 +9,19 @@ from torch.nn import functional
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from distbelief.graph.graph import Builder, GraphError, Option, uses
-from distbelief.graph.lowering.registry import source_of, translates, translates_function
-from distbelief.graph.opaque import whole_module
-from distbelief.graph.operation import Operation, Translated
+from distbelief.graph.lowering.registry import lowers, lowers_function, source_of
+from distbelief.graph.opaque import opaque_module
+from distbelief.graph.operation import Lowered, Operation
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.ops.windows import L2Pool2d, adaptive_pool_layers
 
 
-# Translations of what image nets are made of besides convolutions.
-#
-# Our own modules for locally connected nets, and what enlarges maps.
-
-
-@translates(LocallyConnected2d)
+@lowers(LocallyConnected2d)
 def locally_connected(
     builder: Builder, module: LocallyConnected2d, operation: Operation
-) -> Translated:
-    """Add a locally connected layer."""
+) -> Lowered:
     return builder.add(
         operation.name,
         "locally_connected",
@@ -38,9 +32,8 @@ def locally_connected(
     )
 
 
-@translates(L2Pool2d)
-def l2_pool(builder: Builder, module: L2Pool2d, operation: Operation) -> Translated:
-    """Add an L2 pooling."""
+@lowers(L2Pool2d)
+def l2_pool(builder: Builder, module: L2Pool2d, operation: Operation) -> Lowered:
     return builder.add(
         operation.name,
         "l2_pool",
@@ -56,11 +49,8 @@ def l2_pool(builder: Builder, module: L2Pool2d, operation: Operation) -> Transla
     )
 
 
-@translates(LocalContrastNorm2d, like_input=True)
-def local_contrast(
-    builder: Builder, module: LocalContrastNorm2d, operation: Operation
-) -> Translated:
-    """Add a local contrast normalisation."""
+@lowers(LocalContrastNorm2d, like_input=True)
+def local_contrast(builder: Builder, module: LocalContrastNorm2d, operation: Operation) -> Lowered:
     return builder.add(
         operation.name,
         "local_contrast",
@@ -70,31 +60,30 @@ def local_contrast(
     )
 
 
-@translates(nn.Upsample, nn.UpsamplingNearest2d)
-def upsample(builder: Builder, module: nn.Upsample, operation: Operation) -> Translated:
-    """Add each place several times; other ways to enlarge are computed whole."""
+@lowers(nn.Upsample, nn.UpsamplingNearest2d)
+def upsample(builder: Builder, module: nn.Upsample, operation: Operation) -> Lowered:
+    # Modes other than nearest are opaque.
     name = _repeated(builder, operation, module.mode)
     if name is not None:
         return name
     reason = f"enlarging with mode {module.mode!r} to this size has no split rule"
-    return whole_module(builder, module, operation, reason=reason)
+    return opaque_module(builder, module, operation, reason=reason)
 
 
-@translates_function(functional.interpolate)
-def interpolate(builder: Builder, operation: Operation) -> Translated:
-    """Add each place several times."""
+@lowers_function(functional.interpolate)
+def interpolate(builder: Builder, operation: Operation) -> Lowered:
     mode = cast("str", operation.argument(3, "mode", "nearest"))
     name = _repeated(builder, operation, mode)
     if name is None:
         raise GraphError(
             f"{operation.name} with mode {mode!r} to {list(operation.output)} has no "
-            "split rule: use nn.Upsample, which is then computed whole"
+            "split rule: use nn.Upsample, which is then opaque"
         )
     return name
 
 
 def _repeated(builder: Builder, operation: Operation, mode: str) -> str | None:
-    """Add (c, h, w) -> (c, h, 1, w, 1) -> (c, h, a, w, b) -> (c, h a, w b)."""
+    # (c, h, w) -> (c, h, 1, w, 1) -> (c, h, a, w, b) -> (c, h a, w b).
     name, source, (n_channels, *sizes) = source_of(builder, operation)
     extents = source.shape[1:]
     if mode not in {"nearest", "nearest-exact"} or any(
@@ -114,12 +103,11 @@ def _repeated(builder: Builder, operation: Operation, mode: str) -> str | None:
 Sizes = int | tuple[int, ...] | None
 
 
-@translates(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-def max_pool(builder: Builder, module: _MaxPoolNd, operation: Operation) -> Translated:
-    """Add a maximum over windows."""
+@lowers(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+def max_pool(builder: Builder, module: _MaxPoolNd, operation: Operation) -> Lowered:
     if module.return_indices:
         reason = "return_indices has no split rule"
-        return whole_module(builder, module, operation, reason=reason)
+        return opaque_module(builder, module, operation, reason=reason)
     return _pool(
         builder,
         operation,
@@ -129,9 +117,8 @@ def max_pool(builder: Builder, module: _MaxPoolNd, operation: Operation) -> Tran
     )
 
 
-@translates(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-def average_pool(builder: Builder, module: _AvgPoolNd, operation: Operation) -> Translated:
-    """Add an average over windows."""
+@lowers(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+def average_pool(builder: Builder, module: _AvgPoolNd, operation: Operation) -> Lowered:
     divisor = cast("int | None", getattr(module, "divisor_override", None))
     return _pool(
         builder,
@@ -146,12 +133,11 @@ def average_pool(builder: Builder, module: _AvgPoolNd, operation: Operation) -> 
     )
 
 
-@translates_function(
+@lowers_function(
     *(functional.max_pool1d, functional.max_pool2d, functional.max_pool3d),
     *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
 )
-def max_pool_function(builder: Builder, operation: Operation) -> Translated:
-    """Add a maximum over windows."""
+def max_pool_function(builder: Builder, operation: Operation) -> Lowered:
     argument = operation.argument
     return _pool(
         builder,
@@ -165,9 +151,8 @@ def max_pool_function(builder: Builder, operation: Operation) -> Translated:
     )
 
 
-@translates_function(functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
-def average_pool_function(builder: Builder, operation: Operation) -> Translated:
-    """Add an average over windows."""
+@lowers_function(functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
+def average_pool_function(builder: Builder, operation: Operation) -> Lowered:
     argument = operation.argument
     return _pool(
         builder,
@@ -205,7 +190,6 @@ def _pool(
 
 
 def _several(sizes: Sizes, n_dims: int) -> tuple[int, ...]:
-    """Return a number per dimension of space."""
     if sizes is None:
         return (0,) * n_dims
     if isinstance(sizes, int):
@@ -213,25 +197,22 @@ def _several(sizes: Sizes, n_dims: int) -> tuple[int, ...]:
     return tuple(sizes) if len(sizes) == n_dims else tuple(sizes) * n_dims
 
 
-@translates(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-def adaptive_average(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
-    """Add an average over windows as they come out."""
+@lowers(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+def adaptive_average(builder: Builder, module: nn.Module, operation: Operation) -> Lowered:
     del module
     return _adaptive(builder, operation, maximum=False)
 
 
-@translates(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-def adaptive_maximum(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
-    """Add a maximum over windows as they come out."""
+@lowers(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+def adaptive_maximum(builder: Builder, module: nn.Module, operation: Operation) -> Lowered:
     del module
     return _adaptive(builder, operation, maximum=True)
 
 
-@translates_function(
+@lowers_function(
     functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d
 )
-def adaptive_average_function(builder: Builder, operation: Operation) -> Translated:
-    """Add an average over windows as they come out."""
+def adaptive_average_function(builder: Builder, operation: Operation) -> Lowered:
     return _adaptive(builder, operation, maximum=False)
 
 

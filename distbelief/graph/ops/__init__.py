@@ -1,4 +1,4 @@
-"""The kinds of layers that can be split; importing this registers them all."""
+"""Operators that can be split; importing this package registers them all."""
 
 from distbelief.graph.operator import Operator, register
 from distbelief.graph.ops.attention import Attention
@@ -22,8 +22,8 @@ from distbelief.graph.ops.windows import (
 )
 
 
-KINDS: tuple[Operator, ...] = (
-    # What has weights.
+OPERATORS: tuple[Operator, ...] = (
+    # Layers with weights.
     Linear(),
     Convolution(),
     LocallyConnected(),
@@ -47,7 +47,7 @@ KINDS: tuple[Operator, ...] = (
     Product(),
     Compare(),
     Where(),
-    # Place by place, or at another place.
+    # Elementwise, or elements at other places.
     Pointwise(),
     Dropout(),
     Cat(),
@@ -56,12 +56,12 @@ KINDS: tuple[Operator, ...] = (
     Slice(),
     Expand(),
     Pad(),
-    # Losses, and what nobody splits.
+    # Losses, and modules that cannot be split.
     ElementwiseLoss(),
     ClassSums(),
     CrossEntropy(),
     Opaque(),
 )
 
-for _kind in KINDS:
+for _kind in OPERATORS:
     register(_kind)

@@ -1,14 +1,7 @@
-"""Dropout whose mask depends on nothing but where an element is, and the step.
+"""Dropout whose mask depends only on the step's seed, the layer and the element's indices.
 
-    kind      "dropout"
-    inputs    x
-    options   probability: of being dropped, 0 to 1
-              n_shared: trailing dimensions whose elements share their fate (Dropout1d:
-              1, Dropout2d: 2, Dropout3d: 3); 0 for plain dropout
-
-Kept elements are divided by 1 - probability; outside of training steps nothing
-happens. The mask is a hash of (step's seed, layer's name, sample's index, element's
-index), so any split, and any range of samples, sees the same one.
+The mask is a hash of (seed, layer name, sample index, element index), so that any split and any
+range of samples sees the same one.
 """
 
 import hashlib
@@ -26,8 +19,8 @@ from distbelief.graph.operator import Operator, Step, Work
 from distbelief.graph.region import Region, Shape
 
 
-# Signed 32-bit numbers that wrap are what torch has on every device, and what CPUs
-# multiply eight at a time. Shifts and multipliers of Wellons' "lowbias32" (2018).
+# torch has wrapping signed 32-bit integers on every device, and CPUs multiply eight at a
+# time. Shifts and multipliers of Wellons' "lowbias32" (2018).
 _LOWBIAS: Final = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 _SPLITMIX: Final = (
@@ -38,8 +31,12 @@ _SPLITMIX: Final = (
 
 @final
 class Dropout(Operator):
-    """x / (1 - probability) where the hash of the place says so; 0 elsewhere."""
+    """x / (1 - probability) where the hash keeps an element, 0 elsewhere; identity in inference."""
 
+    # input     x
+    # options   probability: of being dropped, 0 to 1
+    #           n_shared: trailing dimensions that are dropped together (Dropout1d: 1,
+    #           Dropout2d: 2, Dropout3d: 3); 0 for plain dropout
     name: ClassVar[str] = "dropout"
 
     @override
@@ -78,30 +75,29 @@ class Dropout(Operator):
 def mask(
     name: str, shape: Shape, part: Region, *, probability: float, like: torch.Tensor, step: Step
 ) -> torch.Tensor:
-    """Return 0 for what is dropped, 1 / (1 - probability) for what is kept.
+    """Return 0 for dropped elements, 1 / (1 - probability) for kept ones.
 
-    A function of the step's seed, the layer's name, and global indices only. Two rounds
-    of a 32-bit hash: one of the element (the same for all samples, so paid once), one
-    of that plus a random number per sample. Thresholds are exact to 2^-32.
+    Two rounds of a 32-bit hash: one of the element, computed once for all samples, one of that plus
+    a random number per sample. The probability is exact to 2^-32.
 
     Args:
-        name: Of the layer.
-        shape: Of all its elements that have a fate of their own.
-        part: Which of them.
-        probability: Of being dropped.
-        like: Has as many samples, the device and the type that are wanted.
-        step: Whose seed and samples.
+        name: Name of the layer.
+        shape: Shape of the independent elements.
+        part: Region of them.
+        probability: Probability of being dropped.
+        like: Tensor with the number of samples, device and dtype of the result.
+        step: Seed and first sample.
 
     Returns:
         (n_samples, *part.shape)
 
     Raises:
-        GraphError: a sample has 2^32 elements or more.
+        GraphError: A sample has 2^32 elements or more.
     """
     if math.prod(shape) >= 1 << 32:
         raise GraphError(
-            f"dropout {name!r} has {math.prod(shape)} elements per sample; its hash "
-            "tells 2^32 apart: use several layers"
+            f"dropout {name!r} has {math.prod(shape)} elements per sample, at most 2^32 "
+            "are possible: use several layers"
         )
     n_samples = like.shape[0]
     if probability == 1.0:
@@ -117,7 +113,6 @@ def mask(
 
 
 def _elements(shape: Shape, part: Region, *, key: np.uint64) -> torch.Tensor:
-    """Return a number per element of a region: its index in the whole, keyed."""
     index = np.zeros((), dtype=np.uint64)
     for extent, (start, stop) in zip(shape, part, strict=True):
         places = np.arange(start, stop, dtype=np.uint64)
@@ -126,7 +121,6 @@ def _elements(shape: Shape, part: Region, *, key: np.uint64) -> torch.Tensor:
 
 
 def _samples(first: int, count: int, *, key: np.uint64) -> torch.Tensor:
-    """Return a random number per sample: splitmix64 (Steele et al. 2014)."""
     z = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * _GOLDEN + key
     for shift, multiplier in _SPLITMIX:
         z = (z ^ (z >> shift)) * multiplier
@@ -134,14 +128,12 @@ def _samples(first: int, count: int, *, key: np.uint64) -> torch.Tensor:
 
 
 def _halves(numbers: npt.NDArray[np.uint64]) -> torch.Tensor:
-    """Return the two signed halves of each number, the lower one first."""
     little = np.ascontiguousarray(numbers, dtype="<u8")
     halves = little.reshape(*numbers.shape, 1).view("<i4")
     return torch.from_numpy(halves.astype(np.int32))
 
 
 def _hash(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a permutation of all 32-bit numbers that looks random."""
     hashed = numbers.clone()
     for shift, multiplier in _LOWBIAS:
         hashed ^= (hashed >> shift) & ((1 << (32 - shift)) - 1)  # a logical shift

@@ -1,11 +1,4 @@
-"""Products of two matrices that both are computed: scores of queries and keys, say.
-
-    one (*lead, rows, inner)    other (*lead, inner, columns)    output (*lead, rows,
-                                                                         columns)
-
-A part of the output reads rows of the one, columns of the other, and of the dimensions
-before these what it is itself.
-"""
+"""Linear layers, products of two computed matrices, and embeddings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,20 +13,14 @@ from distbelief.graph.operator import Cut, Operator, PartialSums, Step, Work
 from distbelief.graph.region import Interval, Region
 
 
-# Embeddings: the row of a table for each word.
-#
-#     kind      "embedding"
-#     inputs    words, whole numbers: (*positions); () for one per sample
-#     tensors   weight (words, size)
-#     options   padding: the word whose row gets no gradient, or None
-#
-# Output (*positions, size), cut by positions and by columns of the table.
-
-
 @final
 class Embedding(Operator):
-    """output[p] = weight[words[p]]."""
+    """output[p] = weight[words[p]], split by positions and by columns of the table."""
 
+    # input     words, integers: (*positions); () for one per sample
+    # tensors   weight (words, size)
+    # options   padding: the word whose row gets no gradient, or None
+    # output    shape (*positions, size)
     name: ClassVar[str] = "embedding"
 
     @override
@@ -64,19 +51,9 @@ class Embedding(Operator):
         return functional.embedding(inputs[0], tensors["weight"], padding)
 
 
-# Fully connected layers: split by outputs, or (as partial sums) by inputs.
-#
-# kind      "linear"
-# tensors   weight (outputs, inputs), bias (outputs,), if there is one
-# options   first_row, first_row_of_bias: where in the tensors its outputs begin; 0 if
-#           absent (attention keeps those of queries, keys and values in one tensor)
-#           transposed: whether the weight is (inputs, outputs), as in x @ w
-# input     (..., inputs): leading dimensions, of a sequence say, are kept
-
-
 @final
 class LinearSums(PartialSums):
-    """Columns of W: each part of the inputs gives a summand of every output."""
+    """Partial sums: each part of the inputs, with its columns of W, contributes to every output."""
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -88,7 +65,7 @@ class LinearSums(PartialSums):
         uses = _uses(layer, (0, layer.shape[-1]))
         uses["weight"] = uses["weight"].replaced(1 - _outputs(layer, "weight"), inputs)
         if inputs[0] > 0:
-            uses.pop("bias", None)  # added once
+            uses.pop("bias", None)  # only the first part adds it
         return uses
 
     @override
@@ -109,8 +86,13 @@ class LinearSums(PartialSums):
 
 @final
 class Linear(Operator):
-    """y = x W^T + b."""
+    """y = x W^T + b, split by outputs, or by inputs as partial sums."""
 
+    # input     (..., inputs): leading dimensions, for example of a sequence, are kept
+    # tensors   weight (outputs, inputs); bias (outputs,), optional
+    # options   first_row, first_row_of_bias: where its outputs begin in the tensors; 0 if absent
+    #           (attention keeps queries, keys and values in one tensor)
+    #           transposed: whether the weight is (inputs, outputs), as in x @ w
     name: ClassVar[str] = "linear"
     partial: ClassVar[PartialSums | None] = LinearSums()
 
@@ -153,27 +135,28 @@ def _product(layer: Layer, x: torch.Tensor, tensors: Mapping[str, torch.Tensor])
     return functional.linear(x, weight, tensors.get("bias"))
 
 
-def _outputs(layer: Layer, word: str) -> int:
-    """Return which dimension of a tensor is that of the outputs."""
-    return int(word == "weight" and bool(layer.options.get("transposed", False)))
+def _outputs(layer: Layer, key: str) -> int:
+    # Index of the output dimension of a tensor.
+    return int(key == "weight" and bool(layer.options.get("transposed", False)))
 
 
 def _uses(layer: Layer, units: Interval) -> dict[str, Region]:
-    """Return the rows of the tensors that belong to these outputs."""
     uses = {}
-    for word, option in (("weight", "first_row"), ("bias", "first_row_of_bias")):
-        if word in layer.tensors:
+    for key, option in (("weight", "first_row"), ("bias", "first_row_of_bias")):
+        if key in layer.tensors:
             first = layer.integer(option) if option in layer.options else 0
             rows = (first + units[0], first + units[1])
-            whole = Region.of(*layer.tensors[word].shape)
-            uses[word] = whole.replaced(_outputs(layer, word), rows)
+            whole = Region.of(*layer.tensors[key].shape)
+            uses[key] = whole.replaced(_outputs(layer, key), rows)
     return uses
 
 
 @final
 class Product(Operator):
-    """output = one @ other, over the last two dimensions."""
+    """output = one @ other, over the last two dimensions; both are outputs of layers."""
 
+    # inputs    one (*lead, rows, inner), other (*lead, inner, columns)
+    # output    shape (*lead, rows, columns)
     name: ClassVar[str] = "product"
 
     @override
@@ -202,10 +185,10 @@ class Product(Operator):
 
 
 def product_layer(name: str, one: Layer, other: Layer) -> Layer:
-    """Return the layer of a product.
+    """Return the layer of a matrix product.
 
     Args:
-        name: Of the layer.
+        name: Name of the layer.
         one: (*lead, rows, inner)
         other: (*lead, inner, columns)
     """

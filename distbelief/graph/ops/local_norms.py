@@ -1,15 +1,4 @@
-"""Local response normalisation: each map against its neighbours, place by place.
-
-    kind      "local_response"
-    inputs    (maps, *space)
-    options   size: maps of the window; alpha, beta, k: as in torch.nn.LocalResponseNorm
-
-    y = x / (k + alpha * mean of x^2 over the window of maps)^beta
-
-A part needs a halo of maps, and nothing else of space than its own.
-Source: Krizhevsky, Sutskever and Hinton 2012, section 3.3; torch's alpha is for the
-mean over the window where theirs is for the sum.
-"""
+"""Local contrast and local response normalization, over neighboring places or maps."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
@@ -25,50 +14,41 @@ from distbelief.graph.ops.windows import Weights, gaussian, safe_sqrt, window_su
 from distbelief.graph.region import Interval, Region
 
 
-# Local contrast normalisation: each place against the maps around it.
-#
-#     kind      "local_contrast"
-#     inputs    maps, rows, columns
-#     options   size: of the square window, odd; epsilon: the constant c below
-#
-#     g = x - mean of x in the window, over all maps                      (subtractive)
-#     y = g / max(c, sqrt(mean of g^2 in the window, over all maps))      (divisive)
-#
-# Means are weighted by a Gaussian of deviation size / 4 whose weights sum to one over the
-# window and all maps; at borders the weights of the places inside the image are
-# scaled to sum to one, so that a constant image gives zero everywhere. A part needs all
-# maps, and a halo of twice the window's radius. The module is
-# `LocalContrastNorm2d(size=9, *, epsilon=0.01)`.
-# Source: Jarrett et al. 2009, "What is the best multi-stage architecture for object
-# recognition?", section 2.1; with the constant c of Le et al. 2012, section 3.2
-# (Jarrett's is the mean deviation of the image). Borders both leave open.
-
-
 @final
 class LocalContrastNorm2d(nn.Module):
-    """Subtractive, then divisive normalisation over space and all maps.
+    """Subtractive, then divisive normalization over a window in space and all maps.
+
+        g = x - mean of x                                (subtractive)
+        y = g / max(epsilon, sqrt(mean of g^2))          (divisive)
+
+    Means are over a window and all maps, weighted by a Gaussian of deviation size / 4. At borders
+    the weights inside the image are scaled to sum to one, so that a constant image gives zero.
+
+    Source: Jarrett et al. 2009, "What is the best multi-stage architecture for object
+    recognition?", section 2.1, with the constant c of Le et al. 2012, section 3.2, as `epsilon`
+    (Jarrett uses the mean deviation of the image). Neither says what happens at borders.
 
     Args:
-        size: Of the square window, odd.
-        epsilon: The least deviation that is divided by.
+        size: Extent of the square window, odd.
+        epsilon: The smallest divisor.
 
     Raises:
-        ValueError: the window has no middle, or epsilon lets zero through.
+        ValueError: size is not odd and positive, or epsilon is not positive.
     """
 
     def __init__(self, size: int = 9, *, epsilon: float = 0.01) -> None:
         super().__init__()
         if size < 1 or size % 2 == 0:
-            raise ValueError(f"size is {size}; use an odd number: a window has a middle")
+            raise ValueError(f"size must be odd and positive, got {size}")
         if epsilon <= 0:
-            raise ValueError(f"epsilon is {epsilon}; use a number above 0")
+            raise ValueError(f"epsilon must be above 0, got {epsilon}")
         self.size = size
         self.epsilon = epsilon
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, maps, rows, columns), normalised."""
-        return _normalised(
+        """Return (batch, maps, rows, columns)."""
+        return _normalized(
             x,
             Region.of(*x.shape[2:]),
             Region.of(*x.shape[2:]),
@@ -78,14 +58,15 @@ class LocalContrastNorm2d(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        """Return the options."""
         return f"size={self.size}, epsilon={self.epsilon}"
 
 
 @final
 class LocalContrast(Operator):
-    """What `LocalContrastNorm2d` computes."""
+    """What `LocalContrastNorm2d` computes; a part needs all maps and a halo of twice the radius."""
 
+    # input     shape (maps, rows, columns)
+    # options   size, epsilon: as in the module
     name: ClassVar[str] = "local_contrast"
 
     @override
@@ -93,17 +74,17 @@ class LocalContrast(Operator):
         n_maps, *extents = layer.input_shapes[0]
         halo = 2 * (layer.integer("size") // 2)
         spans = [
-            _grown(interval, halo, extent)
+            _with_halo(interval, halo, extent)
             for interval, extent in zip(output.intervals[1:], extents, strict=True)
         ]
         return (Region(((0, n_maps), *spans)),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        # The window's sums are of one map, the sum of all, first along columns.
+        # Window sums run over one map, the sum of all maps, and are separable.
         (read,) = self.reads(layer, output)
-        n_places = read.n_elements / max(1, read.shape[0])
-        operations = 4.0 * read.n_elements + 8.0 * layer.integer("size") * n_places
+        n_positions = read.n_elements / max(1, read.shape[0])
+        operations = 4.0 * read.n_elements + 8.0 * layer.integer("size") * n_positions
         return Work(
             forward=operations,
             backward=2 * operations,
@@ -119,7 +100,7 @@ class LocalContrast(Operator):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        y = _normalised(
+        y = _normalized(
             inputs[0],
             Region(output.intervals[1:]),
             Region.of(*layer.shape[1:]),
@@ -129,50 +110,38 @@ class LocalContrast(Operator):
         return y[:, output.slices[0]]
 
 
-def _normalised(
-    x: torch.Tensor, wanted: Region, image: Region, *, size: int, epsilon: float
+def _normalized(
+    x: torch.Tensor, output: Region, image: Region, *, size: int, epsilon: float
 ) -> torch.Tensor:
-    """Return the places `wanted` of all maps.
-
-    Args:
-        x: The image as far as two radii around them: (batch, maps, rows, columns).
-        wanted: Rows and columns.
-        image: Rows and columns of the whole.
-        size: Of the window.
-        epsilon: The least deviation.
-    """
+    # Normalizes the places `output` (rows, columns) of all maps.
+    # x holds the image as far as two radii around them: (batch, maps, rows, columns).
     radius = size // 2
     near = Region(
         tuple(
-            _grown(interval, radius, extent)
-            for interval, extent in zip(wanted, image.shape, strict=True)
+            _with_halo(interval, radius, extent)
+            for interval, extent in zip(output, image.shape, strict=True)
         )
     )
     far = Region(
         tuple(
-            _grown(interval, 2 * radius, extent)
-            for interval, extent in zip(wanted, image.shape, strict=True)
+            _with_halo(interval, 2 * radius, extent)
+            for interval, extent in zip(output, image.shape, strict=True)
         )
     )
     inner = (slice(None), slice(None), *near.within(far).slices)
-    centred = x[inner] - _local_mean(x.mean(1, keepdim=True), far, near, size)
-    power = _local_mean(centred.square().mean(1, keepdim=True), near, wanted, size)
-    middle = (slice(None), slice(None), *wanted.within(near).slices)
-    # Of the one map of deviations, not of each map by them: that costs twice as much.
-    return centred[middle] * safe_sqrt(power).clamp_min(epsilon).reciprocal()
+    centered = x[inner] - _local_mean(x.mean(1, keepdim=True), far, near, size)
+    power = _local_mean(centered.square().mean(1, keepdim=True), near, output, size)
+    middle = (slice(None), slice(None), *output.within(near).slices)
+    # One reciprocal of the map of deviations is half the cost of dividing every map by it.
+    return centered[middle] * safe_sqrt(power).clamp_min(epsilon).reciprocal()
 
 
-def _local_mean(maps: torch.Tensor, given: Region, wanted: Region, size: int) -> torch.Tensor:
-    """Return Gaussian means of one map at the places `wanted`.
-
-    Args:
-        maps: (batch, 1, rows, columns) of the places `given`.
-        given: All places of the image that windows around `wanted` hold.
-        wanted: Rows and columns.
-        size: Of the window.
-    """
+def _local_mean(maps: torch.Tensor, given: Region, output: Region, size: int) -> torch.Tensor:
+    # Gaussian means of one map at the places `output`.
+    # maps is (batch, 1, rows, columns) of the places `given`: all that windows around `output`
+    # hold.
     weights = gaussian(size)
-    for dim, (span, interval) in enumerate(zip(given, wanted, strict=True)):
+    for dim, (span, interval) in enumerate(zip(given, output, strict=True)):
         before = interval[0] - size // 2
         pads = (span[0] - before, interval[1] + size // 2 - span[1])
         padding = (*pads, 0, 0) if dim == 1 else (0, 0, *pads)
@@ -184,13 +153,12 @@ def _local_mean(maps: torch.Tensor, given: Region, wanted: Region, size: int) ->
 
 
 def _along(dim: int, maps: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """Return weighted sums along rows (0) or columns (1)."""
     rows, columns = (weights, (1.0,)) if dim == 0 else ((1.0,), weights)
     return window_sums(maps, rows=rows, columns=columns)
 
 
-def _grown(interval: Interval, radius: int, extent: int) -> Interval:
-    """Return the interval with `radius` more on both sides, where the image goes on."""
+def _with_halo(interval: Interval, radius: int, extent: int) -> Interval:
+    # Clipped to the image.
     if interval[0] == interval[1]:
         return (0, 0)
     return (max(0, interval[0] - radius), min(extent, interval[1] + radius))
@@ -198,13 +166,18 @@ def _grown(interval: Interval, radius: int, extent: int) -> Interval:
 
 @final
 class LocalResponse(Operator):
-    """What `torch.nn.LocalResponseNorm` computes."""
+    """What `torch.nn.LocalResponseNorm` computes; a part needs a halo of maps."""
 
+    # y = x / (k + alpha * mean of x^2 over the window of maps)^beta
+    # Source: Krizhevsky, Sutskever and Hinton 2012, section 3.3. torch's alpha multiplies the
+    # mean over the window, theirs the sum.
+    # input     shape (maps, *space)
+    # options   size: number of maps of the window; alpha, beta, k as in torch.nn.LocalResponseNorm
     name: ClassVar[str] = "local_response"
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        before, after = _reach(layer)
+        before, after = _window_sides(layer)
         start, stop = output.intervals[0]
         if start == stop:
             return (output,)
@@ -227,7 +200,7 @@ class LocalResponse(Operator):
         step: Step,
     ) -> torch.Tensor:
         x = inputs[0]
-        before, after = _reach(layer)
+        before, after = _window_sides(layer)
         start, stop = output.intervals[0]
         first = max(0, start - before)
         pads = (before - (start - first), max(0, stop + after - layer.shape[0]))
@@ -238,7 +211,7 @@ class LocalResponse(Operator):
         return x[:, start - first : stop - first] / scale ** layer.number("beta")
 
 
-def _reach(layer: Layer) -> tuple[int, int]:
-    """Return how many maps the window holds before its own, and after it."""
+def _window_sides(layer: Layer) -> tuple[int, int]:
+    # Maps in the window before and after its own.
     size = layer.integer("size")
     return (size // 2, (size - 1) // 2)

@@ -1,18 +1,4 @@
-"""Locally connected layers: convolutions whose weights are not shared between places.
-
-    kind      "locally_connected"
-    inputs    (channels in, rows, columns)
-    tensors   weight (rows out, columns out, channels out, channels in * window rows *
-              window columns); bias (rows out, columns out, channels out)
-    options   size, stride, padding: a number for rows, one for columns
-
-The module is `LocallyConnected2d(in_channels, out_channels, kernel_size, *, input_size,
-stride=1, padding=0, bias=True)`. Weights come position-first, so that what a part of
-the image uses is contiguous. Cut in space, a part needs a halo of its input and the
-weights of its own places, which nobody else has: nothing is summed but halo gradients.
-Source: Le et al. 2012, "Building high-level features using large scale unsupervised
-learning", section 3; the paper's vision model has 10 x 10 windows.
-"""
+"""Locally connected layers: convolutions whose weights are not shared between positions."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,48 +16,48 @@ from distbelief.graph.ops.windows import Window, padded, pair
 from distbelief.graph.region import Region
 
 
-# Products of every patch of an image with a matrix of its own, in bounded memory.
+# --- product of patches and weights ---
 #
-#     y[r, q, o, n] = sum over c, i, j of w[r, q, o, (c, i, j)] x[c, r s + i, q t + j, n]
-#
-# All patches of a batch together are as much as the image times the window's area: too
-# much to keep, or to pass through slow memory. So a few rows of them at a time are
-# copied, multiplied while they are in the cache, and forgotten; the backward pass copies
-# them again. Samples n come last, for then the columns of a patch's row are contiguous,
-# and copies are of long runs.
-#
-# Images come and go with samples first, contiguous, and so do their gradients: the layers
-# before and after would pay for a layout that is not theirs, at every step, and who
-# measures them alone would not know (a pooling takes a fifth longer, its gradient half).
+# All patches of a batch take as much memory as the image times the window's area. So a few rows
+# of patches at a time are copied, multiplied while they are in the cache, and dropped; the
+# backward pass copies them again. Inside, samples come last: then the columns of a patch's row
+# are contiguous, and copies are long. Outside, images and gradients have samples first and are
+# contiguous, because another layout would slow down the layers before and after (a pooling by a
+# fifth, its gradient by half).
 
+# Elements of all patches in the cache at once: 2 MiB of float32.
 N_ELEMENTS_MAX: Final = 1 << 19
-"""Elements of the patches that are in the cache at once: 2 MiB of float32."""
 
 
 def local_product(
     x: torch.Tensor, weight: torch.Tensor, *, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """Return (samples, outputs, rows out, columns out).
+    """Multiply every patch of an image with a matrix of its own, in bounded memory.
+
+        y[n, o, r, q] = sum over c, i, j of w[r, q, o, (c, i, j)] x[n, c, r s + i, q t + j]
 
     Args:
-        x: (samples, channels, rows, columns), padded, and no larger than is read.
+        x: (samples, channels, rows, columns), padded, and no larger than what is read.
         weight: (rows out, columns out, outputs, channels * window rows * columns).
-        size: Of the window: rows, columns.
+        size: Rows and columns of the window.
         stride: Between windows: rows, columns.
+
+    Returns:
+        (samples, outputs, rows out, columns out)
     """
     last: torch.Tensor = _SamplesLast.apply(x)  # type: ignore[no-untyped-call]
     geometry = _Geometry(*size, *stride)
-    # Functions of their own: who asks for one gradient waits for that one only.
-    product: torch.Tensor = _Both.apply(  # type: ignore[no-untyped-call]
-        _OfImages.apply(last, weight.detach(), geometry),  # type: ignore[no-untyped-call]
-        _OfWeights.apply(weight, last.detach(), geometry),  # type: ignore[no-untyped-call]
+    # Two functions, so that a caller that needs one gradient does not compute the other.
+    product: torch.Tensor = _JoinGradients.apply(  # type: ignore[no-untyped-call]
+        _ImageProduct.apply(last, weight.detach(), geometry),  # type: ignore[no-untyped-call]
+        _WeightGradient.apply(weight, last.detach(), geometry),  # type: ignore[no-untyped-call]
     )
     result: torch.Tensor = _SamplesFirst.apply(product)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Tile(NamedTuple):
-    """Outputs that are computed together: [row, row_end), [column, column_end)."""
+    # Outputs that are computed together: [row, row_end), [column, column_end).
 
     row: int
     row_end: int
@@ -80,7 +66,7 @@ class _Tile(NamedTuple):
 
 
 class _Geometry(NamedTuple):
-    """Of windows."""
+    # Window size and stride.
 
     rows: int
     columns: int
@@ -89,7 +75,7 @@ class _Geometry(NamedTuple):
 
 
 class _Context(Protocol):
-    """What autograd keeps between the passes."""
+    # What autograd keeps between the passes.
 
     geometry: _Geometry
     shape: torch.Size
@@ -100,13 +86,13 @@ class _Context(Protocol):
 
 @final
 class _SamplesLast(torch.autograd.Function):
-    """Images as (channels, rows, columns, samples); both ways contiguous."""
+    # Images as (channels, rows, columns, samples), contiguous in both passes.
 
     @staticmethod
     @override
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         del ctx
-        # As one matrix: torch goes through it in blocks, else along powers of two.
+        # Transposed as one matrix, torch works in blocks; else in strides of powers of two.
         return x.flatten(1).t().contiguous().view(*x.shape[1:], x.shape[0])
 
     @staticmethod
@@ -120,7 +106,7 @@ class _SamplesLast(torch.autograd.Function):
 
 @final
 class _SamplesFirst(torch.autograd.Function):
-    """Products, (rows, columns, outputs, samples), as images; both ways contiguous."""
+    # Products (rows, columns, outputs, samples) as images, contiguous in both passes.
 
     @staticmethod
     @override
@@ -137,8 +123,8 @@ class _SamplesFirst(torch.autograd.Function):
 
 
 @final
-class _OfImages(torch.autograd.Function):
-    """The product, of which images get a gradient."""
+class _ImageProduct(torch.autograd.Function):
+    # The product, with a gradient for images only.
 
     @staticmethod
     @override
@@ -168,8 +154,8 @@ class _OfImages(torch.autograd.Function):
 
 
 @final
-class _OfWeights(torch.autograd.Function):
-    """Zeros like the product, of which weights get its gradient."""
+class _WeightGradient(torch.autograd.Function):
+    # Zeros shaped like the product, with a gradient for weights only.
 
     @staticmethod
     @override
@@ -194,8 +180,8 @@ class _OfWeights(torch.autograd.Function):
 
 
 @final
-class _Both(torch.autograd.Function):
-    """The first, as it is; its gradient is the gradient of both."""
+class _JoinGradients(torch.autograd.Function):
+    # Returns the first argument; both get the gradient.
 
     @staticmethod
     @override
@@ -211,25 +197,25 @@ class _Both(torch.autograd.Function):
 
 
 def _part(of: torch.Tensor, tile: _Tile) -> torch.Tensor:
-    """Return the matrices of a tile of (rows, columns, *, *): (n places, *, *)."""
+    # Matrices of a tile of (rows, columns, *, *): (n positions, *, *).
     part = of[tile.row : tile.row_end, tile.column : tile.column_end]
     return part.flatten(0, 1)
 
 
 def _tiles(weight: torch.Tensor, x: torch.Tensor) -> Iterator[_Tile]:
-    """Cut the outputs into whole rows, or a row into pieces, that fit the cache."""
+    # Whole rows, or pieces of one row, whose patches fit the cache.
     n_rows, n_columns, _, n_weights = weight.shape
-    n_places = max(1, N_ELEMENTS_MAX // max(1, n_weights * x.shape[3]))
-    if x.is_meta:  # has no patches, and no cache
-        n_places = n_rows * n_columns
-    rows, columns = max(1, n_places // n_columns), min(n_places, n_columns)
+    n_positions = max(1, N_ELEMENTS_MAX // max(1, n_weights * x.shape[3]))
+    if x.is_meta:  # no memory, so one tile
+        n_positions = n_rows * n_columns
+    rows, columns = max(1, n_positions // n_columns), min(n_positions, n_columns)
     for row in range(0, n_rows, rows):
         for column in range(0, n_columns, columns):
             yield _Tile(row, min(row + rows, n_rows), column, min(column + columns, n_columns))
 
 
 def _patches(x: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
-    """Return the patches of a tile: (n places, channels * window, samples)."""
+    # Patches of a tile: (n positions, channels * window, samples).
     channels, rows, columns, samples = x.stride()
     view = x.as_strided(
         (
@@ -252,43 +238,48 @@ def _patches(x: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
         + tile.row * window.row_stride * rows
         + tile.column * window.column_stride * columns,
     )
-    n_places = view.shape[0] * view.shape[1]
-    return view.reshape(n_places, math.prod(view.shape[2:5]), x.shape[3])
+    n_positions = view.shape[0] * view.shape[1]
+    return view.reshape(n_positions, math.prod(view.shape[2:5]), x.shape[3])
 
 
 def _add_patches(x: torch.Tensor, patches: torch.Tensor, tile: _Tile, window: _Geometry) -> None:
-    """Add patches to where they were copied from."""
+    # The inverse of _patches: adds them to where they were copied from.
     n_rows, n_columns = tile.row_end - tile.row, tile.column_end - tile.column
     parts = patches.view(n_rows, n_columns, x.shape[0], window.rows, window.columns, x.shape[3])
-    across = (n_columns - 1) * window.column_stride + 1
+    width = (n_columns - 1) * window.column_stride + 1
     for index in range(n_rows):
         row = (tile.row + index) * window.row_stride
         band = x[:, row : row + window.rows]
         part = parts[index].permute(1, 2, 0, 3, 4)
         for offset in range(window.columns):
-            # Places do not overlap if one column of each window is taken at a time.
+            # Targets do not overlap if one column of each window is added at a time.
             column = tile.column * window.column_stride + offset
-            target = band[:, :, column : column + across : window.column_stride]
+            target = band[:, :, column : column + width : window.column_stride]
             target += part[:, :, :, offset]
 
 
 @final
 class LocallyConnected2d(nn.Module):
-    """A convolution with weights of its own at every place.
+    """A convolution with its own weights at every position.
+
+    Weights come position-first, so that the weights of a part of the image are contiguous.
+
+    Source: Le et al. 2012, "Building high-level features using large scale unsupervised learning",
+    section 3; the paper's vision model has 10 x 10 windows.
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output: nodes that see the same window.
-        kernel_size: Of the window: rows and columns, or one number for both.
+        out_channels: Channels of the output: units that see the same window.
+        kernel_size: Rows and columns of the window, or one number for both.
         input_size: Rows and columns of the input, or one number for both.
         stride: Between windows.
         padding: Zeros around the input.
-        bias: Whether every output has a bias of its own.
-        device: Where its tensors are; "meta" for nowhere.
-        dtype: Of its tensors.
+        bias: Whether every output has its own bias.
+        device: Device of the parameters; "meta" for none.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: the window does not fit into the input.
+        ValueError: The window does not fit into the input.
     """
 
     def __init__(  # noqa: PLR0913 -- those of torch.nn.Conv2d
@@ -329,7 +320,7 @@ class LocallyConnected2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new values, uniform as torch's convolutions have them."""
+        """Draw new values, uniform as for torch's convolutions."""
         bound = 1 / math.sqrt(self.weight.shape[-1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -343,13 +334,12 @@ class LocallyConnected2d(nn.Module):
             x: (batch, channels in, rows, columns).
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: x has another shape.
         """
         if tuple(x.shape[1:]) != (self.in_channels, *self.input_size):
             raise ValueError(
-                f"x has shape {list(x.shape)}; this layer has weights for "
-                f"(batch, {self.in_channels}, {self.input_size[0]}, "
-                f"{self.input_size[1]})"
+                f"x has shape {list(x.shape)}, but this layer has weights for "
+                f"(batch, {self.in_channels}, {self.input_size[0]}, {self.input_size[1]})"
             )
         rows, columns = self.padding
         if rows or columns:
@@ -358,7 +348,6 @@ class LocallyConnected2d(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        """Return the options."""
         return (
             f"{self.in_channels}, {self.out_channels}, "
             f"kernel_size={self.kernel_size}, input_size={self.input_size}, "
@@ -371,6 +360,12 @@ class LocallyConnected2d(nn.Module):
 class LocallyConnected(Operator):
     """What `LocallyConnected2d` computes."""
 
+    # Split in space, a part needs a halo of its input and the weights of its own positions, which
+    # no other part uses: only gradients of the halo are summed.
+    # input     shape (channels in, rows, columns)
+    # tensors   weight (rows out, columns out, channels out, channels in * window rows * columns);
+    #           bias (rows out, columns out, channels out)
+    # options   size, stride, padding: a number for rows, one for columns
     name: ClassVar[str] = "locally_connected"
 
     @override
@@ -388,8 +383,8 @@ class LocallyConnected(Operator):
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         channels, rows, columns = output
         return {
-            word: Region((rows, columns, channels, *((0, n) for n in use.shape[3:])))
-            for word, use in layer.tensors.items()
+            name: Region((rows, columns, channels, *((0, n) for n in use.shape[3:])))
+            for name, use in layer.tensors.items()
         }
 
     @override

@@ -1,28 +1,9 @@
-"""Cross-entropy of classes that may be split over machines.
+"""Losses that can be split: elementwise losses, and cross-entropy over split classes.
 
-    kind      "class_sums": what the loss needs of the scores, as partial sums
-    inputs    scores, labels (whole numbers, without dimension `dim`; or probabilities
-              of the scores' shape), maximum of the scores over `dim`, kept with extent
-              1, or absent
-    options   dim; smoothing; soft: whether labels are probabilities
-    output    the scores' shape with extent 3 in `dim`: sum of exp(s), of q s, of q,
-              where s = score - maximum, and q the label's distribution; without a
-              maximum scores are logarithms of probabilities, and the first sum is 0
-
-    kind      "cross_entropy"
-    inputs    class sums, labels (if they are not probabilities)
-    options   dim; ignore: the label that counts for nothing; mean: over the labels that
-              count, or the sum over positions; soft, as above; normalised: whether
-              scores are logarithms of probabilities
-    output    () per sample; the loss of the batch is the mean of it over samples
-
-    cross_entropy_layers(name, (scores, labels), *, dim=0, smoothing=0.0, ignore=-100,
-                         mean=True, normalised=False)
-
-With `normalised` the scores are logarithms of probabilities: torch's nll_loss. As in
-torch the mean is over all labels of the batch that count: the sum over a sample's
-positions carries the factor samples / (labels that count), so that the mean over
-samples is torch's. No label that counts: the loss is 0 (torch: nan).
+The output is () per sample; the loss of a batch is the mean over its samples, which the code
+that runs the graph takes. As in torch, the mean of a cross-entropy is over all labels of the
+batch that count: the sum over a sample's positions has the factor samples / (labels that
+count). Without any such label the loss is 0 (torch: nan).
 """
 
 import math
@@ -39,19 +20,7 @@ from distbelief.graph.ops.reductions import SumOfParts, reduction_layer
 from distbelief.graph.region import Region
 
 
-# Losses that are a sum over places: one-vs-all logistic, squares, absolute values.
-#
-#     kind      "place_loss": sum or mean over all places of f(x, target)
-#     inputs    x; target of the same shape, or (labels) whole numbers without dim `dim`
-#     options   function: "logistic" "mse" "l1" "smooth_l1" "huber" "soft_margin"
-#               "binary_cross_entropy" "poisson_nll" "kl_div"
-#               argument: beta of smooth_l1, delta of huber; else 0.0
-#               mean: over the places of a sample, or the sum
-#               labels: whether target is labels; place c has target 1 if it is the label
-#               dim: the dimension of x that labels choose from; -1 if labels is False
-#
-# The output is () for each sample: the loss of the batch is the mean of it over samples,
-# which is the business of who runs the graph. Split over any dimension, as partial sums.
+# --- elementwise losses ---
 
 Loss = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -70,7 +39,7 @@ FUNCTIONS: Final[Mapping[str, Loss]] = {
 
 @final
 class ElementwiseLossParts(PartialSums):
-    """Any box of x gives a summand."""
+    """Any box of x contributes a summand."""
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -95,16 +64,21 @@ class ElementwiseLossParts(PartialSums):
         x, target = inputs
         if layer.options["labels"]:
             dim = layer.integer("dim")
-            target = one_of(target, part, dim=dim)
+            target = one_hot(target, part, dim=dim)
         losses = FUNCTIONS[layer.text("function")](x, target.to(x.dtype), layer.number("argument"))
-        n_places = math.prod(layer.input_shapes[0]) if layer.options["mean"] else 1
-        return per_sample(losses) / n_places
+        n_elements = math.prod(layer.input_shapes[0]) if layer.options["mean"] else 1
+        return per_sample(losses) / n_elements
 
 
 @final
 class ElementwiseLoss(SumOfParts):
-    """The sum or mean of f(x, target) over all places of a sample."""
+    """The sum or mean of f(x, target) over all elements of a sample."""
 
+    # inputs    x; target of the same shape, or integer labels without dimension `dim`
+    # options   function: one of FUNCTIONS; argument: beta of smooth_l1, delta of huber, else 0.0
+    #           mean: over the elements of a sample, or the sum
+    #           labels: whether target is labels: class c has target 1 if it is the label
+    #           dim: the class dimension of x; -1 if labels is False
     name: ClassVar[str] = "place_loss"
     partial: ClassVar[PartialSums | None] = ElementwiseLossParts()
 
@@ -123,16 +97,15 @@ def elementwise_loss_layer(
     mean: bool = True,
     dim: int = 0,
 ) -> Layer:
-    """Return a loss that is a sum over places.
+    """Return a loss that is a sum over elements.
 
     Args:
-        name: Of the layer.
-        sources: x and the target; labels if it has one dimension less than x, whole
-            numbers.
+        name: Name of the layer.
+        sources: x and the target; integer labels if it has one dimension less than x.
         function: One of `FUNCTIONS`.
         argument: beta of "smooth_l1", delta of "huber".
-        mean: Over the places of a sample; or the sum.
-        dim: The dimension of x that labels choose from.
+        mean: Whether to take the mean over the elements of a sample instead of the sum.
+        dim: The class dimension of x, for labels.
     """
     x, target = sources
     labels = target.is_integer and len(target.shape) < len(x.shape)
@@ -153,17 +126,17 @@ def elementwise_loss_layer(
 
 
 def per_sample(losses: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all but the batch: (batch,)."""
+    """Return the sum over all dimensions but the batch: (batch,)."""
     return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
 
 
-def one_of(labels: torch.Tensor, part: Region, *, dim: int) -> torch.Tensor:
-    """Return, for a part of the scores, where the label's class is.
+def one_hot(labels: torch.Tensor, part: Region, *, dim: int) -> torch.Tensor:
+    """Return where the label's class is, for a part of the scores.
 
     Args:
         labels: (batch, *positions).
-        part: Of the scores.
-        dim: That of the classes, the batch not counted.
+        part: Region of the scores.
+        dim: The class dimension, the batch not counted.
     """
     start, stop = part.intervals[dim]
     classes = torch.arange(start, stop, device=labels.device)
@@ -171,9 +144,12 @@ def one_of(labels: torch.Tensor, part: Region, *, dim: int) -> torch.Tensor:
     return labels.unsqueeze(dim + 1) == classes
 
 
+# --- cross-entropy ---
+
+
 @final
 class ClassSumParts(PartialSums):
-    """Any box of the scores gives a summand of the sums at its positions."""
+    """Any box of the scores contributes a summand to the sums at its positions."""
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -205,22 +181,28 @@ class ClassSumParts(PartialSums):
         scores, labels, *maximum = inputs
         scores = scores - maximum[0] if maximum else scores
         if layer.options["soft"]:
-            wanted, weight = (labels * scores).sum(dim + 1), labels.sum(dim + 1)
+            expected, weight = (labels * scores).sum(dim + 1), labels.sum(dim + 1)
         else:
-            wanted, weight = _picked(scores, labels, part, dim=dim)
+            expected, weight = _label_scores(scores, labels, part, dim=dim)
         smoothing = layer.number("smoothing")
         if smoothing:
             share = smoothing / layer.input_shapes[0][dim]
-            wanted = (1 - smoothing) * wanted + share * scores.sum(dim + 1)
+            expected = (1 - smoothing) * expected + share * scores.sum(dim + 1)
             weight = (1 - smoothing) * weight + share * scores.shape[dim + 1]
         total = scores.exp().sum(dim + 1) if maximum else torch.zeros_like(weight)
-        return torch.stack([total, wanted, weight], dim + 1)
+        return torch.stack([total, expected, weight], dim + 1)
 
 
 @final
 class ClassSums(SumOfParts):
-    """Sums over classes that the cross-entropy is a function of."""
+    """Sums over classes from which the cross-entropy follows."""
 
+    # inputs    scores; labels (integers without dimension `dim`, or probabilities of the scores'
+    #           shape); maximum of the scores over `dim`, with extent 1, or absent
+    # options   dim; smoothing; soft: whether labels are probabilities
+    # output    extent 3 in `dim`: sums of exp(s), of q s, of q, where s = score - maximum and q is
+    #           the label's distribution; without a maximum, scores are log-probabilities and the
+    #           first sum is 0
     name: ClassVar[str] = "class_sums"
     partial: ClassVar[PartialSums | None] = ClassSumParts()
 
@@ -230,7 +212,7 @@ class ClassSums(SumOfParts):
         return tuple(Cut(d) for d in range(len(layer.shape)) if d != dim)
 
     @override
-    def taken_over(self, layer: Layer, output: Region) -> Region:
+    def reduced_region(self, layer: Layer, output: Region) -> Region:
         return _all_classes(layer, output)
 
     @override
@@ -241,7 +223,7 @@ class ClassSums(SumOfParts):
 
 @final
 class CrossEntropyParts(PartialSums):
-    """Positions are summands; how many labels count is known from all labels."""
+    """Positions are summands; each part reads all labels, to know how many count."""
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -262,15 +244,15 @@ class CrossEntropyParts(PartialSums):
         step: Step,
     ) -> torch.Tensor:
         dim = layer.integer("dim")
-        total, wanted, weight = inputs[0].unbind(dim + 1)
-        losses = -wanted if layer.options["normalised"] else weight * total.log() - wanted
+        total, expected, weight = inputs[0].unbind(dim + 1)
+        losses = -expected if layer.options["normalised"] else weight * total.log() - expected
         n_positions = math.prod(layer.input_shapes[0]) // layer.input_shapes[0][dim]
         factor = 1.0 / n_positions
         if not layer.options["soft"]:
             labels = inputs[1]
             counts = labels != layer.integer("ignore")
-            here = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
-            losses = losses * counts[(slice(None), *here.slices)]
+            positions = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
+            losses = losses * counts[(slice(None), *positions.slices)]
             factor = labels.shape[0] / max(1, int(counts.sum()))
         return per_sample(losses) * (factor if layer.options["mean"] else 1.0)
 
@@ -279,6 +261,9 @@ class CrossEntropyParts(PartialSums):
 class CrossEntropy(SumOfParts):
     """The loss of each sample, from its class sums."""
 
+    # inputs    class sums; labels, if they are not probabilities
+    # options   dim; ignore: the label that does not count; mean: over the labels that count, or
+    #           the sum over positions; soft: as above; normalised: scores are log-probabilities
     name: ClassVar[str] = "cross_entropy"
     partial: ClassVar[PartialSums | None] = CrossEntropyParts()
 
@@ -301,14 +286,14 @@ def cross_entropy_layers(
     """Return the layers of a cross-entropy; the last one's output is () per sample.
 
     Args:
-        name: Of the last one.
-        sources: Scores, and labels (whole numbers without dimension `dim`) or
-            probabilities (of the scores' shape).
-        dim: That of the classes, the batch not counted.
-        smoothing: How much of the label's weight goes to all classes alike.
-        ignore: The label that counts for nothing.
-        mean: Over the labels that count, or the sum over positions.
-        normalised: Whether scores are logarithms of probabilities (torch's nll_loss).
+        name: Name of the last layer.
+        sources: Scores, and labels (integers, without dimension `dim`) or probabilities (of the
+            scores' shape).
+        dim: The class dimension, the batch not counted.
+        smoothing: Share of the label's weight that is spread over all classes.
+        ignore: The label that does not count.
+        mean: Whether to take the mean over the labels that count instead of the sum over positions.
+        normalised: Whether scores are log-probabilities (torch's nll_loss).
     """
     scores, labels = sources
     soft = not labels.is_integer
@@ -339,13 +324,11 @@ def cross_entropy_layers(
     return [sums, loss] if normalised else [maximum, sums, loss]
 
 
-def _picked(
+def _label_scores(
     scores: torch.Tensor, labels: torch.Tensor, part: Region, *, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the score of the label where its class is in the part, and 1 there.
-
-    No product with zeros: scores of classes that are ruled out may be -inf.
-    """
+    # Scores of the labels whose class is in the part, and 1 there.
+    # No product with zeros: scores of excluded classes may be -inf.
     start, stop = part.intervals[dim]
     inside = (labels >= start) & (labels < stop)
     index = (labels - start).clamp(0, stop - start - 1).unsqueeze(dim + 1)

@@ -1,15 +1,14 @@
-"""BatchNorm and its kin as layers: statistics, then their use.
+"""Normalization as layers: statistics, then their use.
 
-    batch_norm_layers      over samples and space; running statistics
+    batch_norm_layers      over samples and space, with running statistics
     layer_norm_layers      over the last dimensions of each sample
-    rms_norm_layers        the same, without a mean
+    rms_norm_layers        over the last dimensions of each sample, without a mean
     group_norm_layers      over groups of channels, and space, of each sample
     instance_norm_layers   over space of each sample and channel
 
-Statistics are a mean, then a mean of squares around it: two sums over what may be
-split, never the difference of two large numbers. The last layer has the name given;
-`tensors` are by torch's words, and each may be absent: weight, bias, running_mean,
-running_var. A module's num_batches_tracked is not counted on.
+Statistics are a mean, then a mean of squares around it: two sums that can be split, never the
+difference of two large numbers. The last layer has the given name; `tensors` are by torch's
+names (weight, bias, running_mean, running_var), each optional.
 """
 
 import math
@@ -27,33 +26,17 @@ from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Region
 
 
-# Normalisation by statistics: BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm.
-#
-#     kind      "normalise": (x - mean) / sqrt(variance + epsilon) * weight + bias
-#     inputs    (x, mean, variance), (x, mean square), or (x,); statistics broadcast
-#     tensors   weight, bias, running_mean, running_var (trains=False); each may be absent
-#     options   epsilon
-#               dims: the dimensions of x that the tensors' dimensions are
-#               n_places: if above 0, the variance is one of samples times so many places,
-#               unbiased, and what is divided by is the biased one
-#
-#     kind      "running_average": (1 - momentum) * running + momentum * statistic
-#     inputs    statistic (batch of one); then another "running_average" of the same
-#               tensor, or absent: what is running by then, where a module is called again
-#     tensors   running (trains=False)
-#     options   momentum
-#
-# With running tensors and inputs, "normalise" uses the inputs in a training step and the
-# running tensors otherwise; with (x,) alone always the running tensors. New running
-# statistics leave the graph as layers of kind "running_average", which nobody reads:
-# `running_averages(graph)` says which tensor each replaces. The composites are in
-# `norm_layers`.
-
-
 @final
 class Normalize(Operator):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
 
+    # inputs    (x, mean, variance), (x, mean square) or (x,); statistics broadcast
+    # tensors   weight, bias, running_mean, running_var (trains=False); each optional
+    # options   epsilon; dims: the dimensions of x that the tensors' dimensions are
+    #           n_places: if above 0, the variance is the unbiased one of samples times so many
+    #           elements, and x is divided by the biased one
+    # With running tensors and statistics as inputs, training uses the inputs and inference the
+    # running tensors; with x alone, both use the running tensors.
     name: ClassVar[str] = "normalise"
 
     @override
@@ -81,7 +64,7 @@ class Normalize(Operator):
     ) -> torch.Tensor:
         x, *statistics = inputs
         dims = layer.integers("dims")
-        own = {word: _spread(value, dims, x) for word, value in tensors.items()}
+        own = {name: _broadcastable(value, dims, x) for name, value in tensors.items()}
         if "running_var" in own and not (step.training and statistics):
             statistics = [own["running_mean"], own["running_var"]]
         elif layer.integer("n_places"):
@@ -99,8 +82,12 @@ class Normalize(Operator):
 
 @final
 class RunningAverage(Operator):
-    """The running statistic after this step: unchanged unless it is for training."""
+    """(1 - momentum) * running + momentum * statistic in training, else unchanged."""
 
+    # inputs    statistic (batch of one); optionally the running average so far, where a module
+    #           is called again
+    # tensors   running (trains=False)
+    # No layer reads it: `running_averages` tells which tensor it replaces.
     name: ClassVar[str] = "running_average"
 
     @override
@@ -140,10 +127,10 @@ class RunningAverage(Operator):
 
 
 def running_averages(graph: LayerGraph) -> dict[str, str]:
-    """Return, by the tensor that a training step replaces, the layer that gives it.
+    """Return, for each tensor that a training step replaces, the layer that computes it.
 
-    The last one, if a module is called several times. The layer's output has a batch of
-    one before the tensor's shape.
+    If a module is called several times, that is the last layer. Its output has a batch of one
+    before the tensor's shape.
     """
     return {
         layer.tensors["running"].name: layer.name
@@ -152,8 +139,7 @@ def running_averages(graph: LayerGraph) -> dict[str, str]:
     }
 
 
-def _spread(value: torch.Tensor, dims: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose dimensions are these of x as one that broadcasts."""
+def _broadcastable(value: torch.Tensor, dims: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     shape = [1] * x.dim()
     for dim, extent in zip(dims, value.shape, strict=True):
         shape[dim + 1] = extent
@@ -176,21 +162,21 @@ def batch_norm_layers(
     """Return the layers of a BatchNorm over (channels, *space).
 
     Args:
-        name: Of the last but its running averages, which come before it.
-        source: What it reads.
-        tensors: weight and bias; running_mean and running_var, unless they are not
-            kept, and statistics are the batch's even when not training.
+        name: Name of the last layer; the running averages come before it.
+        source: The layer it reads.
+        tensors: weight and bias; running_mean and running_var, unless they are not kept and the
+            batch's statistics are used in inference too.
         epsilon: Added to the variance.
-        momentum: Of the running statistics.
-        before: By their words, the layers that have replaced them already in this
-            forward, which calls the module several times.
+        momentum: Momentum of the running statistics.
+        before: By name, the layers that have replaced running statistics already in this forward,
+            which calls the module several times.
         frozen: Whether to use the running statistics in training too, unchanged.
 
     Raises:
         GraphError: momentum is None, torch's plain average over all steps.
     """
     if frozen:
-        return [_normalise(name, [source], epsilon=epsilon, tensors=tensors, dims=[0])]
+        return [_normalize(name, [source], epsilon=epsilon, tensors=tensors, dims=[0])]
     space = range(1, len(source.shape))
     mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=space, batch=True)
     variance = reduction_layer(
@@ -202,28 +188,28 @@ def batch_norm_layers(
         correction=1,
     )
     layers = [mean, variance]
-    for statistic, word in ((mean, "running_mean"), (variance, "running_var")):
-        if word not in tensors:
+    for statistic, key in ((mean, "running_mean"), (variance, "running_var")):
+        if key not in tensors:
             continue
         if momentum is None:
             raise GraphError(
                 f"{name!r} averages its statistics over all steps (momentum=None), "
-                "which is not supported: use a number, 0.1 say"
+                "which is not supported: use a number such as 0.1"
             )
-        former = (before or {}).get(word)
+        former = (before or {}).get(key)
         reads = [statistic] if former is None else [statistic, former]
         layers.append(
             Layer(
-                name=f"{name}.{word}",
+                name=f"{name}.{key}",
                 kind=RunningAverage.name,
                 inputs=tuple(layer.name for layer in reads),
                 input_shapes=tuple(layer.shape for layer in reads),
                 shape=source.shape[:1],
                 options={"momentum": momentum},
-                tensors={"running": tensors[word]},
+                tensors={"running": tensors[key]},
             )
         )
-    norm = _normalise(
+    norm = _normalize(
         name,
         [source, mean, variance],
         epsilon=epsilon,
@@ -237,7 +223,6 @@ def batch_norm_layers(
 def layer_norm_layers(
     name: str, source: Layer, *, n_dims: int, tensors: Uses, epsilon: float
 ) -> list[Layer]:
-    """Return the layers of a LayerNorm over the last `n_dims` dimensions."""
     dims = range(len(source.shape) - n_dims, len(source.shape))
     return _per_sample(name, source, over=dims, tensors=tensors, epsilon=epsilon)
 
@@ -245,10 +230,9 @@ def layer_norm_layers(
 def rms_norm_layers(
     name: str, source: Layer, *, n_dims: int, tensors: Uses, epsilon: float
 ) -> list[Layer]:
-    """Return the layers of an RMSNorm over the last `n_dims` dimensions."""
     dims = range(len(source.shape) - n_dims, len(source.shape))
     power = reduction_layer(f"{name}.mean_square", [source], function="mean_square", dims=dims)
-    norm = _normalise(name, [source, power], epsilon=epsilon, tensors=tensors, dims=dims)
+    norm = _normalize(name, [source, power], epsilon=epsilon, tensors=tensors, dims=dims)
     return [power, norm]
 
 
@@ -257,14 +241,13 @@ def instance_norm_layers(name: str, source: Layer, *, tensors: Uses, epsilon: fl
     space = range(1, len(source.shape))
     mean, variance, _ = _per_sample(name, source, over=space, tensors={}, epsilon=epsilon)
     sources = [source, mean, variance]
-    norm = _normalise(name, sources, epsilon=epsilon, tensors=tensors, dims=[0])
+    norm = _normalize(name, sources, epsilon=epsilon, tensors=tensors, dims=[0])
     return [mean, variance, norm]
 
 
 def group_norm_layers(
     name: str, source: Layer, *, n_groups: int, tensors: Uses, epsilon: float
 ) -> list[Layer]:
-    """Return the layers of a GroupNorm over (channels, *space)."""
     n_channels, *space = source.shape
     grouped = reshape_layer(
         f"{name}.groups", source, shape=(n_groups, n_channels // n_groups, *space)
@@ -272,7 +255,7 @@ def group_norm_layers(
     dims = range(1, len(grouped.shape))
     inner = _per_sample(f"{name}.normal", grouped, over=dims, tensors={}, epsilon=epsilon)
     back = reshape_layer(f"{name}.channels", inner[-1], shape=source.shape)
-    affine = _normalise(name, [back], epsilon=epsilon, tensors=tensors, dims=[0])
+    affine = _normalize(name, [back], epsilon=epsilon, tensors=tensors, dims=[0])
     return [grouped, *inner, back, affine]
 
 
@@ -282,11 +265,11 @@ def _per_sample(
     mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=over)
     variance = reduction_layer(f"{name}.variance", [source, mean], function="variance", dims=over)
     sources = [source, mean, variance]
-    norm = _normalise(name, sources, epsilon=epsilon, tensors=tensors, dims=over)
+    norm = _normalize(name, sources, epsilon=epsilon, tensors=tensors, dims=over)
     return [mean, variance, norm]
 
 
-def _normalise(
+def _normalize(
     name: str,
     sources: Sequence[Layer],
     *,

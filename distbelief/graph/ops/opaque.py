@@ -1,17 +1,8 @@
-"""A module that is not split: one machine calls it.
+"""The operator of modules that cannot be split: one rank calls the module.
 
-    kind      "whole"
-    inputs    what its forward takes, in order, each with the batch first
-    tensors   its parameters and buffers, by their names in the module
-    options   module: its path in the model; key of `StepTime.modules`
-              output: which of several outputs; absent or () if it returns one tensor;
-              (1, 0) is the first of the second
-              operations: floating point operations of its forward pass for a sample;
-              absent for two per element of its tensors
-
-The module's own tensors are not read: all come as `tensors`, so it may lie on torch's
-meta device. What it does to its buffers is lost. It is called with random numbers of
-the step's seed, so that whoever computes it again gets the same.
+The module's own tensors are not read: all come as the layer's tensors, so it may lie on torch's
+meta device. Changes of its buffers are lost. It runs with random numbers of the step's seed, so
+that a repeated step gives the same result.
 """
 
 import hashlib
@@ -29,8 +20,14 @@ from distbelief.graph.region import Region
 
 @final
 class Opaque(Operator):
-    """What the forward of a module returns."""
+    """The output of a module's forward."""
 
+    # inputs    the arguments of its forward, in order, each with the batch first
+    # tensors   its parameters and buffers, by their names in the module
+    # options   module: its path in the model, a key of `Step.modules`
+    #           output: the index of one of several outputs; (1, 0) is the first of the second
+    #           operations: floating point operations of its forward pass per sample; if absent,
+    #           two per element of its tensors
     name: ClassVar[str] = "whole"
 
     @override
@@ -65,8 +62,8 @@ class Opaque(Operator):
         path = layer.text("module")
         if path not in step.modules:
             raise GraphError(
-                f"{layer.name!r} is computed whole by the module {path!r}, which is "
-                "not among the step's modules: give it in Step.modules"
+                f"{layer.name!r} is opaque, but its module {path!r} is not given: add it "
+                "to Step.modules"
             )
         module = step.modules[path]
         if module.training != step.training:
@@ -96,6 +93,6 @@ def _chosen(layer: Layer, result: object) -> torch.Tensor:
     if not isinstance(result, torch.Tensor):
         raise GraphError(
             f"the module of {layer.name!r} returns a {type(result).__name__}, not a "
-            "tensor: say by the option `output` which of its outputs is meant"
+            "tensor: select one of its outputs with the option `output`"
         )
     return result

@@ -1,16 +1,7 @@
-"""Numbers compared, and chosen by that: masks, `where`, `masked_fill`.
+"""Elementwise operators: functions, sums, comparisons and selection by a mask.
 
-    kind      "comparison": 1 where it is true, 0 elsewhere
-    options   function: one of `COMPARISONS`, of the inputs; argument: a number in the
-              place of the second
-
-    kind      "where": the second input where the first is not 0, the third elsewhere
-    options   yes, no: a number in the place of one of them
-
-What is true is a number, of the type of what is compared: so it can be sent, and
-multiplied, like others. It has no gradient; what is chosen has.
-
-Inputs broadcast to the output's shape; a region needs the same region of each.
+Inputs broadcast to the output's shape as in torch, aligned at the last dimension; statistics have
+a batch of one and broadcast over samples too. A region needs the same region of each input.
 """
 
 import operator
@@ -26,16 +17,6 @@ from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Operator, Step, Work
 from distbelief.graph.region import Region, Shape
 
-
-# Functions of one number at a time, or of numbers at one place: relu, sums.
-#
-#     kind      "pointwise"
-#     options   function: one of `UNARY`, `PARAMETRIC`, `SEVERAL`; argument: its
-#               parameter, if it has one
-#
-# Inputs broadcast to the output's shape, as in torch, if their last dimensions are lined
-# up (samples of the batch too: statistics have a batch of one). A region needs the same
-# region of each.
 
 Unary = Callable[[torch.Tensor], torch.Tensor]
 Parametric = Callable[[torch.Tensor, float], torch.Tensor]
@@ -100,8 +81,9 @@ SEVERAL: Final[Mapping[str, Binary]] = {
 
 @final
 class Pointwise(Operator):
-    """output = function(inputs), place by place."""
+    """output = function(inputs), elementwise."""
 
+    # options   function: one of UNARY, PARAMETRIC, SEVERAL; argument: its parameter, if any
     name: ClassVar[str] = "pointwise"
 
     @override
@@ -129,13 +111,13 @@ class Pointwise(Operator):
         if function in PARAMETRIC:
             return PARAMETRIC[function](inputs[0], layer.number("argument"))
         if function not in SEVERAL:
-            raise ValueError(f"{layer.name!r} has no function {function!r}")
-        alike = [lined_up(value, len(layer.shape)) for value in inputs]
-        return reduce(SEVERAL[function], alike)
+            raise ValueError(f"{layer.name!r} has an unknown function {function!r}")
+        operands = [aligned(value, len(layer.shape)) for value in inputs]
+        return reduce(SEVERAL[function], operands)
 
 
 def broadcast(output: Region, shape: Shape) -> Region:
-    """Return what `output` needs of an input of this shape that broadcasts to it."""
+    """Return the region of an input of this shape that `output` needs when it broadcasts."""
     last = output.intervals[len(output.intervals) - len(shape) :]
     return Region(
         tuple(
@@ -145,10 +127,10 @@ def broadcast(output: Region, shape: Shape) -> Region:
     )
 
 
-def lined_up(value: torch.Tensor, n_dims: int) -> torch.Tensor:
-    """Return (batch, *shape) with dimensions of extent 1 before those of its shape.
+def aligned(value: torch.Tensor, n_dims: int) -> torch.Tensor:
+    """Return (batch, *shape) with dimensions of extent 1 inserted after the batch.
 
-    Without them torch would line up the batch with a dimension of a longer shape.
+    Without them torch would align the batch with a dimension of a longer shape.
     """
     missing = n_dims + 1 - value.dim()
     return value.view(value.shape[0], *(1,) * missing, *value.shape[1:])
@@ -171,8 +153,10 @@ COMPARISONS: Final[Mapping[str, Comparison]] = {
 
 @final
 class Compare(Operator):
-    """output = function(inputs), 1 or 0, place by place."""
+    """output = comparison of the inputs, 1 or 0, elementwise."""
 
+    # options   function: one of COMPARISONS; argument: a number in place of the second input
+    # The result is a float, so that it can be sent and multiplied; it has no gradient.
     name: ClassVar[str] = "comparison"
 
     @override
@@ -194,7 +178,7 @@ class Compare(Operator):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        one, *others = (lined_up(value, len(layer.shape)) for value in inputs)
+        one, *others = (aligned(value, len(layer.shape)) for value in inputs)
         other = others[0] if others else layer.number("argument")
         found = COMPARISONS[layer.text("function")](one.detach(), other)
         types = (value.dtype for value in inputs if value.is_floating_point())
@@ -203,8 +187,9 @@ class Compare(Operator):
 
 @final
 class Where(Operator):
-    """output = one of two, as a mask says, place by place."""
+    """output = the second input where the first is not 0, else the third."""
 
+    # options   yes, no: a number in place of the second or third input
     name: ClassVar[str] = "where"
 
     @override
@@ -225,9 +210,9 @@ class Where(Operator):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        mask, *given = (lined_up(value, len(layer.shape)) for value in inputs)
+        mask, *given = (aligned(value, len(layer.shape)) for value in inputs)
         values = iter(given)
         yes, no = (
-            layer.number(word) if word in layer.options else next(values) for word in ("yes", "no")
+            layer.number(key) if key in layer.options else next(values) for key in ("yes", "no")
         )
         return torch.where(mask != 0, yes, no)

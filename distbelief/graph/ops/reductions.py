@@ -1,10 +1,9 @@
-"""Softmax and its logarithm, over a dimension that may be split.
+"""Reductions over dimensions (sum, mean, variance, maximum), and softmax.
 
-kind      "softmax": exp(x - maximum) / sum, or its logarithm
-inputs    x, maximum, sum of exp(x - maximum); these two broadcast against x
-options   log: whether the logarithm is wanted
-
-softmax_layers(name, source, *, dim, log=False)    maximum, sum_exp, softmax
+All can be split over the dimensions that they reduce, as partial sums. A reduction over the batch
+gives one sample, (1, *shape), that broadcasts: the batch is never split over ranks. A maximum
+with a gradient is not split over the dimensions that it reduces: it would be unclear which of
+several equal values gets the gradient.
 """
 
 import math
@@ -21,24 +20,21 @@ from distbelief.graph.ops.pointwise import broadcast
 from distbelief.graph.region import Region, Shape
 
 
-# Kinds whose output is one part of itself: the part that is taken over everything.
-#
-# What such a kind computes stands once, in its `partial`; the kind adds which region of
-# the first input a region of the output is taken over, and what it costs.
-
-
 class SumOfParts(Operator, ABC):
-    """A kind that computes an output as its `partial` does the largest part."""
+    """Base of operators that compute an output as one partial sum over all of the input.
 
-    def taken_over(self, layer: Layer, output: Region) -> Region:
-        """Return the region of the first input: all of it, unless a kind knows less."""
+    The computation stands once, in `partial`; a subclass adds the region it reduces, and the cost.
+    """
+
+    def reduced_region(self, layer: Layer, output: Region) -> Region:
+        """Return the region of the first input that `output` reduces; by default all of it."""
         del output
         return Region.of(*layer.input_shapes[0])
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         assert self.partial is not None
-        return self.partial.reads(layer, self.taken_over(layer, output))
+        return self.partial.reads(layer, self.reduced_region(layer, output))
 
     @override
     def compute(
@@ -50,38 +46,16 @@ class SumOfParts(Operator, ABC):
         step: Step,
     ) -> torch.Tensor:
         assert self.partial is not None
-        part = self.taken_over(layer, output)
+        part = self.reduced_region(layer, output)
         return self.partial.compute(layer, part, inputs, tensors, step)
 
-
-# Sums, means and maxima over dimensions: what is partial, combined, then used.
-#
-#     kind      "reduction"
-#     inputs    x, and for some functions a statistic that broadcasts against x
-#     options   function: one of `FUNCTIONS`
-#                 "sum"  "mean"  "mean_square"         of x
-#                 "variance"   mean of (x - mean)^2    inputs x, mean
-#                 "sum_exp"    sum of exp(x - maximum) inputs x, maximum
-#               dims: which dimensions of x, without the batch, from 0
-#               keep: whether they stay, with extent 1
-#               batch: whether the samples of the batch are summed over as well
-#               correction: what is taken from the count of a mean (1 in a "variance"
-#               that is unbiased, 0 elsewhere)
-#
-#     kind      "maximum"
-#     inputs    x
-#     options   dims, keep; gradient: whether it has one (softmax needs none)
-#
-# A reduction over the batch gives one sample, (1, *shape), that broadcasts: the batch is
-# never split over machines, so nothing else is needed for it. A maximum with a gradient
-# is not split over what it is taken over: of equal values it would be unclear which.
 
 FUNCTIONS: Final = frozenset({"sum", "mean", "mean_square", "variance", "sum_exp"})
 
 
 @final
 class ReducedParts(PartialSums):
-    """Any box of x gives a summand of what is kept of it."""
+    """Any box of x contributes a summand to the region that it reduces to."""
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
@@ -115,17 +89,26 @@ class ReducedParts(PartialSums):
             case "sum_exp":
                 summands = (x - inputs[1]).exp()
             case function:
-                raise ValueError(f"{layer.name!r} has no function {function!r}")
+                raise ValueError(f"{layer.name!r} has an unknown function {function!r}")
         batch = (0,) if layer.options["batch"] else ()
         dims = (*batch, *_dims(layer))
         total = summands.sum(dims, keepdim=True) if dims else summands
-        return _dropped(layer, total) / _divisor(layer, x.shape[0])
+        return _without_dims(layer, total) / _divisor(layer, x.shape[0])
 
 
 @final
 class Reduction(SumOfParts):
     """Sums and means over some dimensions."""
 
+    # inputs    x, and for some functions a statistic that broadcasts against x
+    # options   function: one of FUNCTIONS
+    #             "sum"  "mean"  "mean_square"         of x
+    #             "variance"   mean of (x - mean)^2    inputs x, mean
+    #             "sum_exp"    sum of exp(x - maximum) inputs x, maximum
+    #           dims: dimensions of x, without the batch, from 0
+    #           keep: whether they stay, with extent 1
+    #           batch: whether samples are summed over too
+    #           correction: subtracted from the count of a mean (1 in an unbiased "variance")
     name: ClassVar[str] = "reduction"
     partial: ClassVar[PartialSums | None] = ReducedParts()
 
@@ -134,8 +117,8 @@ class Reduction(SumOfParts):
         return bool(layer.options["batch"])
 
     @override
-    def taken_over(self, layer: Layer, output: Region) -> Region:
-        return _read(layer, output)
+    def reduced_region(self, layer: Layer, output: Region) -> Region:
+        return _reduced_box(layer, output)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -144,7 +127,7 @@ class Reduction(SumOfParts):
 
 @final
 class MaximumParts(PartialSums):
-    """The largest of each part, unless one of several equals has to be told apart."""
+    """The largest value of each part; a maximum with a gradient is not split over `dims`."""
 
     combine: ClassVar[Combine] = "max"
 
@@ -170,19 +153,20 @@ class MaximumParts(PartialSums):
     ) -> torch.Tensor:
         x = inputs[0] if layer.options["gradient"] else inputs[0].detach()
         dims = _dims(layer)
-        return _dropped(layer, x.amax(dims, keepdim=True) if dims else x)
+        return _without_dims(layer, x.amax(dims, keepdim=True) if dims else x)
 
 
 @final
 class Maximum(SumOfParts):
-    """The largest element over some dimensions; equals share its gradient."""
+    """The largest element over some dimensions; equal values share its gradient."""
 
+    # options   dims, keep; gradient: whether it has one (softmax needs none)
     name: ClassVar[str] = "maximum"
     partial: ClassVar[PartialSums | None] = MaximumParts()
 
     @override
-    def taken_over(self, layer: Layer, output: Region) -> Region:
-        return _read(layer, output)
+    def reduced_region(self, layer: Layer, output: Region) -> Region:
+        return _reduced_box(layer, output)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -199,16 +183,16 @@ def reduction_layer(
     batch: bool = False,
     correction: int = 0,
 ) -> Layer:
-    """Return a layer of kind "reduction", or "maximum" without a gradient.
+    """Return a layer "reduction", or "maximum" without a gradient.
 
     Args:
-        name: Of the layer.
+        name: Name of the layer.
         sources: x, and the statistic that the function needs.
         function: One of `FUNCTIONS`, or "maximum".
-        dims: Which dimensions of x, without the batch, from 0.
+        dims: Dimensions of x to reduce, without the batch, from 0.
         keep: Whether they stay, with extent 1.
-        batch: Whether to sum over samples as well.
-        correction: What is taken from the count in a variance.
+        batch: Whether to sum over samples too.
+        correction: Subtracted from the count in a variance.
     """
     shape = sources[0].shape
     options: dict[str, Option] = {"dims": tuple(dims), "keep": keep}
@@ -227,14 +211,14 @@ def reduction_layer(
 
 
 def reduced(shape: Shape, dims: Sequence[int], *, keep: bool) -> Shape:
-    """Return the shape that is left of `shape`."""
+    """Return the shape after a reduction over `dims`."""
     return tuple(
         1 if dim in dims else extent for dim, extent in enumerate(shape) if keep or dim not in dims
     )
 
 
 def kept(layer: Layer, part: Region) -> Region:
-    """Return the region of the output that `part` of x belongs to."""
+    """Return the region of the output to which `part` of x contributes."""
     dims = layer.integers("dims")
     keep = bool(layer.options["keep"])
     return Region(
@@ -246,8 +230,7 @@ def kept(layer: Layer, part: Region) -> Region:
     )
 
 
-def _read(layer: Layer, output: Region) -> Region:
-    """Return what of x a region of the output is taken over."""
+def _reduced_box(layer: Layer, output: Region) -> Region:
     dims = layer.integers("dims")
     left = iter(output)
     intervals = []
@@ -262,12 +245,11 @@ def _read(layer: Layer, output: Region) -> Region:
 
 
 def _dims(layer: Layer) -> Shape:
-    """Return over which dimensions of a tensor with a batch it is taken."""
+    # Counted with the batch.
     return tuple(dim + 1 for dim in layer.integers("dims"))
 
 
-def _dropped(layer: Layer, total: torch.Tensor) -> torch.Tensor:
-    """Return it without the dimensions of extent 1 that are not kept."""
+def _without_dims(layer: Layer, total: torch.Tensor) -> torch.Tensor:
     return total if layer.options["keep"] else total.squeeze(_dims(layer))
 
 
@@ -282,7 +264,7 @@ def _divisor(layer: Layer, n_samples: int) -> float:
 
 
 def _work(layer: Layer, output: Region) -> Work:
-    n = float(_read(layer, output).n_elements)
+    n = float(_reduced_box(layer, output).n_elements)
     return Work(forward=n * len(layer.inputs), backward=n * len(layer.inputs), n_elements=n)
 
 
@@ -290,6 +272,8 @@ def _work(layer: Layer, output: Region) -> Work:
 class Softmax(Operator):
     """exp(x - maximum) / sum of the same, or its logarithm."""
 
+    # inputs    x, maximum, sum of exp(x - maximum); the last two broadcast against x
+    # options   log: whether to return the logarithm
     name: ClassVar[str] = "softmax"
 
     @override

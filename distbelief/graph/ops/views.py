@@ -1,11 +1,4 @@
-"""Layers put side by side.
-
-kind      "cat"
-inputs    any number; their extents differ in dimension `dim` only
-options   dim: without the batch, from 0
-
-stack_layers(name, sources, *, dim)     reshapes, then cat
-"""
+"""Views and moves of elements: permute, slice, expand, pad, reshape, concatenate, parameters."""
 
 import math
 from collections.abc import Mapping, Sequence, Set as AbstractSet
@@ -23,26 +16,11 @@ from distbelief.graph.ops.pointwise import broadcast
 from distbelief.graph.region import Interval, Region, Shape
 
 
-# Elements at other places: permuted, sliced, repeated, padded.
-#
-# kind      "permute"
-# options   dims: of x without the batch, as in torch.permute
-#
-# kind      "slice": x[start : : step] in each dimension, as long as the shape says
-# options   starts, steps: a number per dimension, steps >= 1
-#           (select, narrow, chunk, split: a slice, and a reshape to drop a dimension)
-#
-# kind      "expand": extents of 1 repeated
-# options   none: the shapes say it all (equal number of dimensions)
-#
-# kind      "pad": a number around
-# options   before, after: a number >= 0 per dimension; value
-
-
 @final
 class Permute(Operator):
     """Dimensions in another order."""
 
+    # options   dims: of x without the batch, as in torch.permute
     name: ClassVar[str] = "permute"
 
     @override
@@ -68,8 +46,10 @@ class Permute(Operator):
 
 @final
 class Slice(Operator):
-    """Every step-th element from some start."""
+    """x[start::step] in each dimension, as long as the shape says."""
 
+    # options   starts, steps: a number per dimension, steps >= 1
+    # select, narrow, chunk and split are a slice, and a reshape to drop a dimension.
     name: ClassVar[str] = "slice"
 
     @override
@@ -101,7 +81,7 @@ class Slice(Operator):
 
 @final
 class Expand(Operator):
-    """One element in many places."""
+    """Dimensions of extent 1 repeated to the output's shape."""
 
     name: ClassVar[str] = "expand"
 
@@ -127,8 +107,9 @@ class Expand(Operator):
 
 @final
 class Pad(Operator):
-    """The input with a number around it."""
+    """The input with a constant around it."""
 
+    # options   before, after: a number >= 0 per dimension; value
     name: ClassVar[str] = "pad"
 
     @override
@@ -165,22 +146,13 @@ class Pad(Operator):
         return functional.pad(inputs[0], pads, value=layer.number("value"))
 
 
-# A tensor of the model as a layer: position embeddings, class tokens, scales.
-#
-#     kind      "parameter"
-#     inputs    none
-#     tensors   value: of the layer's shape, or with a dimension of extent 1 before it,
-#               which is then the batch (position embeddings are often kept so)
-#     options   none
-#
-# Its output does not depend on the sample, so its batch has one sample, (1, *shape),
-# which broadcasts against the batches of others.
-
-
 @final
 class Parameter(Operator):
-    """output = the tensor."""
+    """A tensor of the model as a layer: position embeddings, class tokens, scales."""
 
+    # tensors   value: of the layer's shape, or with a dimension of extent 1 before it, which is
+    #           then the batch (as position embeddings often have)
+    # output    does not depend on the sample: (1, *shape), which broadcasts
     name: ClassVar[str] = "parameter"
 
     @override
@@ -217,47 +189,29 @@ def _has_batch(layer: Layer) -> bool:
     return len(layer.tensors["value"].shape) > len(layer.shape)
 
 
-# Another shape for the same elements in the same order: flatten, view, unflatten.
-#
-#     kind      "reshape"
-#     inputs    x
-#     options   none: the shapes say it all
-#
-# Dimensions are matched up in blocks with equal numbers of elements:
-#
-#     (16, 5, 5, 3) -> (400, 3)        blocks 16 5 5 -> 400, 3 -> 3
-#
-# Cuts of a block lie where both sides have a box: of 400 at multiples of 25, of
-# 400 -> (16, 25) in the first dimension only. Any other region works too, but reads a
-# box around what it needs.
-
-
 class Block(NamedTuple):
-    """Dimensions of the input, and of the output, that hold the same elements.
+    """Dimensions of the input and of the output that hold the same elements."""
 
-    Attributes:
-        before: Which dimensions of the input; none has extent 1.
-        after: Of the output, likewise.
-    """
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: tuple[int, ...]  # dimensions of the input, none of extent 1
+    after: tuple[int, ...]  # dimensions of the output, none of extent 1
 
 
 @final
 class Reshape(Operator):
-    """The same elements in row-major order."""
+    """The same elements in row-major order, in another shape."""
 
     name: ClassVar[str] = "reshape"
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        found = []
+        # Split where both sides of a block have a box: 400 <- (16, 5, 5) at multiples of 25,
+        # 400 -> (16, 25) in the first dimension only. Other regions read more than they need.
+        splits = []
         for before, after in blocks(layer.input_shapes[0], layer.shape):
-            behind = math.prod(layer.input_shapes[0][dim] for dim in before[1:])
-            inner = math.prod(layer.shape[dim] for dim in after[1:])
-            found.append(Cut(after[0], behind // math.gcd(behind, inner)))
-        return tuple(found)
+            inner_before = math.prod(layer.input_shapes[0][dim] for dim in before[1:])
+            inner_after = math.prod(layer.shape[dim] for dim in after[1:])
+            splits.append(Cut(after[0], inner_before // math.gcd(inner_before, inner_after)))
+        return tuple(splits)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
@@ -290,7 +244,7 @@ class Reshape(Operator):
         (read,) = self.reads(layer, output)
         tile = inputs[0]
         if read.n_elements != output.n_elements:
-            tile = _needed(layer, output, read, tile)
+            tile = _selected(layer, output, read, tile)
         return tile.reshape(tile.shape[0], *output.shape)
 
 
@@ -309,20 +263,22 @@ def reshape_layer(name: str, source: Layer, *, shape: Shape) -> Layer:
 def blocks(before: Shape, after: Shape) -> list[Block]:
     """Return the finest blocks of dimensions that hold the same elements.
 
+        (16, 5, 5, 3) -> (400, 3)        blocks 16 5 5 -> 400, 3 -> 3
+
     Raises:
-        GraphError: the shapes have different numbers of elements, or none.
+        GraphError: The shapes have different numbers of elements, or none.
     """
     if math.prod(before) != math.prod(after) or not math.prod(before):
         raise GraphError(
-            f"{list(before)} cannot be reshaped to {list(after)}: the elements are "
-            f"{math.prod(before)} and {math.prod(after)}"
+            f"{list(before)} cannot be reshaped to {list(after)}: they have "
+            f"{math.prod(before)} and {math.prod(after)} elements"
         )
     ends = set(accumulate(before, mul)) & set(accumulate(after, mul))
     return [Block(*pair) for pair in zip(_groups(before, ends), _groups(after, ends), strict=True)]
 
 
 def _groups(shape: Shape, ends: AbstractSet[int]) -> list[tuple[int, ...]]:
-    """Return the dimensions that end where the product of all so far is in `ends`."""
+    # Groups of dimensions that end where the product of all extents so far is in `ends`.
     groups: list[tuple[int, ...]] = []
     group: tuple[int, ...] = ()
     product = 1
@@ -338,7 +294,7 @@ def _groups(shape: Shape, ends: AbstractSet[int]) -> list[tuple[int, ...]]:
 
 
 def _span(shape: Shape, box: Sequence[Interval]) -> Interval:
-    """Return the smallest interval of row-major indices that holds a box."""
+    # The smallest interval of row-major indices that contains a box.
     first, last = 0, 0
     for extent, (start, stop) in zip(shape, box, strict=True):
         first = first * extent + start
@@ -347,7 +303,7 @@ def _span(shape: Shape, box: Sequence[Interval]) -> Interval:
 
 
 def _hull(shape: Shape, span: Interval) -> list[Interval]:
-    """Return the smallest box that holds an interval of row-major indices."""
+    # The smallest box that contains an interval of row-major indices.
     if not shape:
         return []
     inner = math.prod(shape[1:])
@@ -358,12 +314,12 @@ def _hull(shape: Shape, span: Interval) -> list[Interval]:
     return [(first, first + 1), *_hull(shape[1:], below)]
 
 
-def _needed(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> torch.Tensor:
-    """Return what `output` needs of a tile that holds more, (batch, n_elements)."""
+def _selected(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> torch.Tensor:
+    # What `output` needs of a tile that holds more: (batch, n_elements).
     flat = torch.zeros((), dtype=torch.int64, device=tile.device)
     for extent, (start, stop) in zip(layer.shape, output, strict=True):
-        places = torch.arange(start, stop, device=tile.device)
-        flat = flat.unsqueeze(-1) * extent + places
+        indices = torch.arange(start, stop, device=tile.device)
+        flat = flat.unsqueeze(-1) * extent + indices
     flat = flat.flatten()
     local, stride = torch.zeros_like(flat), 1
     for extent, (start, stop) in zip(
@@ -377,8 +333,10 @@ def _needed(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> t
 
 @final
 class Cat(Operator):
-    """One input after the other."""
+    """The inputs joined along a dimension."""
 
+    # inputs    any number; their extents differ in dimension `dim` only
+    # options   dim: without the batch, from 0
     name: ClassVar[str] = "cat"
 
     @override
@@ -408,8 +366,8 @@ class Cat(Operator):
         step: Step,
     ) -> torch.Tensor:
         n_samples = max(value.shape[0] for value in inputs)
-        alike = [value.expand(n_samples, *value.shape[1:]) for value in inputs]
-        return torch.cat(alike, dim=layer.integer("dim") + 1)
+        expanded = [value.expand(n_samples, *value.shape[1:]) for value in inputs]
+        return torch.cat(expanded, dim=layer.integer("dim") + 1)
 
 
 def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
@@ -429,8 +387,8 @@ def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
 def stack_layers(name: str, sources: Sequence[Layer], *, dim: int) -> list[Layer]:
     """Return the layers that join equal shapes along a new dimension `dim`."""
     shape = sources[0].shape
-    raised = [
+    unsqueezed = [
         reshape_layer(f"{name}.{i}", source, shape=(*shape[:dim], 1, *shape[dim:]))
         for i, source in enumerate(sources)
     ]
-    return [*raised, cat_layer(name, raised, dim=dim)]
+    return [*unsqueezed, cat_layer(name, unsqueezed, dim=dim)]

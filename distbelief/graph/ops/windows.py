@@ -1,17 +1,7 @@
-"""L2 pooling: the root of the sum of squares over a window, as complex cells do.
+"""Operators over sliding windows: convolutions and pooling (maximum, average, L2, adaptive).
 
-    kind      "l2_pool"
-    inputs    (channels, rows, columns)
-    options   size, stride, padding: a number for rows, one for columns; epsilon: added
-              under the root; gaussian: whether squares are weighted by a Gaussian of
-              deviation size / 4 in each dimension, whose weights sum to one
-
-The module is `L2Pool2d(kernel_size, *, stride=None, padding=0, epsilon=0.0,
-gaussian=False)`; a stride of None is the window's size. A window of zeros has gradient
-zero, where a plain root has none.
-Source: Hyvarinen and Hoyer 2000, "Emergence of phase and shift invariant features";
-plain in Le et al. 2012, section 3.1; weighted in Sermanet et al. 2012, "Convolutional
-neural networks applied to house numbers digit classification", section 2.1.
+Split in space, a part needs a halo of its input, which `Window` computes. Positions outside of
+[0, extent) are padding: no rank owns or sends them.
 """
 
 import math
@@ -34,27 +24,21 @@ from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.region import Interval, Region, Shape
 
 
-# Pooling to a given size: output o of n reads [floor(o H / n), ceil((o + 1) H / n)).
-#
-#     kinds     "adaptive_average_pool", "adaptive_max_pool"
-#     inputs    (channels, *space), one to three dimensions of space
-#     options   none: the layer's shape says it all
-#
-# `adaptive_pool_layers(name, source, *, sizes, maximum)` returns the best layer for it:
-# the mean over all places (a sum of parts), plain pooling where windows are equal, or one
-# of these two kinds.
+# --- adaptive pooling ---
 
 
 class _AdaptivePool(Operator, ABC):
+    # Output o of n reads [floor(o H / n), ceil((o + 1) H / n)) of H inputs.
+    # input     (channels, *space), one to three dimensions of space
     maximum: ClassVar[bool]
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (_read_adaptive(layer, output),)
+        return (_adaptive_input_region(layer, output),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        n = float(_read_adaptive(layer, output).n_elements)
+        n = float(_adaptive_input_region(layer, output).n_elements)
         return Work(forward=n, backward=n, n_elements=n + output.n_elements)
 
     @override
@@ -79,16 +63,16 @@ class AdaptiveAveragePool(_AdaptivePool):
 
 @final
 class AdaptiveMaxPool(_AdaptivePool):
-    """The largest of each window; of equals the first has the gradient."""
+    """The maximum of each window; the first of equal values gets the gradient."""
 
     name: ClassVar[str] = "adaptive_max_pool"
     maximum: ClassVar[bool] = True
 
 
 def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: bool) -> list[Layer]:
-    """Return the layer that pools (channels, *space) to (channels, *sizes)."""
+    """Return the cheapest layer that pools (channels, *space) to (channels, *sizes)."""
     extents = source.shape[1:]
-    if set(sizes) == {1} and not maximum:
+    if set(sizes) == {1} and not maximum:  # a mean over all of space, which has partial sums
         dims = range(1, len(source.shape))
         return [reduction_layer(name, [source], function="mean", dims=dims)]
     layer = Layer(
@@ -100,6 +84,7 @@ def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: boo
     )
     if any(extent % size for extent, size in zip(extents, sizes, strict=True)):
         return [layer]
+    # Windows of equal size: plain pooling.
     window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
     zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
     plain: dict[str, Option] = {"size": window, "stride": window, "padding": zeros}
@@ -115,7 +100,7 @@ def _window(output: int, extent: int, n_outputs: int) -> Interval:
     return (output * extent // n_outputs, -(-(output + 1) * extent // n_outputs))
 
 
-def _read_adaptive(layer: Layer, output: Region) -> Region:
+def _adaptive_input_region(layer: Layer, output: Region) -> Region:
     spans = []
     for (start, stop), extent, size in zip(
         output.intervals[1:], layer.input_shapes[0][1:], layer.shape[1:], strict=True
@@ -129,8 +114,8 @@ def _read_adaptive(layer: Layer, output: Region) -> Region:
 
 
 def _pooled(layer: Layer, output: Region, tile: torch.Tensor, *, maximum: bool) -> torch.Tensor:
-    # Columns first: of equal values the first row, and in it the first column, wins.
-    read = _read_adaptive(layer, output)
+    # Columns first: as in torch, the first of equal values in row-major order gets the gradient.
+    read = _adaptive_input_region(layer, output)
     for dim in reversed(range(1, len(layer.shape))):
         offset = read.intervals[dim][0]
         extent, size = layer.input_shapes[0][dim], layer.shape[dim]
@@ -146,20 +131,17 @@ def _pooled(layer: Layer, output: Region, tile: torch.Tensor, *, maximum: bool) 
     return tile
 
 
-# Weighted sums over the windows of images: along rows, then along columns.
+# --- window sums ---
 #
-#     y[r, q] = sum over j of v[j] (sum over i of u[i] x[r s + i, q t + j])
-#
-# Window after window, k * k numbers are added for each place; rows first, 2 k. And each
-# addition goes over all maps, in the order of memory: a pooling of 5 x 5 takes a third of
-# the time that `avg_pool2d` does, and a Gaussian mean of one map less than with `conv2d`,
-# whose gradient is made for many channels.
+# Summing along rows, then along columns takes 2 k additions per output instead of k * k, each over
+# all maps in the order of memory: a 5 x 5 pooling takes a third of the time of `avg_pool2d`, and a
+# Gaussian mean of one map less than `conv2d`, whose gradient is made for many channels.
 
 _ROWS, _COLUMNS = -2, -1
 
 
+# Weights of a window along one dimension.
 Weights = tuple[float, ...]
-"""Of the places of a window, along one dimension."""
 
 
 def gaussian(size: int) -> Weights:
@@ -172,16 +154,18 @@ def gaussian(size: int) -> Weights:
 def window_sums(
     x: torch.Tensor, *, rows: Weights, columns: Weights, stride: Sequence[int] = (1, 1)
 ) -> torch.Tensor:
-    """Return (*maps, rows out, columns out).
+    """Return weighted sums over windows: (*maps, rows out, columns out).
+
+        y[r, q] = sum over j of v[j] (sum over i of u[i] x[r s + i, q t + j])
 
     Args:
         x: (*maps, rows, columns).
-        rows: Weights of a window's rows.
-        columns: Of its columns.
+        rows: Weights u of a window's rows.
+        columns: Weights v of its columns.
         stride: Between windows: rows, columns.
 
     Raises:
-        ValueError: no window fits.
+        ValueError: No window fits.
     """
     sums: torch.Tensor = _WindowSums.apply(  # type: ignore[no-untyped-call]
         x, rows, columns, tuple(stride)
@@ -190,7 +174,7 @@ def window_sums(
 
 
 class _Context(Protocol):
-    """What autograd keeps between the passes."""
+    # What autograd keeps between the passes.
 
     weights: tuple[Weights, Weights]
     stride: tuple[int, int]
@@ -199,7 +183,7 @@ class _Context(Protocol):
 
 @final
 class _WindowSums(torch.autograd.Function):
-    """The sums; of a gradient each element goes to all places of its window."""
+    # In the backward pass each element of the gradient goes to all places of its window.
 
     @staticmethod
     @override
@@ -215,7 +199,7 @@ class _WindowSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         for dim in (_COLUMNS, _ROWS):
-            gradient = _spread(
+            gradient = _scattered(
                 gradient,
                 dim,
                 weights=ctx.weights[dim],
@@ -226,43 +210,34 @@ class _WindowSums(torch.autograd.Function):
 
 
 def _summed(x: torch.Tensor, dim: int, *, weights: Weights, stride: int) -> torch.Tensor:
-    """Return the sums of windows along one dimension."""
     n_windows = (x.shape[dim] - len(weights)) // stride + 1
     if n_windows < 1:
         raise ValueError(f"a window of {len(weights)} does not fit into {x.shape[dim]} places")
-    total = _every(x, dim, 0, n_windows, stride) * weights[0]
+    total = _strided(x, dim, 0, n_windows, stride) * weights[0]
     for i, weight in enumerate(weights[1:], 1):
-        total.add_(_every(x, dim, i, n_windows, stride), alpha=weight)
+        total.add_(_strided(x, dim, i, n_windows, stride), alpha=weight)
     return total
 
 
-def _spread(
+def _scattered(
     gradient: torch.Tensor, dim: int, *, weights: Weights, stride: int, extent: int
 ) -> torch.Tensor:
-    """Return what each of `extent` places gets of the windows that it is in."""
+    # What each of `extent` places gets from the windows that contain it.
     shape = list(gradient.shape)
     shape[dim] = extent
     total = gradient.new_zeros(shape)
     for i, weight in enumerate(weights):
-        part = _every(total, dim, i, gradient.shape[dim], stride)
+        part = _strided(total, dim, i, gradient.shape[dim], stride)
         part.add_(gradient, alpha=weight)
     return total
 
 
-def _every(x: torch.Tensor, dim: int, first: int, n: int, stride: int) -> torch.Tensor:
-    """Return n elements along a dimension, each `stride` after the one before."""
-    places = slice(first, first + (n - 1) * stride + 1, stride)
-    return x[..., places, :] if dim == _ROWS else x[..., places]
+def _strided(x: torch.Tensor, dim: int, first: int, n: int, stride: int) -> torch.Tensor:
+    indices = slice(first, first + (n - 1) * stride + 1, stride)
+    return x[..., indices, :] if dim == _ROWS else x[..., indices]
 
 
-# Sliding windows: which inputs some outputs of a convolution or pooling read.
-#
-#     stride 2, size 3, padding 1      output      0     1     2     3
-#                                      reads    -1..1  1..3  3..5  5..7
-#
-# Positions outside of [0, extent) are padding: nobody owns them and nobody sends them.
-# Source of the index arithmetic: Dumoulin and Visin 2016, "A guide to convolution
-# arithmetic for deep learning", relationships 6 and 13.
+# --- index arithmetic ---
 
 
 @final
@@ -270,43 +245,41 @@ def _every(x: torch.Tensor, dim: int, first: int, n: int, stride: int) -> torch.
 class Window:
     """A window along one dimension.
 
-    Attributes:
-        size: Inputs of one output.
-        stride: Inputs between the windows of neighbouring outputs.
-        dilation: Inputs between neighbours in a window.
-        padding: Positions before input 0, and after the last one.
-        extra: Positions more after the last one ("same" padding of even windows).
-        ceil: Whether a last window that begins inside, but ends outside, counts.
+        stride 2, size 3, padding 1      output      0     1     2     3
+                                         reads    -1..1  1..3  3..5  5..7
+
+    Source of the index arithmetic: Dumoulin and Visin 2016, "A guide to convolution arithmetic for
+    deep learning", relationships 6 and 13.
     """
 
-    size: int
-    stride: int = 1
-    dilation: int = 1
-    padding: int = 0
-    extra: int = 0
-    ceil: bool = False
+    size: int  # number of inputs of one output
+    stride: int = 1  # distance between the windows of neighboring outputs
+    dilation: int = 1  # distance between neighboring inputs of a window
+    padding: int = 0  # positions before input 0 and after the last one
+    extra: int = 0  # further positions after the last one ("same" padding of even windows)
+    ceil: bool = False  # whether a last window that begins inside but ends outside counts
 
     def __post_init__(self) -> None:
         for name in ("size", "stride", "dilation"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("padding", "extra"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 0 or more")
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
     @property
-    def reach(self) -> int:
-        """From the first input of a window to its last, both counted."""
+    def span(self) -> int:
+        """Distance from the first input of a window to its last, both counted."""
         return (self.size - 1) * self.dilation + 1
 
     def n_outputs(self, extent: int) -> int:
         """Return how many windows fit over `extent` inputs; 0 if none does."""
-        room = extent + 2 * self.padding + self.extra - self.reach
-        if room < 0:
+        slack = extent + 2 * self.padding + self.extra - self.span
+        if slack < 0:
             return 0
         if not self.ceil:
-            return room // self.stride + 1
-        count = -(-room // self.stride) + 1
+            return slack // self.stride + 1
+        count = -(-slack // self.stride) + 1
         # As torch does: no window begins in the padding after the last input.
         starts_outside = (count - 1) * self.stride >= extent + self.padding
         return count - starts_outside
@@ -322,34 +295,27 @@ class Window:
         if start >= stop:
             return (0, 0)
         first = start * self.stride - self.padding
-        end = (stop - 1) * self.stride - self.padding + self.reach
+        end = (stop - 1) * self.stride - self.padding + self.span
         first, end = min(max(first, 0), extent), max(min(end, extent), 0)
         return (first, max(first, end))
 
     def pads(self, outputs: Interval, *, extent: int) -> Interval:
-        """Return how many positions are missing before and after what `reads` returns.
+        """Return how many positions are missing before and after the interval of `reads`.
 
-        A tile of the input, padded by so many, gives exactly these outputs when the
-        window slides over it without padding of its own.
+        A tile of the input, padded by so many, gives exactly these outputs when the window slides
+        over it without further padding.
         """
         start, stop = outputs
         if start >= stop:
             return (0, 0)
         first = start * self.stride - self.padding
-        end = (stop - 1) * self.stride - self.padding + self.reach
+        end = (stop - 1) * self.stride - self.padding + self.span
         low, high = self.reads(outputs, extent=extent)
         before = min(max(0, -first), end - first)
         return (before, end - first - before - (high - low))
 
 
-# Convolutions in one to three dimensions: split by channels and in space.
-#
-#     tensors   weight (channels out, channels in / groups, *window); bias (channels out,)
-#     options   stride, padding, extra, dilation: a number per dimension of space; groups
-#
-# Cut in space, a part needs a halo of its input, and the whole weight: it is replicated,
-# and its gradient has to be summed. Cut by channels it needs the whole input, or, with
-# groups, the channels of its groups.
+# --- convolution ---
 
 _FUNCTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 
@@ -358,6 +324,10 @@ _FUNCTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 class Convolution(Operator):
     """What `torch.nn.Conv1d`, `Conv2d` and `Conv3d` compute, with zero padding."""
 
+    # Split in space, a part needs a halo of its input and the whole weight: that is replicated, and
+    # its gradient summed. Split by channels, it needs the whole input, or its groups' channels.
+    # tensors   weight (channels out, channels in / groups, *window); bias (channels out,)
+    # options   stride, padding, extra, dilation: a number per dimension of space; groups
     name: ClassVar[str] = "convolution"
 
     @override
@@ -383,8 +353,8 @@ class Convolution(Operator):
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         return {
-            word: Region.of(*use.shape).replaced(0, output.intervals[0])
-            for word, use in layer.tensors.items()
+            name: Region.of(*use.shape).replaced(0, output.intervals[0])
+            for name, use in layer.tensors.items()
         }
 
     @override
@@ -423,15 +393,15 @@ class Convolution(Operator):
 def convolution_windows(layer: Layer) -> tuple[Window, ...]:
     """Return the window of each dimension of space."""
     sizes = layer.tensors["weight"].shape[2:]
-    words = ("stride", "padding", "extra", "dilation")
-    return _windows(sizes, *(tuple(layer.integers(word)) for word in words))
+    options = ("stride", "padding", "extra", "dilation")
+    return _windows(sizes, *(tuple(layer.integers(option)) for option in options))
 
 
 @lru_cache(maxsize=256)
 def _windows(
     sizes: Shape, stride: Shape, padding: Shape, extra: Shape, dilation: Shape
 ) -> tuple[Window, ...]:
-    """Return the windows; kept, for planners ask for those of a layer very often."""
+    # Cached, because planners ask for the same layer very often.
     return tuple(
         Window(size=k, stride=s, padding=p, extra=e, dilation=d)
         for k, s, p, e, d in zip(sizes, stride, padding, extra, dilation, strict=True)
@@ -456,7 +426,7 @@ def padded(
 
 
 def _groups(layer: Layer, output: Region) -> tuple[int, int]:
-    """Return the groups whose channels `output` holds, [first, last)."""
+    # The groups whose channels `output` contains: [first, last).
     groups = layer.integer("groups")
     start, stop = output.intervals[0]
     if groups == 1:
@@ -464,43 +434,40 @@ def _groups(layer: Layer, output: Region) -> tuple[int, int]:
     n_per_group = layer.shape[0] // groups
     if start % n_per_group or stop % n_per_group:
         raise ValueError(
-            f"channels {start}:{stop} of {layer.name!r} cut through a group of {n_per_group}"
+            f"channels {start}:{stop} of {layer.name!r} split a group of {n_per_group} channels"
         )
     return (start // n_per_group, stop // n_per_group)
 
 
-# Pooling over sliding windows: the maximum or the average.
-#
-#     kinds     "max_pool", "average_pool"
-#     inputs    (channels, *space), one to three dimensions of space
-#     options   size, stride, padding: a number per dimension of space
-#               max_pool: dilation likewise; ceil: whether a last window may end outside
-#               average_pool: ceil; count_include_pad; divisor: a number, or None
-#
-# Stride is never None here: who captures a module whose stride is None writes its size.
+# --- pooling ---
 
 _MAXIMA: Final = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
 _AVERAGES: Final = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 
 
 class Pooling(Operator, ABC):
-    """A kind that looks at every place of every window."""
+    """Base of operators that read every place of every window."""
+
+    # input     (channels, *space), one to three dimensions of space
+    # options   size, stride, padding: a number per dimension of space. Stride is never None:
+    #           capturing replaces None by the window's size.
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (_read(layer, output),)
+        return (_input_region(layer, output),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(output.n_elements * math.prod(layer.integers("size")))
-        n_read = _read(layer, output).n_elements
+        n_read = _input_region(layer, output).n_elements
         return Work(forward=n, backward=n, n_elements=float(output.n_elements + n_read))
 
 
 @final
 class MaxPool(Pooling):
-    """The largest of each window; of equals the first has the gradient."""
+    """The maximum of each window; the first of equal values gets the gradient."""
 
+    # options   dilation: a number per dimension; ceil: whether a last window may end outside
     name: ClassVar[str] = "max_pool"
 
     @override
@@ -527,8 +494,9 @@ class MaxPool(Pooling):
 
 @final
 class AveragePool(Pooling):
-    """The sum of each window over its size, or over what of it counts."""
+    """The sum of each window divided by its size, or by the number of places that count."""
 
+    # options   ceil; count_include_pad; divisor: a number, or None
     name: ClassVar[str] = "average_pool"
 
     @override
@@ -579,8 +547,7 @@ def pooling_windows(layer: Layer) -> list[Window]:
     ]
 
 
-def _read(layer: Layer, output: Region) -> Region:
-    """Return the region of the input that windows over `output` hold."""
+def _input_region(layer: Layer, output: Region) -> Region:
     spans = [
         window.reads(interval, extent=extent)
         for window, interval, extent in zip(
@@ -598,7 +565,7 @@ def means(layer: Layer, output: Region, tile: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[int]:
-    """Return over how many places along `dim` torch takes each output's average."""
+    # The number of places along `dim` that torch divides each output by.
     extent = layer.input_shapes[0][dim]
     pads = window.padding if layer.options["count_include_pad"] else 0
     counts = []
@@ -611,14 +578,19 @@ def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[
 
 @final
 class L2Pool2d(nn.Module):
-    """sqrt(epsilon + sum of squares over each window).
+    """sqrt(epsilon + sum of squares over each window); gradient 0 for a window of zeros.
+
+    Source: Hyvarinen and Hoyer 2000, "Emergence of phase and shift invariant features"; unweighted
+    in Le et al. 2012, section 3.1; weighted in Sermanet et al. 2012, "Convolutional neural networks
+    applied to house numbers digit classification", section 2.1.
 
     Args:
-        kernel_size: Of the window: rows and columns, or one number for both.
+        kernel_size: Rows and columns of the window, or one number for both.
         stride: Between windows; None for the window's size.
         padding: Zeros around the maps.
         epsilon: Keeps the gradient of weak windows small.
-        gaussian: Whether to weight the squares, more in the middle of the window.
+        gaussian: Whether to weight the squares by a Gaussian of deviation size / 4 in each
+            dimension.
     """
 
     def __init__(
@@ -649,7 +621,6 @@ class L2Pool2d(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        """Return the options."""
         return (
             f"kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, epsilon={self.epsilon}, gaussian={self.gaussian}"
@@ -660,6 +631,7 @@ class L2Pool2d(nn.Module):
 class L2Pool(Pooling):
     """sqrt(epsilon + sum of squares over the window)."""
 
+    # options   epsilon, gaussian: as in the module
     name: ClassVar[str] = "l2_pool"
 
     @override
@@ -699,6 +671,6 @@ def _l2_pooled(
 
 
 def safe_sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Return the root, with gradient 0 where x is 0 (a unit that is silent)."""
+    """Return the square root, with gradient 0 where x is 0 (torch: infinite)."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)

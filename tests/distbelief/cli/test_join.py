@@ -20,7 +20,7 @@ MISTAKEN = 2
     ("words", "said"),
     [
         (["join", "nowhere"], "is no address of a job"),
-        (["join", "tcp://h:7700?key=abc"], "no public key"),
+        (["join", "tcp://h:7700?key=abc"], "not a public key"),
         (["join", "tcp://127.0.0.1:7700"], "distbelief keys new"),
         (["join", "tcp://127.0.0.1:7700", "--keys", "none"], "distbelief keys new"),
         (
@@ -64,7 +64,7 @@ def test_where_a_job_listens_is_checked() -> None:
     listening()
     with pytest.raises(JobError, match="--listen 'x' is no address"):
         listening("x")
-    with pytest.raises(JobError, match="without keys whoever reads"):
+    with pytest.raises(JobError, match="can be reached from other hosts and needs keys"):
         listening("tcp://0.0.0.0:7700")
     with pytest.raises(JobError, match="--on 'spark'"):
         listening(on="spark")

@@ -71,13 +71,13 @@ def test_mistakes_are_named() -> None:
     key = keys("new").stdout.strip()
     for arguments, said in [
         (["new"], "has a key already"),
-        (["allow", "abc", "x"], "no public key"),
+        (["allow", "abc", "x"], "not a public key"),
         (["allow", key, "x"], "this machine's own key"),
-        (["allow", OTHER, "two words"], "'two words' is no name: letters"),
-        (["allow", OTHER, "x "], "'x ' is no name"),
-        (["allow", OTHER, "x", "--role", "king"], "'king' is no role: there are work"),
-        (["allow", OTHER, "x", "--role", ""], "'' is no role"),
-        (["revoke", "x"], "not allowed anyway"),
+        (["allow", OTHER, "two words"], "invalid name 'two words': use letters"),
+        (["allow", OTHER, "x "], "invalid name 'x '"),
+        (["allow", OTHER, "x", "--role", "king"], "unknown role 'king': use work"),
+        (["allow", OTHER, "x", "--role", ""], "unknown role ''"),
+        (["revoke", "x"], "not on the allow-list"),
         (["rotate", "--finish"], "begin with"),
     ]:
         result = keys(*arguments)

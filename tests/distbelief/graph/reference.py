@@ -1,8 +1,8 @@
-"""A layer graph computed region by region in one process: the plain thing.
+"""Computes a layer graph region by region in one process, as a reference.
 
-Every layer is computed in the parts it is given, each from just what its kind says that
-it reads and uses; the parts are then put together. If the kinds tell the truth, outputs
-and gradients are those of the model itself, however the layers are cut (DB-3).
+Every layer is computed in the given parts, each from exactly what its operator says that it reads
+and uses. If operators are right, outputs and gradients equal the model's, however layers are
+split (DB-3).
 """
 
 import math
@@ -39,15 +39,14 @@ def evaluate(
     """Return the output of every layer: (batch, *shape).
 
     Args:
-        graph: What is to be computed.
-        inputs: Per input layer: (batch, *shape).
-        tensors: The model's, by name.
-        parts: Regions of the output of each layer, computed one by one; layers that are
-            not named are computed whole.
-        step: For randomness, and whether to train.
+        graph: The graph.
+        inputs: For each input layer: (batch, *shape).
+        tensors: The model's tensors, by name.
+        parts: Regions of each layer's output, computed one by one; other layers are not split.
+        step: Seed and mode.
 
     Raises:
-        GraphError: parts do not tile their layer, or an input is missing.
+        GraphError: Parts do not tile their layer, or an input is missing.
     """
     step = step or Step()
     values: dict[str, torch.Tensor] = {}

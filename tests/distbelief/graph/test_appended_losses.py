@@ -1,4 +1,4 @@
-"""Losses as layers, against torch's."""
+"""Losses as layers, against torch."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def model(*shape: int) -> tuple[nn.Module, LayerGraph]:
-    """Scores between 0 and 1, from 3 numbers."""
+    """Scores between 0 and 1, from 3 inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = nn.Sequential(
@@ -91,7 +91,7 @@ def test_losses_of_labels_are_torchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_losses_of_places_are_torchs(name: str) -> None:
+def test_elementwise_losses_are_torchs(name: str) -> None:
     module, graph = model(2, 5)
     graph = append_loss(graph, name)
     generator = torch.Generator().manual_seed(2)
@@ -113,22 +113,22 @@ def test_positions_and_probabilities_are_targets_too() -> None:
     compare(module, soft, "cross_entropy", functional.cross_entropy, chances)
 
 
-def test_a_loss_of_ones_own_is_computed_whole() -> None:
+def test_a_user_defined_loss_is_opaque() -> None:
     module, graph = model(5)
     graph = append_loss(graph, own)
-    assert graph["loss"].whole == "a loss function of one's own"
+    assert graph["loss"].whole == "a user-defined loss function"
     compare(module, graph, own, own, torch.rand(4, 5, dtype=torch.float64))
 
 
 def test_losses_that_do_not_fit_are_refused() -> None:
     _, graph = model(5)
-    with pytest.raises(GraphError, match="no loss 'cross' "):
+    with pytest.raises(GraphError, match="no loss 'cross':"):
         append_loss(graph, "cross")
-    with pytest.raises(GraphError, match=r"targets of 'mse' .* shape \[5\], not \[4\]"):
+    with pytest.raises(GraphError, match=r"targets of 'mse' .* shape \[5\], got \[4\]"):
         append_loss(graph, "mse", targets=(4,))
     with pytest.raises(GraphError, match="dim is 1"):
         append_loss(graph, "cross_entropy", dim=1)
     two = LayerGraph(graph.layers, ("0", "1"))
-    with pytest.raises(GraphError, match=r"has 2 outputs \(0, 1\), and a loss is of"):
+    with pytest.raises(GraphError, match=r"has 2 outputs \(0, 1\), and a loss needs one"):
         append_loss(two, "mse")
     assert append_loss(two, "mse", output="0")["loss"].inputs[0] == "0"

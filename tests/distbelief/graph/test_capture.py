@@ -1,4 +1,4 @@
-"""What becomes of modules and functions one by one, and what is refused."""
+"""How single modules and functions are captured, and which are errors."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Function = Callable[[torch.Tensor], object]
 
 
 class Applied(nn.Module):
-    """A function of the input as a model."""
+    """A function of the input, as a model."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Owning(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention of a sequence with itself; the mask kept, or made on the way."""
+    """Self-attention; the mask is a buffer, or made in the forward."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Attending(nn.Module):
 
 
 class Padded(nn.Module):
-    """Attention or an encoder that does not see some keys."""
+    """Attention or an encoder with padding keys."""
 
     def __init__(self, part: nn.Module, *, added: bool = False, made: bool = False) -> None:
         super().__init__()
@@ -426,16 +426,16 @@ def test_nothing_of_the_model_is_changed() -> None:
 @pytest.mark.parametrize(
     ("function", "shape", "message"),
     [
-        (lambda x: x.mean(0), (4,), "mean is about the batch"),
+        (lambda x: x.mean(0), (4,), "mean uses the batch"),
         (lambda x: x.mean(), (4,), "over all dimensions joins the batch"),
-        (lambda x: x.sum(0, keepdim=True) + x, (4,), "sum is about the batch"),
-        (lambda x: x.transpose(0, 1), (4,), "keep samples apart"),
+        (lambda x: x.sum(0, keepdim=True) + x, (4,), "sum uses the batch"),
+        (lambda x: x.transpose(0, 1), (4,), "keep samples separate"),
         (lambda x: x.reshape(-1, 2), (4,), r"reshape gives"),
-        (lambda x: torch.cat([x, x]), (4,), "cat (gives|is about the batch)"),
+        (lambda x: torch.cat([x, x]), (4,), "cat (gives|uses the batch)"),
         (lambda x: x[1:], (4,), "slices after the batch"),
         (lambda x: x[[0, 1]], (4,), "slices after the batch"),
         (lambda x: x[:, [0, 1]], (4,), "no constant slice"),
-        (lambda x: x / x.size(0), (4,), "another one for another batch"),
+        (lambda x: x / x.size(0), (4,), "depends on the batch size"),
         (functional.dropout, (4,), "training=self.training"),
         (lambda x: torch.add(x, x, alpha=2), (4,), "alpha=2 has no split rule"),
         (lambda x: x.view(len(x), 2, 2)[:, 0].mul_(2) + x[:, 2:], (4,), "in place"),
@@ -447,7 +447,7 @@ def test_nothing_of_the_model_is_changed() -> None:
         (lambda x: x.mean(3), (4,), "Dimension out of range|no dimension 3"),
         (lambda x: functional.softplus(x, 2), (4,), "usual constants"),
         (lambda x: functional.pad(x, (1, 1), mode="reflect"), (2, 3), "'reflect'"),
-        (lambda x: torch.stack([x, x]), (4,), "stack (gives|is about)"),
+        (lambda x: torch.stack([x, x]), (4,), "stack (gives|uses the batch)"),
         (lambda x: torch.cat([x, torch.ones(len(x), 2)], 1), (4,), "made: register"),
         (functional.softmax, (4,), "no dimension None|Implicit"),
         (
@@ -460,12 +460,12 @@ def test_nothing_of_the_model_is_changed() -> None:
         (
             lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
             (2, 3, 4),
-            "drops in evaluation mode",
+            "drops elements in evaluation mode",
         ),
         (lambda x: functional.interpolate(x, 5, mode="linear"), (2, 3), "Upsample"),
     ],
 )  # fmt: skip
-def test_what_has_no_translation_is_refused_by_name(
+def test_what_has_no_rule_is_refused_by_name(
     function: Function, shape: Shape, message: str
 ) -> None:
     with pytest.raises(GraphError, match=message):
@@ -481,7 +481,7 @@ def test_a_refusal_says_where_in_the_source_it_stands() -> None:
     ("function", "reason"),
     [
         (lambda x: torch.fft.fft(x).real, "fft_fft .*has no split rule"),
-        (lambda x: x.cumsum(1), "cumsum .*nn.Module of its own"),
+        (lambda x: x.cumsum(1), "cumsum .*put it into an nn.Module"),
         (lambda x: x * torch.rand(()), "random numbers"),
         (lambda x: x + torch.rand(4), "random numbers"),
         (lambda x: x if x.sum() > 0 else -x, "cannot be traced.*values"),
@@ -489,9 +489,7 @@ def test_a_refusal_says_where_in_the_source_it_stands() -> None:
         (lambda x: x.long(), "long"),
     ],
 )
-def test_a_model_that_cannot_be_looked_into_is_computed_whole(
-    function: Function, reason: str
-) -> None:
+def test_a_model_that_cannot_be_traced_is_opaque(function: Function, reason: str) -> None:
     *_, layer = captured(function, 4).layers
     assert layer.kind == "whole"
     assert layer.options["module"] == ""
@@ -528,7 +526,7 @@ def test_a_model_that_cannot_be_looked_into_is_computed_whole(
         (Padded(nn.MultiheadAttention(4, 2, batch_first=True), made=True), (3, 4),
          "computed from the model's input"),
         (Owning(lambda _, w: w * 2, (4,)), (4,), "not depend on its inputs"),
-        (nn.Embedding(7, 3, max_norm=1.0), (4,), "the model is an .* max_norm = 1: it"),
+        (nn.Embedding(7, 3, max_norm=1.0), (4,), "the model is an .* max_norm = 1, which"),
         (nn.Sequential(nn.EmbeddingBag(7, 3, max_norm=0.5)), (4,), "0 is an Emb.*0.5"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Layers put together into graphs."""
+"""Builder and layer graphs."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_names_are_made_unique_and_shapes_are_those_of_the_inputs() -> None:
     names = [relu(builder, "relu", x) for _ in range(3)]
     assert names == ["relu", "relu.2", "relu.3"]
     assert builder["relu.3"].input_shapes == ((3, 4),)
-    with pytest.raises(GraphError, match=r"two layers are called 'relu.2'"):
+    with pytest.raises(GraphError, match=r"two layers have the name 'relu.2'"):
         builder.add_layer(builder["relu.2"])
 
 

@@ -18,7 +18,7 @@ from tests.distbelief.graph.zoo.comparison import assert_same
 
 
 class Applying(nn.Module):
-    """A function of the input and of a layer, after a tensor was written into."""
+    """A function of the input and of a layer, after a write into a tensor."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ def graph_of(make: Callable[[], nn.Module], *shape: int) -> LayerGraph:
 
 
 def why_whole(model: nn.Module) -> str:
-    """Why the model, or a part of it, is computed whole, or refused."""
+    """Return why the model, or a part of it, is opaque or refused."""
     try:
         graph = capture(model, [InputSpec(shape=(4,))])
     except GraphError as error:
@@ -151,7 +151,7 @@ def test_what_neither_captures_says_both_reasons() -> None:
     ("function", "reason"),
     [
         (lambda x, _: x + torch.rand_like(x), "rand_like.* has no split rule"),
-        (lambda x, _: x * len(x), "number of samples|another one for another batch"),
+        (lambda x, _: x * len(x), "number of samples|depends on the batch size"),
         (lambda x, _: x * x.detach(), "detach.* has no split rule"),
         (lambda x, _: x[:, ::2].sort(1)[0], "sort.* has no split rule"),
     ],

@@ -1,4 +1,4 @@
-"""Laws of regions, against sets of indices."""
+"""Properties of regions, against sets of indices."""
 
 from itertools import product
 

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from distbelief.graph.region import (
     Region,
     disjoint,
-    joined_up,
+    merged,
     n_elements,
     overlaps,
     shared_by,
@@ -36,7 +36,7 @@ def test_a_union_holds_every_index_once(several: list[Region]) -> None:
 
 @given(st.lists(regions(), min_size=1, max_size=6))
 def test_joining_neighbours_keeps_every_index(several: list[Region]) -> None:
-    found = joined_up(disjoint(several))
+    found = merged(disjoint(several))
     listed = [index for region in found for index in indices(region)]
     assert len(set(listed)) == len(listed)
     assert set(listed) == set[tuple[int, ...]]().union(*map(indices, several))
@@ -67,7 +67,7 @@ def test_numbers_without_dimensions_overlap() -> None:
 
 
 @given(st.lists(st.lists(regions(), max_size=3), min_size=1, max_size=4))
-def test_ranges_are_told_apart_by_who_uses_them(each: list[list[Region]]) -> None:
+def test_regions_are_grouped_by_their_users(each: list[list[Region]]) -> None:
     uses = {user: disjoint(mine) for user, mine in enumerate(each)}
     seen: dict[tuple[int, ...], tuple[int, ...]] = {}
     for users, region in shared_by(uses, 2):

@@ -1,4 +1,4 @@
-"""Forwards that cannot be traced, and what is kept whole for it."""
+"""Forwards that cannot be traced, and which modules become opaque."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ from tests.distbelief.graph.zoo.comparison import assert_same
 
 
 class Doubled(torch.autograd.Function):
-    """Its gradient is not what tracing through it would find."""
+    """Its gradient differs from what tracing through it would give."""
 
     @staticmethod
     @override
@@ -39,7 +39,7 @@ class Custom(nn.Module):
 
 
 class Branching(nn.Module):
-    """Goes one way or the other, by the values of its data."""
+    """Branches on the values of its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Noting(nn.Module):
 
 
 class Asking(nn.Module):
-    """Asks whether it has a tensor."""
+    """Asks whether its input is a tensor."""
 
     @override
     def forward(self, x: object) -> object:
@@ -92,7 +92,7 @@ class Joined(nn.Module):
 
 
 class Keeping(nn.Module):
-    """Branches on values, and keeps statistics."""
+    """Branches on values and keeps statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_a_module_that_cannot_be_traced_is_computed_whole(
 
 
 class Summing(nn.Module):
-    """Calls a function that no translation knows, and mixes positions with samples."""
+    """Calls a function without a lowering rule, and mixes positions with samples."""
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_statistics_of_a_whole_module_are_not_lost_silently() -> None:
         whole_of(nn.Sequential(Keeping()))
 
 
-def test_who_calls_a_whole_module_with_a_number_is_whole_too() -> None:
+def test_the_caller_of_an_opaque_module_with_a_number_is_opaque_too() -> None:
     class Called(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -205,15 +205,14 @@ def test_who_calls_a_whole_module_with_a_number_is_whole_too() -> None:
             return x.cumsum(1) * factor if x.sum() > 0 else x
 
     (reason,) = whole_of(Called()).values()
-    assert re.search(r"part .Scaling. is computed whole .* is called with 2\.0", reason)
+    assert re.search(r"part .Scaling. is opaque .* is called with 2\.0", reason)
 
 
 class Cubed(nn.Module):
-    """What once ended the process: C code of torch's read a tensor that is none.
+    """Crashed the process: C code of torch read the memory of a fake tensor.
 
-    Found with GPT-2 of transformers, whose activation is `torch.pow(x, 3.0)`: torch
-    asks whether `x`, of a function that takes a number in its place as well, is a
-    tensor, was told so by the stand-in, and read its memory.
+    Found with GPT-2 of transformers, whose activation is `torch.pow(x, 3.0)`: torch asks whether
+    `x` is a tensor, got yes from the proxy, and read its memory.
     """
 
     @override
@@ -232,7 +231,7 @@ def test_functions_that_take_a_number_for_a_tensor_do_not_end_the_process() -> N
 
 
 class Matching(nn.Module):
-    """Asks for its class in the other ways that Python has."""
+    """Asks for its class in Python's other ways."""
 
     @override
     def forward(self, x: object) -> object:
@@ -244,20 +243,20 @@ class Matching(nn.Module):
                 return x
 
 
-def test_stand_ins_look_like_tensors_to_every_question_of_python() -> None:
+def test_fake_tensors_look_like_tensors_to_python_code() -> None:
     graph = capture(Matching(), [InputSpec(shape=(4,))])
     assert graph.layers[-1].name == "neg"
 
 
 class Cache:
-    """What torch.fx cannot hand on."""
+    """An object that torch.fx cannot pass on."""
 
     def __init__(self, *kept: torch.Tensor) -> None:
         self.kept = kept
 
 
 class Attending(nn.Module):
-    """Does what has no rule, and is handed a cache."""
+    """Uses an operation without a rule, and gets a cache."""
 
     @override
     def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -265,7 +264,7 @@ class Attending(nn.Module):
 
 
 class Caching(nn.Module):
-    """As GPT-2: hands a cache to a module that is kept whole."""
+    """Like GPT-2: passes a cache to an opaque module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,8 +277,8 @@ class Caching(nn.Module):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_hands_a_whole_module_what_cannot_be_traced_is_whole(depth: int) -> None:
-    """It was traced again and again, for ever: the whole module got the blame."""
+def test_the_caller_that_passes_an_untraceable_object_is_opaque(depth: int) -> None:
+    """It was traced again for ever, because the opaque module was blamed."""
     model: nn.Module = Caching()
     for _ in range(depth - 1):
         model = nn.Sequential(nn.Linear(4, 4), model)

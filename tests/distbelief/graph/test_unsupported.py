@@ -1,4 +1,4 @@
-"""What a forward does that no operation shows: each was captured wrongly once."""
+"""Effects of a forward that no operation shows; each was once captured wrongly."""
 
 import random  # noqa: TID251 -- what a forward may use
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def frozen(model: Two, x: torch.Tensor) -> object:
 
 
 def test_no_gradient_goes_back_to_what_is_under_no_grad() -> None:
-    """It was dropped without a word, and a frozen backbone trained."""
+    """no_grad was dropped silently, and a frozen backbone trained."""
     graph = graph_of(lambda: Two(frozen))
     assert not wholes(graph)
     assert not wholes(graph_of(lambda: Inner(frozen)))
@@ -138,7 +138,7 @@ def test_several_results_under_no_grad_are_kept_apart() -> None:
 
 
 def test_checkpoints_are_looked_through() -> None:
-    """With gradients on, torch saved stand-ins for tensors, and ended the process."""
+    """With gradients on, torch saved proxies as tensors and crashed the process."""
 
     def forward(m: Two, x: torch.Tensor) -> object:
         return m.b(checkpoint(m.a, x, use_reentrant=False))
@@ -147,7 +147,7 @@ def test_checkpoints_are_looked_through() -> None:
 
 
 def test_hooks_of_the_model_run() -> None:
-    """They were asked of torch's own layers only."""
+    """Only hooks of torch's own layers were found."""
 
     def make() -> nn.Module:
         model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
@@ -208,7 +208,7 @@ def test_the_forward_of_an_instance_cannot_be_kept_whole() -> None:
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.Tanh())
     layer.__dict__["forward"] = lambda x: x if x.sum() > 0 else layer.weight.sum() * x
-    with pytest.raises(GraphError, match="forward of '0' was put"):
+    with pytest.raises(GraphError, match="forward of '0' was replaced"):
         captured(model)
 
 
@@ -227,7 +227,7 @@ def test_the_forward_of_an_instance_cannot_be_kept_whole() -> None:
 def test_random_numbers_that_are_not_torchs_are_refused(
     draw: Callable[[Two], float], name: str, make: type[Two | Inner]
 ) -> None:
-    """Stochastic depth stayed for ever as it happened to be drawn while tracing."""
+    """Stochastic depth kept the numbers that it drew during tracing."""
 
     def forward(m: Two, x: torch.Tensor) -> object:
         return m.b(x) if draw(m) < 1e-9 else m.b(m.a(x))
@@ -280,7 +280,7 @@ def test_what_a_forward_notes_is_put_back() -> None:
 
 
 def test_results_by_name_are_followed() -> None:
-    """torch.fx asked for a missing attribute until Python's stack was full."""
+    """torch.fx asked for a missing attribute until Python's stack overflowed."""
     graph = graph_of(lambda: Two(lambda m, x: m.b(x.topk(4, dim=1).values)))
     (reason,) = wholes(graph).values()
     assert "topk" in reason or "getattr" in reason
@@ -306,8 +306,8 @@ def test_parameters_in_a_list_are_not_taken_for_constants() -> None:
         lambda m, x: m.b(m.a(x) * torch.tensor(2.0 if m.training else 1.0)),
     ],
 )
-def test_a_model_of_two_minds_is_found_out(function: Forward) -> None:
-    """Prediction by a plan computed what the model returns in training."""
+def test_a_model_that_differs_in_evaluation_is_found(function: Forward) -> None:
+    """Prediction with a plan computed what the model returns in training."""
     difference = evaluation_difference(Two(function), [InputSpec(shape=(4,))])
     assert difference
 

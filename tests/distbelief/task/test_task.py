@@ -222,7 +222,7 @@ def test_a_factory_without_data_names_what_it_returned() -> None:
         (task(model="embedding_net"), "takes whole numbers (int64), but [data.train]"),
         (
             task(model="embedding_net", train="tokens", max_norm=1.0),
-            "0 is an Embedding with max_norm = 1: it rewrites rows when they are read",
+            "0 is an Embedding with max_norm = 1, which rewrites rows",
         ),
         (
             task(model="embedding_net", train="tokens", n_words=13, sparse=True),

@@ -1,4 +1,4 @@
-"""Places are numbers, keys, and nothing that a peer could have looked up."""
+"""Endpoints: addresses and keys, no names that a peer could make this host look up."""
 
 import socket
 
@@ -15,7 +15,7 @@ KEYS = st.one_of(st.just(""), st.text("0123456789abcdef", min_size=64, max_size=
 
 
 @given(host=HOSTS, port=st.integers(1, 65535), key=KEYS)
-def test_a_place_is_read_as_written(host: str, port: int, key: str) -> None:
+def test_an_endpoint_is_parsed_as_written(host: str, port: int, key: str) -> None:
     place = Endpoint(host=host, port=port, key=key)
     assert Endpoint.parse(str(place)) == place
     assert place.endpoint == f"tcp://{host}:{port}"
@@ -30,7 +30,7 @@ def test_a_path_is_read_as_written(path: str) -> None:
 
 @given(text=st.text(max_size=200))
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(TransportError, match="no place"):
+    with pytest.raises(TransportError, match="not an endpoint"):
         Endpoint.parse(text)
 
 
@@ -56,8 +56,8 @@ def test_anything_else_is_refused(text: str) -> None:
         "tcp://10.0.0.1:4000;10.0.0.2:5000",
     ],
 )
-def test_nothing_but_a_number_and_a_port_or_a_path_is_a_place(text: str) -> None:
-    with pytest.raises(TransportError, match="no place"):
+def test_only_an_address_with_a_port_or_a_path_is_an_endpoint(text: str) -> None:
+    with pytest.raises(TransportError, match="not an endpoint"):
         Endpoint.parse(text)
 
 
@@ -72,7 +72,7 @@ def test_users_may_name_hosts() -> None:
     assert number_of("localhost") == number_of("127.0.0.1") == "127.0.0.1"
     assert number_of("*") == "0.0.0.0"
     for host in ("no.such.host.invalid", "::1", "a..b"):
-        with pytest.raises(JobError, match=f"no address of a host '{host}'"):
+        with pytest.raises(JobError, match=f"host '{host}' has no address"):
             number_of(host)
 
 
@@ -84,10 +84,10 @@ def test_this_machine_is_found_by_its_own_number() -> None:
 def test_without_a_default_route_it_is_found_by_an_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The nodes of a cluster may have none: others were told to dial 127.0.0.1."""
+    """Hosts of a cluster without a default route announced 127.0.0.1 to others."""
 
     def no_route(host: str) -> str:
-        raise TransportError(f"there is no way from this machine to {host}")
+        raise TransportError(f"no route from this machine to {host}")
 
     numbers = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.0.1.7"}
     names = [(1, "lo"), (2, "unplugged"), (3, "eth0"), (4, "eth1")]

@@ -1,4 +1,4 @@
-"""Members of one machine meet in a directory that only their user may enter."""
+"""DirectoryAuth: members of one host meet in a directory that only their user may enter."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be anothe
     [
         (lambda path: path.chmod(0o750), "other users may enter it.*chmod 700"),
         (lambda path: path.chmod(0o777), "other users may enter it.*chmod 700"),
-        (lambda path: path.rmdir(), "not there; whoever made it has ended"),
+        (lambda path: path.rmdir(), "does not exist; the process that made it"),
         (lambda path: (path.rmdir(), path.touch()), "Not a directory"),
         (lambda path: (path.rmdir(), path.symlink_to("/")), "symbolic link"),
         pytest.param(lambda path: os.chown(path, NOBODY, -1), "another user", marks=AS_ROOT),
@@ -32,7 +32,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be anothe
 def test_a_directory_that_others_could_enter_is_refused(
     tmp_path: Path, prepare: Callable[[Path], object], why: str
 ) -> None:
-    """A name in /dev/shm may be another user's, once the run that made it is over."""
+    """After a run, its name in /dev/shm may belong to another user."""
     directory = tmp_path / "run"
     directory.mkdir(mode=0o700)
     prepare(directory)
@@ -41,8 +41,8 @@ def test_a_directory_that_others_could_enter_is_refused(
     assert str(directory) in str(caught.value)
 
 
-def test_nobody_is_sent_what_was_for_who_listened_there_before(tmp_path: Path) -> None:
-    """ZeroMQ connects again and again to a path: another user may have made it anew."""
+def test_a_new_listener_at_a_path_gets_no_messages_for_the_old_one(tmp_path: Path) -> None:
+    """ZeroMQ keeps reconnecting to a path, which another user may have made again."""
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
     with link("b", run) as b, link("a", run) as a:
@@ -59,7 +59,7 @@ def test_nobody_is_sent_what_was_for_who_listened_there_before(tmp_path: Path) -
 
 
 def test_the_path_of_a_directory_may_be_long(tmp_path: Path) -> None:
-    """A socket's path may have 107 bytes: a descriptor's is shorter."""
+    """A socket's path may have 107 bytes; a descriptor's path is shorter."""
     room = 128 - len(f"ipc://{tmp_path}//.member.1")
     directory = tmp_path / ("d" * room)
     directory.mkdir(mode=0o700)
@@ -82,14 +82,14 @@ def test_all_members_are_in_the_one_directory(tmp_path: Path) -> None:
             "ipc:///tmp/.b.1",
             "tcp://127.0.0.1:7700",
         ):
-            with pytest.raises(TransportError, match=r"keys new|no place"):
+            with pytest.raises(TransportError, match=r"keys new|not an endpoint"):
                 a.connect("b", 1, elsewhere)
 
 
-def test_who_listens_is_not_pushed_aside(tmp_path: Path) -> None:
-    """ZeroMQ removes a file that is in its way."""
+def test_a_socket_in_use_is_not_replaced(tmp_path: Path) -> None:
+    """ZeroMQ removes a socket file at the path that it binds."""
     with link("a", tmp_path) as a:
-        with pytest.raises(TransportError, match="something else does"):
+        with pytest.raises(TransportError, match="another member listens there"):
             link("a", tmp_path).start()
         a.connect("a", 1, a.endpoint)
         a.send("a", SaveCheckpoint(label="still here"))
@@ -109,7 +109,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_guard_that_never_listened_has_nothing_to_close(tmp_path: Path) -> None:
+def test_an_authenticator_that_never_listened_has_nothing_to_close(tmp_path: Path) -> None:
     DirectoryAuth(tmp_path).close()
     descriptor = open_private(tmp_path)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Nothing listens beyond this user without keys, unless it is told to."""
+"""ListenConfig: no process listens beyond its user without keys, unless configured."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_without_key_files_a_run_has_a_key_of_its_own() -> None:
 
 @given(message=messages)
 def test_no_message_holds_the_secret_of_its_run(message: Message) -> None:
-    """Each header had the run's token in it: whoever read one could push."""
+    """Every header once held the run's token: a reader of the network could push."""
     reach = ListenConfig(host="127.0.0.1", secret=SECRET)
     transport = reach.transport(
         name="shard-0", incarnation=1, run="run", log=lambda _level, _text: None
@@ -69,7 +69,7 @@ def test_no_message_holds_the_secret_of_its_run(message: Message) -> None:
 
 
 def test_a_number_that_is_not_ours_is_named(ring: KeyConfig) -> None:
-    with pytest.raises(TransportError, match="no interface of this machine"):
+    with pytest.raises(TransportError, match="no interface of this host"):
         start(ListenConfig(host="198.51.100.7", keys=ring))
 
 

@@ -1,4 +1,4 @@
-"""Who may speak as whom."""
+"""Permissions: which key may speak as which role."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def warnings() -> list[str]:
 
 
 @pytest.fixture
-def speakers(files: KeyFiles, warnings: list[str]) -> Permissions:
+def permissions(files: KeyFiles, warnings: list[str]) -> Permissions:
     made = Permissions(files, trusted={SERVER: ("server",)}, warn=warnings.append)
     assert made.refresh()
     assert not made.refresh()
@@ -52,54 +52,54 @@ def speakers(files: KeyFiles, warnings: list[str]) -> Permissions:
     ],
 )
 def test_a_key_speaks_for_its_roles_only(
-    speakers: Permissions,
+    permissions: Permissions,
     key: str,
     name: str,
     may: bool,  # noqa: FBT001 -- a parameter of the test
 ) -> None:
-    assert speakers.may_speak(key, name) is may
-    assert speakers.introduce(name, key) is may
+    assert permissions.may_speak(key, name) is may
+    assert permissions.introduce(name, key) is may
 
 
-def test_a_name_is_of_the_first_that_speaks_under_it(speakers: Permissions) -> None:
-    assert speakers.may_speak(A, "worker-1")
-    assert not speakers.may_speak(B, "worker-1")
-    assert speakers.may_speak(A, "worker-1")
+def test_a_name_belongs_to_the_first_key_that_uses_it(permissions: Permissions) -> None:
+    assert permissions.may_speak(A, "worker-1")
+    assert not permissions.may_speak(B, "worker-1")
+    assert permissions.may_speak(A, "worker-1")
 
 
-def test_who_is_introduced_has_the_name(speakers: Permissions) -> None:
-    assert speakers.may_speak(A, "worker-1")
-    assert speakers.introduce("worker-1", B)
-    assert speakers.may_speak(B, "worker-1")
-    assert not speakers.may_speak(A, "worker-1")
-    assert not speakers.introduce("worker-1", SERVER)
-    assert speakers.may_speak(B, "worker-1")
+def test_an_introduced_key_has_the_name(permissions: Permissions) -> None:
+    assert permissions.may_speak(A, "worker-1")
+    assert permissions.introduce("worker-1", B)
+    assert permissions.may_speak(B, "worker-1")
+    assert not permissions.may_speak(A, "worker-1")
+    assert not permissions.introduce("worker-1", SERVER)
+    assert permissions.may_speak(B, "worker-1")
 
 
 def test_a_key_has_a_bounded_number_of_names(
-    speakers: Permissions, monkeypatch: pytest.MonkeyPatch
+    permissions: Permissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "N_NAMES_MAX", 2)
     for n in range(5):
-        assert speakers.may_speak(A, f"worker-{n}")
-    assert speakers.may_speak(B, "worker-0")  # forgotten
-    assert not speakers.may_speak(B, "worker-4")
+        assert permissions.may_speak(A, f"worker-{n}")
+    assert permissions.may_speak(B, "worker-0")  # forgotten
+    assert not permissions.may_speak(B, "worker-4")
 
 
-def test_who_is_revoked_is_known_no_more(files: KeyFiles, speakers: Permissions) -> None:
-    assert speakers.may_speak(A, "worker-1")
+def test_a_revoked_key_loses_its_names(files: KeyFiles, permissions: Permissions) -> None:
+    assert permissions.may_speak(A, "worker-1")
     files.revoke("a")
-    assert speakers.refresh()
-    assert speakers.keys == {B, SERVER}
-    assert not speakers.may_speak(A, "worker-1")
-    assert speakers.may_speak(B, "worker-1")
+    assert permissions.refresh()
+    assert permissions.keys == {B, SERVER}
+    assert not permissions.may_speak(A, "worker-1")
+    assert permissions.may_speak(B, "worker-1")
 
 
-def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyFiles) -> None:
-    """Shards took what a machine pushed whose key was revoked in the midst of a job.
+def test_a_member_rejects_a_revoked_key_that_the_supervisor_introduced(files: KeyFiles) -> None:
+    """Shards accepted pushes of a host whose key was revoked during a job.
 
-    Its supervisor does not hear it any more, and so gives it up after a while; shards
-    would have heard it until its replica ran elsewhere.
+    The supervisor rejects that host and gives it up after a while; shards accepted it until its
+    replica ran elsewhere.
     """
     files.allow(Allowed(key=A, roles=("host",), name="a"))
     shard = Permissions(files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True)
@@ -122,28 +122,28 @@ def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyF
     assert shard.may_speak(A, "replica-1")
 
 
-def test_a_list_that_cannot_be_read_lets_in_nobody(
-    files: KeyFiles, speakers: Permissions, warnings: list[str]
+def test_an_unreadable_allow_list_accepts_no_key(
+    files: KeyFiles, permissions: Permissions, warnings: list[str]
 ) -> None:
     (files.directory / "allowed").write_text("everybody\n")
-    assert speakers.refresh()
-    assert not speakers.refresh()
-    assert speakers.keys == {SERVER}
+    assert permissions.refresh()
+    assert not permissions.refresh()
+    assert permissions.keys == {SERVER}
     assert len(warnings) == 1
-    assert "nobody is let in" in warnings[0]
+    assert "its keys are not accepted" in warnings[0]
 
 
 class Naming(RuleBasedStateMachine):
-    """However keys speak and are introduced, a name has one key, of the right role."""
+    """In any order of messages and introductions, a name has one key, of the right role."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.speakers = Permissions(
+        self.permissions = Permissions(
             KeyFiles(Path("/nonexistent")),
             trusted={A: ("worker",), B: ("worker", "server"), SERVER: ("server",)},
             warn=lambda _text: None,
         )
-        self.speakers.refresh()
+        self.permissions.refresh()
         self.owner: dict[str, str] = {}
 
     keys = st.sampled_from([A, B, SERVER, "c" * 64])
@@ -152,13 +152,13 @@ class Naming(RuleBasedStateMachine):
     @rule(key=keys, name=names)
     def speak(self, key: str, name: str) -> None:
         before = self.owner.get(name)
-        if self.speakers.may_speak(key, name):
+        if self.permissions.may_speak(key, name):
             assert before in {None, key}
             self.owner[name] = key
 
     @rule(key=keys, name=names)
     def introduce(self, key: str, name: str) -> None:
-        if self.speakers.introduce(name, key):
+        if self.permissions.introduce(name, key):
             self.owner[name] = key
 
     @invariant()

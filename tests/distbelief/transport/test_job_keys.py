@@ -1,4 +1,4 @@
-"""Keys within a job that spans machines: whom its members believe to be whom."""
+"""Keys within a job on several hosts: which names its members accept from which key."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ OTHER = "c" * 64
 
 
 class Keys:
-    """Of the supervisor's machine, and of one that joins."""
+    """Key files of the supervisor's host, and of a host that joins."""
 
     def __init__(self, directory: Path) -> None:
         self.here, self.there = KeyFiles(directory / "here"), KeyFiles(directory / "to")
@@ -48,55 +48,55 @@ def keys(tmp_path: Path) -> Keys:
     return Keys(tmp_path)
 
 
-def test_a_role_speaks_with_the_key_of_the_machine_that_it_was_given_to(keys: Keys) -> None:
-    guard = keys.guard("job")
+def test_a_role_speaks_with_the_key_of_the_host_that_it_was_placed_on(keys: Keys) -> None:
+    authenticator = keys.guard("job")
     there, here = Source(keys.its_key, 3), Source(keys.key, 4)
-    guard.check(there, "host-1")
+    authenticator.check(there, "host-1")
     with pytest.raises(NotIntroducedError):
-        guard.check(there, "replica-1")
-    guard.entrust("replica-1", "host-1")
-    guard.check(there, "replica-1")
+        authenticator.check(there, "replica-1")
+    authenticator.assign_name("replica-1", "host-1")
+    authenticator.check(there, "replica-1")
     with pytest.raises(NotIntroducedError):
-        guard.check(here, "replica-1")
-    guard.entrust("replica-1", "supervisor")
-    guard.check(here, "replica-1")
+        authenticator.check(here, "replica-1")
+    authenticator.assign_name("replica-1", "supervisor")
+    authenticator.check(here, "replica-1")
     with pytest.raises(NotIntroducedError):
-        guard.check(there, "replica-1")
+        authenticator.check(there, "replica-1")
 
 
-def test_a_machine_that_is_allowed_as_a_worker_only_hears_what_is_missing(keys: Keys) -> None:
-    """Who forgot --role host was let in, and then waited for a word in vain."""
+def test_a_host_that_is_allowed_as_a_worker_only_gets_the_missing_command(keys: Keys) -> None:
+    """Without --role host, a host was accepted and then waited for a reply in vain."""
     keys.here.allow(Allowed(key=OTHER, roles=("worker",), name="w"))
-    guard = keys.guard("job")
+    authenticator = keys.guard("job")
     request = [b"1.0", b"1", b"", b"10.0.0.3", b"", b"CURVE", bytes.fromhex(OTHER)]
-    verdict = guard.judge(request)
+    verdict = authenticator.judge(request)
     assert verdict.status == REFUSED
     assert f"distbelief keys allow {OTHER} NAME --role host" in verdict.remark
     keys.here.allow(Allowed(key=OTHER, roles=("worker", "host"), name="w"))
-    assert guard.judge(request).admitted
+    assert authenticator.judge(request).admitted
 
 
-def test_nobody_else_speaks_as_the_supervisor(keys: Keys) -> None:
-    guard = keys.guard("job", believes=True)
+def test_no_other_key_speaks_as_the_supervisor(keys: Keys) -> None:
+    authenticator = keys.guard("job", believes=True)
     with pytest.raises(RemoteProtocolError) as caught:
-        guard.check(Source(keys.its_key, 3), "supervisor")
+        authenticator.check(Source(keys.its_key, 3), "supervisor")
     assert not isinstance(caught.value, NotIntroducedError)
 
 
 def test_a_member_believes_whom_it_is_introduced_to(keys: Keys) -> None:
-    guard = keys.guard("host")
+    authenticator = keys.guard("host")
     request = [b"1.0", b"1", b"", b"10.0.0.3", b"", b"CURVE", bytes.fromhex(OTHER)]
-    assert guard.judge(request).status == NOT_NOW
-    speakers = guard._speakers
-    assert speakers.introduce("replica-7", OTHER)
-    assert not speakers.introduce("supervisor", OTHER)
-    assert guard.judge(request).admitted
-    guard.check(Source(OTHER, 3), "replica-7")
+    assert authenticator.judge(request).status == NOT_NOW
+    permissions = authenticator._permissions
+    assert permissions.introduce("replica-7", OTHER)
+    assert not permissions.introduce("supervisor", OTHER)
+    assert authenticator.judge(request).admitted
+    authenticator.check(Source(OTHER, 3), "replica-7")
     with pytest.raises(NotIntroducedError):
-        guard.check(Source(OTHER, 3), "replica-8")
+        authenticator.check(Source(OTHER, 3), "replica-8")
 
 
-def test_who_joins_need_not_know_the_run_and_everybody_else_does(keys: Keys) -> None:
+def test_a_host_may_leave_out_the_run_and_other_roles_may_not(keys: Keys) -> None:
     host = keys.transport("host-1", "host", run=JOINING)
     supervisor = keys.transport("supervisor", "job", run="run")
     with host, supervisor:
@@ -109,7 +109,7 @@ def test_who_joins_need_not_know_the_run_and_everybody_else_does(keys: Keys) -> 
         assert take(host, 1)[0].sender == "supervisor"
 
 
-def test_the_word_of_who_joins_opens_no_other_door() -> None:
+def test_only_a_host_may_leave_out_the_run() -> None:
     joining = Codec(run=JOINING)
     wire = Codec(run="run", strangers="host-")
     strange = joining.encode(HeartbeatAck(), sender="replica-1", incarnation=1)
@@ -120,7 +120,7 @@ def test_the_word_of_who_joins_opens_no_other_door() -> None:
 
 
 def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: Keys) -> None:
-    """The first message is early: it is dropped, and costs nobody the connection."""
+    """The first message is early: it is dropped, and the connection stays open."""
     replica = keys.transport("replica-1", "host", run="run")
     shard = keys.transport("shard-0", "job", run="run", believes=True)
     with replica, shard:

@@ -1,4 +1,4 @@
-"""Key files are their owner's alone, whole, and say what is wrong with them."""
+"""Key files: private, complete, with errors that name the problem and the fix."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def test_a_key_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
         files.make()
 
 
-def test_no_key_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_missing_key_is_named_with_the_fix(tmp_path: Path) -> None:
     for directory in (tmp_path / "nothing", tmp_path):
         tmp_path.chmod(0o700)
         with pytest.raises(JobError, match="distbelief keys new"):
@@ -100,7 +100,7 @@ def test_a_damaged_key_is_named_and_not_shown(keys: KeyFiles) -> None:
     assert text not in str(caught.value)
 
 
-def test_what_the_disk_says_is_told(keys: KeyFiles, tmp_path: Path) -> None:
+def test_errors_of_the_disk_are_reported(keys: KeyFiles, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot make"):
         KeyFiles(tmp_path / "file" / "keys").make()
@@ -127,12 +127,12 @@ def test_keys_are_allowed_changed_and_revoked_by_key_or_name(keys: KeyFiles) -> 
     assert keys.revoke("lab-4") == (both,)
     assert keys.revoke(other.key) == (other,)
     assert keys.allowed() == ()
-    with pytest.raises(JobError, match="'lab-3' is not allowed anyway; allowed: nob"):
+    with pytest.raises(JobError, match="'lab-3' is not on the allow-list; allowed: nob"):
         keys.revoke("lab-3")
 
 
-def test_all_who_are_allowed_at_the_same_time_are_let_in(keys: KeyFiles) -> None:
-    """Each command wrote the list that it had read: six left two of six keys."""
+def test_keys_that_are_allowed_at_the_same_time_are_all_kept(keys: KeyFiles) -> None:
+    """Concurrent commands overwrote each other: of six keys two were left."""
     commands = [
         subprocess.Popen(
             [sys.executable, "-c", ALLOW_MANY, str(keys.directory), str(n)],
@@ -171,8 +171,8 @@ def test_a_change_of_the_list_can_be_seen(keys: KeyFiles) -> None:
     ],
     ids=["end", "between", "blank lines", "byte order mark", "and a comment"],
 )
-def test_what_an_editor_adds_to_the_list_says_nothing(keys: KeyFiles, content: str) -> None:
-    """A blank at the end of one line shut out all others, while a server ran too."""
+def test_spaces_and_comments_in_the_list_are_ignored(keys: KeyFiles, content: str) -> None:
+    """A space at the end of one line rejected all other keys of a running server."""
     path = keys.directory / "allowed"
     path.touch(mode=0o600)
     path.write_text(content.format(key=WORKER.key))
@@ -188,24 +188,22 @@ def test_what_could_mean_something_is_still_refused(keys: KeyFiles, line: str) -
     path = keys.directory / "allowed"
     path.touch(mode=0o600)
     path.write_text(line.format(key=WORKER.key))
-    with pytest.raises(JobError, match="is no entry"):
+    with pytest.raises(JobError, match="invalid entry"):
         keys.allowed()
 
 
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (Allowed(key="a" * 64, roles=("root",), name="x"), "'root' is no role: there"),
-        (Allowed(key="a" * 64, roles=(), name="x"), "is no entry"),
-        (Allowed(key="a" * 63, roles=("worker",), name="x"), "is no entry"),
-        (Allowed(key="a" * 64, roles=("worker",), name="two words"), "is no name"),
-        (Allowed(key="a" * 64, roles=("worker",), name="two\nlines"), "is no name"),
-        (Allowed(key="a" * 64, roles=("worker",), name="x "), "is no name"),
+        (Allowed(key="a" * 64, roles=("root",), name="x"), "unknown role 'root': use"),
+        (Allowed(key="a" * 64, roles=(), name="x"), "invalid entry"),
+        (Allowed(key="a" * 63, roles=("worker",), name="x"), "invalid entry"),
+        (Allowed(key="a" * 64, roles=("worker",), name="two words"), "invalid name"),
+        (Allowed(key="a" * 64, roles=("worker",), name="two\nlines"), "invalid name"),
+        (Allowed(key="a" * 64, roles=("worker",), name="x "), "invalid name"),
     ],
 )
-def test_an_entry_that_says_nothing_is_not_written(
-    keys: KeyFiles, entry: Allowed, said: str
-) -> None:
+def test_an_invalid_entry_is_not_written(keys: KeyFiles, entry: Allowed, said: str) -> None:
     with pytest.raises(JobError, match=said):
         keys.allow(entry)
     assert keys.allowed() == ()
@@ -236,7 +234,7 @@ def test_the_list_is_bounded(keys: KeyFiles, monkeypatch: pytest.MonkeyPatch) ->
         keys.allow(Allowed(key="b" * 64, roles=("worker",), name="x"))
     path = keys.directory / "allowed"
     path.write_text(path.read_text() * 2)
-    with pytest.raises(JobError, match="allows 2 keys: 1 at most"):
+    with pytest.raises(JobError, match="has 2 keys, at most 1"):
         keys.allowed()
 
 
@@ -265,7 +263,7 @@ def test_what_runs_finds_the_key_that_it_began_with(keys: KeyFiles) -> None:
     assert mode(keys.directory / "former.key") == 0o600
     keys.begin_exchange()
     keys.finish_exchange()
-    with pytest.raises(JobError, match=f"no longer the key {old.public}"):
+    with pytest.raises(JobError, match=f"no longer has the key {old.public}"):
         keys.pair_of(old.public)
 
 

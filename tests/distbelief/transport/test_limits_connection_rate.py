@@ -1,4 +1,4 @@
-"""Newcomers: the roles of a large job are no siege, and strangers are one."""
+"""ConnectionRate: roles of a large job are accepted, floods are not."""
 
 import socket
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_of_each_key_so_many_are_free() -> None:
     assert it.look(1.0) == -100
 
 
-def test_who_goes_on_and_on_is_free_as_often_as_the_bucket_leaks() -> None:
+def test_a_steady_key_is_free_at_the_rate_of_the_bucket() -> None:
     it = newcomers()
     n = 0
     for _ in range(100):
@@ -48,7 +48,7 @@ def test_who_goes_on_and_on_is_free_as_often_as_the_bucket_leaks() -> None:
     assert n <= 100 + 100 * 5
 
 
-def test_who_comes_again_and_again_and_says_nothing_is_found() -> None:
+def test_a_key_that_reconnects_silently_is_found() -> None:
     it = newcomers()
     for _ in range(5):
         admit(it, "a", 150)
@@ -63,8 +63,8 @@ def test_who_comes_again_and_again_and_says_nothing_is_found() -> None:
     assert it.mute(1.0, n_open=200) == []
 
 
-def test_whose_connections_end_without_a_word_is_found_sooner() -> None:
-    """His first thousand cost a fifth of six seconds; they were let in all the same."""
+def test_a_key_whose_silent_connections_end_is_found_sooner() -> None:
+    """1,000 of them cost 1.2 of six seconds, and further ones were accepted."""
     it = newcomers()
     admit(it, "honest", 90)  # waits until there is something to say
     assert it.are_too_many()  # they are looked at
@@ -81,8 +81,8 @@ def test_whose_connections_end_without_a_word_is_found_sooner() -> None:
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_the_roles_of_a_large_job_are_no_siege(tmp_path: Path, *, is_allowed: bool) -> None:
-    """More than 300 came at once: the rest waited for half a minute to be let in."""
+def test_the_roles_of_a_large_job_are_not_a_flood(tmp_path: Path, *, is_allowed: bool) -> None:
+    """More than 300 came at once: the rest waited for half a minute."""
     world = World(tmp_path)
     with world.stack:
         caps = PeerLimits(
@@ -115,7 +115,7 @@ def test_the_roles_of_a_large_job_are_no_siege(tmp_path: Path, *, is_allowed: bo
 
 
 def test_a_rush_does_not_wait_for_the_next_look(tmp_path: Path) -> None:
-    """Within a quarter of a second thousands came, and each took time of the server."""
+    """Within a quarter of a second thousands came, and each cost the server time."""
     world = World(tmp_path)
     with world.stack:
         server = world.server(caps=PeerLimits(burst_newcomers_max=20.0, watch_seconds=1e6))

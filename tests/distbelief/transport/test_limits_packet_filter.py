@@ -1,4 +1,4 @@
-"""Many newcomers: only some are let in, and who is there already does not notice."""
+"""PacketFilter: accepts some of many new connections, and does not disturb open ones."""
 
 import socket
 import struct
@@ -43,7 +43,7 @@ def test_a_burst_is_let_in_and_a_flood_is_not(port: int) -> None:
     assert it.share == 1.0
     told = it.look(port, 200, SECONDS, welcome=())
     assert told is not None
-    assert "200 connections were opened in 0.25 s, more than 100" in told
+    assert "200 connections opened in 0.25 s, more than 100" in told
     assert it.share == 2.5 / 200.0
     assert it.look(port, 10, SECONDS, welcome=()) is None  # still four times too many
     assert it.share == 2.5 / 200.0 / 4.0
@@ -52,12 +52,12 @@ def test_a_burst_is_let_in_and_a_flood_is_not(port: int) -> None:
     for _ in range(200):
         if (told := it.look(port, 0, SECONDS, welcome=())) is not None:
             break
-    assert told == "newcomers are let in again"
+    assert told == "accepting all new connections again"
     assert it.share == 1.0
     it.end()
 
 
-def test_who_keeps_the_rules_comes_in_and_what_is_open_stays_open(port: int) -> None:
+def test_good_peers_are_accepted_and_open_connections_stay_open(port: int) -> None:
     it = siege()
     before = comes_from("127.0.0.3", port)
     assert before is not None

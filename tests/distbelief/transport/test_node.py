@@ -1,4 +1,4 @@
-"""The driver of one real role: events in, actions performed, a way out for errors."""
+"""RoleRunner with one real role: events in, actions performed, errors reported."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ NEWS = PeerLost(peer=Address("x"), incarnation=1, reason="it ended")
 
 
 class Scripted:
-    """A role that does what a test's function says, and remembers what happened."""
+    """A role that runs a test's function and records its events."""
 
     accepts = ALL_MESSAGES
 
@@ -80,7 +80,7 @@ class Scripted:
 
 
 class Build(Protocol):
-    """Makes a node for a role that reacts so."""
+    """Makes a runner for a role with these reactions."""
 
     def __call__(
         self,
@@ -98,7 +98,7 @@ def log() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[ZmqTransport]:
-    """A transport that reaches itself."""
+    """A transport that is connected to itself."""
     with ZmqTransport(
         name=ME,
         incarnation=4,
@@ -137,7 +137,7 @@ def build(transport: ZmqTransport, log: list[tuple[str, str]]) -> Iterator[Build
 
 
 def on_start(*actions: Action) -> React:
-    """React to `Started` with these actions, and to whatever comes next with an end."""
+    """React to `Started` with these actions, and to the next event with an exit."""
 
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
         return actions if isinstance(event, Started) else [Exit()]
@@ -148,7 +148,7 @@ def on_start(*actions: Action) -> React:
 # ---------------------------------------------------------------- a life, as planned
 
 
-def test_a_life_begins_with_started_and_ends_with_halt(build: Build) -> None:
+def test_a_run_begins_with_started_and_ends_with_exit(build: Build) -> None:
     node, role = build(lambda _event, _now: [Exit()])
     assert node.run() is None
     assert node.halted
@@ -332,7 +332,7 @@ def test_work_that_raises_is_answered_with_the_error(build: Build) -> None:
     assert isinstance(answer.error, ZeroDivisionError)
 
 
-def test_work_without_an_end_is_left_behind_and_named(
+def test_work_without_an_end_is_abandoned_and_named(
     build: Build, log: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "JOIN_SECONDS_MAX", 0.02)
@@ -346,9 +346,7 @@ def test_work_without_an_end_is_left_behind_and_named(
 
     node, _ = build(react)
     assert node.run() is None
-    assert log == [
-        ("warning", "me: endless (compute) is not done 0.02 s after the end: left behind")
-    ]
+    assert log == [("warning", "me: endless (compute) still runs 0.02 s after the end: abandoned")]
     end.set()
     monkeypatch.undo()
     node.close()  # waits for it
@@ -358,7 +356,7 @@ def test_work_without_an_end_is_left_behind_and_named(
 
 
 class Shelf:
-    """A snapshot store that keeps one, or fails."""
+    """A checkpoint storage that keeps one checkpoint, or fails."""
 
     def __init__(
         self,
@@ -387,7 +385,7 @@ class Shelf:
 SNAPSHOT = Snapshot(label="00412", arrays={}, facts={"clock": "7"})
 
 
-def test_a_life_begins_with_the_newest_snapshot(build: Build) -> None:
+def test_a_run_begins_with_the_newest_checkpoint(build: Build) -> None:
     node, role = build(lambda _event, _now: [Exit()], store=Shelf(SNAPSHOT))
     node.run()
     assert role.events == [Started(incarnation=4, restored=SNAPSHOT)]
@@ -415,12 +413,12 @@ def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) ->
     assert node.run() is None
     assert role.events == [
         Started(incarnation=4),
-        Persisted(label="00412", error="there is no place for snapshots"),
+        Persisted(label="00412", error="no checkpoint storage is configured"),
     ]
 
 
-def test_a_role_is_told_that_its_snapshots_cannot_be_used(build: Build) -> None:
-    """It decides what follows: of two copies of a shard the other one may help."""
+def test_a_role_gets_the_reason_why_its_checkpoints_are_unusable(build: Build) -> None:
+    """The role decides what follows: a shard's other copy may have the state."""
     shelf = Shelf(newest_error=StorageError("no snapshot of me is whole"))
     node, role = build(lambda _event, _now: [Exit()], store=shelf)
     node.run()
@@ -454,7 +452,8 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     assert node.run() is None
     assert len(role.events) == 22
     assert log == [
-        ("warning", f"refused, {n} so far: me sent HeartbeatAck") for n in (1, 2, 4, 8, 16)
+        ("warning", f"rejected a message ({n} so far): me sent HeartbeatAck")
+        for n in (1, 2, 4, 8, 16)
     ]
 
 
@@ -484,7 +483,7 @@ def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
 
     node, _ = build(react)
     assert node.run() == f"{type(error).__name__}: {error}"
-    assert log == [("error", f"me cannot go on: {type(error).__name__}: {error}")]
+    assert log == [("error", f"me failed: {type(error).__name__}: {error}")]
 
 
 def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str, str]]) -> None:
@@ -493,7 +492,7 @@ def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str,
 
     node, _ = build(react)
     assert node.run() == "KeyError: 'step'"
-    assert log[0] == ("error", "me cannot go on: KeyError: 'step'")
+    assert log[0] == ("error", "me failed: KeyError: 'step'")
     assert "Traceback" in log[1][1]
     assert "in react" in log[1][1]
 
@@ -694,10 +693,10 @@ def a_host() -> Role:
 
 
 @pytest.mark.parametrize("make_role", [a_supervisor, a_host])
-def test_only_what_is_posted_here_is_the_users_word(
+def test_only_posted_events_are_user_events(
     make_role: Callable[[], Role], transport: ZmqTransport, tmp_path: Path, fleet: Fleet
 ) -> None:
-    """Whoever reached the port of either could end it: it sent Stop as "user"."""
+    """Any peer that reached the port could stop a job by sending Stop as "user"."""
     role = make_role()
     fleet.answers = False
     stop = Stop(reason="Ctrl+C")

@@ -1,4 +1,4 @@
-"""Memory shared by the processes of one host."""
+"""FileMemory: memory shared by the processes of one host."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ from distbelief.transport.shared_memory import FileMemory
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[FileMemory]:
-    """The memory of one run, as the process that runs the job has it."""
+    """The memory of one run, in the process that runs the job."""
     made = FileMemory.make(root=tmp_path)
     yield made
     made.remove_all()
@@ -27,7 +27,7 @@ def memory(tmp_path: Path) -> Iterator[FileMemory]:
 
 @contextmanager
 def process(program: str, *arguments: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process, once it has said that it is ready; then it waits."""
+    """A second process that has reported that it is ready and now waits."""
     program = f"import sys\nfrom pathlib import Path\n{program}\n"
     program += "print('ready', flush=True)\nsys.stdin.read()\n"
     with subprocess.Popen(
@@ -61,7 +61,7 @@ region = memory.create("theirs", n_bytes=4096)
 """
 
 
-def test_a_disowned_region_is_gone_and_whoever_has_it_goes_on_with_it(memory: FileMemory) -> None:
+def test_a_disowned_region_is_gone_and_existing_mappings_stay_valid(memory: FileMemory) -> None:
     region = memory.create("a", n_bytes=64)
     theirs = FileMemory(memory.directory).attach("a")
     memory.disown("a")
@@ -81,7 +81,7 @@ def test_a_new_region_is_zeroed_aligned_and_writable(memory: FileMemory, n_bytes
     assert region.ctypes.data % 64 == 0 or n_bytes == 0
 
 
-def test_whoever_attaches_sees_what_is_written(memory: FileMemory) -> None:
+def test_a_process_that_attaches_sees_what_is_written(memory: FileMemory) -> None:
     other: Memory = FileMemory(memory.directory)
     region = memory.create("shard-0.1.values", n_bytes=100)
     seen = other.attach("shard-0.1.values")
@@ -101,7 +101,7 @@ def test_roles_of_different_runs_share_no_host_name(tmp_path: Path) -> None:
     two.remove_all()
 
 
-def test_nobody_else_may_enter_the_directory(memory: FileMemory) -> None:
+def test_other_users_may_not_enter_the_directory(memory: FileMemory) -> None:
     memory.create("a", n_bytes=8)
     assert stat.S_IMODE(memory.directory.stat().st_mode) == 0o700
     assert stat.S_IMODE((memory.directory / "a").stat().st_mode) == 0o600
@@ -122,9 +122,9 @@ NO_NAMES = ["", ".", "..", "../a", "/etc/passwd", "a/b", ".a", "-a", "a\0b", "a"
 
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_a_name_cannot_be_a_path(memory: FileMemory, name: str) -> None:
-    with pytest.raises(LocalProtocolError, match="cannot name a region"):
+    with pytest.raises(LocalProtocolError, match="invalid region name"):
         memory.create(name, n_bytes=8)
-    with pytest.raises(MemoryGoneError, match="no region can have the name"):
+    with pytest.raises(MemoryGoneError, match="invalid region name"):
         memory.attach(name)
     memory.release(name)
 
@@ -146,12 +146,12 @@ def test_what_cannot_be_mapped_cannot_be_attached(memory: FileMemory) -> None:
     assert memory.attach("a").shape == (0,)  # what has no size has no bytes
 
 
-def test_without_room_the_error_names_place_bytes_and_mend(memory: FileMemory) -> None:
+def test_without_room_the_error_names_path_bytes_and_fix(memory: FileMemory) -> None:
     with pytest.raises(StorageError) as caught:
         memory.create("a", n_bytes=1 << 50)
     text = str(caught.value)
     assert str(memory.directory.parent) in text
-    assert "1,125,899,906,842,624 bytes wanted" in text
+    assert "1,125,899,906,842,624 bytes needed" in text
     assert "free" in text
     assert "--shm-size" in text
     assert list(memory.directory.iterdir()) == []
@@ -165,7 +165,7 @@ def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
         FileMemory.make(root=tmp_path / "nowhere")
 
 
-def test_a_released_region_is_gone_but_who_has_it_may_look(memory: FileMemory) -> None:
+def test_a_released_region_is_gone_but_existing_mappings_can_be_read(memory: FileMemory) -> None:
     memory.create("a", n_bytes=8)
     other = FileMemory(memory.directory)
     seen = other.attach("a")
@@ -176,7 +176,7 @@ def test_a_released_region_is_gone_but_who_has_it_may_look(memory: FileMemory) -
         FileMemory(memory.directory).attach("a")
 
 
-def test_who_only_attached_removes_nothing(memory: FileMemory) -> None:
+def test_a_process_that_only_attached_removes_nothing(memory: FileMemory) -> None:
     memory.create("a", n_bytes=8)
     other = FileMemory(memory.directory)
     other.attach("a")

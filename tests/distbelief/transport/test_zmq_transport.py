@@ -1,4 +1,4 @@
-"""The real network: what arrives, what is dropped, what does no harm."""
+"""ZmqTransport over real sockets: what arrives, what is dropped, what does no harm."""
 
 import os
 import socket
@@ -36,7 +36,7 @@ PAIR = KeyPair.new()  # of the run
 
 @dataclass
 class Make:
-    """Makes transports, over files or over TCP, each closed at the end."""
+    """Makes transports over files or TCP and closes them at the end."""
 
     directory: Path
     over_tcp: bool
@@ -61,7 +61,7 @@ class Make:
         return RunAuth(PAIR) if self.over_tcp else DirectoryAuth(self.directory)
 
     def somewhere(self) -> str:
-        """Return a place where nobody listens."""
+        """Return an endpoint at which nothing listens."""
         self.n_made += 1
         if not self.over_tcp:
             return f"ipc://{self.directory}/.{self.n_made}"
@@ -69,7 +69,7 @@ class Make:
             return f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
 
     def place(self, bound: str) -> str:
-        """Return where peers find who listens there."""
+        """Return the endpoint of what listens there."""
         return f"{bound}?key={PAIR.public}" if self.over_tcp else bound
 
 
@@ -92,7 +92,7 @@ def make_tcp(tmp_path: Path) -> Iterator[Make]:
 
 
 def wait(*transports: ZmqTransport, until: Callable[[], bool]) -> None:
-    """Let every transport do its part until it is so."""
+    """Poll all transports until the condition holds."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not until():
         assert time.monotonic() < deadline, [each.counters for each in transports]
@@ -101,7 +101,7 @@ def wait(*transports: ZmqTransport, until: Callable[[], bool]) -> None:
 
 
 def take(transport: ZmqTransport, n_messages: int) -> list[Envelope]:
-    """Return the next so many messages."""
+    """Return the next `n` messages."""
     taken: list[Envelope] = []
 
     def enough() -> bool:
@@ -120,7 +120,7 @@ def labels(envelopes: list[Envelope]) -> list[str]:
 # -------------------------------------------------------------------- what arrives
 
 
-def test_messages_arrive_in_order_and_say_who_sent_them(make: Make) -> None:
+def test_messages_arrive_in_order_with_their_sender(make: Make) -> None:
     a, b = make("a"), make("b")
     a.connect("b", 1, b.endpoint)
     for index in range(100):
@@ -209,7 +209,7 @@ def test_poll_returns_the_descriptors_that_are_ready(make: Make) -> None:
         os.close(fd)
 
 
-def test_poll_waits_at_least_as_long_as_it_is_told(make: Make) -> None:
+def test_poll_waits_at_least_for_its_timeout(make: Make) -> None:
     a = make("a")
     begun = time.monotonic()
     a.poll(0.0015)
@@ -227,7 +227,7 @@ def test_a_message_to_an_unknown_peer_is_dropped_and_counted(make: Make) -> None
 
 @contextmanager
 def mute(make: Make) -> Iterator[str]:
-    """Listen, and say nothing; yield where."""
+    """Listen without reading; yield the endpoint."""
     place = Endpoint.parse(make.place(make.somewhere()))
     is_file = bool(place.path)
     with socket.socket(socket.AF_UNIX if is_file else socket.AF_INET) as listener:
@@ -296,7 +296,7 @@ def test_a_peer_that_restarts_at_the_same_address_gets_no_old_messages(make: Mak
     assert labels(take(new, 1)) == ["to the new"]
 
 
-def test_connecting_again_to_the_same_life_changes_nothing(make: Make) -> None:
+def test_connecting_again_to_the_same_incarnation_changes_nothing(make: Make) -> None:
     a, b = make("a"), make("b")
     for label in ("one", "two"):
         a.connect("b", 1, b.endpoint)
@@ -320,11 +320,11 @@ def test_a_disconnected_peer_is_unknown(make: Make) -> None:
     assert not a.send("b", HeartbeatAck())
 
 
-def test_who_was_not_written_to_for_longest_makes_room(
+def test_the_least_recently_used_link_makes_room(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A standing server meets more workers than there can be sockets."""
-    monkeypatch.setattr(zmq_transport, "_OUTBOXES_MAX", 2)
+    """A standing server meets more workers than it can have sockets."""
+    monkeypatch.setattr(zmq_transport, "_PEERS_MAX", 2)
     a, b, c, d = map(make, "abcd")
     a.connect("b", 1, b.endpoint)
     a.connect("c", 1, c.endpoint)
@@ -336,7 +336,7 @@ def test_who_was_not_written_to_for_longest_makes_room(
 # ------------------------------------------------------------------------- refusals
 
 
-def test_a_taken_port_is_named_with_the_mend(make_tcp: Make) -> None:
+def test_a_port_in_use_is_named_with_the_fix(make_tcp: Make) -> None:
     address = make_tcp.somewhere()
     make_tcp("a", bind=address)
     with pytest.raises(TransportError) as caught:
@@ -354,17 +354,17 @@ def test_an_address_that_cannot_be_had_is_named(make_tcp: Make, address: str) ->
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:*", "tcp://127.0.0.1:*", "tcp://host:5", "udp://x:1"]
 )
-def test_who_listens_at_a_file_does_so_nowhere_else(make_files: Make, address: str) -> None:
+def test_a_listener_at_a_file_has_no_port(make_files: Make, address: str) -> None:
     with pytest.raises(TransportError):
         make_files("a", bind=address)
     with pytest.raises(TransportError, match=r"cannot connect to c|keys new"):
         make_files("b").connect("c", 1, address.replace("*", "5"))
 
 
-def test_who_listens_everywhere_is_on_this_machine_too(make_tcp: Make) -> None:
+def test_a_listener_at_all_interfaces_is_on_this_host_too(make_tcp: Make) -> None:
     """A worker beside `distbelief serve --insecure` got no answer for a minute.
 
-    Its shards said 0.0.0.0, which was taken for another machine.
+    Its shards announced 0.0.0.0, which it took for another host.
     """
     a = make_tcp("a", bind="tcp://0.0.0.0:*")
     b = make_tcp("b")
@@ -378,7 +378,7 @@ def test_an_endpoint_that_is_none_is_a_transport_error(make: Make) -> None:
         make("a").connect("b", 1, "tcp://127.0.0.1:no-port")
 
 
-def test_a_transport_that_is_not_running_connects_to_nobody(tmp_path: Path) -> None:
+def test_a_transport_that_is_not_running_does_not_connect(tmp_path: Path) -> None:
     transport = link("a", tmp_path)
     assert transport.endpoint == ""
     with pytest.raises(LocalProtocolError, match="transport of a is not running"):
@@ -398,7 +398,7 @@ def test_options_that_bound_nothing_are_refused(wrong: dict[str, float]) -> None
 
 
 class Stranger:
-    """Somebody who connects with sockets of their own, perhaps with a key."""
+    """A peer with its own sockets, perhaps with a key."""
 
     def __init__(self, make: Make, *, pair: KeyPair | None = PAIR) -> None:
         self._pair = pair if make.over_tcp else None
@@ -422,13 +422,13 @@ class Stranger:
 
 @pytest.fixture
 def log() -> list[str]:
-    """What the transport `inbox` has logged."""
+    """The log of the transport `inbox`."""
     return []
 
 
 @pytest.fixture
 def inbox(make: Make, log: list[str]) -> ZmqTransport:
-    """A transport that strangers reach, and that reaches itself."""
+    """A transport that strangers can reach, connected to itself."""
     return reached(make, log)
 
 
@@ -450,22 +450,22 @@ def still_works(inbox: ZmqTransport) -> bool:
     return labels(take(inbox, 1)) == ["honest"]
 
 
-def test_who_has_another_key_is_refused_at_the_door(
+def test_another_key_is_rejected_before_the_first_message(
     inbox_tcp: ZmqTransport, log: list[str], make_tcp: Make
 ) -> None:
     stranger = Stranger(make_tcp, pair=KeyPair.new())
     link = stranger.connect(inbox_tcp.endpoint)
     link.send_multipart([b"x"] * 1000)
     wait(inbox_tcp, until=lambda: inbox_tcp.counters.refused > 0)
-    assert log == ["refused a peer without the run's key (so far 1)"]
+    assert log == ["rejected a peer without the run's key (so far 1)"]
     assert still_works(inbox_tcp)
     assert inbox_tcp.counters.malformed == 0  # not a byte of it came in
 
 
-def test_who_has_another_key_than_the_address_learns_nothing(make_tcp: Make) -> None:
-    """A process of another user took the port of a role that had died.
+def test_a_listener_with_another_key_than_the_endpoint_learns_nothing(make_tcp: Make) -> None:
+    """A process of another user took the port of a dead role.
 
-    It was shown the run's token within 0.06 s, was let in with it, and ended the job.
+    It got the run's token within 0.06 s, was accepted with it, and ended the job.
     """
     a, address = make_tcp("a"), make_tcp.somewhere()
     label = "nobody else is to read this"
@@ -489,13 +489,13 @@ def test_who_has_another_key_than_the_address_learns_nothing(make_tcp: Make) -> 
     assert labels(take(b, 1)) == [label]
 
 
-def test_who_watches_a_peer_hears_that_another_listens_there(
+def test_a_watched_peer_with_another_key_is_reported(
     inbox_tcp: ZmqTransport, make_tcp: Make
 ) -> None:
     pair = KeyPair.new()
     stranger = make_tcp("s", guard=RunAuth(pair))
     member, careless = make_tcp("m"), make_tcp("c")
-    with pytest.raises(TransportError, match="not known by the key of this run"):
+    with pytest.raises(TransportError, match="does not have the key of this run"):
         stranger.connect("inbox", 1, inbox_tcp.endpoint)
     place = replace(Endpoint.parse(inbox_tcp.endpoint), key=pair.public)
     stranger.connect("inbox", 1, str(place), watched=True)
@@ -512,7 +512,7 @@ def test_who_watches_a_peer_hears_that_another_listens_there(
 
 
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.DEALER, zmq.REQ, zmq.PUB])
-def test_who_asks_for_no_admission_gets_none(
+def test_a_socket_without_a_key_sends_nothing(
     inbox_tcp: ZmqTransport, make_tcp: Make, kind: int
 ) -> None:
     link = Stranger(make_tcp, pair=None).connect(inbox_tcp.endpoint, kind)
@@ -545,8 +545,8 @@ def test_random_bytes_from_a_raw_socket_do_no_harm(garbage: bytes) -> None:
         assert inbox.counters.malformed == 0
 
 
-def test_nobody_in_the_network_is_the_user(inbox: ZmqTransport, make: Make, log: list[str]) -> None:
-    """Ctrl+C is an event that says so: a message could end the job of somebody else."""
+def test_no_peer_may_speak_as_the_user(inbox: ZmqTransport, make: Make, log: list[str]) -> None:
+    """Ctrl+C is a user event: as a message it could end another user's job."""
     member = make("user")
     member.connect("inbox", 1, inbox.endpoint)
     member.send("inbox", Stop(reason="Ctrl+C"))
@@ -556,7 +556,7 @@ def test_nobody_in_the_network_is_the_user(inbox: ZmqTransport, make: Make, log:
         return inbox.counters.malformed == 1
 
     wait(inbox, until=arrived)
-    assert log == ["dropped: a peer speaks as 'user' (so far 1)"]
+    assert log == ["dropped: a peer may not speak as 'user' (so far 1)"]
     assert still_works(inbox)
 
 
@@ -639,7 +639,7 @@ def start_peer(
 
 
 @pytest.mark.processes
-def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(make_files: Make) -> None:
+def test_a_killed_peer_does_no_harm_and_its_next_incarnation_is_reached(make_files: Make) -> None:
     a = make_files("a", options=TransportOptions(linger_seconds=0))
     first, endpoint = start_peer(a, make_files.directory)
     with first:
@@ -658,7 +658,7 @@ def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(make_files: Ma
 
 
 @pytest.mark.processes
-def test_the_last_words_of_a_peer_arrive_though_it_ends_at_once(make_files: Make) -> None:
+def test_the_last_messages_of_a_peer_arrive_though_it_ends_at_once(make_files: Make) -> None:
     a = make_files("a")
     process, endpoint = start_peer(a, make_files.directory)
     with process:

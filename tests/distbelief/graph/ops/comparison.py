@@ -1,7 +1,6 @@
-"""A layer computed in parts, against the whole: values and all gradients, in float64.
+"""Compares a layer computed in parts with torch: values and all gradients, in float64.
 
-Also against the truth of index tracing: what a part reads is all that its value depends
-on, and nothing that it could do without at the edges.
+Also with index tracing: a part depends on all that it reads, and on nothing else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from distbelief.graph.region import Region
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 
 
-assert ops.KINDS  # importing them registers them
+assert ops.OPERATORS  # importing them registers them
 TOLERANCE = 1e-10
 
 
@@ -32,7 +31,7 @@ def graph_of(layer: Layer) -> LayerGraph:
 
 @st.composite
 def partitions(draw: st.DrawFn, whole: Region, cuts: Sequence[Cut]) -> list[Region]:
-    """A grid of parts, cut where it may be cut; some may be empty."""
+    """A grid of parts, split where allowed; some may be empty."""
     parts = [whole]
     for cut in cuts:
         n_parts = draw(st.integers(1, 3))
@@ -47,7 +46,7 @@ def partitions(draw: st.DrawFn, whole: Region, cuts: Sequence[Cut]) -> list[Regi
 
 @st.composite
 def parts_of(draw: st.DrawFn, layer: Layer) -> Parts:
-    """Any way to split this layer that its kind allows."""
+    """Any split of this layer that its operator allows."""
     kind = operator_of(layer)
     if kind.partial is not None and draw(st.booleans()):
         whole = Region.of(*layer.input_shapes[0])
@@ -58,7 +57,7 @@ def parts_of(draw: st.DrawFn, layer: Layer) -> Parts:
 
 @st.composite
 def parts_of_all(draw: st.DrawFn, layers: Sequence[Layer]) -> dict[str, Parts]:
-    """Any way to split each of these."""
+    """Any split of each of these layers."""
     return {layer.name: draw(parts_of(layer)) for layer in layers}
 
 
@@ -87,15 +86,15 @@ def assert_parts_equal(
     *,
     step: Step | None = None,
 ) -> None:
-    """Check that the parts give `expected`, and all of its gradients (DB-3).
+    """Check that the parts give `expected` and all of its gradients (DB-3).
 
     Args:
-        layer: Of which kind.
-        parts: How it is split.
-        expected: What torch computes, from these very inputs and tensors.
-        inputs: Leaves that require gradients where they are floating.
-        tensors: Likewise.
-        step: In which it is computed.
+        layer: The layer.
+        parts: Its split.
+        expected: What torch computes from these inputs and tensors.
+        inputs: Leaves that require gradients if they are floats.
+        tensors: Leaves that require gradients if they are floats.
+        step: The step.
     """
     values = evaluate(graph_of(layer), inputs, tensors, parts={layer.name: parts}, step=step)
     close(values[layer.name], expected)
@@ -119,7 +118,7 @@ def assert_layers_equal(  # the arguments of one case, and how it is computed
 ) -> dict[str, torch.Tensor]:
     """Check that the last of several layers, each in parts, gives `expected`.
 
-    Gradients too, of all inputs and tensors that require one. Returns all values.
+    Checks gradients of all inputs and tensors that require one. Returns all values.
     """
     values = evaluate(composite_of(layers, inputs), inputs, tensors or {}, parts=parts, step=step)
     found = values[layers[-1].name]
@@ -138,13 +137,13 @@ def assert_layers_equal(  # the arguments of one case, and how it is computed
 
 
 def composite_of(layers: Sequence[Layer], inputs: Mapping[str, torch.Tensor]) -> LayerGraph:
-    """Return the graph of these layers, the inputs before them."""
+    """Return the graph of these layers, with inputs before them."""
     sources = [source(name, *value.shape[1:]) for name, value in inputs.items()]
     return LayerGraph((*sources, *layers), (layers[-1].name,))
 
 
 def source(name: str, *shape: int, is_integer: bool = False) -> Layer:
-    """Return an input layer, for builders of composites to read."""
+    """Return an input layer, for composites to read."""
     return Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer)
 
 
@@ -154,7 +153,7 @@ def assert_reads_are_tight(
     inputs: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Check that the part depends on both ends of all that it reads."""
+    """Check that the part depends on both ends of everything that it reads."""
     kind = operator_of(layer)
     tiles = [
         leaf(inputs[name].detach()[(slice(None), *read.slices)])

@@ -141,7 +141,7 @@ def test_multi_head_attention_in_parts_is_the_module(data: st.DataObject) -> Non
 
 
 def test_heads_are_whole_rows_of_the_projections() -> None:
-    """Cut by heads, the parts of linear, reshape and permute read just each other."""
+    """Split by heads, linear, reshape and permute read only their own parts."""
     module = nn.MultiheadAttention(8, 4, batch_first=True)
     x = source("x", 5, 8)
     layers = multi_head_attention_layers("a", (x, x, x), n_heads=4, tensors=uses_of(module))

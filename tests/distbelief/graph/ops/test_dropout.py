@@ -1,4 +1,4 @@
-"""Masks of dropout: of places and steps, of nothing else; and even."""
+"""Dropout masks depend only on indices and the step, and are uniform."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_the_hash_is_that_of_unsigned_arithmetic(numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("probability", [0.001, 0.1, 0.5, 0.9])
 def test_as_many_are_dropped_as_should_be(probability: float) -> None:
-    """Overall, per sample, per element, and for neighbours together: to 5 sigmas."""
+    """Overall, per sample, per element, and for pairs of neighbors: to 5 sigmas."""
     layer = dropout_of(50, 40, probability=probability)
     dropped = ~kept(layer, 500, seed=3)
     spread = math.sqrt(probability * (1 - probability))

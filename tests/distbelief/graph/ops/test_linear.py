@@ -1,4 +1,4 @@
-"""Products of two matrices that both are computed, in parts."""
+"""Products of two computed matrices, in parts."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_a_part_reads_its_rows_and_its_columns() -> None:
 
 
 class Attending(nn.Module):
-    """Attention written by hand, its scores by `@` and by `bmm`."""
+    """Attention written with `@` and `bmm`."""
 
     def __init__(self) -> None:
         super().__init__()

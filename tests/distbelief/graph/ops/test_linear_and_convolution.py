@@ -1,4 +1,4 @@
-"""Linear layers, convolutions and pointwise functions, split in any legal way."""
+"""Linear layers, convolutions and pointwise functions, in any legal split."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_a_convolution_in_parts_is_the_whole(layer: Layer, data: st.DataObject) 
 def test_a_part_of_a_convolution_depends_on_what_it_reads_and_no_more(
     layer: Layer, data: st.DataObject
 ) -> None:
-    """Index by index: the gradient of a part says what it depends on."""
+    """The gradient of a part shows, index by index, what it depends on."""
     parts = data.draw(parts_of(layer))
     assert isinstance(parts, list)
     part = data.draw(st.sampled_from([p for p in parts if p.n_elements]))

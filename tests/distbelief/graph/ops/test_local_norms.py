@@ -1,4 +1,4 @@
-"""Local contrast normalisation against its formulas, and in parts."""
+"""Local contrast normalization against its formulas, and in parts."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.distbelief.graph.ops.test_norms import random
 
 
 def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
-    """Place by place, as the module's documentation has it."""
+    """A loop over positions, by the formulas of the module's docstring."""
     n_rows, n_columns = x.shape[2:]
     weights = gaussian(size)
     radius = size // 2
@@ -106,8 +106,8 @@ def test_local_response_in_parts_is_that_of_torch(
 
 
 def test_windows_without_a_middle_are_refused() -> None:
-    with pytest.raises(ValueError, match="size is 4; use an odd number"):
+    with pytest.raises(ValueError, match="size must be odd and positive, got 4"):
         LocalContrastNorm2d(4)
-    with pytest.raises(ValueError, match="epsilon is 0"):
+    with pytest.raises(ValueError, match="epsilon must be above 0"):
         LocalContrastNorm2d(3, epsilon=0.0)
     assert repr(LocalContrastNorm2d()) == "LocalContrastNorm2d(size=9, epsilon=0.01)"

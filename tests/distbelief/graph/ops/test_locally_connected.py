@@ -1,4 +1,4 @@
-"""Locally connected layers against a loop over places, and in parts."""
+"""Locally connected layers against a loop over positions, and in parts."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.distbelief.graph.ops.test_norms import random
 
 
 def naive(module: LocallyConnected2d, x: torch.Tensor) -> torch.Tensor:
-    """Every place by itself, as the definition has it."""
+    """A loop over positions, by the definition."""
     rows, columns = module.padding
     x = functional.pad(x, (columns, columns, rows, rows))
     lines = []
@@ -75,7 +75,7 @@ def layer_of(module: LocallyConnected2d) -> Layer:
 
 @given(modules(), st.data())
 @settings(max_examples=50)
-def test_a_locally_connected_layer_in_parts_is_the_loop_over_places(
+def test_a_locally_connected_layer_in_parts_is_the_loop_over_positions(
     module: LocallyConnected2d, data: st.DataObject
 ) -> None:
     layer = layer_of(module)
@@ -91,10 +91,10 @@ def test_a_locally_connected_layer_in_parts_is_the_loop_over_places(
 
 
 @pytest.mark.parametrize("n_elements", [1, 30, 100])
-def test_any_tiling_of_the_places_gives_the_same(
+def test_any_tiling_of_the_positions_gives_the_same(
     n_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One place at a time, pieces of a row, whole rows."""
+    """One position at a time, pieces of a row, whole rows."""
     monkeypatch.setattr(locally_connected, "N_ELEMENTS_MAX", n_elements)
     module = LocallyConnected2d(
         2, 3, (2, 1), input_size=(5, 4), stride=(1, 2), padding=1, dtype=torch.float64
@@ -140,11 +140,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_what_comes_out_is_contiguous_and_so_is_what_goes_back() -> None:
-    """Layers are measured alone, on contiguous tensors, and stand between others.
+    """The profile measures layers alone, on contiguous tensors.
 
-    Products lay samples last, and so did the images and gradients that were handed on:
-    a pooling after one took a fifth longer, and its gradient half, than its profile
-    said, and every plan of the image net was priced too low.
+    Products had samples last, as had the images and gradients passed on: a pooling after one took a
+    fifth longer, and its gradient half, than its profile said, and every plan was priced too low.
     """
     module = LocallyConnected2d(2, 3, 3, input_size=(6, 5))
     images = torch.rand(4, 6, 5, 2).permute(0, 3, 1, 2).requires_grad_()

@@ -1,4 +1,4 @@
-"""Of some kinds the gradients of inputs can be had before, and without, the others."""
+"""Operators whose input gradients can be computed without the others."""
 
 from collections.abc import Callable, Sequence
 
@@ -39,7 +39,7 @@ def test_gradients_asked_for_one_by_one_have_the_bits_of_both(kind: str) -> None
     assert torch.equal(second, both[1])
 
 
-def test_who_asks_for_the_gradient_of_images_does_not_wait_for_that_of_weights(
+def test_the_gradient_of_images_does_not_compute_that_of_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.rand(3, 2, 4, 4).requires_grad_()

@@ -1,4 +1,4 @@
-"""Losses split over classes and places; their mean over samples is torch's loss."""
+"""Losses split over classes and elements; their mean over samples equals torch's loss."""
 
 from collections.abc import Callable
 
@@ -47,7 +47,7 @@ def labels_of(n_classes: int, *shape: int) -> torch.Tensor:
 def test_cross_entropy_in_parts_is_that_of_torch(
     shape: tuple[int, ...], smoothing: float, data: st.DataObject
 ) -> None:
-    """Mean over samples, positions and labels that count; split over classes."""
+    """Mean over samples, positions and labels that count, split over classes."""
     soft, mean = data.draw(st.booleans()), data.draw(st.booleans())
     scores = leaf(20 * random(3, *shape))
     inputs = {"x": scores}
@@ -118,7 +118,7 @@ def test_a_batch_whose_labels_all_count_for_nothing_has_loss_zero() -> None:
 @pytest.mark.parametrize("function", sorted(FUNCTIONS))
 @given(data=st.data())
 @settings(max_examples=12)
-def test_a_loss_of_places_in_parts_is_that_of_torch(function: str, data: st.DataObject) -> None:
+def test_an_elementwise_loss_in_parts_is_that_of_torch(function: str, data: st.DataObject) -> None:
     mean = data.draw(st.booleans())
     shape = data.draw(st.lists(st.integers(1, 4), max_size=3).map(tuple))
     x, target = random(3, *shape), random(3, *shape, seed=1).sigmoid()

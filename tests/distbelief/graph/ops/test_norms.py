@@ -1,4 +1,4 @@
-"""Reductions, and the norms and softmaxes made of them, against torch."""
+"""Reductions, and the norms and softmax made of them, against torch."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 def reduced(function: str, x: torch.Tensor, y: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
-    """The reductions, as torch writes them; y is the statistic that some need."""
+    """The reductions in torch; y is the statistic that some need."""
     match function:
         case "sum" | "mean":
             summands = x

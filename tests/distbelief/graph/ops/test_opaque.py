@@ -1,4 +1,4 @@
-"""Modules that one machine computes whole."""
+"""Opaque layers: modules that one rank computes."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_its_random_numbers_are_the_steps() -> None:
 
 
 class Counter(nn.Module):
-    """Counts its calls in a buffer, and returns more than a tensor."""
+    """Counts its calls in a buffer and returns more than a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Comparisons and choices by them, in parts; and how they are captured."""
+"""Comparisons, masks and selections, in parts and captured."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,7 @@ def test_a_choice_in_parts_is_the_whole(data: st.DataObject) -> None:
     assert_parts_equal(layer, parts, expected, leaves, {})
 
 
-def test_numbers_stand_in_the_place_of_inputs() -> None:
+def test_numbers_replace_inputs() -> None:
     x = random(2, *SHAPE)
     whole = [Region.of(*SHAPE)]
     filled = layer_of("where", SHAPE, SHAPE, yes=-2.5)
@@ -94,7 +94,7 @@ def compute(layer: Layer, parts: list[Region], *inputs: torch.Tensor) -> torch.T
 
 
 class Calling(nn.Module):
-    """A linear layer, and a function of what comes out."""
+    """A linear layer, and a function of its output."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Calling(nn.Module):
 
 
 class Causal(Calling):
-    """Scores of which a buffer of the model hides some."""
+    """Scores with a causal mask in a buffer of the model."""
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,10 +166,10 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "the mask is not the output of a layer": lambda x: x.masked_fill(
         torch.ones(4, 6, dtype=torch.bool), 0.0
     ),
-    "chooses whole numbers": lambda x: x * torch.where(x > 0, 1, 2),
+    "chooses integers": lambda x: x * torch.where(x > 0, 1, 2),
     "no is neither a number": lambda x: torch.where(x > 0, x, torch.ones(4, 6)),
     "between whole and floating": lambda x: x * (x > 0).to(torch.int64),
-    "about the bits of whole numbers": lambda x: x * ((x > 0) & 3),
+    "bitwise on integers": lambda x: x * ((x > 0) & 3),
 }
 
 
@@ -196,6 +196,6 @@ class Outer(nn.Module):
         return result
 
 
-def test_a_whole_module_is_not_given_a_mask_of_numbers() -> None:
-    with pytest.raises(GraphError, match="compare inside of it"):
+def test_an_opaque_module_is_not_given_a_mask_of_numbers() -> None:
+    with pytest.raises(GraphError, match="compare inside of the module"):
         capture(Outer(), [InputSpec(shape=(4,))])

@@ -1,4 +1,4 @@
-"""What only moves elements, in parts: reshapes, permutations, slices, joins, pads."""
+"""Views in parts: reshapes, permutations, slices, concatenations, pads."""
 
 import math
 
@@ -30,7 +30,7 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def reshapes(draw: st.DrawFn) -> Layer:
-    """Factors of some number, put together in two ways, with ones between."""
+    """Factors of some number, grouped in two ways, with ones in between."""
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3, 5]), max_size=5))
     both = []
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_blocks_are_the_finest() -> None:
     assert operator_of(layer).cuts(layer) == ((0, 25), (1, 1))
     layer = reshape_layer("r", source("x", 4, 6), shape=(8, 3))
     assert operator_of(layer).cuts(layer) == ((0, 2),)
-    with pytest.raises(GraphError, match="the elements are 6 and 8"):
+    with pytest.raises(GraphError, match="they have 6 and 8 elements"):
         blocks((6,), (2, 4))
 
 
@@ -192,7 +192,7 @@ def test_joined_layers_in_parts_are_the_whole(
 @given(st.data())
 @settings(max_examples=40)
 def test_a_token_and_positions_are_added_to_every_sample(data: st.DataObject) -> None:
-    """As vision transformers do: parameters that are layers, with a batch of one."""
+    """As in vision transformers: parameters are layers with a batch of one."""
     has_batch = data.draw(st.booleans())
     batch = (1,) if has_batch else ()
     token, positions = leaf(random(*batch, 1, 5)), leaf(random(*batch, 4, 5, seed=1))

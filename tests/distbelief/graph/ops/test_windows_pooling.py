@@ -173,7 +173,7 @@ def test_adaptive_pooling_in_parts_is_the_whole(n_dims: int, data: st.DataObject
         assert_reads_are_tight(layer, layer.region.cut(1, [1.0, 1.0])[1], {"x": x})
 
 
-def test_a_mean_over_all_places_is_a_sum_of_parts() -> None:
+def test_a_mean_over_all_of_space_has_partial_sums() -> None:
     (layer,) = adaptive_pool_layers("pool", source("x", 4, 6, 6), sizes=(1, 1), maximum=False)
     assert layer.kind == "reduction"
     (layer,) = adaptive_pool_layers("pool", source("x", 4, 6, 6), sizes=(3, 2), maximum=False)

@@ -72,7 +72,7 @@ def test_a_padded_tile_gives_exactly_these_outputs(
 @given(windows, st.integers(1, 20))
 def test_outputs_are_counted_as_torch_counts_them(window: Window, extent: int) -> None:
     assume(window.padding <= window.size // 2)  # torch allows no more in pooling
-    assume(extent + 2 * window.padding >= window.reach)
+    assume(extent + 2 * window.padding >= window.span)
     pooled = functional.max_pool1d(
         torch.zeros(1, 1, extent),
         window.size,
@@ -91,11 +91,11 @@ def test_nothing_is_read_for_no_output() -> None:
 
 
 def test_a_window_without_extent_is_refused() -> None:
-    with pytest.raises(ValueError, match="size is 0"):
+    with pytest.raises(ValueError, match=r"size must be .*got 0"):
         Window(size=0)
-    with pytest.raises(ValueError, match="stride is 0"):
+    with pytest.raises(ValueError, match=r"stride must be .*got 0"):
         Window(size=1, stride=0)
-    with pytest.raises(ValueError, match="dilation is 0"):
+    with pytest.raises(ValueError, match=r"dilation must be .*got 0"):
         Window(size=1, dilation=0)
-    with pytest.raises(ValueError, match="padding is -1"):
+    with pytest.raises(ValueError, match=r"padding must be .*got -1"):
         Window(size=1, padding=-1)

@@ -1,1 +1,1 @@
-"""Models for tests: small by their arguments, and true to structure."""
+"""Models for tests: small, with the structure of the originals."""

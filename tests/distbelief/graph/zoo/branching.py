@@ -1,4 +1,4 @@
-"""Nets whose layers do not stand in a row: ResNets, Inception, DenseNet, U-Net."""
+"""Nets with branches: ResNets, Inception, DenseNet, U-Net."""
 
 from collections.abc import Sequence
 
@@ -106,7 +106,7 @@ class Inception(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Huang et al. 2016: every layer reads all before it; pooled between blocks."""
+    """Huang et al. 2016: every layer reads all layers before it; pooled between blocks."""
 
     def __init__(
         self, counts: Sequence[int] = (3, 3), *, growth: int = 2, n_classes: int = 4

@@ -1,4 +1,4 @@
-"""The models of this zoo, and what capturing each of them should come to."""
+"""The models of this zoo, and the expected result of capturing them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Case:
 
     Attributes:
         make: Makes the model without dropout.
-        shape: Of its input, without the batch.
-        n_values: Of an input of whole numbers.
-        whole: Layers that are computed whole, and a word of the reason.
-        dropping: Makes it with dropout, if it has any.
+        shape: Input shape, without the batch.
+        n_values: Number of values of an integer input.
+        whole: Opaque layers, and a part of the reason.
+        dropping: Makes the model with dropout, if it has any.
     """
 
     make: Callable[[], nn.Module]
@@ -39,7 +39,7 @@ class Case:
         return [InputSpec(shape=self.shape, n_values=self.n_values)]
 
     def model(self, *, dropping: bool = False) -> nn.Module:
-        """Return the model with the same numbers every time, in float64."""
+        """Return the model with the same values every time, in float64."""
         with torch.random.fork_rng():
             torch.manual_seed(7)
             make = self.dropping if dropping else self.make
@@ -52,7 +52,7 @@ class Case:
         return model
 
     def input(self, *, batch: int) -> torch.Tensor:
-        """Return some samples; of numbers, with a gradient."""
+        """Return some samples; floats require a gradient."""
         generator = torch.Generator().manual_seed(3)
         shape = (batch, *self.shape)
         if self.n_values is not None:

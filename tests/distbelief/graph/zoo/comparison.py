@@ -1,4 +1,4 @@
-"""A captured model, whole or in parts, against the model itself."""
+"""Compares a captured model, whole or in parts, with the model itself."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ from tests.distbelief.graph.zoo.catalogue import Case
 
 
 def whole_modules(graph: LayerGraph, model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that some layer calls."""
+    """Return the modules that opaque layers call."""
     paths = [layer.text("module") for layer in graph.layers if "module" in layer.options]
     return {path: model.get_submodule(path) for path in paths}
 
@@ -34,7 +34,7 @@ def flat(result: object) -> list[torch.Tensor]:
 
 
 def random_parts(layer: Layer, generator: np.random.Generator) -> Parts:
-    """Halves along some of the dimensions it may be cut in, of output or input."""
+    """Halves along some of the dimensions that may be split, of output or input."""
     kind = operator_of(layer)
     partial = kind.partial
     if partial is not None and generator.random() < 0.5:

@@ -1,4 +1,4 @@
-"""The paper's image net: three stages of filtering, pooling and normalisation."""
+"""The paper's image net: three stages of filtering, pooling and normalization."""
 
 import torch
 from torch import nn
@@ -10,14 +10,14 @@ from distbelief.graph.ops.windows import L2Pool2d
 
 
 class LocalNet(nn.Module):
-    """Dean et al. 2012, section 5: windows of 10 x 10, no weights shared.
+    """Dean et al. 2012, section 5: windows of 10 x 10, weights not shared.
 
     Args:
         size: Rows and columns of the images.
-        maps: Of the three stages; the paper's have 8 to 36.
-        window: Of the filters; the paper's have 10.
-        n_classes: One logistic regression each; the paper's net has 21,000.
-        device: Where its tensors are.
+        maps: Maps of the three stages; the paper's have 8 to 36.
+        window: Extent of the filters; the paper's have 10.
+        n_classes: Number of logistic regressions; the paper's net has 21,000.
+        device: Device of its tensors.
     """
 
     def __init__(

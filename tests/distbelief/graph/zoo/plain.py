@@ -1,4 +1,4 @@
-"""Nets whose layers stand in a row: AlexNet, VGG-16, MobileNet."""
+"""Sequential nets: AlexNet, VGG-16, MobileNet."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from typing_extensions import override
 
 
 class AlexNet(nn.Module):
-    """Krizhevsky et al. 2012: groups of channels, local response normalisation."""
+    """Krizhevsky et al. 2012: groups of channels, local response normalization."""
 
     def __init__(self, *, width: int = 4, n_classes: int = 7, dropout: float = 0.0) -> None:
         super().__init__()

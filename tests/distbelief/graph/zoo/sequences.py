@@ -1,4 +1,4 @@
-"""Nets over sequences: an LSTM, torch's encoder, and two of one's own."""
+"""Nets over sequences: an LSTM, torch's encoder, and two hand-written ones."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class LstmTagger(nn.Module):
 
 
 class TorchEncoder(nn.Module):
-    """`nn.TransformerEncoder` between an embedding and its transpose: shared."""
+    """`nn.TransformerEncoder` between an embedding and its transpose, with a shared tensor."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class TorchEncoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention written by hand, and a gated feed-forward layer."""
+    """Hand-written attention, and a gated feed-forward layer."""
 
     def __init__(self, size: int, n_heads: int) -> None:
         super().__init__()
