@@ -102,7 +102,7 @@ def test_a_log_that_finds_no_room_ends_nothing_and_is_told_of_once(desk: Desk) -
     (line,) = desk.screen().splitlines()
     log = desk.run.log_file("supervisor")
     assert line.startswith(f"cannot write {log}: ")
-    assert line.endswith("The job goes on without this log")
+    assert line.endswith("The job continues without this log")
 
 
 def test_a_log_that_all_may_read_has_no_secret_in_it(desk: Desk) -> None:
@@ -144,8 +144,8 @@ def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> N
     desk.run.model_file.write_bytes(b"of an earlier life")
     summary = desk.life.conclude()
     why = (
-        f"no model was written: there is no whole snapshot of shard-1 in "
-        f"{desk.run.snapshots}, and {desk.run.model_file} is of an earlier life"
+        f"no model was written: there is no intact checkpoint of shard-1 in "
+        f"{desk.run.snapshots}, and {desk.run.model_file} is from an earlier session"
     )
     assert summary.error == summary.model_error == why
     assert desk.life.exit_code == 1
@@ -155,7 +155,7 @@ def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> N
     assert (status.ended, status.error) == (True, why)
     desk.console.print(final_table(summary))
     assert desk.screen().count(why) == 1
-    with pytest.raises(StorageError, match="no whole snapshot of shard-1"):
+    with pytest.raises(StorageError, match="no intact checkpoint of shard-1"):
         _ = Run(desk.run.path, summary, 1, desk.job).model
 
 
@@ -166,7 +166,7 @@ def test_who_interrupts_before_the_first_snapshot_is_told_so_too(desk: Desk) -> 
     assert summary.error is None
     assert summary.model_error is not None
     desk.console.print(final_table(summary))
-    assert "no whole snapshot of shard-0, shard-1" in desk.screen()
+    assert "no intact checkpoint of shard-0, shard-1" in desk.screen()
 
 
 def block_model(run: RunDirectory) -> Path:

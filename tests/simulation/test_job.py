@@ -200,7 +200,7 @@ def test_a_shard_that_dies_comes_back_from_its_snapshot(host: str) -> None:
     job.simulation.kill(job.shards[0])
     job.run_until(lambda: job.restarts("shard-0") == 1)
     said = [text for text in job.told if "shard 0" in text]
-    assert "restarting it from snapshot 00001 (1." in said[0]
+    assert "restarting it from checkpoint 00001 (1." in said[0]
     assert "acknowledged pushes will be lost" in said[0]
     assert job.run() is None
     assert job.view.pushes_lost
@@ -307,11 +307,11 @@ def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
     assert [role.name for role in view.roles if role.restarts] == []
     assert not [text for text in job.told if "silent" in text or "restart" in text]
     if shard_copies == 2:  # nobody was deposed
-        assert {roles["shard-0"], roles["shard-0b"]} == {"leading", "second"}
+        assert {roles["shard-0"], roles["shard-0b"]} == {"primary", "backup"}
         assert {name: job.state(name) for name in job.copies} == {
             name: roles[name] for name in job.copies
         }
-    job.supervisor.wind_up("enough")
+    job.supervisor.request_stop("enough")
     assert job.run() is None
     view = job.view
     assert view.pushes_lost == 0
@@ -324,7 +324,7 @@ def test_a_leader_that_dies_while_the_supervisor_is_stopped(shard_copies: int) -
     pause = Pause(at=5.0, role=SUPERVISOR, seconds=10.0)
     job = JobCluster(stop=LONG, faults=[pause], n_shards=1, shard_copies=shard_copies)
     job.simulation.run(until=4.0)
-    leader = job.copy_that_is("leading") if shard_copies == 2 else job.shards[0]
+    leader = job.copy_that_is("primary") if shard_copies == 2 else job.shards[0]
     job.simulation.inject(Kill(at=10.0, role=leader))
     job.run_until(lambda: job.restarts(leader) == 1)
     before = job.view.samples
@@ -461,11 +461,11 @@ def test_a_leader_that_dies_costs_nothing(host: str) -> None:
     job = JobCluster(stop=StopTable(samples=1200), shard_copies=2, host=host)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 200)
-    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
+    leader, second = job.copy_that_is("primary"), job.copy_that_is("backup")
     job.simulation.kill(leader)
-    job.run_until(lambda: job.state(second) == "leading", within=1.0)
+    job.run_until(lambda: job.state(second) == "primary", within=1.0)
     job.run_until(job.is_paired)
-    assert job.copy_that_is("second") == leader
+    assert job.copy_that_is("backup") == leader
     assert job.run() is None
     assert any("takes over, nothing acknowledged is lost" in text for text in job.told)
     view = job.view
@@ -480,7 +480,7 @@ def test_leaders_die_one_after_the_other_and_nothing_is_lost() -> None:
         job.run_until(job.is_paired)
         job.simulation.run(until=job.simulation.now + 0.3)
         if job.is_paired():
-            job.simulation.kill(job.copy_that_is("leading", n % 2))
+            job.simulation.kill(job.copy_that_is("primary", n % 2))
     before = job.view.samples
     job.run_until(lambda: job.view.samples > before + 200)
     assert job.view.pushes_lost == 0
@@ -492,10 +492,10 @@ def test_a_leader_that_stands_still_is_replaced_within_two_seconds() -> None:
     job = JobCluster(stop=LONG, shard_copies=2)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 40)
-    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
+    leader, second = job.copy_that_is("primary"), job.copy_that_is("backup")
     pause = Pause(at=job.simulation.now, role=leader, seconds=3.0)
     job.simulation.inject(pause)
-    job.run_until(lambda: job.state(second) == "leading", within=2.0)
+    job.run_until(lambda: job.state(second) == "primary", within=2.0)
     before = job.view.samples
     job.run_until(lambda: job.view.samples > before + 40, within=2.0)
     job.run_until(job.is_paired)
@@ -507,7 +507,7 @@ def test_a_second_that_stands_still_holds_nobody_up_for_long() -> None:
     job = JobCluster(stop=LONG, shard_copies=2)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 40)
-    second = job.copy_that_is("second")
+    second = job.copy_that_is("backup")
     pause = Pause(at=job.simulation.now, role=second, seconds=5.0)
     job.simulation.inject(pause)
     before = job.view.samples
@@ -533,7 +533,7 @@ def test_two_copies_that_stand_still_and_come_back_have_lost_nothing() -> None:
     job = JobCluster(stop=LONG, shard_copies=2, snapshot_every=1e3)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 40)
-    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
+    leader, second = job.copy_that_is("primary"), job.copy_that_is("backup")
     for copy in (leader, second):
         pause = Pause(at=job.simulation.now, role=copy, seconds=16.0)
         job.simulation.inject(pause)
@@ -581,7 +581,7 @@ def test_an_interrupted_job_with_two_copies_is_saved_within_two_seconds() -> Non
 
 def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
     job = JobCluster(stop=StopTable(samples=400), faults=[DiskFull(at=1.0, seconds=1000.0)])
-    assert "the last snapshot of shard 0 could not be saved" in (job.run() or "")
+    assert "the last checkpoint of shard 0 could not be saved" in (job.run() or "")
 
 
 # ------------------------------------------------------------------------- the user

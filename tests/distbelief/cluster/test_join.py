@@ -124,7 +124,7 @@ def test_a_machine_whose_address_changes_offers_the_new_one(
     head = Head(answer)
     exit_code, said = join(head, tmp_path)
     assert exit_code == 0, said
-    assert any("offering it anew" in text for text in said)
+    assert any("offering it again" in text for text in said)
 
 
 def test_a_supervisor_that_has_another_address_is_found_by_its_name(
@@ -156,7 +156,7 @@ def test_a_supervisor_that_has_another_address_is_found_by_its_name(
             wait_seconds=SECONDS_MAX,
         )
         assert join_module.join(wanted, tell=tell) == 0
-    assert "trainer is at 127.0.0.3 no longer: offering it anew" in said
+    assert "trainer is no longer at 127.0.0.3: offering it again" in said
 
 
 def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> None:
@@ -174,5 +174,5 @@ def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) ->
     assert join_module.join(wanted, tell=said.append) == 1
     assert said[1:] == [
         f"nothing listens at tcp://127.0.0.1:{port} so far",
-        "no job has taken this machine in 3 s",
+        "no job has taken this host in 3 s",
     ]

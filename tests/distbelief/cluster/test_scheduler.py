@@ -5,8 +5,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
-from distbelief.cluster.agent import BRIEF, HostAgent, HostAgentConfig
-from distbelief.cluster.bootstrap import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_chunk
+from distbelief.cluster.agent import JOB_SPEC, HostAgent, HostAgentConfig
+from distbelief.cluster.bootstrap import CHUNK_BYTES, N_CHUNKS_MAX, PROBE, probe_chunk
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
     Blob,
@@ -89,8 +89,8 @@ def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
     town.come("a")
     ask = FileRequest(document=PROBE, offset=0)
     event = Received(sender=Address("host-a"), incarnation=1, message=ask)
-    answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_PIECES_MAX)]
-    assert sum(map(bool, answers)) < N_PIECES_MAX
+    answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_CHUNKS_MAX)]
+    assert sum(map(bool, answers)) < N_CHUNKS_MAX
 
 
 def test_what_machines_ask_for_is_not_copied_for_each() -> None:
@@ -99,7 +99,7 @@ def test_what_machines_ask_for_is_not_copied_for_each() -> None:
     contents = []
     for name in ("a", "b"):
         town.come(name)
-        ask = FileRequest(document=BRIEF, offset=0)
+        ask = FileRequest(document=JOB_SPEC, offset=0)
         event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
         (send,) = town.hosted.handle(event, town.now)
         assert isinstance(send, Send)
@@ -107,7 +107,7 @@ def test_what_machines_ask_for_is_not_copied_for_each() -> None:
         assert send.lent
         contents.append(send.message.content.content.obj)
     assert contents[0] is contents[1]
-    assert probe_chunk(0).content is probe_chunk(PIECE_BYTES).content
+    assert probe_chunk(0).content is probe_chunk(CHUNK_BYTES).content
 
 
 def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
@@ -121,7 +121,7 @@ def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
     machine.is_cut = True
     town.pass_time(2.0)
     states = {r.name: r.state for r in town.hosted.view(town.now).roles}
-    assert states["replica-1"] == "waiting for a machine"
+    assert states["replica-1"] == "waiting for a host"
     town.come("b")
     assert town.runs()["host-b"] == ["replica-1"]
 
@@ -142,7 +142,7 @@ def test_a_machine_on_which_roles_die_at_once_gets_no_more() -> None:
     assert sorted(everywhere) == ["evaluator", *ALL_THREE, "shard-0"]
     assert "replica-0" not in [*good.processes, *bad.processes]
     (state,) = [h.state for h in town.hosted.view(town.now).hosts if h.label == "bad"]
-    assert state == "avoided"
+    assert state == "blocked"
 
 
 def test_the_only_machine_is_not_avoided_and_its_replicas_are_left_out() -> None:
@@ -170,16 +170,16 @@ def test_it_does_not_wait_for_ever() -> None:
     town = Town(roster(2), config_of(n_hosts=2, hosts_seconds_max=10.0, slots_here=2))
     town.pass_time(11.0)
     assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
-    assert "0 of 2 machines came within 10 s: beginning" in town.said
+    assert "0 of 2 hosts came within 10 s: beginning" in town.said
 
 
 def test_replicas_without_a_core_wait_for_who_comes_late() -> None:
     town = Town(roster(4))
     town.pass_time(100.0)
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
-    assert "replica 3 waits for a machine with free cores (distbelief join)" in town.said
+    assert "replica 3 waits for a host with free cores (distbelief join)" in town.said
     states = {r.name: r.state for r in town.supervisor.view(town.now).roles}
-    assert states["replica-3"] == "waiting for a machine"
+    assert states["replica-3"] == "waiting for a host"
     town.come("a")
     town.come("b")
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
@@ -302,7 +302,7 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
     machine = town.come("a")
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
     for name in ("replica-1", "replica-2"):
-        record = town.supervisor.books.members.get(Address(name))
+        record = town.supervisor.job.members.get(Address(name))
         assert record is not None
         record.counters = {}  # it has not trained
     town.fail("replica-1", "no such file: frames.npy")
@@ -314,17 +314,17 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
     town.come("b", cores=2)
     assert town.runs()["host-b"] == ["replica-1", "replica-2"]
-    assert town.supervisor.books.ending.error is None
+    assert town.supervisor.job.shutdown.error is None
 
 
 def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostAgentConfig(label="b", cores=2, memory_bytes=1, stays=True)
-    host = HostAgent(config, site=Site(patience=600.0))
+    host = HostAgent(config, storage=Site(patience=600.0))
     sent_away = Release(life=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
     said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
-    assert said == Report(text="sent away: no such file; waiting for another job", level="warning")
+    assert said == Report(text="rejected: no such file; waiting for another job", level="warning")
     assert not any(isinstance(action, Exit) for action in others)
 
 
@@ -332,31 +332,31 @@ def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
     for name, samples in (("replica-0", 0.0), ("replica-1", 5.0)):
         town = Town(roster(2))
         town.come("a")
-        record = town.supervisor.books.members.get(Address(name))
+        record = town.supervisor.job.members.get(Address(name))
         assert record is not None
         record.counters = {"samples": samples}
         town.fail(name, "a gradient is NaN")
-        assert "a gradient is NaN" in str(town.supervisor.books.ending.error)
+        assert "a gradient is NaN" in str(town.supervisor.job.shutdown.error)
 
 
 def test_what_fails_where_another_trains_is_the_job() -> None:
     town = Town(roster(3))
     town.come("a")
     for name, samples in (("replica-1", 0.0), ("replica-2", 64.0)):
-        record = town.supervisor.books.members.get(Address(name))
+        record = town.supervisor.job.members.get(Address(name))
         assert record is not None
         record.counters = {"samples": samples}
     town.fail("replica-1", "sample 7 is spoilt")
-    assert "sample 7 is spoilt" in str(town.supervisor.books.ending.error)
+    assert "sample 7 is spoilt" in str(town.supervisor.job.shutdown.error)
 
 
 def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
     """A firewall let machines call the supervisor only: nobody said a word for 60 s."""
     town = Town(roster(2))
     town.come("a")
-    record = town.supervisor.books.members.get(Address("replica-1"))
+    record = town.supervisor.job.members.get(Address("replica-1"))
     assert record is not None
-    cause = "replica 1 on a and shard 0 do not reach each other: a firewall has to let"
+    cause = "replica 1 on a and shard 0 cannot connect: let the firewall"
 
     def told_within(seconds: float, state: str) -> int:
         for _ in range(round(4 * seconds)):
@@ -390,7 +390,7 @@ def test_a_machine_without_a_job_goes_after_a_while() -> None:
     machine = town.come("a")
     town.pass_time(599.0)
     assert machine.halted
-    assert machine.error == "no job has taken this machine in 600 s"
+    assert machine.error == "no job has taken this host in 600 s"
 
 
 def test_a_machine_ends_what_it_runs_when_its_job_has_no_head() -> None:
@@ -436,7 +436,7 @@ def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
     assert not tell_lost(town, machine, seconds=59)
     report, *_, halt = tell_lost(town, machine, seconds=3)
     assert isinstance(report, Report)
-    assert report.text == f"{LOST.reason}: the job is over; how it ended is not known here"
+    assert report.text == f"{LOST.reason}: the job is over; this host does not know how it ended"
     assert halt == Exit(error=None)
 
 
@@ -510,10 +510,10 @@ def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -
 def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
     """A machine at a slow link gave up its job while the brief was still coming in."""
     town = Town(roster(2))
-    town.lossy = BRIEF
+    town.lossy = JOB_SPEC
     machine = town.come("a")
     town.kill(town.here)
-    piece = FileChunk(document=BRIEF, offset=9, n_bytes=99, content=Blob(b"x"))
+    piece = FileChunk(document=JOB_SPEC, offset=9, n_bytes=99, content=Blob(b"x"))
     for _ in range(20):
         town.pass_time(1.0)
         again = Received(sender=SUPERVISOR, incarnation=1, message=piece)
@@ -599,7 +599,7 @@ class Machines(RuleBasedStateMachine):
         self.town.pass_time(120.0)
         expected = {
             (record.name, record.incarnation)
-            for record in self.town.supervisor.books.members
+            for record in self.town.supervisor.job.members
             if record.is_alive and record.presence is not Presence.WAITING
         }
         lives = [

@@ -85,10 +85,10 @@ def test_whoever_joins_first_leads_and_the_other_becomes_its_second(desk: Desk) 
     assert leads(desk.join("shard-0b")) == [("shard-0b", 1, "")]
     assert leads(desk.join("shard-0")) == [("shard-0b", 2, "shard-0")]
     states = {name: row.state for name, row in rows(desk).items()}
-    assert states["shard-0b"] == "leading"
-    assert states["shard-0"] == "catching up"
+    assert states["shard-0b"] == "primary"
+    assert states["shard-0"] == "syncing"
     desk.hear("shard-0", BackupInSync(pairing=2))
-    assert rows(desk)["shard-0"].state == "second"
+    assert rows(desk)["shard-0"].state == "backup"
 
 
 def test_clients_wait_for_one_copy_of_each_shard(desk: Desk) -> None:
@@ -124,7 +124,7 @@ def test_when_a_leader_dies_its_second_takes_over_and_nothing_is_lost(whole: Des
             "acknowledged is lost; restarting shard 0"
         )
     ]
-    assert rows(whole)["shard-0b"].state == "leading"
+    assert rows(whole)["shard-0b"].state == "primary"
     assert leads(whole.join("shard-0")) == [("shard-0b", 4, "shard-0")]
 
 
@@ -155,8 +155,8 @@ def test_of_two_silent_copies_the_one_that_leads_is_given_twice_as_long(whole: D
             "restarting it from its initial values; about 100 acknowledged pushes will "
             "be lost"
         ),
-        ("shard 0b silent for 3.2 s: in 7 s restarting it; shard 0, which holds all, is silent"),
-        ("shard 0b silent for 10.2 s: restarting it; shard 0, which holds all, is silent"),
+        ("shard 0b silent for 3.2 s: in 7 s restarting it; shard 0, which is in sync, is silent"),
+        ("shard 0b silent for 10.2 s: restarting it; shard 0, which is in sync, is silent"),
     ]
     actions = live(whole, 1.0, "replica-0")
     assert [a.name for a in actions if isinstance(a, Terminate)] == ["shard-0"]
@@ -180,7 +180,7 @@ def test_nothing_is_promised_of_a_copy_that_is_silent_or_dead(whole: Desk) -> No
     live(whole, 2.0, "replica-0")
     whole.die("shard-0")
     assert whole.told[-1] == (
-        "shard 0 was ended by signal SIGKILL: restarting it; shard 0b, which holds all, is silent"
+        "shard 0 was ended by signal SIGKILL: restarting it; shard 0b, which is in sync, is silent"
     )
 
 
