@@ -137,7 +137,7 @@ def test_a_snapshot_cut_anywhere_is_passed_over_reported_and_kept(
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert len(told) == 1
-    assert told[0].startswith(f"snapshot {path} is damaged and passed over (")
+    assert told[0].startswith(f"checkpoint {path} is damaged and skipped (")
     assert path.exists()
 
 
@@ -155,7 +155,7 @@ def test_a_snapshot_moved_to_another_label_is_not_trusted(tmp_path: Path) -> Non
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     store.path("shard-0", "00001").rename(store.path("shard-0", "00009"))
-    with pytest.raises(StorageError, match="its checksum is another"):
+    with pytest.raises(StorageError, match="its checksum does not match"):
         store.newest("shard-0")
     assert told == []
 
@@ -196,7 +196,7 @@ def test_where_all_are_damaged_that_is_an_error_that_names_them(
     with pytest.raises(StorageError) as caught:
         store.newest("shard-0")
     text = str(caught.value)
-    assert text.startswith("no snapshot of shard-0 is whole: ")
+    assert text.startswith("all checkpoints of shard-0 are damaged: ")
     assert all(f"{store.path('shard-0', f'0000{n}')} (" in text for n in (1, 2))
     assert told == []
 
@@ -210,9 +210,8 @@ def test_it_is_told_which_older_one_is_used_and_what_that_costs(tmp_path: Path) 
     store.newest("shard-0")
     (line,) = told
     assert line == (
-        f"snapshot {damaged} is damaged and passed over (its checksum is another); "
-        "00007.safetensors is used instead, 2 pushes older, and the damaged one left "
-        "where it is"
+        f"checkpoint {damaged} is damaged and skipped (its checksum does not match); "
+        "00007.safetensors is used instead, 2 pushes older"
     )
 
 
@@ -224,7 +223,7 @@ def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path:
     unreadable.mkdir()  # may be read by nobody, not even by root
     with pytest.raises(StorageError, match=f"cannot read {unreadable}: Is a directory"):
         store.newest("shard-0")
-    with pytest.raises(StorageError, match="it need not be damaged"):
+    with pytest.raises(StorageError, match="it may be intact"):
         store.is_whole("shard-0", "00002")
     assert told == []
 
@@ -270,5 +269,5 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", ["", "../x", "a/b", ".hidden", "x" * 200])
 def test_a_label_cannot_lead_out_of_the_directory(tmp_path: Path, label: str) -> None:
     store, _ = store_at(tmp_path)
-    with pytest.raises(LocalProtocolError, match="cannot name a snapshot's file"):
+    with pytest.raises(LocalProtocolError, match="cannot name a checkpoint file"):
         store.path("shard-0", label)

@@ -31,7 +31,7 @@ def refusal(run: Run) -> str:
         run.take_up(job())
     assert run.files() == before
     text = str(caught.value)
-    assert "begin anew" in text
+    assert "--from-scratch" in text
     assert "--from-scratch" in text
     return text
 
@@ -78,7 +78,7 @@ def test_from_scratch_begins_anew_and_keeps_what_was_saved(run: Run) -> None:
     contents = [file.read_bytes() for file in files]
     told = begin_anew(job(), run.directory)
     aside = run.directory.path / "aside-1"
-    assert told == f"begins anew; what was saved before is in {aside}"
+    assert told == f"starting from scratch; earlier files are in {aside}"
     resumed = run.take_up(job(3, 2))  # with other numbers, too
     assert resumed.legacy.before.samples == {}
     assert resumed.legacy.missing == ("shard-0", "shard-1", "shard-2")
@@ -105,7 +105,7 @@ def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> 
     with pytest.raises(StorageError) as caught:
         read()
     assert str(journal) in str(caught.value)
-    assert f"Or move {journal.parent} away: then the run goes on" in str(caught.value)
+    assert f"Or move {journal.parent} away: then the run resumes" in str(caught.value)
     journal.parent.rename(run.directory.path / "elsewhere")
     assert read() == 2
 
@@ -117,4 +117,4 @@ def test_what_was_lost_before_a_damaged_status_is_unknown_not_none(run: Run, con
     assert resumed.legacy.before.pushes_lost is None
     (told,) = resumed.told
     assert told.startswith(f"{run.directory.status_file} is damaged")
-    assert told.endswith("time, steps and lost pushes of the lives before are unknown")
+    assert told.endswith("time, steps and lost pushes of previous sessions are unknown")

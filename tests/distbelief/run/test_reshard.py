@@ -173,7 +173,7 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     split = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert split.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     (line,) = split.told
-    assert line.startswith("machines of each replica: 1 before, 2 now; each goes on")
+    assert line.startswith("ranks of each replica: 1 before, 2 now; each replica keeps")
     assert values(split.store, 2) == before
     snapshot = split.store.newest("shard-0")
     assert snapshot is not None
@@ -248,7 +248,7 @@ def test_another_order_of_the_samples_is_told(run: Run) -> None:
     assert resumed.told == ()
     run.train(resumed, 40, 52)
     line = (
-        "[algorithm] seed: 7 before, 0 now; replicas keep their places in another "
+        "[algorithm] seed: 7 before, 0 now; replicas keep their positions in another "
         "order of the samples, so in this pass some are read twice and some not"
     )
     assert run.take_up(job()).told == (line,)
@@ -286,7 +286,7 @@ def test_other_replicas_share_out_what_was_consumed(run: Run) -> None:
     assert samples == {"replica-0": 30, "replica-1": 31, "replica-2": 32}
     assert sum(samples.values()) == 93
     (line,) = resumed.told
-    assert line.startswith("replicas: 2 before, 3 now; of the 93 samples so far each ")
+    assert line.startswith("replicas: 2 before, 3 now; each skips its share of the 93 samples ")
     snapshot = resumed.store.newest("shard-1")
     assert snapshot is not None
     assert snapshot.facts["clock"] == "31"  # these shards are as they were
@@ -354,13 +354,13 @@ def test_what_is_not_all_there_is_not_cut_anew(run: Run) -> None:
     with pytest.raises(JobError) as caught:
         run.take_up(job(shards=3))
     assert str(caught.value) == (
-        f"--resume {run.directory.path}: its snapshots cannot be cut for 3 shards and "
-        f"2 replicas: there is no whole one of shard-1 in {run.directory.snapshots}. "
-        "Put it back, or go on with 2 shards and 2 replicas, where shard-1 begins anew"
+        f"--resume {run.directory.path}: its checkpoints cannot be resharded for 3 shards and "
+        f"2 replicas: there is no intact one of shard-1 in {run.directory.snapshots}. "
+        "Restore it, or resume with 2 shards and 2 replicas, where shard-1 starts from scratch"
     )
     assert run.files() == before
     (line,) = run.take_up(job()).told
-    assert line.startswith("shard-1: no whole snapshot in ")
+    assert line.startswith("shard-1: no intact checkpoint in ")
     assert run.reports == []
 
 
@@ -372,7 +372,7 @@ def test_an_older_whole_snapshot_will_do(run: Run) -> None:
     resumed = run.take_up(job(shards=1))
     assert resumed.legacy.before.samples == {"replica-0": 44, "replica-1": 52}
     assert resumed.legacy.label == 4
-    assert "is damaged and passed over" in run.reports[0]
+    assert "is damaged and skipped" in run.reports[0]
 
 
 def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
@@ -407,10 +407,8 @@ def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
     with pytest.raises(StorageError) as caught:
         run.take_up(job())
     assert str(caught.value) == (
-        f"{file} is damaged (Input data was truncated): without it nobody knows what "
-        f"the snapshots beside it are of. If [cluster] in {run.directory.job_file} has "
-        "the numbers of shards and replicas that the run had last, remove cut.json, "
-        "and those count"
+        f"{file} is damaged (Input data was truncated): if [cluster] in "
+        f"{run.directory.job_file} has the last numbers of shards and replicas, remove cut.json"
     )
 
 
@@ -420,7 +418,7 @@ def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
         (0, 2, "Expected `int` >= 1 - at `$.n_shards`"),
         (2, -2, "Expected `int` >= 1 - at `$.n_replicas`"),
         (10**9, 2, "Expected `int` <= 4096 - at `$.n_shards`"),
-        (1, 2, "n_shards is 1, but there are snapshots of shard-1"),
+        (1, 2, "n_shards is 1, but there are checkpoints of shard-1"),
     ],
 )
 def test_a_cut_that_cannot_be_is_named_with_the_mend(
@@ -482,9 +480,8 @@ def test_other_data_are_refused_once_anything_was_trained(
         with pytest.raises(JobError) as caught:
             run.take_up(job(*numbers, override), train=train)
         assert str(caught.value) == (
-            f"--resume {run.directory.path}: [data.train] has changed, and the places "
-            f"of the replicas in it would be of other samples: {told}. Leave the data "
-            "as they were, or begin a new run"
+            f"--resume {run.directory.path}: [data.train] has changed: {told}. "
+            "Restore the data, or start a new run"
         )
     run.directory.model_file.touch()
     with pytest.raises(JobError, match=r"with model\.initial=.*model\.safetensors"):
