@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from distbelief.run.directory import RunDirectory
-from distbelief.run_log import HEEDED_MAX, RunLog
+from distbelief.run_log import SHOWN_MAX, RunLog
 
 
 def test_a_warning_of_the_links_is_said_once_and_a_flood_of_them_not_at_all(tmp_path: Path) -> None:
@@ -21,6 +21,6 @@ def test_a_warning_of_the_links_is_said_once_and_a_flood_of_them_not_at_all(tmp_
             voice.heed("warning", f"refused 10.0.0.7: key {n}")
         said = screen.getvalue().splitlines()
         log = run.log_file("supervisor").read_text().splitlines()
-    assert said[0].startswith("refused 10.0.0.7: unknown key (all of these are in")
-    assert len(said) == HEEDED_MAX
+    assert said[0].startswith("refused 10.0.0.7: unknown key (the supervisor's log has all")
+    assert len(said) == SHOWN_MAX
     assert len(log) == 104
