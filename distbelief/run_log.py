@@ -1,6 +1,6 @@
 """Log of a run: lines on the screen, and in the supervisor's log file.
 
-Inside `apart`, threads write, so that the supervisor waits for neither disk nor screen.
+Inside `in_threads`, threads write, so that the supervisor waits for neither disk nor screen.
 """
 
 import time
@@ -44,7 +44,7 @@ class RunLog:
         self._shown: set[str] = set()
         self._file = files.LineFile(
             run.log_file(SUPERVISOR),
-            tell=lambda why: self.say(f"{why}. The job continues without this log"),
+            tell=lambda why: self.print(f"{why}. The job continues without this log"),
         )
 
     def log(self, level: str, text: str) -> None:
@@ -52,7 +52,7 @@ class RunLog:
         line = f"{now} supervisor {level}: {text}"
         self.disk.write(partial(self._file.append, line))
 
-    def heed(self, level: str, text: str) -> None:
+    def log_link(self, level: str, text: str) -> None:
         """Write a line into the log; show a warning on the screen as well, once.
 
         So a user who waits for hosts sees that one is rejected, and why.
@@ -63,9 +63,9 @@ class RunLog:
             return
         if len(self._shown) < SHOWN_MAX:
             self._shown.add(warning)
-            self.say(f"{warning} (the supervisor's log has all of these)")
+            self.print(f"{warning} (the supervisor's log has all of these)")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self.show(lambda: self.console.print(text, markup=False, highlight=False, soft_wrap=True))
 
     def show(self, draw: Callable[[], object], *, key: str | None = None) -> None:
@@ -77,7 +77,7 @@ class RunLog:
             self._screen.renew(key, job)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def in_threads(self) -> Iterator[None]:
         """Let threads write to disk and screen inside the block."""
         self.disk.start()
         self._screen.start()
@@ -85,21 +85,21 @@ class RunLog:
             yield
         finally:
             if not self.disk.close(seconds_max=DISK_SECONDS_MAX):
-                self.say(
+                self.print(
                     f"the run directory has not accepted writes for {DISK_SECONDS_MAX:.0f} s: "
                     "still waiting for it"
                 )
             self._screen.close(seconds_max=SCREEN_SECONDS_MAX)
 
     def announce(self, text: str) -> None:
-        self.say(text)
+        self.print(text)
         self.log("info", text)
 
     def warn(self, text: str) -> None:
         self.log("warning", text)
 
-    def alarm(self, text: str) -> None:
-        self.say(text)
+    def warn_user(self, text: str) -> None:
+        self.print(text)
         self.warn(text)
 
 

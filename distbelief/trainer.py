@@ -48,7 +48,7 @@ from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.metrics_file import Measurement, MetricsFile
 from distbelief.run.model_file import draw_curve_of, write_model
 from distbelief.run.result import Run
-from distbelief.run.resume import PreviousRun, begin_anew, check_same, resume_run
+from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text, write_summary
 from distbelief.run_log import RunLog
 from distbelief.supervisor.state import SupervisorConfig
@@ -77,16 +77,16 @@ def check_data(job: Job, answer: PreflightResult) -> None:
 
 
 def supervisor_config(
-    job: Job, answer: PreflightResult, *, legacy: PreviousRun | None = None
+    job: Job, answer: PreflightResult, *, previous: PreviousRun | None = None
 ) -> SupervisorConfig:
     """Return the supervisor's config, the same for processes and for virtual time.
 
     Args:
         job: The job.
         answer: Result of the preflight.
-        legacy: Previous sessions of its run.
+        previous: Previous sessions of its run.
     """
-    legacy = PreviousRun() if legacy is None else legacy
+    previous = PreviousRun() if previous is None else previous
     roster = roster_of(job, n_machines=answer.n_machines)
     assert answer.task.train is not None
     return SupervisorConfig(
@@ -105,9 +105,9 @@ def supervisor_config(
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
-        first_incarnation=legacy.incarnation,
-        first_label=legacy.label,
-        before=legacy.before,
+        first_incarnation=previous.incarnation,
+        first_label=previous.label,
+        before=previous.before,
         fields=fields_of(job),
         verdict=verdict_of(job),
     )
@@ -119,7 +119,7 @@ CHECK_SECONDS_MAX: Final = 1800.0
 _TAIL: Final = 2000  # characters of the log that are shown
 
 
-def try_out(
+def run_preflight(
     job: Job, launcher: LocalLauncher, *, directory: Path, initial_file: Path, plan: Path, log: Path
 ) -> PreflightResult:
     """Run the preflight process; return its result.
@@ -136,15 +136,15 @@ def try_out(
         JobError: the user has to fix the job.
         DistBeliefError: it cannot run for another reason.
     """
-    question, answer = directory / ".question.json", directory / ".answer.json"
+    request, answer = directory / ".question.json", directory / ".answer.json"
     content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
         answer=str(answer),
         initial_file=str(initial_file.absolute()),
         plan=str(plan.absolute()),
     )
-    question.write_bytes(msgspec.json.encode(content))
-    launcher.check(CHECK, question)
+    request.write_bytes(msgspec.json.encode(content))
+    launcher.check(CHECK, request)
     deadline = time.monotonic() + CHECK_SECONDS_MAX
     ends: list[PeerLost] = []
     while not ends:
@@ -243,7 +243,7 @@ class Callbacks:
         metrics: MetricsFile,
         run: RunDirectory,
         name: str,
-        voice: RunLog,
+        log: RunLog,
         watch: Watch | None,
     ) -> None:
         self._supervisor = supervisor
@@ -252,7 +252,7 @@ class Callbacks:
         self._metrics = metrics
         self._run = run
         self._name = name
-        self._voice = voice
+        self._log = log
         self._watch = watch
         self._may_draw = False
         self._status_at = 0.0
@@ -262,14 +262,14 @@ class Callbacks:
         view = self._look(now)
         if self._watch is not None and self._watch(view):
             self._supervisor.request_stop("stopped by the caller")
-        self._voice.show(partial(self._display.update, view), key="view")
+        self._log.show(partial(self._display.update, view), key="view")
         for record in self._supervisor.take_records():
             measurement = Measurement.of(record)
-            self._voice.disk.write(partial(self._try, self._metrics.append, measurement))
+            self._log.disk.write(partial(self._try, self._metrics.append, measurement))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
             status = status_of(self._name, view)
-            self._voice.disk.renew("status", partial(self._try, self._run.write_status, status))
+            self._log.disk.renew("status", partial(self._try, self._run.write_status, status))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
@@ -280,7 +280,7 @@ class Callbacks:
         try:
             write(what)
         except StorageError as error:  # training continues without it
-            self._voice.warn(str(error))
+            self._log.warn(str(error))
 
 
 def status_of(name: str, view: JobView, *, ended: bool = False, error: str | None = None) -> Status:
@@ -325,18 +325,18 @@ class Trainer:
         self._memory = memory
         self._launcher = launcher
         self._from_scratch = from_scratch
-        self._voice = RunLog(console, run)
+        self._log = RunLog(console, run)
         self._initial_file = run.path / "initial.safetensors"
-        self._store = CheckpointStore(run.snapshots, report=self._voice.alarm)
-        self._answer = PreflightResult()
-        self._legacy = PreviousRun()
+        self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
+        self._preflight = PreflightResult()
+        self._previous = PreviousRun()
         self._layout: Layout | None = None
         self._view = JobView()
         self._error: str | None = None
         self._model_error: str | None = None
         self.exit_code = 0
         self._n_ended = 0
-        self._lender: RayHosts | None = None
+        self._ray_hosts: RayHosts | None = None
 
     def get_ready(self) -> None:
         """Prepare data, run the preflight, and resume previous sessions.
@@ -350,13 +350,13 @@ class Trainer:
         if job.data.test is not None:
             prepare(job.data.test, table="data.test")
         with self._run.plan_kept():
-            self._try_out()
-            self._take_up()
+            self._run_preflight()
+            self._resume()
         self._run.write(self._run.job_file, job.to_toml())
 
-    def _try_out(self) -> None:
-        with self._voice.console.status("Checking model and data ..."):
-            self._answer = try_out(
+    def _run_preflight(self) -> None:
+        with self._log.console.status("Checking model and data ..."):
+            self._preflight = run_preflight(
                 self._job,
                 self._launcher,
                 directory=self._memory.directory,
@@ -364,28 +364,28 @@ class Trainer:
                 plan=self._run.plan_file,
                 log=self._run.log_file(CHECK),
             )
-        check_data(self._job, self._answer)
+        check_data(self._job, self._preflight)
         self._layout = Layout.of(
-            self._answer.tensors, n_shards=self._job.cluster.shards, dtype=self._answer.dtype
+            self._preflight.tensors, n_shards=self._job.cluster.shards, dtype=self._preflight.dtype
         )
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         assert self._layout is not None
-        assert self._answer.task.train is not None
-        is_split = self._answer.n_machines is not None
+        assert self._preflight.task.train is not None
+        is_split = self._preflight.n_machines is not None
         if self._from_scratch:
-            self._voice.announce(begin_anew(self._job, self._run))
+            self._log.announce(start_from_scratch(self._job, self._run))
         resumed = resume_run(
             self._job,
             self._run,
             layout=self._layout,
-            train=self._answer.task.train,
-            report=self._voice.alarm,
+            train=self._preflight.task.train,
+            report=self._log.warn_user,
             plan=load(self._run.plan_file) if is_split else None,
         )
-        self._legacy, self._store = resumed.legacy, resumed.store
-        for line in resumed.told:
-            self._voice.announce(line)
+        self._previous, self._store = resumed.previous, resumed.store
+        for line in resumed.notes:
+            self._log.announce(line)
 
     def supervise(
         self,
@@ -393,17 +393,17 @@ class Trainer:
         detours: MessageProxies | None = None,
         hosting: JoinServer | None = None,
     ) -> None:
-        console = self._voice.console
-        config = supervisor_config(self._job, self._answer, legacy=self._legacy)
+        console = self._log.console
+        config = supervisor_config(self._job, self._preflight, previous=self._previous)
         supervisor = Supervisor(config)
         name = secrets.token_hex(16)
         own = ListenConfig(directory=str(self._memory.directory))
         reach = own if hosting is None else hosting.reach
         transport = reach.transport(
             name=SUPERVISOR,
-            incarnation=self._legacy.incarnation,
+            incarnation=self._previous.incarnation,
             run=name,
-            log=self._voice.log if hosting is None else self._voice.heed,
+            log=self._log.log if hosting is None else self._log.log_link,
             port=reach.port,
         )
         display = ProgressLine(
@@ -411,9 +411,9 @@ class Trainer:
         )
         with (
             transport,
-            ExitStack() as lent,
+            ExitStack() as stack,
             caught_signals() as caught,
-            self._voice.apart(),
+            self._log.in_threads(),
             self._metrics() as metrics,
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
@@ -428,10 +428,8 @@ class Trainer:
                 plan = None if spec.plan is None else Path(spec.plan)
                 role = hosted = hosting.wrap(supervisor, self._job, spec, plan=plan)
                 look = hosted.view
-                self._invite(hosting, hosting.address(transport.endpoint), lent)
-            node = RoleRunner(
-                role, transport=transport, log=self._voice.log, launcher=self._launcher
-            )
+                self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
+            node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
                 message = Stop(reason=REASONS[number])
@@ -440,18 +438,18 @@ class Trainer:
             caught.tell = stop
             with self._shown(display):
                 if console.is_terminal is False:
-                    self._voice.say(f"{self._job.name}: {self._run.path}")
-                watching = Callbacks(
+                    self._log.print(f"{self._job.name}: {self._run.path}")
+                callbacks = Callbacks(
                     supervisor,
                     look=look,
                     display=display,
                     metrics=metrics,
                     run=self._run,
                     name=self._job.name,
-                    voice=self._voice,
+                    log=self._log,
                     watch=watch,
                 )
-                error = node.run(on_tick=lambda: self._tick(watching))
+                error = node.run(on_tick=lambda: self._tick(callbacks))
             self._view = look(time.monotonic())
         self._error = None if supervisor.interrupted else error
         if supervisor.interrupted:
@@ -466,38 +464,38 @@ class Trainer:
         try:
             yield metrics
         finally:
-            self._voice.disk.write(metrics.close)
+            self._log.disk.write(metrics.close)
 
     @contextmanager
     def _shown(self, display: ProgressLine) -> Iterator[None]:
-        self._voice.show(display.start)
+        self._log.show(display.start)
         try:
             yield
         finally:
-            self._voice.show(display.stop)
+            self._log.show(display.stop)
 
-    def _invite(self, hosting: JoinServer, address: JobAddress, lent: ExitStack) -> None:
-        tell = self._voice.announce
+    def _accept_hosts(self, hosting: JoinServer, address: JobAddress, stack: ExitStack) -> None:
+        tell = self._log.announce
         if address.secret:  # everybody may read logs
             file = self._run.address_file
             files.write_private(file, f"{address}\n".encode())
-            lent.callback(file.unlink, missing_ok=True)
-            self._voice.log("info", f"hosts join by the address in {file}")
-            tell = self._voice.say
+            stack.callback(file.unlink, missing_ok=True)
+            self._log.log("info", f"hosts join by the address in {file}")
+            tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        machines = hosting.lent(
+        machines = hosting.ray_hosts(
             self._job,
             address,
-            n_machines=self._answer.n_machines or 1,
+            n_machines=self._preflight.n_machines or 1,
             directory=self._run.path.absolute() / "joined",
         )
-        self._lender = lent.enter_context(machines)
+        self._ray_hosts = stack.enter_context(machines)
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
         shares = self._job.cluster.shared_memory
-        answer, plan = self._answer, self._run.plan_file
+        answer, plan = self._preflight, self._run.plan_file
         spec = RoleSpec(
             job=msgspec.Raw(self._job.to_json()),
             run=name,
@@ -505,8 +503,8 @@ class Trainer:
             memory=str(self._memory.directory) if shares else "",
             snapshots=str(self._store.directory.absolute()),
             layout=self._layout.spec,
-            initials=self._answer.initials,
-            initial_file=self._answer.initial_file,
+            initials=self._preflight.initials,
+            initial_file=self._preflight.initial_file,
             plan=None if answer.n_machines is None else str(plan.absolute()),
             sample=answer.sample,
             n_train=None if answer.task.train is None else answer.task.train.n_samples,
@@ -516,14 +514,14 @@ class Trainer:
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
 
-    def _tick(self, watching: Callbacks) -> None:
-        watching.tick()
+    def _tick(self, callbacks: Callbacks) -> None:
+        callbacks.tick()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
-        if self._lender is not None:
-            for text in self._lender.news(time.monotonic()):
-                self._voice.announce(text)
+        if self._ray_hosts is not None:
+            for text in self._ray_hosts.news(time.monotonic()):
+                self._log.announce(text)
 
     def conclude(self) -> Summary:
         """Write model, summary and final status; return the summary."""
@@ -540,28 +538,28 @@ class Trainer:
             self._job,
             self._view,
             directory=str(self._run.path),
-            task=self._answer.task,
+            task=self._preflight.task,
             error=self._error,
             model_error=self._model_error,
         )
-        self._keep(lambda: write_summary(self._run, summary))
+        self._try_write(lambda: write_summary(self._run, summary))
         status = status_of(self._job.name, self._view, ended=True, error=self._error)
         write = partial(self._run.write_status, status)
-        self._keep(lambda: self._voice.disk.renew("status", write))
+        self._try_write(lambda: self._log.disk.renew("status", write))
         return summary
 
-    def _keep(self, write: Callable[[], object]) -> None:
+    def _try_write(self, write: Callable[[], object]) -> None:
         try:
             write()
         except StorageError as error:
-            self._voice.alarm(str(error))
+            self._log.warn_user(str(error))
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
-        self._keep(lambda: draw_curve_of(self._run, title=self._job.name))
+        self._try_write(lambda: draw_curve_of(self._run, title=self._job.name))
 
     def __enter__(self) -> Self:
-        self._voice.log("info", f"begins in {self._run.path}")
+        self._log.log("info", f"begins in {self._run.path}")
         return self
 
     def __exit__(
@@ -631,7 +629,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             log_of=run.log_file,
             has_machines=job.cluster.is_split,
         )
-        life = stack.enter_context(
+        trainer = stack.enter_context(
             Trainer(
                 job,
                 run,
@@ -642,21 +640,21 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             )
         )
         try:
-            life.get_ready()
+            trainer.get_ready()
         except BaseException:
             if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        life.supervise(watch, detours, hosting)
-        summary = life.conclude()
+        trainer.supervise(watch, detours, hosting)
+        summary = trainer.conclude()
         if json:
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
         # After an interrupt, do not spend time on the curve.
-        if life.exit_code not in EXIT_CODES.values():
-            life.draw()
-    return Run(run.path, summary, life.exit_code, job)
+        if trainer.exit_code not in EXIT_CODES.values():
+            trainer.draw()
+    return Run(run.path, summary, trainer.exit_code, job)
 
 
 def _open_run(job: Job, resume: str | os.PathLike[str] | None) -> tuple[RunDirectory, bool]:

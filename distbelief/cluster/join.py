@@ -157,12 +157,12 @@ class SupervisorMonitor:
             self.dial()
         if self._transport.is_refused(SUPERVISOR):
             self._dial_at = now + DIAL_SECONDS
-            self._say(
+            self._show(
                 f"{where} rejects the key of this host; run there: "
                 f"distbelief keys allow {self._key} NAME --role host"
             )
         elif self._transport.is_another(SUPERVISOR) and not is_known:
-            self._say(
+            self._show(
                 f"the process at {where} has another key than this address, or none: "
                 "use the address that `distbelief train --listen` prints there"
             )
@@ -171,7 +171,7 @@ class SupervisorMonitor:
         if (is_alone or is_new) and self._probe.finds_nobody(now):
             if is_alone:
                 return f"nothing listens at {where} any more"
-            self._say(f"nothing listens at {where} so far")
+            self._show(f"nothing listens at {where} so far")
         return None
 
     def own_number(self, *, known: str) -> str:
@@ -184,7 +184,7 @@ class SupervisorMonitor:
             return own_number_towards(self._place.host)
         return known
 
-    def _say(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         if text not in self._shown:
             self._shown.add(text)
             self._tell(text)
@@ -276,7 +276,7 @@ class _Membership:
             launcher = stack.enter_context(LocalLauncher())
             FileMemory.sweep()
             log = stack.enter_context(_Log(options.directory, tell=self._tell))
-            tell = self._tell = log.say
+            tell = self._tell = log.show
             transport = stack.enter_context(
                 reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=log.add)
             )
@@ -422,9 +422,9 @@ class _Log:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise files.explained(error, directory, doing="make") from error
-        self._lines = files.LineFile(directory / "host.log", tell=self.say)
+        self._lines = files.LineFile(directory / "host.log", tell=self.show)
         self._tell = tell
-        self._disk = Writer("disk", tell=self.say)
+        self._disk = Writer("disk", tell=self.show)
         self._screen = Writer("screen", tell=self._write)
         self._error = ""  # the last one shown
 
@@ -442,19 +442,19 @@ class _Log:
         self._disk.close()
         self._screen.close()
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self._screen.write(partial(self._tell, text))
 
     def add(self, level: str, text: str) -> None:
         self._write(f"{level}: {text}")
         if level in {"info", "warning", "error"}:
-            self.say(text)
+            self.show(text)
         if level == "error":
             self._error = text
 
     def conclude(self, error: str) -> None:
         if not self._error.startswith(error):  # may be a shortened form of it
-            self.say(error)
+            self.show(error)
 
     def _write(self, text: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())

@@ -85,7 +85,7 @@ class JoinServer:
         return replace(self, reach=self.reach.pinned())
 
     @contextmanager
-    def lent(
+    def ray_hosts(
         self, job: Job, address: JobAddress, *, n_machines: int, directory: Path
     ) -> Iterator[RayHosts | None]:
         """Let Ray start hosts, if the job asks for it, while the context lasts.

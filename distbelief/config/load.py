@@ -304,22 +304,22 @@ def job_from_json(text: bytes) -> Job:
 def _read(content: dict[str, object], *, file: str, overrides: Mapping[tables.Path, str]) -> Job:
     try:
         return resolve(content, file=file)
-    except TableError as mistake:
-        culprits = [text for path, text in overrides.items() if _blames(mistake, path)]
+    except TableError as error:
+        culprits = [text for path, text in overrides.items() if _blames(error, path)]
         culprit = culprits[-1] if culprits else file
-        raise JobFileError(f"{culprit}: {mistake}") from None
+        raise JobFileError(f"{culprit}: {error}") from None
 
 
-def _blames(mistake: TableError, path: tables.Path) -> bool:
+def _blames(error: TableError, path: tables.Path) -> bool:
     # Whether the error lies in what `--set` put at `path`: it is there, or below. An error of a
     # table that contains the place may come from it as well: then the message names the key.
-    n_shared = min(len(path), len(mistake.path))
-    if path[:n_shared] != mistake.path[:n_shared]:
+    n_shared = min(len(path), len(error.path))
+    if path[:n_shared] != error.path[:n_shared]:
         return False
     if n_shared == len(path):
         return True
     named = [f"'{path[n_shared - 1]}'", *path[n_shared:]]
-    return any(name in mistake.text for name in named)
+    return any(name in error.text for name in named)
 
 
 def _read_text(path: Path) -> str:

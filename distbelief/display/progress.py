@@ -40,7 +40,7 @@ class WaitProgress:
         self._n_runs = n_runs
         self._n_done = 0
         self._what = ""
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -66,8 +66,8 @@ class WaitProgress:
         share = view.progress or 0.0
         self._bar.update(self._task, completed=self._n_done + min(share, 0.999))
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._said_at >= LINE_SECONDS:
-            self._said_at = now
+        if not self._console.is_terminal and now - self._printed_at >= LINE_SECONDS:
+            self._printed_at = now
             self._print(self._line(view.seconds, view))
 
     def end(self) -> None:
@@ -133,7 +133,7 @@ class ProgressLine:
         self._report_every = report_every
         self._time_of_day = time_of_day
         self._live: Live | None = None
-        self._n_told = 0  # number of the last message shown
+        self._n_shown = 0  # number of the last message shown
         self._phase = ""
         self._next_line = 0.0
 
@@ -159,8 +159,8 @@ class ProgressLine:
     def update(self, view: JobView) -> None:
         """Show the latest view and its new messages."""
         for message in view.messages:
-            if message.number > self._n_told:
-                self._tell(message, view)
+            if message.number > self._n_shown:
+                self._show_message(message, view)
         if self._live is not None:
             self._live.update(Screen(view, name=self._name), refresh=True)
         elif view.phase != self._phase or view.seconds >= self._next_line:
@@ -179,8 +179,8 @@ class ProgressLine:
     def print(self, content: RenderableType) -> None:
         self._console.print(content, highlight=False)
 
-    def _tell(self, message: Message, view: JobView) -> None:
-        self._n_told = message.number
+    def _show_message(self, message: Message, view: JobView) -> None:
+        self._n_shown = message.number
         ago = dt.timedelta(seconds=max(0.0, view.seconds - message.seconds))
         text = Text(f"{self._time_of_day() - ago:%H:%M:%S}  ", "dim")
         text.append(message.text, _STYLES[message.level])

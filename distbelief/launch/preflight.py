@@ -70,20 +70,20 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_main(name: str, incarnation: int, path: str) -> int:
     """Handle the request in this file; return the process's exit status."""
-    question = msgspec.json.decode(Path(path).read_bytes(), type=PreflightRequest)
+    request = msgspec.json.decode(Path(path).read_bytes(), type=PreflightRequest)
     log(name, incarnation, "info", f"process {os.getpid()} begins")
-    job = job_from_json(bytes(question.job))
+    job = job_from_json(bytes(request.job))
     import_from(job)
     torch.set_num_threads(job.cluster.threads)
     try:
-        answer = answer_to(job, question)
+        answer = answer_to(job, request)
     except DistBeliefError as error:
         answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
         traceback.print_exc()  # to the log
         text = f"model and data failed the check: {type(error).__name__}: {error}"
         answer = PreflightResult(error=f"{text}{place(error)}", is_users=True)
-    files.write(Path(question.answer), msgspec.json.encode(answer))
+    files.write(Path(request.answer), msgspec.json.encode(answer))
     log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
     return 0
 
@@ -97,7 +97,7 @@ def read_answer(path: Path) -> PreflightResult | None:
         return None
 
 
-def answer_to(job: Job, question: PreflightRequest) -> PreflightResult:
+def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
     """Try model and data in this process.
 
     Raises:
@@ -106,7 +106,7 @@ def answer_to(job: Job, question: PreflightRequest) -> PreflightResult:
     task = job.task
     if not job.cluster.is_split:
         check(task, job.batch_size)
-        return _found(job, question, FlatModel(build_model(task.model)))
+        return _found(job, request, FlatModel(build_model(task.model)))
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
@@ -123,8 +123,8 @@ def answer_to(job: Job, question: PreflightRequest) -> PreflightResult:
     else:
         with torch.device("meta"):
             model = FlatModel(build_model(task.model))
-    answer = _found(job, question, model)
-    kept = Path(question.plan)
+    answer = _found(job, request, model)
+    kept = Path(request.plan)
     plan = plan_for_job(job, captured.graph, kept=kept)
     draw(plan, captured.graph, kept.with_suffix(".png"))
     n_machines = plan.cluster.n_machines
@@ -153,7 +153,7 @@ def _check_device(device: str) -> None:
         )
 
 
-def _found(job: Job, question: PreflightRequest, model: FlatModel) -> PreflightResult:
+def _found(job: Job, request: PreflightRequest, model: FlatModel) -> PreflightResult:
     task = job.task
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
@@ -161,7 +161,7 @@ def _found(job: Job, question: PreflightRequest, model: FlatModel) -> PreflightR
         case "seed":
             initials = dict(_initials(job, model))
         case "module":
-            initial_file = question.initial_file
+            initial_file = request.initial_file
             tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
             save_file(tensors, initial_file)
         case path:

@@ -108,7 +108,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class SharedShelf:
+class SharedCheckpoints:
     """Stores the checkpoints of both copies of a shard under the shard's name."""
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -152,7 +152,7 @@ def main(name: str, incarnation: int, path: str) -> int:
 
     with lines:
         report("info", f"process {os.getpid()} begins")
-        error = _live(spec, job, memory, name=name, life=incarnation, report=report)
+        error = _run_role(spec, job, memory, name=name, incarnation=incarnation, report=report)
         report("info" if error is None else "error", f"ends: {error or 'as planned'}")
     status = 0 if error is None else 1
     if not lines.close(seconds_max=0.0):
@@ -160,10 +160,10 @@ def main(name: str, incarnation: int, path: str) -> int:
     return status
 
 
-def _live(
-    spec: RoleSpec, job: Job, memory: Memory, *, name: str, life: int, report: Log
+def _run_role(
+    spec: RoleSpec, job: Job, memory: Memory, *, name: str, incarnation: int, report: Log
 ) -> str | None:
-    transport = spec.reach.transport(name=name, incarnation=life, run=spec.run, log=report)
+    transport = spec.reach.transport(name=name, incarnation=incarnation, run=spec.run, log=report)
     with transport:
         transport.connect(SUPERVISOR, 0, spec.supervisor)
         config = JobMemberConfig(
@@ -181,7 +181,7 @@ def _live(
             member.warn(text)
 
         store = CheckpointStore(Path(spec.snapshots), report=warn)
-        node = RoleRunner(member, transport=transport, log=report, store=SharedShelf(store))
+        node = RoleRunner(member, transport=transport, log=report, store=SharedCheckpoints(store))
         _end_when_abandoned(node)
         error = node.run()
         if error is not None and not member.told_failure:

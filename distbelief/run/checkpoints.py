@@ -289,11 +289,11 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
         if agreed is None
         else f"the run resumes from {agreed}, the newest complete one"
     )
-    told = (
+    notes = (
         f"checkpoint {newest} is incomplete: {without}; {found}; newer files are kept in "
         f"{store.directory} as *{SET_ASIDE}"
     )
-    return (told,)
+    return (notes,)
 
 
 # A kill in the first round leaves intact files of some shards, and nothing damaged.

@@ -60,7 +60,7 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
     plan: str | None = None  # hash of the placement in a split replica (`mark_of`)
     train: DataFacts | None = None  # the training data, as far as known
 
-    def is_cut_like(self, other: "CheckpointSet") -> bool:
+    def has_same_clients(self, other: "CheckpointSet") -> bool:
         """Return whether each client of one finds in the other what it needs.
 
         A rank that holds other tensors than before does not, though its name is the same: shards
@@ -115,14 +115,14 @@ def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None
                 f"{directory} has no checkpoints, but the run has begun: restore it, or "
                 "start again with --from-scratch (from_scratch=True)"
             ) from None
-        return directory, _cut_of_job(run)
+        return directory, _set_of_job(run)
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
     cut = checkpoint_set_in(content, file, run)
     beyond = _shards_beyond(directory, cut.n_shards)
     if beyond:
         names = ", ".join(beyond)
-        raise _distrusted(
+        raise _damaged(
             file, run, f"n_shards is {cut.n_shards}, but there are checkpoints of {names}"
         )
     return directory, cut
@@ -137,7 +137,7 @@ def checkpoint_set_in(content: bytes, file: Path, run: RunDirectory) -> Checkpoi
     try:
         return msgspec.json.decode(content, type=CheckpointSet)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _distrusted(file, run, str(error)) from None
+        raise _damaged(file, run, str(error)) from None
 
 
 def write_checkpoint_set(directory: Path, cut: CheckpointSet) -> None:
@@ -182,7 +182,7 @@ def making_checkpoint_set(
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _distrusted(file: Path, run: RunDirectory, why: str) -> StorageError:
+def _damaged(file: Path, run: RunDirectory, why: str) -> StorageError:
     return StorageError(
         f"{file} is damaged ({why}): if [cluster] in {run.job_file} has the last numbers of "
         f"shards and replicas, remove {file.name}"
@@ -207,7 +207,7 @@ def _directories(snapshots: Path) -> Iterator[tuple[int, Path]]:
             yield int(found[1]), path
 
 
-def _cut_of_job(run: RunDirectory) -> CheckpointSet | None:
+def _set_of_job(run: RunDirectory) -> CheckpointSet | None:
     if not run.job_file.is_file():
         return None
     cluster = load_job(run.job_file).cluster
@@ -239,7 +239,7 @@ class PreviousRun:
     restored: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()  # shards that have none
     trained: bool = False  # whether any checkpoint contains a push
-    told: tuple[str, ...] = ()  # lines for the user
+    notes: tuple[str, ...] = ()  # lines for the user
 
 
 _SECOND: Final = 2  # label of the second round of checkpoints
@@ -270,7 +270,7 @@ def read_previous_run(
     Raises:
         StorageError: a role has checkpoints, or had some, and none can be used.
     """
-    incarnation, label = _of_coordinator(store, coordinator), 1
+    incarnation, label = _coordinator_incarnation(store, coordinator), 1
     restored: dict[str, str] = {}
     missing: list[str] = []
     lost: list[str] = []  # error of each shard that cannot resume
@@ -290,9 +290,9 @@ def read_previous_run(
         restored[name] = snapshot.label
         clocks[name] = _pushes(snapshot)
         clients.append(_clients(snapshot))
-        lives = [client.incarnation for client in clients[-1].values()]
-        lives.append(int(snapshot.facts.get("incarnation", "0")))
-        incarnation = max([incarnation, *(life + 1 for life in lives)])
+        incarnations = [client.incarnation for client in clients[-1].values()]
+        incarnations.append(int(snapshot.facts.get("incarnation", "0")))
+        incarnation = max([incarnation, *(life + 1 for life in incarnations)])
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
         lost += [f"{name} has no checkpoint in {store.directory}" for name in missing]
     if lost:
@@ -300,12 +300,12 @@ def read_previous_run(
     known = [{name: c.samples for name, c in of_one.items()} for of_one in clients]
     replicas = {_replica(name) for of_one in known for name in of_one}
     samples = {
-        name: 0 if missing else min(_place(of_one, name) for of_one in known)
+        name: 0 if missing else min(_position(of_one, name) for of_one in known)
         for name in sorted(replicas - {""})
     }
     if coordinator is not None:
         samples = {coordinator: 0 if missing else _samples_seen(run)}
-    before, told = _before(run, samples, clocks, n_shards=n_shards)
+    before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,
         incarnation=incarnation,
@@ -314,11 +314,11 @@ def read_previous_run(
         missing=tuple(missing),
         trained=any(n for of_one in known for n in of_one.values())
         or (coordinator is not None and bool(restored)),
-        told=told,
+        notes=notes,
     )
 
 
-def _of_coordinator(store: CheckpointStore, coordinator: str | None) -> int:
+def _coordinator_incarnation(store: CheckpointStore, coordinator: str | None) -> int:
     if coordinator is None:
         return 1
     try:
@@ -341,19 +341,19 @@ def _samples_seen(run: RunDirectory) -> int:
     return 0 if status is None else status.view.samples
 
 
-def _before(
+def _previous_totals(
     run: RunDirectory, samples: Mapping[str, int], clocks: Mapping[str, int], *, n_shards: int
 ) -> tuple[PreviousTotals, tuple[str, ...]]:
     status: Status | None = None
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     try:
         status = run.read_status()
     except StorageError as error:
-        told = (f"{error}; time, steps and lost pushes of previous sessions are unknown",)
+        notes = (f"{error}; time, steps and lost pushes of previous sessions are unknown",)
     if status is None:
         # It holds metrics only; the state to resume from is in the checkpoints.
         lost = None if clocks else 0
-        return PreviousTotals(samples=samples, clocks=clocks, pushes_lost=lost), told
+        return PreviousTotals(samples=samples, clocks=clocks, pushes_lost=lost), notes
     view = status.view
     # Loss and metric are of values that no shard has, if a checkpoint is missing or does not
     # cover all samples that were counted.
@@ -399,7 +399,7 @@ def _replica(client: str) -> str:
     return member_name(place.group, 0) if place.replica is not None else ""
 
 
-def _place(samples: Mapping[str, int], replica: str) -> int:
+def _position(samples: Mapping[str, int], replica: str) -> int:
     # Not every shard has a part of every rank, but each has one of every replica.
     known = [n for client, n in samples.items() if _replica(client) == replica]
     return min(known, default=0)
@@ -429,9 +429,9 @@ Report = Callable[[str], None]
 class Resumed:
     """A run that a job can resume."""
 
-    legacy: PreviousRun  # its state
+    previous: PreviousRun  # its state
     store: CheckpointStore  # the checkpoints of its shards, for the job's numbers
-    told: tuple[str, ...] = ()  # lines for the user
+    notes: tuple[str, ...] = ()  # lines for the user
 
 
 _CHANGED: Final = {
@@ -490,33 +490,33 @@ def resume_run(
     was = was or now
     store = CheckpointStore(directory, report=report)
     coordinator = coordinator_of(job)
-    told = () if coordinator is None else _set_aside(store, was)
-    legacy = read_previous_run(run, store, n_shards=was.n_shards, coordinator=coordinator)
-    told += legacy.told
-    if legacy.trained:
+    notes = () if coordinator is None else _set_aside(store, was)
+    previous = read_previous_run(run, store, n_shards=was.n_shards, coordinator=coordinator)
+    notes += previous.notes
+    if previous.trained:
         _check_data(job, run, was=was.train, now=train)
     if coordinator is not None and was.n_shards == now.n_shards:
         was = now  # under a coordinator replicas have no data positions
-    if not was.is_cut_like(now):
+    if not was.has_same_clients(now):
         if any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
             change = _Change(job=job, run=run, was=was, now=now, n_samples=train.n_samples)
-            resumed = change.recut(legacy, store, layout=layout, report=report)
-            return replace(resumed, told=told + resumed.told)
+            resumed = change.reshard(previous, store, layout=layout, report=report)
+            return replace(resumed, notes=notes + resumed.notes)
         # Nothing was saved yet, so any numbers will do.
-        legacy = read_previous_run(run, store, n_shards=now.n_shards, coordinator=coordinator)
+        previous = read_previous_run(run, store, n_shards=now.n_shards, coordinator=coordinator)
     write_checkpoint_set(directory, now)
-    told += tuple(_told_of_seed(job, run)) if legacy.trained else ()
-    if legacy.restored and legacy.missing:
-        names = ", ".join(legacy.missing)
+    notes += tuple(_seed_note(job, run)) if previous.trained else ()
+    if previous.restored and previous.missing:
+        names = ", ".join(previous.missing)
         line = (
             f"{names}: no intact checkpoint in {directory}, so it starts from scratch, and "
             "every replica at the beginning of its data"
         )
-        told = (*told, line)
-    return Resumed(legacy=legacy, store=store, told=told)
+        notes = (*notes, line)
+    return Resumed(previous=previous, store=store, notes=notes)
 
 
-def begin_anew(job: Job, run: RunDirectory) -> str:
+def start_from_scratch(job: Job, run: RunDirectory) -> str:
     """Move aside everything that a run has saved; return a line for the user.
 
     Raises:
@@ -548,10 +548,10 @@ class _Change:
     now: CheckpointSet
     n_samples: int  # of the training data
 
-    def recut(
-        self, legacy: PreviousRun, store: CheckpointStore, *, layout: Layout, report: Report
+    def reshard(
+        self, previous: PreviousRun, store: CheckpointStore, *, layout: Layout, report: Report
     ) -> Resumed:
-        self._check(legacy, store)
+        self._check(previous, store)
         rule: object = getattr(self.job.algorithm, "rule", None)
         if not isinstance(rule, UpdateRule):
             raise self._refusal(
@@ -562,13 +562,13 @@ class _Change:
             old=Layout.of(layout.tensors, n_shards=self.was.n_shards, dtype=layout.spec.dtype),
             new=layout,
             rule=rule,
-            incarnation=legacy.incarnation,
+            incarnation=previous.incarnation,
         )
-        places = self._places(legacy.before.samples)
-        with making_checkpoint_set(self.run, legacy.label, self.now) as (written, kept):
+        places = self._positions(previous.before.samples)
+        with making_checkpoint_set(self.run, previous.label, self.now) as (written, kept):
             fresh = CheckpointStore(written, report=report)
             clients = self.now.clients(places)
-            resharder.write(fresh, label=f"{legacy.label:05d}", samples=clients)
+            resharder.write(fresh, label=f"{previous.label:05d}", samples=clients)
             read_back = read_previous_run(self.run, fresh, n_shards=self.now.n_shards)
             if read_back.missing or read_back.before.samples != places:
                 raise StorageError(
@@ -576,14 +576,14 @@ class _Change:
                     "the disk. The run is unchanged"
                 )
         return Resumed(
-            legacy=read_back,
+            previous=read_back,
             store=CheckpointStore(kept, report=report),
-            told=tuple(self._told(sum(places.values()), kept)),
+            notes=tuple(self._notes(sum(places.values()), kept)),
         )
 
-    def _check(self, legacy: PreviousRun, store: CheckpointStore) -> None:
-        if legacy.missing:
-            names = ", ".join(legacy.missing)
+    def _check(self, previous: PreviousRun, store: CheckpointStore) -> None:
+        if previous.missing:
+            names = ", ".join(previous.missing)
             raise self._refusal(
                 f"there is no intact one of {names} in {store.directory}. Restore it, "
                 f"or resume with {_numbers(self.was)}, where {names} starts from scratch"
@@ -595,7 +595,7 @@ class _Change:
             f"{_numbers(self.now)}: {why}"
         )
 
-    def _places(self, samples: Mapping[str, int]) -> dict[str, int]:
+    def _positions(self, samples: Mapping[str, int]) -> dict[str, int]:
         n_replicas = self.now.n_replicas
         names = self.now.replicas
         if self.was.n_replicas == n_replicas:
@@ -608,7 +608,7 @@ class _Change:
         )
         return dict(zip(names, positions, strict=True))
 
-    def _told(self, samples: int, directory: Path) -> Iterator[str]:
+    def _notes(self, samples: int, directory: Path) -> Iterator[str]:
         was, now = self.was, self.now
         if was.n_shards != now.n_shards:
             yield (
@@ -629,7 +629,7 @@ class _Change:
                 "pass some are read twice and some not"
             )
         elif samples:
-            yield from _told_of_seed(self.job, self.run)
+            yield from _seed_note(self.job, self.run)
 
 
 def _check_data(job: Job, run: RunDirectory, *, was: DataFacts | None, now: DataFacts) -> None:
@@ -654,7 +654,7 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts | None, now: Data
         )
 
 
-def _told_of_seed(job: Job, run: RunDirectory) -> Iterator[str]:
+def _seed_note(job: Job, run: RunDirectory) -> Iterator[str]:
     earlier = load_job(run.job_file)
     was, now = (getattr(of.algorithm, "seed", None) for of in (earlier, job))
     if was != now:

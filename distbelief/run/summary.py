@@ -224,30 +224,30 @@ def final_table(summary: Summary) -> Group:
     top.add_column(overflow="fold")
     top.add_column(justify="right", overflow="fold")
     top.add_row(Text(_what(summary), "bold"), Text(_data(summary), "dim"))
-    return Group(Text(), top, _Figures(summary), Text(_end(summary)))
+    return Group(Text(), top, _ValueTable(summary), Text(_end(summary)))
 
 
-class _Figures:
+class _ValueTable:
     """The values side by side, or below each other if that is too wide."""
 
     def __init__(self, summary: Summary) -> None:
         self._label = _label(summary)
-        self._figures = _figures(summary)
+        self._values = _values(summary)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console
         table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
         table.add_column(no_wrap=True)
-        widths = [max(len(head), len(value)) + _GAP for head, value in self._figures]
+        widths = [max(len(head), len(value)) + _GAP for head, value in self._values]
         if len(self._label) + sum(widths) > options.max_width:
             table.add_column(justify="right", no_wrap=True)
-            for head, value in self._figures:
+            for head, value in self._values:
                 table.add_row(Text(head, "dim"), value)
         else:
-            for _ in self._figures:
+            for _ in self._values:
                 table.add_column(justify="right", no_wrap=True)
-            table.add_row("", *(Text(head, "dim") for head, _ in self._figures))
-            table.add_row(Text(self._label, "bold"), *(value for _, value in self._figures))
+            table.add_row("", *(Text(head, "dim") for head, _ in self._values))
+            table.add_row(Text(self._label, "bold"), *(value for _, value in self._values))
         yield table
 
 
@@ -276,7 +276,7 @@ def _data(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def _figures(summary: Summary) -> list[tuple[str, str]]:
+def _values(summary: Summary) -> list[tuple[str, str]]:
     metric = formatting.metric(summary.metric, summary.metric_name)
     figures = [
         ("time", formatting.duration(summary.seconds)),

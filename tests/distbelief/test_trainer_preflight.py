@@ -32,7 +32,7 @@ def test_what_takes_too_long_is_told_with_the_end_of_its_log(
     with pytest.raises(
         JobError, match=r"check of model and data took more than 0 s.*ends:\ndownload"
     ) as caught:
-        trainer.try_out(
+        trainer.run_preflight(
             speech(),
             launcher,
             directory=tmp_path,

@@ -97,8 +97,8 @@ def test_a_life_begins_with_a_line_in_the_log(desk: Desk) -> None:
 
 def test_a_log_that_finds_no_room_ends_nothing_and_is_told_of_once(desk: Desk) -> None:
     desk.run.logs.rmdir()  # now nothing can be written there
-    desk.life._voice.log("info", "a word")
-    desk.life._voice.warn("another")
+    desk.life._log.log("info", "a word")
+    desk.life._log.warn("another")
     (line,) = desk.screen().splitlines()
     log = desk.run.log_file("supervisor")
     assert line.startswith(f"cannot write {log}: ")
@@ -126,7 +126,7 @@ def test_a_screen_that_finds_no_room_ends_nothing_either(desk: Desk) -> None:
     """`distbelief train ... > a.log`, on the same disk."""
     desk.console.file = Full()
     desk.run.logs.rmdir()
-    desk.life._voice.log("info", "a word")
+    desk.life._log.log("info", "a word")
 
 
 def test_what_every_shard_has_kept_becomes_the_model(desk: Desk) -> None:

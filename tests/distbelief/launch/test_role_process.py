@@ -19,7 +19,7 @@ from typing_extensions import override
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.launch import forkserver, role_process
-from distbelief.launch.role_process import RoleSpec, SharedShelf
+from distbelief.launch.role_process import RoleSpec, SharedCheckpoints
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (
     CheckpointSaved,
@@ -145,7 +145,7 @@ def test_a_shard_lives_from_join_to_stop(
 
 def test_copies_of_a_shard_keep_their_snapshots_in_one_place(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, report=pytest.fail)
-    shelf = SharedShelf(store)
+    shelf = SharedCheckpoints(store)
     for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
         values = np.zeros(3, np.float32)
         snapshot = Snapshot(label=label, arrays={"values": values}, facts={})

@@ -45,10 +45,10 @@ def store(run: RunDirectory) -> CheckpointStore:
 
 
 def test_a_new_run_inherits_nothing(run: RunDirectory, store: CheckpointStore) -> None:
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert (legacy.incarnation, legacy.label) == (1, 1)
-    assert legacy.missing == ("shard-0", "shard-1")
-    assert legacy.before.samples == {}
+    previous = read_previous_run(run, store, n_shards=2)
+    assert (previous.incarnation, previous.label) == (1, 1)
+    assert previous.missing == ("shard-0", "shard-1")
+    assert previous.before.samples == {}
 
 
 def test_a_resumed_run_goes_on_from_what_every_shard_has(
@@ -67,11 +67,11 @@ def test_a_resumed_run_goes_on_from_what_every_shard_has(
         history=history,
     )
     run.write_status(Status(name="x", pid=1, written=0.0, view=view))
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert legacy.restored == {"shard-0": "00007", "shard-1": "00006"}
-    assert legacy.label == 8
-    assert legacy.incarnation == 6
-    before = legacy.before
+    previous = read_previous_run(run, store, n_shards=2)
+    assert previous.restored == {"shard-0": "00007", "shard-1": "00006"}
+    assert previous.label == 8
+    assert previous.incarnation == 6
+    before = previous.before
     assert before.samples == {"replica-0": 60, "replica-1": 50}
     assert (before.seconds, before.training_seconds, before.step) == (20.0, 15.0, 30)
     assert (before.best_metric, before.history) == (0.5, history)
@@ -82,8 +82,8 @@ def test_a_replica_that_a_shard_knows_nothing_of_begins_anew(
 ) -> None:
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
     store.save("shard-1", snapshot("00001", clients(replica_0=70, replica_1=50)))
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert legacy.before.samples == {"replica-0": 70, "replica-1": 0}
+    previous = read_previous_run(run, store, n_shards=2)
+    assert previous.before.samples == {"replica-0": 70, "replica-1": 0}
 
 
 def counted(*names: str, pushes_applied: int, pushes_lost: int = 7) -> Status:
@@ -143,9 +143,9 @@ def test_where_a_shard_has_nothing_no_sample_counts(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert legacy.missing == ("shard-1",)
-    assert legacy.before.samples == {"replica-0": 0}
+    previous = read_previous_run(run, store, n_shards=2)
+    assert previous.missing == ("shard-1",)
+    assert previous.before.samples == {"replica-0": 0}
 
 
 def measured(samples: int) -> Status:
@@ -184,10 +184,10 @@ def test_a_damaged_status_is_as_good_as_none(
     """It holds figures; what a run goes on with is in its snapshots."""
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
     run.status_file.write_text(content)
-    legacy = read_previous_run(run, store, n_shards=1)
-    assert legacy.restored == {"shard-0": "00001"}
-    assert legacy.before.samples == {"replica-0": 70}
-    assert legacy.before.seconds == 0.0
+    previous = read_previous_run(run, store, n_shards=1)
+    assert previous.restored == {"shard-0": "00001"}
+    assert previous.before.samples == {"replica-0": 70}
+    assert previous.before.seconds == 0.0
 
 
 @pytest.mark.parametrize(
