@@ -230,7 +230,7 @@ class Callbacks:
         metrics: Receives the measurements.
         run: Receives status.json.
         name: Of the job.
-        voice: Runs the writes; logs failures.
+        log: Runs the writes; logs failures.
         watch: Called with each view; returns whether to end the job.
     """
 
@@ -588,13 +588,13 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     Args:
         job: A job, or the path of a job file.
         resume: Run directory of an earlier run of this job.
-        from_scratch: Whether to start again there; earlier files are moved into aside-1
-            (aside-2, ...) in it.
+        from_scratch: Whether to start again there; earlier files are moved into aside-1 (aside-2,
+            ...) in it.
         show: Whether to show progress on standard output.
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
-        watch: Called with each view of the job; returns whether to end it. If it raises,
-            the job ends in order and the error is raised then.
+        watch: Called with each view of the job; returns whether to end it. If it raises, the job
+            ends in order and the error is raised then.
         detours: Proxies for all messages; by default there are none.
         hosting: How other hosts may join; by default they may not.
 

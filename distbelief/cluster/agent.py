@@ -110,14 +110,12 @@ class RunningRoles:
     """The processes of one host, in all its incarnations.
 
     `Assignments` is the complete list: a process that is not in it is ended, a role without a
-    process
-    is started, once. So a lost message costs half a second. A process may outlive its assignment;
-    no
-    other one of its name starts before it has ended.
+    process is started, once. So a lost message costs half a second. A process may outlive its
+    assignment; no other one of its name starts before it has ended.
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[Address, int] = {}
+        self._assigned: dict[Address, int] = {}
         self._running: dict[Address, int] = {}  # also of earlier incarnations, until they end
         self._ended: dict[Address, RoleEnded] = {}  # kept until they are no longer assigned
 
@@ -147,11 +145,11 @@ class RunningRoles:
         Raises:
             RemoteProtocolError: a role name is invalid.
         """
-        self._wanted = {_role(duty.name): duty.incarnation for duty in message.duties}
+        self._assigned = {_role(duty.name): duty.incarnation for duty in message.duties}
         self._ended = {
             name: ended
             for name, ended in self._ended.items()
-            if self._wanted.get(name) == ended.incarnation
+            if self._assigned.get(name) == ended.incarnation
         }
 
     def reconcile(self) -> list[Action]:
@@ -159,9 +157,9 @@ class RunningRoles:
         actions: list[Action] = [
             Terminate(name=name)
             for name, incarnation in self._running.items()
-            if self._wanted.get(name) != incarnation
+            if self._assigned.get(name) != incarnation
         ]
-        for name, incarnation in self._wanted.items():
+        for name, incarnation in self._assigned.items():
             # An older one ends first.
             if name not in self._running and not self.is_over(name, incarnation):
                 self._running[name] = incarnation
@@ -173,7 +171,7 @@ class RunningRoles:
         if self._running.get(event.peer) != event.incarnation:
             return False
         del self._running[event.peer]
-        if self._wanted.get(event.peer) == event.incarnation:
+        if self._assigned.get(event.peer) == event.incarnation:
             self._ended[event.peer] = RoleEnded(
                 name=event.peer, incarnation=event.incarnation, reason=event.reason[:_REASON_MAX]
             )
@@ -181,7 +179,7 @@ class RunningRoles:
 
     def drop(self) -> list[Action]:
         """Forget all assignments and end all processes."""
-        self._wanted, self._ended = {}, {}
+        self._assigned, self._ended = {}, {}
         return self.end()
 
     def end(self) -> list[Action]:
@@ -223,9 +221,9 @@ class HostStorage(Protocol):
 class HostAgent:
     """The role `host-...`: offers this host, and serves one job at a time.
 
-    * A host that hears nothing from the supervisor for as long as the job allows ends all its
-      roles and offers itself again, so a job without supervisor leaves nothing behind. It sends
-      offers long before that: a supervisor of another run takes the host at once.
+    * A host that hears nothing from the supervisor for as long as the job allows ends all its roles
+      and offers itself again, so a job without supervisor leaves nothing behind. It sends offers
+      long before that: a supervisor of another run takes the host at once.
     * If the supervisor is silent (`is_supervisor_silent`), the driver checks whether anything
       listens at its address, and posts `PeerLost` if not: the last `Release` may have been lost.
     * Messages carry the host's incarnation; those of an older one are ignored.

@@ -236,8 +236,8 @@ class BandwidthProbe:
         chunks    1    2    4    8 ...   64       of 64 KiB, all requested at once
 
     It ends after 150 ms: a slow link after the first chunks, 1 Gbit/s after 8 MiB. The rate is that
-    of
-    the best round, because other processes may disturb a round. It includes encryption and reading.
+    of the best round, because other processes may disturb a round. It includes encryption and
+    reading.
     """
 
     begun_at: Seconds  # when the first chunk was requested

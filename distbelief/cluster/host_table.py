@@ -27,8 +27,7 @@ class StepTime:
 
     A dense net needs 6 floating point operations per parameter and sample (2 forward, 4 backward;
     Dean et al. 2012 train such nets), and 4 bytes on the link for each fetch and each push. So only
-    the
-    batch decides whether a slow link or a slow processor is worse. In convolutions, which use a
+    the batch decides whether a slow link or a slow processor is worse. In convolutions, which use a
     parameter more than once, the link counts for too much.
     """
 
@@ -86,8 +85,8 @@ class SlotTable:
     """Which role runs on which host, and the free slots of all hosts.
 
     Shards, coordinator and evaluator run on the supervisor's host and take no slots. Hosts are
-    filled
-    in order of speed, then of free slots; the supervisor's host and unmeasured ones count as fast.
+    filled in order of speed, then of free slots; the supervisor's host and unmeasured ones count as
+    fast.
 
     Args:
         slots_here: Slots of the supervisor's own host.
@@ -211,7 +210,7 @@ class HostRecord:
 
     name: Address
     offer: Offer
-    duties: dict[Address, int]
+    roles: dict[Address, int]
     bandwidth: float = 0.0  # bytes a second from here, as it reports; 0.0: not measured
     since: Seconds  # first offer of this incarnation, by our clock
     heard_at: Seconds
@@ -230,7 +229,7 @@ class HostRecord:
         # The label goes to terminals: no control characters.
         label = _UNPRINTABLE.sub("?", offer.label) or "nameless"
         offer = msgspec.structs.replace(offer, label=label)
-        return cls(name=name, offer=offer, duties={}, since=now, heard_at=now)
+        return cls(name=name, offer=offer, roles={}, since=now, heard_at=now)
 
     @property
     def label(self) -> str:
@@ -248,8 +247,8 @@ class HostRecord:
     def assign(self, run: str) -> Send:
         """Return the complete list of what it runs."""
         self.changed = False
-        roles = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.duties.items())
-        message = Assignments(life=self.life, run=run, duties=roles)
+        assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.roles.items())
+        message = Assignments(life=self.life, run=run, duties=assigned)
         return Send(receiver=self.name, message=message)
 
     def introduction(self) -> str:

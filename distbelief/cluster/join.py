@@ -55,8 +55,7 @@ class PortProbe:
     """Checks without blocking whether anything listens at an address.
 
     ZeroMQ reconnects silently. A TCP connect shows why: a port where nothing listens refuses at
-    once,
-    a link that is cut gives no answer.
+    once, a link that is cut gives no answer.
 
     Args:
         place: The address.

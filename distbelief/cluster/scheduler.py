@@ -77,7 +77,7 @@ class PlacementQueue:
         self.slot_table.leave(action.name)
         if host is None:
             return [action]
-        host.duties.pop(action.name, None)
+        host.roles.pop(action.name, None)
         host.changed = True
         return []
 
@@ -146,7 +146,7 @@ class PlacementQueue:
             launch = Launch(name=name, incarnation=incarnation)
             return [AssignName(name=name, to=SUPERVISOR), launch]
         host = self._hosts[at]
-        host.duties[name] = incarnation
+        host.roles[name] = incarnation
         host.changed = True
         return [AssignName(name=name, to=at)]
 
@@ -209,11 +209,9 @@ class HostBlocklist:
         """Return the host to blame for a role's failure, and why; None if the job is to blame.
 
         Preflight has tried model and data on the supervisor's host. So a role that fails elsewhere
-        before
-        its first step fails because of that host (no data, an older model), unless another role
-        trains
-        there. A failure of the first replica always counts against the job, because all others wait
-        for it.
+        before its first step fails because of that host (no data, an older model), unless another
+        role trains there. A failure of the first replica always counts against the job, because all
+        others wait for it.
         """
         name, failed = event.sender, event.message
         host = self._hosts.get(self._places.at(name) or HERE)
@@ -221,11 +219,11 @@ class HostBlocklist:
         if not isinstance(failed, Failed) or host is None or record is None:
             return None
         members = self._job.members
-        beside = [r for r in map(members.get, host.duties) if r is not None]
+        beside = [r for r in map(members.get, host.roles) if r is not None]
         group = [record, *members.machines_with(record), *beside]
         works = any(r.progressed or r.counters.get("samples", 0.0) for r in group)
         is_first = name.partition(".")[0] == FIRST
-        is_now = host.duties.get(name) == event.incarnation
+        is_now = host.roles.get(name) == event.incarnation
         if works or is_first or not (is_now and failed.culprit_is_job):
             return None
         return host, f"{record.label} there: {formatting.harmless(failed.error)}"
@@ -241,8 +239,7 @@ class ConnectivityCheck:
     """Warns once about each role that cannot reach a shard, or the shard it.
 
     A firewall that lets hosts reach the supervisor but not each other causes no error: roles join
-    and
-    wait for a minute until they give up.
+    and wait for a minute until they give up.
 
     Args:
         job: State of the job.
@@ -257,7 +254,7 @@ class ConnectivityCheck:
         since, self._since = self._since, {}
         actions: list[Action] = []
         for host in hosts:
-            for life in host.duties.items():
+            for life in host.roles.items():
                 record = self._job.members.get(life[0])
                 shard = None if record is None else self._awaited(record)
                 if record is None or shard is None:
@@ -490,11 +487,11 @@ class ClusterSupervisor:
             actions += [self._report(text, now), *self._begin_if_due(now)]
         for ended in report.ended:
             name = Address(ended.name)
-            if host.duties.get(name) == ended.incarnation:
+            if host.roles.get(name) == ended.incarnation:
                 if name in self._leaving_roles:
                     actions += self._role_left(name, "has left", now)
                     continue
-                del host.duties[name]
+                del host.roles[name]
                 reason = f"{ended.reason} on {host.offer.label}"
                 actions += self._blocklist.died(name, host, now)
                 actions += self._lose_role(name, ended.incarnation, reason, now, own=True)
@@ -520,7 +517,7 @@ class ClusterSupervisor:
 
     def _lose_host(self, host: HostRecord, why: str, now: Seconds) -> list[Action]:
         host.present = host.ready = False
-        lost, host.duties = host.duties, {}
+        lost, host.roles = host.roles, {}
         self._queue.slot_table.remove(host.name)
         labels = ", ".join(name.replace("-", " ") for name in lost)
         text = f"{host.label} {why}" + (f": {labels} lost with it" if lost else "")
@@ -536,7 +533,7 @@ class ClusterSupervisor:
             host.leaving = True
             self._queue.slot_table.shut(host.name)
             actions.append(self._report(f"{host.label} is leaving", now))
-        for name, incarnation in list(host.duties.items()):
+        for name, incarnation in list(host.roles.items()):
             record = self._job.members.get(name)
             if name in self._leaving_roles or record is None:
                 continue
@@ -545,10 +542,10 @@ class ClusterSupervisor:
                 stop = Stop(reason=f"{host.offer.label} is leaving")
                 actions.append(Send(receiver=name, message=stop))
             else:
-                del host.duties[name]
+                del host.roles[name]
                 reason = f"has left with {host.offer.label}"
                 actions += self._lose_role(name, incarnation, reason, now)
-        if not host.duties:
+        if not host.roles:
             host.present = False
             self._queue.slot_table.remove(host.name)
             text = f"{host.label} has left"
@@ -562,7 +559,7 @@ class ClusterSupervisor:
     def _role_left(self, name: Address, how: str, now: Seconds) -> list[Action]:
         del self._leaving_roles[name]
         host = self._queue.host_of(name)
-        incarnation = None if host is None else host.duties.pop(name, None)
+        incarnation = None if host is None else host.roles.pop(name, None)
         if host is None or incarnation is None:
             return []
         host.changed = True

@@ -46,20 +46,20 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         replicas: Model replicas, each with its own part of the data.
         shards: Parameter server shards.
-        shard_copies: Processes that keep each shard: with 2, a backup takes over at once
-            when the primary is lost, and no acknowledged push is lost.
+        shard_copies: Processes that keep each shard: with 2, a backup takes over at once when the
+            primary is lost, and no acknowledged push is lost.
         threads: Threads of torch in each process of a replica.
-        partitions: Ranks per replica; with more than one, each computes its part of the
-            model. The planner chooses the parts (plan.json in the run directory).
+        partitions: Ranks per replica; with more than one, each computes its part of the model. The
+            planner chooses the parts (plan.json in the run directory).
         plan: Path of a plan.json to use instead of `partitions`.
         pins: Layers that the planner must split in a given way: "conv1=grid:3x3".
-        machines: Cluster that the planner plans for: a built-in name, the path of a cluster
-            file, or "here" for hosts like this one.
+        machines: Cluster that the planner plans for: a built-in name, the path of a cluster file,
+            or "here" for hosts like this one.
         device: Where replicas compute: "cpu" or "cuda".
-        shared_memory: Whether roles of one host share memory; if false, they exchange
-            messages, as between hosts.
-        patience: Silence of the supervisor after which every role ends, the shards once
-            they have saved; "10 min" in the file.
+        shared_memory: Whether roles of one host share memory; if false, they exchange messages, as
+            between hosts.
+        patience: Silence of the supervisor after which every role ends, the shards once they have
+            saved; "10 min" in the file.
     """
 
     replicas: Processes = 1
@@ -119,12 +119,12 @@ class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Table [evaluation].
 
     Attributes:
-        metric: "accuracy", another known name, or an import path. None chooses by the
-            loss ("accuracy" for "cross_entropy"), and for your own loss by the targets
-            ("accuracy" for whole numbers, else "mse"). For your own function higher is
-            better, unless it has an attribute higher_is_better = False.
-        subset: Held-out samples of a regular evaluation; None means all. The last one
-            of a job always takes all.
+        metric: "accuracy", another known name, or an import path. None chooses by the loss
+            ("accuracy" for "cross_entropy"), and for your own loss by the targets ("accuracy" for
+            whole numbers, else "mse"). For your own function higher is better, unless it has an
+            attribute higher_is_better = False.
+        subset: Held-out samples of a regular evaluation; None means all. The last one of a job
+            always takes all.
         every: Seconds between evaluations; "10 s" in the file.
         seed: For the choice of the subset.
     """
@@ -144,8 +144,8 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         epochs: Passes over the training data, by all replicas together.
         samples: Samples trained on, by all replicas together.
         seconds: Training time; "10 min" in the file, or a number of seconds.
-        accuracy: Target of the held-out metric, 0 to 1: to reach, or to fall to where
-            lower is better.
+        accuracy: Target of the held-out metric, 0 to 1: to reach, or to fall to where lower is
+            better.
         loss: Target of the held-out loss; without [data.test], of the training loss.
     """
 
@@ -170,9 +170,9 @@ class OutputTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         directory: Run directory, relative to the current directory.
         report_every: Seconds between lines of progress; "2 s" in the file.
-        snapshot_every: Seconds between checkpoints; "30 s" in the file. Under a
-            coordinator, where all replicas wait for a checkpoint, longer if checkpoints
-            would take more than 2 % of the time.
+        snapshot_every: Seconds between checkpoints; "30 s" in the file. Under a coordinator, where
+            all replicas wait for a checkpoint, longer if checkpoints would take more than 2 % of
+            the time.
     """
 
     directory: str

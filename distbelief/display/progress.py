@@ -114,8 +114,8 @@ class ProgressLine:
 
     Args:
         name: Of the job.
-        console: Where to; by default standard output. A console that is no terminal
-            gets plain lines.
+        console: Where to; by default standard output. A console that is no terminal gets plain
+            lines.
         report_every: Seconds of the job between two plain lines.
         time_of_day: For the time beside messages.
     """

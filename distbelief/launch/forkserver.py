@@ -92,8 +92,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End, because the parent is done. End of input without this means that the parent died.
 
     The two look the same otherwise: the input of a dying process ends while it is still the parent
-    of
-    its children, until its last thread is gone.
+    of its children, until its last thread is gone.
     """
 
 
@@ -158,8 +157,7 @@ class ForkServer:
         """Handle requests until the parent is done or gone; then end every child.
 
         A SIGTERM counts only if the parent is gone (the kernel sends it then): else it was sent to
-        all
-        processes of the job. Return whether the parent sent `Leave`.
+        all processes of the job. Return whether the parent sent `Leave`.
         """
         parent = os.getppid()
         bell, ringer = socket.socketpair()

@@ -111,8 +111,8 @@ class LocalLauncher:
         Args:
             spec: File with everything they need but their names (`RoleSpec`).
             log_of: Returns the log file of a role.
-            has_machines: Whether replicas are split: their ranks need more modules, which the
-                fork server imports once.
+            has_machines: Whether replicas are split: their ranks need more modules, which the fork
+                server imports once.
         """
         self._spec, self._log_of = spec, log_of
         self._modules = forkserver.MODULES_OF_MACHINES if has_machines else ()

@@ -66,8 +66,8 @@ def write_model_file(
         path: A .safetensors file, replaced atomically.
         layout: How the shards hold it.
         snapshots: Intact checkpoints, one per shard, in order.
-        like: A module of this kind, without need for values. It tells which tensors have
-            another type (BatchNorm's counter), and the other names of shared tensors, which
+        like: A module of this kind, without need for values. It tells which tensors have another
+            type (BatchNorm's counter), and the other names of shared tensors, which
             `load_state_dict` needs.
 
     Raises:

@@ -64,8 +64,7 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether each client of one finds in the other what it needs.
 
         A rank that holds other tensors than before does not, though its name is the same: shards
-        count
-        progress per client.
+        count progress per client.
         """
         has_other_plan = None not in {self.plan, other.plan} and self.plan != other.plan
         return self.numbers == other.numbers and not has_other_plan
@@ -258,8 +257,7 @@ def read_previous_run(
     """Return what the previous sessions left in this run directory.
 
     Each shard resumes from its newest intact checkpoint. A replica resumes at the lowest position
-    in its
-    data that any shard knows.
+    in its data that any shard knows.
 
     Args:
         run: The run.

@@ -57,8 +57,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         n_machines: Ranks of each replica; None if replicas are not split.
         stop_reason: Why the job ended.
         error: Why it failed, if it did.
-        model_error: Why no model was written, if none was; the file of an earlier session
-            may still exist.
+        model_error: Why no model was written, if none was; the file of an earlier session may still
+            exist.
         seconds: How long it ran, over all sessions.
         start_seconds: The part of them before the training of each session.
         training_seconds: The rest.
@@ -73,8 +73,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         staleness_mean: In pushes; so are the other two.
         pushes_applied: In the values of every shard; one, however many shards.
         pushes_refused: Lower bound: too late, or of an earlier incarnation of a replica.
-        pushes_lost: Lower bound: acknowledged, then lost with a shard. None if unknown,
-            because the status file of an earlier session was damaged.
+        pushes_lost: Lower bound: acknowledged, then lost with a shard. None if unknown, because the
+            status file of an earlier session was damaged.
         restarts: Of all roles together.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.

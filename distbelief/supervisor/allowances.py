@@ -61,7 +61,7 @@ class Allowances:
             return None
         return self._message(record)
 
-    def again(self, record: RoleRecord) -> StartTraining | None:
+    def repeat(self, record: RoleRecord) -> StartTraining | None:
         """Return the request to repeat at a role's heartbeat, if it has not arrived."""
         if self._total is None or record.kind != "replica":
             return None if record.progressed else StartTraining()

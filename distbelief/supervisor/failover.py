@@ -47,12 +47,12 @@ class PrimaryElection:
       Only the latest `Promote` is repeated, until the primary's counter "pairing" confirms it.
     * A backup takes over only if it is in sync for the present term. A primary acknowledges alone
       only by a later term than that, so a new primary has every acknowledged push.
-    * Each `Promote` names the incarnations of both copies: a name is not enough, for a message to
-      a dead incarnation can reach the next one.
+    * Each `Promote` names the incarnations of both copies: a name is not enough, for a message to a
+      dead incarnation can reach the next one.
     * If no copy may take over, there is no primary until a copy joins with its newest checkpoint.
 
-    Repeated news does no harm. `joined` must be called once per incarnation of a copy, and
-    `tick` several times in `takeover_seconds`.
+    Repeated news does no harm. `joined` must be called once per incarnation of a copy, and `tick`
+    several times in `takeover_seconds`.
 
     Attributes:
         primary: The primary; None if there is none.
@@ -68,8 +68,8 @@ class PrimaryElection:
 
         Args:
             copies: Names of the two roles.
-            first: First term: above all of the run that this one resumes, and above the
-                incarnation of every checkpoint of the shard.
+            first: First term: above all of the run that this one resumes, and above the incarnation
+                of every checkpoint of the shard.
             takeover_seconds: Silence of the primary after which an in-sync backup takes over.
 
         Raises:
@@ -352,7 +352,7 @@ class ShardFailover:
             self._was_in_sync[record.shard] = election.primary is not None
         return sends
 
-    def hear(
+    def handle_report(
         self, record: RoleRecord, message: BackupUnresponsive | BackupInSync, now: Seconds
     ) -> Sequence[Send]:
         """Handle the report of a copy about the other one."""
@@ -365,8 +365,8 @@ class ShardFailover:
             case BackupInSync():
                 return election.backup_in_sync(record.name, message.pairing, now).sends
 
-    def news(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> str:
-        """Return a log text for this message, or ""; call it before `hear`."""
+    def report_text(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> str:
+        """Return a log text for this message, or ""; call it before `handle_report`."""
         election = self._elections.get(record.shard)
         if election is None or message.pairing != election.term:
             return ""

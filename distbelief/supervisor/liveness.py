@@ -93,7 +93,7 @@ class Heartbeats:
 
     def _warnings(self, record: RoleRecord, message: Join, now: Seconds) -> list[Action]:
         if not record.restarts:
-            return []  # the warnings of a first incarnation were shown by preflight
+            return []  # those of a first incarnation were shown before the start
         return [
             self._metrics.report(f"{record.label}: {text}", now, "warning")
             for text in message.warnings
@@ -118,8 +118,8 @@ class Heartbeats:
             Send(receiver=record.name, message=HeartbeatAck()),
             *self._failover.heartbeat(record, now),
         ]
-        told_at = record.introduced_at
-        if told_at is not None and now - told_at >= INTRODUCE_SECONDS:
+        sent_at = record.introduced_at
+        if sent_at is not None and now - sent_at >= INTRODUCE_SECONDS:
             actions += self._introduce(record, now)
         return actions
 
@@ -379,7 +379,7 @@ class RestartPolicy:
         actions: list[Action] = [*self._failover.lost(record, now)]
         primary = self._failover.primary(record.shard)
         if was_primary and primary is not None and primary is not record:
-            save = self._checkpoints.again(record.shard, now, at_once=True)
+            save = self._checkpoints.repeat(record.shard, now, at_once=True)
             actions += [Send(receiver=primary.name, message=save)] if save else []
         if record.is_alive:
             return actions

@@ -116,8 +116,8 @@ class RoleRecord:
         """Return whether these two roles talk to each other.
 
         Clients need the shards and shards need all clients. No shard needs another shard (DB-5),
-        but the
-        two copies of one do, and so do the ranks of one group. A coordinator needs the replicas.
+        but the two copies of one do, and so do the ranks of one group. A coordinator needs the
+        replicas.
         """
         if self.kind == other.kind == "replica":
             return False  # first, because it is asked of every pair of thousands of replicas

@@ -120,7 +120,7 @@ class JobMetrics:
             self._loss_sum, self._n_in_sum = 0.0, 0
             self.loss = message.loss if math.isfinite(message.loss) else self.loss
             self.step = record.step = message.step
-        if math.isfinite(message.loss):  # a step with another loss was not pushed
+        if math.isfinite(message.loss):  # nothing is learned from a step with another loss
             self._loss_sum += weight * message.loss
             self._n_in_sum += weight
         self._samples[record.name] = message.samples

@@ -55,7 +55,7 @@ class Evaluations:
         self._next_at = now + self._every
         return self._asked
 
-    def again(self, now: Seconds, *, at_once: bool = False) -> Evaluate | None:
+    def repeat(self, now: Seconds, *, at_once: bool = False) -> Evaluate | None:
         """Return the unanswered request, if it is time to repeat it."""
         if self._asked is None or not (at_once or now - self._said_at >= REPEAT_SECONDS):
             return None
@@ -161,7 +161,7 @@ class Checkpoints:
         self._next_at = now + self._every
         return SaveCheckpoint(label=label, last=last)
 
-    def again(
+    def repeat(
         self, shard: Address, now: Seconds, *, at_once: bool = False
     ) -> SaveCheckpoint | None:
         """Return the request to this role, if it is time to repeat it."""
@@ -186,7 +186,7 @@ class Checkpoints:
         if message.error is not None:
             asked.errors[shard] = message.error
             if now - asked.begun_at < asked.retry_seconds:
-                asked.said_at[shard] = now  # `again` waits a moment
+                asked.said_at[shard] = now  # `repeat` waits a moment
                 return None if message.error == known_error else message.error
         asked.waiting.discard(shard)
         return None if message.error == known_error else message.error

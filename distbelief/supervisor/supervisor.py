@@ -55,19 +55,19 @@ COUNT_MAX: Final = 2.0**53
 
 
 def role_view(
-    record: RoleRecord, now: Seconds, *, part: str | None, restarts_before: int = 0
+    record: RoleRecord, now: Seconds, *, copy_role: str | None, restarts_before: int = 0
 ) -> RoleView:
     """Return one role's row of the view.
 
     Args:
         record: The role.
         now: The present.
-        part: Its state as one of two copies of a shard: "primary", ...
+        copy_role: Its state as one of two copies of a shard: "primary", ...
         restarts_before: Restarts in previous sessions of the run.
     """
     state = record.presence.value
     if record.presence is Presence.PRESENT:
-        state = part or record.state or state
+        state = copy_role or record.state or state
     elif record.presence is Presence.LAUNCHED and record.restarts:
         state = "restarting"
     heard = record.presence is Presence.PRESENT
@@ -86,8 +86,8 @@ def role_view(
 def staleness(shards: Iterable[RoleRecord]) -> tuple[float | None, ...]:
     """Return mean, p95 and maximum of the staleness over shards that have applied pushes.
 
-    The mean is weighted by pushes. The p95 is that of the worst shard: shards do not report
-    their distributions.
+    The mean is weighted by pushes. The p95 is that of the worst shard: shards do not report their
+    distributions.
     """
     reported = [shard.counters for shard in shards if shard.counters.get("pushes_applied")]
     if not reported:
@@ -188,7 +188,7 @@ def view_of(job: JobState, *, phase: Phase, now: Seconds) -> JobView:
             role_view(
                 record,
                 now,
-                part=failover.copy_role(record),
+                copy_role=failover.copy_role(record),
                 restarts_before=before.restarts.get(record.name, 0),
             )
             for record in members
@@ -202,8 +202,8 @@ def view_of(job: JobState, *, phase: Phase, now: Seconds) -> JobView:
 class WarmStartPhase:
     """Lets replica 0 train alone for some steps before the other replicas begin.
 
-    "Warmstarting model training with only a single replica before unleashing the other
-    replicas" makes more replicas usable (Dean et al. 2012, section 4.1).
+    "Warmstarting model training with only a single replica before unleashing the other replicas"
+    makes more replicas usable (Dean et al. 2012, section 4.1).
 
     Args:
         members: All roles of the job.
@@ -476,7 +476,7 @@ class Supervisor:
             for record, why in dead:
                 actions += self._restart_policy.handle_death(record, why, now)
         if self._shutdown_state.stage is ShutdownStage.RUN:
-            actions += self._ask(now)
+            actions += self._due_requests(now)
             actions += self._phases.report_stall(now)
             self._phases.end_if_due(now)
         if now >= self._report_at and self._metrics.training_since is not None:
@@ -493,7 +493,7 @@ class Supervisor:
             actions += self._restart_policy.handle_death(record, why, now)
         return actions
 
-    def _ask(self, now: Seconds) -> list[Action]:
+    def _due_requests(self, now: Seconds) -> list[Action]:
         actions: list[Action] = []
         evaluator = self._members.evaluator
         if evaluator is not None and evaluator.has_joined:
@@ -574,12 +574,12 @@ class Supervisor:
         if record.stopped:
             messages.append(self._shutdown.stop_message())
         elif record.begun:
-            messages.append(self._job.allowances.again(record))
+            messages.append(self._job.allowances.repeat(record))
         is_primary = record.kind == "shard" and self._failover.is_primary(record)
         if is_primary or record.kind == "coordinator":
-            messages.append(self._checkpoints.again(record.shard, now))
+            messages.append(self._checkpoints.repeat(record.shard, now))
         elif record.kind == "evaluator":
-            messages.append(self._evaluations.again(now))
+            messages.append(self._evaluations.repeat(now))
         return [Send(receiver=record.name, message=m) for m in messages if m]
 
     def _progressed(self, record: RoleRecord, message: Progress, now: Seconds) -> list[Action]:
@@ -615,8 +615,8 @@ class Supervisor:
             raise RemoteProtocolError(
                 f"{record.name} sent {type(message).__name__}, but is no shard"
             )
-        text = self._failover.news(record, message)
-        actions = self._failover.hear(record, message, now)
+        text = self._failover.report_text(record, message)
+        actions = self._failover.handle_report(record, message, now)
         return [*actions, *([self._metrics.report(text, now)] if text else [])]
 
     def _finished(self, record: RoleRecord, message: Finished, now: Seconds) -> list[Action]:

@@ -70,8 +70,8 @@ class Point:
 class Message:
     """One message to the user.
 
-    `number` rises by one from message to message over the whole job, so that a display
-    knows which ones it has shown.
+    `number` rises by one from message to message over the whole job, so that a display knows which
+    ones it has shown.
     """
 
     number: int

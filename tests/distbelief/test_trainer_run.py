@@ -88,14 +88,14 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         yield Desk(tmp_path, stack)
 
 
-def test_a_life_begins_with_a_line_in_the_log(desk: Desk) -> None:
+def test_a_session_begins_with_a_line_in_the_log(desk: Desk) -> None:
     with desk.life:
         pass
     log = desk.run.log_file("supervisor").read_text()
     assert log.endswith(f"supervisor info: begins in {desk.run.path}\n")
 
 
-def test_a_log_that_finds_no_room_ends_nothing_and_is_told_of_once(desk: Desk) -> None:
+def test_a_log_that_finds_no_room_ends_nothing_and_is_reported_once(desk: Desk) -> None:
     desk.run.logs.rmdir()  # now nothing can be written there
     desk.life._log.log("info", "a word")
     desk.life._log.warn("another")
@@ -111,7 +111,7 @@ def test_a_log_that_all_may_read_has_no_secret_in_it(desk: Desk) -> None:
     address = JobAddress(host="10.0.0.1", port=7700, secret=secret)
     hosting = JoinServer(reach=ListenConfig(host="10.0.0.1", secret=secret))
     with ExitStack() as lent:
-        desk.life._invite(hosting, address, lent)
+        desk.life._accept_hosts(hosting, address, lent)
         file = desk.run.path / "address"
         assert JobAddress.parse(file.read_text().strip()).secret == secret
         assert file.stat().st_mode & 0o777 == 0o600
@@ -139,7 +139,7 @@ def test_what_every_shard_has_kept_becomes_the_model(desk: Desk) -> None:
     assert tensors.keys() == net().state_dict().keys()
 
 
-def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> None:
+def test_without_a_checkpoint_of_each_shard_no_model_is_a_failure(desk: Desk) -> None:
     desk.save(0)
     desk.run.model_file.write_bytes(b"of an earlier life")
     summary = desk.life.conclude()
@@ -159,7 +159,7 @@ def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> N
         _ = Run(desk.run.path, summary, 1, desk.job).model
 
 
-def test_who_interrupts_before_the_first_snapshot_is_told_so_too(desk: Desk) -> None:
+def test_who_interrupts_before_the_first_checkpoint_is_told_so_too(desk: Desk) -> None:
     desk.life.exit_code = 130
     summary = desk.life.conclude()
     assert desk.life.exit_code in EXIT_CODES.values()

@@ -191,7 +191,7 @@ class JobCluster:
         return next(name for name in names if self.state(name) == part)
 
     def is_paired(self) -> bool:
-        """Whether a second of every shard could take over now."""
+        """Whether a backup of every shard could take over now."""
         parts = [role.state for role in self.view.roles if role.name in self.copies]
         return sorted(parts) == sorted(["primary", "backup"] * len(self.shards))
 

@@ -62,7 +62,7 @@ def told(storage: AgentStorage, code: Path) -> str | None:
     return storage.verdict()
 
 
-def test_two_machines_may_join_from_the_same_folder(
+def test_two_hosts_may_join_from_the_same_folder(
     code: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both looked for the next free number, and the second to make it was refused."""
@@ -76,7 +76,7 @@ def test_two_machines_may_join_from_the_same_folder(
     assert made == {"1", "2"}
 
 
-def test_what_roles_read_is_of_this_machine(code: Path) -> None:
+def test_what_roles_read_is_of_this_host(code: Path) -> None:
     storage = site_of(code, "letters")
     told(storage, code)
     spec = read_spec(str(storage._spec))

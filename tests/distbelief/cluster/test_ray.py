@@ -18,7 +18,7 @@ from tests.distbelief.jobs import speech
     ("n_hosts", "n_machines", "here", "cores"),
     [(1, 1, 0, 16), (3, 1, 2, 4), (8, 1, 8, 2), (4, 4, 0, 16)],
 )
-def test_ray_lends_room_for_what_has_none_here(
+def test_ray_provides_what_this_host_lacks(
     n_hosts: int, n_machines: int, here: int, cores: int
 ) -> None:
     job = speech("cluster.replicas=8", "cluster.threads=2")
@@ -134,7 +134,7 @@ def test_nodes_that_cannot_reach_the_job_are_not_waited_for() -> None:
         connect(is_local=True)
 
 
-def test_a_cluster_on_this_machine_only_reaches_it(ray: Cluster) -> None:
+def test_a_cluster_on_this_host_only_reaches_it(ray: Cluster) -> None:
     ray.addresses = {"10.0.0.1": True}
     connect(is_local=True)
 
@@ -148,7 +148,9 @@ def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
     return machines
 
 
-def test_that_ray_has_no_room_is_told_after_a_while(ray: Cluster, tmp_path: Path) -> None:
+def test_that_missing_ray_resources_are_reported_after_a_while(
+    ray: Cluster, tmp_path: Path
+) -> None:
     """The job waited for its machines, ten minutes by default, and said no more."""
     machines = lent(tmp_path, 2)
     said = [text for now in range(30) for text in machines.news(float(now))]
@@ -158,7 +160,7 @@ def test_that_ray_has_no_room_is_told_after_a_while(ray: Cluster, tmp_path: Path
     assert not any(machines.news(float(now)) for now in range(30))
 
 
-def test_why_a_machine_cannot_be_had_is_told_once(ray: Cluster, tmp_path: Path) -> None:
+def test_why_a_host_cannot_be_had_is_reported_once(ray: Cluster, tmp_path: Path) -> None:
     """What the task raised stayed with Ray: the job waited for who never came."""
     machines = lent(tmp_path, 3)
     assert machines.news(0.0) == []

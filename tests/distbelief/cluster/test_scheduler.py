@@ -50,7 +50,7 @@ def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
     return [("shard-0", "shard"), *replicas, ("evaluator", "evaluator")]
 
 
-def test_a_job_waits_for_its_machines_and_uses_them() -> None:
+def test_a_job_waits_for_its_hosts_and_uses_them() -> None:
     town = Town(roster(3), config_of(n_hosts=1))
     town.pass_time(30.0)
     assert town.runs() == {"here": []}
@@ -63,7 +63,7 @@ def test_a_job_waits_for_its_machines_and_uses_them() -> None:
     assert "replica 1, replica 2: on a (host-a)" in town.said
 
 
-def test_a_machine_tells_its_speed_and_its_link_is_tried() -> None:
+def test_a_host_tells_its_speed_and_its_link_is_tried() -> None:
     town = Town(roster(2))
     config = HostAgentConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
     town.come("a", config=config)
@@ -75,7 +75,7 @@ def test_a_machine_tells_its_speed_and_its_link_is_tried() -> None:
     assert told.endswith("/s from here")
 
 
-def test_a_machine_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -> None:
+def test_a_host_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -> None:
     town = Town(roster(2))
     town.lossy = PROBE
     town.come("a")
@@ -84,7 +84,7 @@ def test_a_machine_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -
     assert "a (host-a) is ready: not measured" in town.said
 
 
-def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
+def test_repeated_bandwidth_probes_get_no_answer() -> None:
     town = Town(roster(1))
     town.come("a")
     ask = FileRequest(document=PROBE, offset=0)
@@ -93,7 +93,7 @@ def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
     assert sum(map(bool, answers)) < N_CHUNKS_MAX
 
 
-def test_what_machines_ask_for_is_not_copied_for_each() -> None:
+def test_what_hosts_ask_for_is_not_copied_for_each() -> None:
     """Who has a key and many names, and reads nothing, fills no memory."""
     town = Town(roster(1))
     contents = []
@@ -110,7 +110,7 @@ def test_what_machines_ask_for_is_not_copied_for_each() -> None:
     assert probe_chunk(0).content is probe_chunk(CHUNK_BYTES).content
 
 
-def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
+def test_a_host_that_has_second_thoughts_is_left_by_its_roles() -> None:
     """Its room stayed open: roles went there, and never began."""
     town = Town(roster(2), config_of(n_hosts=1))
     machine = town.come("a")
@@ -126,7 +126,7 @@ def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
     assert town.runs()["host-b"] == ["replica-1"]
 
 
-def test_a_machine_on_which_roles_die_at_once_gets_no_more() -> None:
+def test_a_host_on_which_roles_die_at_once_gets_no_more() -> None:
     """It took one replica after the other, until none was left."""
     town = Town(roster(3), config_of(n_hosts=2))
     bad, good = town.come("bad", cores=8), town.come("good", cores=1)
@@ -145,7 +145,7 @@ def test_a_machine_on_which_roles_die_at_once_gets_no_more() -> None:
     assert state == "blocked"
 
 
-def test_the_only_machine_is_not_avoided_and_its_replicas_are_left_out() -> None:
+def test_the_only_host_is_not_blocked_and_its_replicas_are_left_out() -> None:
     town = Town(roster(3), config_of(n_hosts=1, slots_here=0))
     machine = town.come("a", cores=3)
     for _ in range(40):
@@ -156,7 +156,7 @@ def test_the_only_machine_is_not_avoided_and_its_replicas_are_left_out() -> None
     assert any("left out after 3 restarts" in text for text in town.said)
 
 
-def test_a_machine_that_begins_anew_in_every_message_fills_no_log() -> None:
+def test_a_host_that_restarts_with_every_message_fills_no_log() -> None:
     """2.7 MB of it in 40 s, by one who may join."""
     town = Town(roster(1))
     for life in range(1, 1001):
@@ -188,7 +188,7 @@ def test_replicas_without_a_core_wait_for_who_comes_late() -> None:
     assert not any("restart" in text for text in town.said)
 
 
-def test_a_machine_that_dies_takes_its_roles_along_for_a_while_only() -> None:
+def test_a_host_that_dies_takes_its_roles_along_for_a_while_only() -> None:
     town = Town(roster(4), config_of(slots_here=2, n_hosts=1))
     one = town.come("a")
     assert len(one.processes) == 2
@@ -202,7 +202,7 @@ def test_a_machine_that_dies_takes_its_roles_along_for_a_while_only() -> None:
 
 
 @pytest.mark.parametrize("seconds", [2.0, 12.0, 40.0])
-def test_a_machine_that_was_cut_off_is_used_again(seconds: float) -> None:
+def test_a_host_that_was_cut_off_is_used_again(seconds: float) -> None:
     """Short: nothing happens. Longer: it begins anew, on either side."""
     town = Town(roster(3), config_of(n_hosts=1))
     machine = town.come("a")
@@ -217,7 +217,7 @@ def test_a_machine_that_was_cut_off_is_used_again(seconds: float) -> None:
     assert any("is lost" in text for text in town.said) == (seconds > 8.0)
 
 
-def test_a_role_that_dies_on_a_machine_is_started_there_again() -> None:
+def test_a_role_that_dies_on_a_host_is_started_there_again() -> None:
     town = Town(roster(2), config_of(n_hosts=1, slots_here=0))
     machine = town.come("a")
     town.pass_time(5.0)
@@ -227,7 +227,7 @@ def test_a_role_that_dies_on_a_machine_is_started_there_again() -> None:
     assert "replica 1 died on a: restarting it" in town.said
 
 
-def test_a_machine_that_leaves_is_left_in_good_order() -> None:
+def test_a_host_that_leaves_is_left_in_good_order() -> None:
     town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
     machine = town.come("a")
     town.pass_time(5.0)
@@ -257,7 +257,7 @@ def test_a_replica_that_moves_is_not_taken_for_one_that_is_done() -> None:
     assert any("has left with a: restarting it" in text for text in town.said)
 
 
-def test_machines_of_one_model_leave_at_once() -> None:
+def test_hosts_of_one_model_leave_at_once() -> None:
     town = Town(roster(1, 2), config_of(n_hosts=1, slots_here=0))
     machine = town.come("a")
     town.pass_time(5.0)
@@ -269,7 +269,7 @@ def test_machines_of_one_model_leave_at_once() -> None:
     assert town.runs()["host-b"] == ["replica-0.0", "replica-0.1"]
 
 
-def test_one_model_goes_to_one_machine_if_it_fits() -> None:
+def test_one_model_goes_to_one_host_if_it_fits() -> None:
     town = Town(roster(2, 2), config_of(n_hosts=2, slots_here=0))
     town.come("a")
     town.come("b")
@@ -277,7 +277,7 @@ def test_one_model_goes_to_one_machine_if_it_fits() -> None:
     assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
 
 
-def test_one_model_over_two_machines_loses_one_of_them() -> None:
+def test_one_model_over_two_hosts_loses_one_of_them() -> None:
     town = Town(roster(1, 2), config_of(n_hosts=2, slots_here=0))
     one, two = town.come("a", cores=1), town.come("b", cores=1)
     assert len(one.processes) == len(two.processes) == 1
@@ -287,7 +287,7 @@ def test_one_model_over_two_machines_loses_one_of_them() -> None:
     assert sorted(two.processes) == ["replica-0.0", "replica-0.1"]
 
 
-def test_whom_the_job_is_not_for_goes_and_says_why() -> None:
+def test_a_host_that_cannot_serve_the_job_leaves_and_says_why() -> None:
     town = Town(roster(2))
     machine = town.come("a", wrong="no such module")
     assert machine.halted
@@ -296,7 +296,7 @@ def test_whom_the_job_is_not_for_goes_and_says_why() -> None:
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
 
 
-def test_a_machine_without_the_data_does_not_end_the_job() -> None:
+def test_a_host_without_the_data_does_not_end_the_job() -> None:
     """One that joined after hours, without its data, ended it for all the others."""
     town = Town(roster(3))
     machine = town.come("a")
@@ -317,7 +317,7 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
     assert town.supervisor.job.shutdown.error is None
 
 
-def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
+def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostAgentConfig(label="b", cores=2, memory_bytes=1, stays=True)
     host = HostAgent(config, storage=Site(patience=600.0))
@@ -350,7 +350,7 @@ def test_what_fails_where_another_trains_is_the_job() -> None:
     assert "sample 7 is spoilt" in str(town.supervisor.job.shutdown.error)
 
 
-def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
+def test_who_cannot_reach_a_shard_is_reported_once_with_the_likely_cause() -> None:
     """A firewall let machines call the supervisor only: nobody said a word for 60 s."""
     town = Town(roster(2))
     town.come("a")
@@ -369,7 +369,7 @@ def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
     assert told_within(20.0, "waiting for shard-0") == 1
 
 
-def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
+def test_the_end_of_the_job_is_the_end_of_its_hosts() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
@@ -384,7 +384,7 @@ def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
     assert not stays.processes
 
 
-def test_a_machine_without_a_job_goes_after_a_while() -> None:
+def test_a_host_without_a_job_goes_after_a_while() -> None:
     town = Town(roster(1))
     town.here.is_dead = True
     machine = town.come("a")
@@ -393,7 +393,7 @@ def test_a_machine_without_a_job_goes_after_a_while() -> None:
     assert machine.error == "no job has taken this host in 600 s"
 
 
-def test_a_machine_ends_what_it_runs_when_its_job_has_no_head() -> None:
+def test_a_host_ends_what_it_runs_when_its_job_has_no_supervisor() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     assert machine.processes
@@ -428,7 +428,7 @@ def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[Action]:
     return []
 
 
-def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
+def test_a_host_that_restarts_as_its_job_ends_ends_too() -> None:
     """It was told so in a life that was over, and waited 600 s for the next job."""
     town = Town(roster(3))
     machine = town.come("a")
@@ -440,7 +440,7 @@ def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
     assert halt == Exit(error=None)
 
 
-def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
+def test_a_host_whose_link_is_cut_waits_for_its_job() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     begin_anew(town, machine)
@@ -448,7 +448,7 @@ def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
     assert not machine.halted
 
 
-def test_a_machine_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> None:
+def test_a_host_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> None:
     """After 15 s it ended all its roles: the supervisor had only stood still."""
     town = Town(roster(3))
     machine = town.come("a", patience=60.0)
@@ -462,7 +462,7 @@ def test_a_machine_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> No
     assert not machine.halted
 
 
-def test_a_supervisor_that_was_stopped_finds_its_machines_at_work() -> None:
+def test_a_supervisor_that_was_stopped_finds_its_hosts_at_work() -> None:
     town = Town(roster(3))
     machine = town.come("a", patience=600.0)
     town.pass_time(5.0)
@@ -496,7 +496,7 @@ def test_what_runs_there_ends_with_it() -> None:
     assert actions[-1] == Exit(error=None)
 
 
-def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
+def test_a_host_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
     town = Town(roster(1))
     config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
     stays = town.come("b", config=config)
@@ -507,7 +507,7 @@ def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -
         assert not machine.halted
 
 
-def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
+def test_chunks_that_come_twice_show_that_the_supervisor_is_there() -> None:
     """A machine at a slow link gave up its job while the brief was still coming in."""
     town = Town(roster(2))
     town.lossy = JOB_SPEC
@@ -522,7 +522,7 @@ def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
     assert state == "preparing"
 
 
-def test_words_that_nobody_should_say_are_refused() -> None:
+def test_unexpected_messages_are_rejected() -> None:
     town = Town(roster(1))
     town.come("a")
     host = Address("host-a")

@@ -45,7 +45,7 @@ def next_losses(launcher: LocalLauncher) -> list[PeerLost]:
     return losses
 
 
-def test_a_process_that_fails_is_told_once_with_its_log(
+def test_a_process_that_fails_is_reported_once_with_its_log(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
     launcher.launch(ONE, 3)

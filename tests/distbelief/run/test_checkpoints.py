@@ -49,7 +49,7 @@ def assert_same(one: Snapshot | None, other: Snapshot) -> None:
 # ------------------------------------------------------------------ snapshots
 
 
-def test_the_newest_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     for label in ("00001", "00002"):
         store.save("shard-0", snapshot(label))
@@ -58,7 +58,7 @@ def test_the_newest_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_a_snapshot_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_path: Path) -> None:
+def test_a_checkpoint_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_path: Path) -> None:
     """So the next label of the supervisor, who knows nothing of it, is above it."""
     store, told = store_at(tmp_path)
     store.save("shard-0", replace(snapshot("00009"), label=NEWEST))
@@ -82,7 +82,7 @@ def test_every_element_type_that_travels_can_be_kept(
     assert_same(store.newest("shard-0"), kept)
 
 
-def test_another_program_can_read_a_snapshot(tmp_path: Path) -> None:
+def test_another_program_can_read_a_checkpoint(tmp_path: Path) -> None:
     store, _ = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     path = tmp_path / "snapshots" / "shard-0" / "00001.safetensors"
@@ -127,7 +127,7 @@ def test_a_single_changed_bit_is_noticed(
 
 
 @given(share=st.floats(0, 0.999))
-def test_a_snapshot_cut_anywhere_is_passed_over_reported_and_kept(
+def test_a_checkpoint_cut_anywhere_is_passed_over_reported_and_kept(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
     store, told = store_at(tmp_path_factory.mktemp("store"))
@@ -141,7 +141,7 @@ def test_a_snapshot_cut_anywhere_is_passed_over_reported_and_kept(
     assert path.exists()
 
 
-def test_a_damaged_snapshot_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
     store, _ = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     store.save("shard-0", snapshot("00002"))
@@ -151,7 +151,7 @@ def test_a_damaged_snapshot_is_neither_counted_nor_deleted(tmp_path: Path) -> No
     assert store.labels("shard-0") == ["00002", "00003", "00004", "00005"]
 
 
-def test_a_snapshot_moved_to_another_label_is_not_trusted(tmp_path: Path) -> None:
+def test_a_checkpoint_moved_to_another_label_is_not_trusted(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     store.path("shard-0", "00001").rename(store.path("shard-0", "00009"))
@@ -228,7 +228,7 @@ def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path:
     assert told == []
 
 
-def test_a_file_that_no_snapshot_can_be_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_no_checkpoint_can_be_is_left_alone(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     path = store.path("shard-0", "00001")
@@ -237,7 +237,7 @@ def test_a_file_that_no_snapshot_can_be_is_left_alone(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_without_room_the_old_snapshots_stay_and_the_path_is_named(tmp_path: Path) -> None:
+def test_without_room_the_old_checkpoints_stay_and_the_path_is_named(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     with largest_file(4096), pytest.raises(StorageError) as caught:
@@ -249,7 +249,7 @@ def test_without_room_the_old_snapshots_stay_and_the_path_is_named(tmp_path: Pat
     assert told == []
 
 
-def test_what_a_dying_writer_left_is_no_snapshot(tmp_path: Path) -> None:
+def test_what_a_dying_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     path = store.path("shard-0", "00002")

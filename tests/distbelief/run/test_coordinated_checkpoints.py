@@ -108,7 +108,7 @@ def test_a_loss_that_is_no_number_changes_nothing(desk: Desk) -> None:
     assert desk.supervisor.view(desk.now).loss == 2.0
 
 
-def test_a_new_life_of_it_goes_on_counting(desk: Desk) -> None:
+def test_a_new_incarnation_goes_on_counting(desk: Desk) -> None:
     iterate(desk, 4)
     desk.die("coordinator")
     assert desk.told[-1] == "coordinator was ended by signal SIGKILL: restarting it"
@@ -117,7 +117,7 @@ def test_a_new_life_of_it_goes_on_counting(desk: Desk) -> None:
     assert desk.supervisor.view(desk.now).step == 5
 
 
-def test_it_is_asked_for_snapshots_as_long_as_it_lives(desk: Desk) -> None:
+def test_it_is_asked_for_checkpoints_as_long_as_it_lives(desk: Desk) -> None:
     iterate(desk, 1)
     actions = desk.pass_time(31.0, beats=[name for name, _ in ROSTER])
     assert sent(actions, SaveCheckpoint)
@@ -207,7 +207,7 @@ def save(store: CheckpointStore, role: str, label: str, **facts: str) -> None:
     store.save(role, Snapshot(label=label, arrays=arrays, facts=facts))
 
 
-def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
+def test_only_checkpoints_of_one_round_fit_together(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, report=print)
     shards = ["shard-0", "shard-1"]
     assert set_aside(store, shards) == ()
@@ -228,7 +228,9 @@ def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
     assert set_aside(store, shards) == ()
 
 
-def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(tmp_path: Path) -> None:
+def test_without_one_shards_checkpoints_those_of_the_others_are_not_put_away(
+    tmp_path: Path,
+) -> None:
     """A directory was deleted: the run began anew, and put the others' away."""
     store = CheckpointStore(tmp_path, report=print)
     for label in ("00001", "00002"):
@@ -259,7 +261,7 @@ def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
     assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
 
 
-def test_a_run_goes_on_above_all_lives_of_its_coordinator(tmp_path: Path) -> None:
+def test_a_run_goes_on_above_all_incarnations_of_its_coordinator(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
     store = CheckpointStore(run.snapshots, report=print)
     save(store, "shard-0", "00004", incarnation="1", clock="9")

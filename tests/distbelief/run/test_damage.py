@@ -71,7 +71,7 @@ def test_what_is_gone_is_missed(run: Run, remove: Callable[[Run], None]) -> None
     assert str(run.directory.snapshots) in refusal(run)
 
 
-def test_from_scratch_begins_anew_and_keeps_what_was_saved(run: Run) -> None:
+def test_from_scratch_keeps_what_was_saved(run: Run) -> None:
     damage(path(run, "shard-0"))
     run.directory.metrics_file.write_text("{}\n")
     files = [path(run, shard) for shard in ("shard-0", "shard-1")]

@@ -77,7 +77,7 @@ def test_an_empty_directory_is_taken_and_a_file_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["iterdir", "open"])
-def test_a_directory_that_another_run_takes_along_is_made_anew(
+def test_a_directory_that_another_run_takes_along_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Two jobs of one name began at once, and both had a mistake.
@@ -102,7 +102,7 @@ def test_a_directory_that_another_run_takes_along_is_made_anew(
         assert (run.path, n_left) == (place, 0)
 
 
-def test_a_place_that_cannot_be_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "demo"
     with pytest.raises(StorageError) as caught:

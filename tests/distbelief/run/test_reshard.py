@@ -147,7 +147,7 @@ def damage(path: Path) -> None:
 # ------------------------------------------------------------------------- other cuts
 
 
-def test_the_first_life_finds_nothing_and_says_what_its_snapshots_are(run: Run) -> None:
+def test_the_first_session_finds_nothing_and_says_what_its_checkpoints_are(run: Run) -> None:
     resumed = run.take_up(job())
     assert resumed.previous.missing == ("shard-0", "shard-1")
     assert resumed.notes == ()
@@ -242,7 +242,7 @@ def test_a_machine_that_has_nothing_on_a_shard_is_not_missed(run: Run) -> None:
     assert resumed.previous.before.samples == {"replica-0.0": 44}
 
 
-def test_another_order_of_the_samples_is_told(run: Run) -> None:
+def test_another_order_of_the_samples_is_reported(run: Run) -> None:
     seed = "algorithm.seed=7"
     resumed = run.take_up(job(2, 2, seed))
     assert resumed.notes == ()
@@ -346,7 +346,7 @@ def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -
     assert resumed.previous.missing == ()
 
 
-def test_what_is_not_all_there_is_not_cut_anew(run: Run) -> None:
+def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
     first = run.take_up(job())
     run.train(first, 40, 52)
     first.store.path("shard-1", "00001").unlink()
@@ -364,7 +364,7 @@ def test_what_is_not_all_there_is_not_cut_anew(run: Run) -> None:
     assert run.reports == []
 
 
-def test_an_older_whole_snapshot_will_do(run: Run) -> None:
+def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
     run.train(run.take_up(job()), 40, 52)
     second = run.take_up(job())
     run.train(second, 60, 72)
@@ -384,7 +384,7 @@ def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
     )
 
 
-def test_snapshots_of_another_model_are_not_cut_anew(run: Run) -> None:
+def test_checkpoints_of_another_model_are_not_resharded(run: Run) -> None:
     first = run.take_up(job())
     other = Layout.of([TensorSpec(name="w", shape=(500,))], n_shards=2)
     for k in range(2):
@@ -421,7 +421,7 @@ def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
         (1, 2, "n_shards is 1, but there are checkpoints of shard-1"),
     ],
 )
-def test_a_cut_that_cannot_be_is_named_with_the_mend(
+def test_a_cut_that_cannot_be_is_named_with_the_fix(
     run: Run, n_shards: int, n_replicas: int, why: str
 ) -> None:
     file = cut_file(run, f'{{"n_shards": {n_shards}, "n_replicas": {n_replicas}}}')

@@ -77,7 +77,7 @@ def test_a_resumed_run_goes_on_from_what_every_shard_has(
     assert (before.best_metric, before.history) == (0.5, history)
 
 
-def test_a_replica_that_a_shard_knows_nothing_of_begins_anew(
+def test_a_replica_that_a_shard_knows_nothing_of_starts_from_scratch(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
@@ -104,7 +104,7 @@ def at_clock(clock: int) -> Snapshot:
     return replace(whole, facts={**whole.facts, "clock": str(clock)})
 
 
-def test_pushes_and_restarts_are_counted_over_all_lives(
+def test_pushes_and_restarts_are_counted_over_all_incarnations(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     """Samples and seconds were of all lives, and these of the last one only."""
@@ -119,7 +119,7 @@ def test_pushes_and_restarts_are_counted_over_all_lives(
     assert before.restarts == dict.fromkeys(names, 4)
 
 
-def test_what_was_applied_after_the_snapshots_of_a_killed_job_is_lost(
+def test_what_was_applied_after_the_checkpoints_of_a_killed_job_is_lost(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", at_clock(100))
@@ -129,7 +129,7 @@ def test_what_was_applied_after_the_snapshots_of_a_killed_job_is_lost(
     assert before.pushes_lost == 7 + 25
 
 
-def test_clocks_of_shards_cut_anew_tell_nothing_of_what_is_lost(
+def test_clocks_of_shards_resharded_tell_nothing_of_what_is_lost(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     """A new shard begins at the largest clock of those that it is cut from."""
@@ -155,7 +155,7 @@ def measured(samples: int) -> Status:
     return Status(name="x", pid=1, written=0.0, view=view)
 
 
-def test_a_metric_of_the_values_in_the_snapshots_is_kept(
+def test_a_metric_of_the_values_in_the_checkpoints_is_kept(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     for k in range(2):
@@ -211,7 +211,7 @@ def test_a_job_may_go_on_with_other_ends_and_on_other_machines(override: str) ->
         ('algorithm.rule={name="sgd", learning_rate=0.1}', "[algorithm] rule"),
     ],
 )
-def test_what_the_snapshots_do_not_fit_is_refused(override: str, told: str) -> None:
+def test_what_the_checkpoints_do_not_fit_is_refused(override: str, told: str) -> None:
     with pytest.raises(JobError) as caught:
         check_same(speech(override), speech(), directory="runs/x")
     assert told in str(caught.value)

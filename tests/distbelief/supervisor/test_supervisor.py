@@ -272,7 +272,7 @@ def test_begin_is_said_again_until_it_is_done(desk: Desk) -> None:
     assert sent(desk.beat("replica-0", samples_allowed=bound), StartTraining) == []
 
 
-def test_words_of_strangers_and_former_lives_are_not_heard(desk: Desk) -> None:
+def test_messages_of_strangers_and_earlier_incarnations_are_ignored(desk: Desk) -> None:
     with pytest.raises(RemoteProtocolError, match="is not a member"):
         desk.join("stranger")
     desk.join()
@@ -280,7 +280,7 @@ def test_words_of_strangers_and_former_lives_are_not_heard(desk: Desk) -> None:
     assert desk.hear("replica-0", StartTraining(), incarnation=1) == []
 
 
-def test_what_roles_never_say_is_refused(desk: Desk) -> None:
+def test_messages_that_roles_never_send_are_rejected(desk: Desk) -> None:
     desk.join()
     with pytest.raises(RemoteProtocolError, match="shard-0 sent the supervisor StartTraining"):
         desk.hear("shard-0", StartTraining())
@@ -302,7 +302,7 @@ def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
     assert desk.supervisor.view(desk.now).metric == 1.0
 
 
-def test_a_role_that_never_says_a_word_is_started_again(desk: Desk) -> None:
+def test_a_role_that_never_sends_anything_is_started_again(desk: Desk) -> None:
     names = EVERYBODY[:-1]
     desk.join(*names)
     actions = desk.pass_time(61.0, beats=names)
@@ -313,7 +313,7 @@ def test_a_role_that_never_says_a_word_is_started_again(desk: Desk) -> None:
 # ----------------------------------------------------------------- now and then
 
 
-def test_it_asks_for_evaluations_and_snapshots_once_training_has_begun(desk: Desk) -> None:
+def test_it_asks_for_evaluations_and_checkpoints_once_training_has_begun(desk: Desk) -> None:
     desk.join()
     assert sent(desk.pass_time(40.0, beats=EVERYBODY), SaveCheckpoint) == []
     desk.progress()
@@ -383,7 +383,7 @@ def test_the_best_metric_is_the_best_of_all_that_were_measured(
     assert (view.metric, view.best_metric) == (metrics[-1], best)
 
 
-def test_a_snapshot_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None:
+def test_a_checkpoint_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None:
     desk.join()
     desk.progress()
     desk.pass_time(30.0, beats=EVERYBODY)
@@ -494,7 +494,7 @@ def test_what_replicas_and_shards_know_to_be_lost_is_counted_once(desk: Desk) ->
     assert pushes(desk) == (150, 61)
 
 
-def test_last_words_of_a_shard_are_counted(desk: Desk) -> None:
+def test_last_counters_of_a_shard_are_counted(desk: Desk) -> None:
     desk.join()
     desk.beat("shard-0", clock=7.0, pushes_applied=7.0)
     desk.hear("shard-0", Finished(counters={"clock": 9.0, "pushes_applied": 9.0}))
@@ -527,7 +527,7 @@ def test_the_curve_stays_short(desk: Desk) -> None:
 # ---------------------------------------------------------------------------- deaths
 
 
-def test_a_dead_role_is_started_anew_and_the_others_are_told(desk: Desk) -> None:
+def test_a_dead_role_is_restarted_and_the_others_are_notified(desk: Desk) -> None:
     desk.join()
     actions = desk.die("shard-1")
     assert Launch(name=Address("shard-1"), incarnation=2) in actions
@@ -546,7 +546,7 @@ def test_a_replica_that_says_finished_has_not_died(desk: Desk) -> None:
     assert desk.told == []
 
 
-def test_a_role_that_failed_is_named_with_its_own_words(desk: Desk) -> None:
+def test_a_role_that_failed_is_named_with_its_own_error(desk: Desk) -> None:
     desk.join()
     desk.hear("replica-1", Failed(error="no memory", culprit_is_job=False))
     desk.die("replica-1", "ended with status 1")
@@ -571,7 +571,7 @@ def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
     assert actions[-1] == Exit(error="replica 1: the loss is NaN")
 
 
-def test_words_of_others_are_no_commands_to_a_terminal(desk: Desk) -> None:
+def test_text_of_others_is_no_command_to_a_terminal(desk: Desk) -> None:
     """A replica of another machine could clear the screen, and set its title."""
     desk.join()
     desk.beat("replica-0", "\x1b[2Jbusy\x9b")
@@ -584,7 +584,7 @@ def test_words_of_others_are_no_commands_to_a_terminal(desk: Desk) -> None:
     assert not any(set("\x1b\x07\x9b") & set(text) for text in shown)
 
 
-def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(desk: Desk) -> None:
+def test_a_replica_left_out_is_reported_with_how_long_it_lasted(desk: Desk) -> None:
     desk.join()
     desk.progress()
     for _ in range(4):
@@ -597,7 +597,7 @@ def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(desk: Desk) 
     )
 
 
-def test_a_life_that_lasts_forgives_those_before(desk: Desk) -> None:
+def test_a_stable_incarnation_resets_the_restart_count(desk: Desk) -> None:
     desk.join()
     desk.progress()
     for _ in range(10):
@@ -613,7 +613,7 @@ def test_a_life_that_lasts_forgives_those_before(desk: Desk) -> None:
     assert not any("left out" in text for text in desk.told)
 
 
-def test_a_life_that_never_got_past_joining_forgives_nothing(desk: Desk) -> None:
+def test_an_incarnation_that_never_joined_resets_nothing(desk: Desk) -> None:
     desk.join()
     desk.progress()
     others = [name for name in EVERYBODY if name != "replica-1"]
@@ -751,7 +751,7 @@ def test_a_silent_guest_is_neither_ended_nor_restarted(server: Desk) -> None:
     assert set(sent(actions, Peers)) >= {"shard-0", "shard-1"}  # it is there again
 
 
-def test_a_guest_that_comes_again_is_a_new_life(server: Desk) -> None:
+def test_a_guest_that_comes_again_is_a_new_incarnation(server: Desk) -> None:
     server.join("worker-1")
     join = Join(endpoint="elsewhere", host="h", pid=2)
     actions = server.hear("worker-1", join, incarnation=5)
@@ -767,7 +767,7 @@ def test_a_guest_that_is_done_is_forgotten(server: Desk) -> None:
     assert names == ["shard-0", "shard-1"]
 
 
-def test_who_comes_late_is_let_in_however_many_were_there(
+def test_a_late_guest_is_admitted_however_many_were_there(
     server: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that had seen 4,096 loops let in no other until its end."""
@@ -785,7 +785,7 @@ def test_who_comes_late_is_let_in_however_many_were_there(
     assert names == ["shard-0", "shard-1", "worker-2", "worker-3"]
 
 
-def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
+def test_as_many_guests_as_there_may_be_fit_into_one_message() -> None:
     """By 700 of them, with long names, one worker ended the server."""
     n = membership.N_GUESTS_MAX
     last = (1 << 63) - 1
@@ -794,7 +794,7 @@ def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
     Codec(run="t" * 128).encode(message, sender="s" * 128, incarnation=last)
 
 
-def test_whom_nobody_could_be_told_of_is_not_let_in(server: Desk) -> None:
+def test_a_guest_with_an_invalid_endpoint_is_rejected(server: Desk) -> None:
     with pytest.raises(RemoteProtocolError, match="is not a member"):
         server.join("worker-\N{SNOWMAN}")
     join = Join(endpoint="at-\N{SNOWMAN}", host="h", pid=1)
@@ -886,7 +886,7 @@ def test_a_config_that_cannot_be_is_refused(options: dict[str, object], message:
         SupervisorConfig(**{"roster": ROSTER, "stop": None} | options)  # type: ignore[arg-type]
 
 
-def test_what_a_restarted_shard_found_damaged_is_told_once() -> None:
+def test_what_a_restarted_shard_found_damaged_is_reported_once() -> None:
     """It stood in the shard's own log, and the screen said nothing."""
     desk = Desk()
     desk.join()
