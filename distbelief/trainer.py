@@ -37,7 +37,7 @@ from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_b
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.local import LocalLauncher
-from distbelief.launch.preflight import PreflightRequest, PreflightResult, read_answer
+from distbelief.launch.preflight import PreflightRequest, PreflightResult, read_result
 from distbelief.launch.role_process import RoleSpec, import_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
@@ -156,7 +156,7 @@ def run_preflight(
             )
         select.select([launcher.fileno()], [], [], left)
         ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
-    found = read_answer(answer)
+    found = read_result(answer)
     if found is None:
         reason = ends[0].reason.removesuffix(f" (see {log})")
         raise JobError(
@@ -627,7 +627,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         launcher.serve(
             spec=memory.directory / ".spec.json",
             log_of=run.log_file,
-            has_machines=job.cluster.is_split,
+            has_ranks=job.cluster.is_split,
         )
         trainer = stack.enter_context(
             Trainer(

@@ -60,7 +60,7 @@ class JobAddress:
     def place(self, key: str) -> Endpoint:
         return Endpoint(host=number_of(self.host), port=self.port, key=key)
 
-    def is_left_by(self, place: Endpoint) -> bool:
+    def has_moved_from(self, place: Endpoint) -> bool:
         """Return whether the host's name now resolves to other numbers (see `numbers_of`).
 
         False while it cannot be resolved.

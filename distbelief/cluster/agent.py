@@ -77,7 +77,7 @@ class HostAgentConfig:
     flops: float = 0.0  # operations a second of one core, as measured; 0.0: not measured
     stays: bool = False  # whether it waits for another job when one is over
     returns: bool = False  # whether a job used this host before, at another address
-    beat_seconds: Seconds = 0.5  # between two reports to the supervisor
+    heartbeat_seconds: Seconds = 0.5  # between two reports to the supervisor
     # Silence of the supervisor after which the host offers itself again; a run with a longer
     # patience goes on meanwhile
     silence_seconds_max: Seconds = 15.0
@@ -305,7 +305,7 @@ class HostAgent:
     def _beat(self, now: Seconds) -> list[Action]:
         delay = max(0.0, now - self._beat_at)
         self._heard_at += delay
-        self._beat_at = now + self._config.beat_seconds
+        self._beat_at = now + self._config.heartbeat_seconds
         timer = SetTimer(name=_TIMER, at=self._beat_at)
         if self._leaves_at is not None and now >= self._leaves_at:
             return self._exit("the roles of this host could not be moved in time")
@@ -546,7 +546,7 @@ class AgentStorage:
         self._spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
         self._launcher.serve(
-            spec=self._spec, log_of=lambda name: logs / f"{name}.log", has_machines=plan is not None
+            spec=self._spec, log_of=lambda name: logs / f"{name}.log", has_ranks=plan is not None
         )
         return patience
 

@@ -316,7 +316,7 @@ class _Membership:
         if now == was:
             if time.monotonic() < self._name_at:
                 return
-            is_left = self._address.is_left_by(self._place)
+            is_left = self._address.has_moved_from(self._place)
             self._name_at = time.monotonic() + NAME_SECONDS
             if not is_left:
                 return

@@ -121,7 +121,7 @@ class PlacementQueue:
             other.is_alive
             and self.slot_table.at(other.name) is None
             and other.name not in self._waiting
-            for other in self._job.members.machines_with(record)
+            for other in self._job.members.ranks_with(record)
         )
 
     def _hosts_for(self, group: list[RoleRecord]) -> list[Address] | None:
@@ -130,7 +130,7 @@ class PlacementQueue:
             return [HERE] * len(group)
         if first.group == FIRST and self.slot_table.fits(HERE, len(group)):
             return [HERE] * len(group)  # no network in between
-        others = self._job.members.machines_with(first)
+        others = self._job.members.ranks_with(first)
         is_begun = any(self.slot_table.at(other.name) for other in others)
         # All replicas wait for the first one, and a started group cannot compute without a rank.
         must = first.group == FIRST or is_begun
@@ -184,7 +184,7 @@ class HostBlocklist:
 
     def died(self, name: Address, host: HostRecord, now: Seconds) -> list[Action]:
         """Count the death of a role on a host; block the host after too many early ones."""
-        members, settled = self._job.members, self._job.config.settled_seconds
+        members, settled = self._job.members, self._job.config.stable_seconds
         record = members.get(name)
         if record is None or record.was_stable(settled):
             host.deaths.clear()
@@ -220,7 +220,7 @@ class HostBlocklist:
             return None
         members = self._job.members
         beside = [r for r in map(members.get, host.roles) if r is not None]
-        group = [record, *members.machines_with(record), *beside]
+        group = [record, *members.ranks_with(record), *beside]
         works = any(r.progressed or r.counters.get("samples", 0.0) for r in group)
         is_first = name.partition(".")[0] == FIRST
         is_now = host.roles.get(name) == event.incarnation
@@ -281,7 +281,7 @@ class ConnectivityCheck:
 
 TICK_SECONDS: Final = 0.25
 N_HOSTS_MAX: Final = 1024
-LIFE_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
+OFFER_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
 
 _TICK: Final = "hosts:tick"
 
@@ -428,7 +428,7 @@ class ClusterSupervisor:
             return []
         if host is not None and offer.life == host.life:
             return self._repeat_answer(host, now)
-        if host is not None and now - host.since < LIFE_SECONDS_MIN:
+        if host is not None and now - host.since < OFFER_SECONDS_MIN:
             return []  # it repeats the offer
         if host is None:
             self._drop_gone_host()
@@ -553,7 +553,7 @@ class ClusterSupervisor:
         return actions
 
     def _is_whole_replica(self, record: RoleRecord) -> bool:
-        has_others = bool(self._job.members.machines_with(record))
+        has_others = bool(self._job.members.ranks_with(record))
         return record.kind == "replica" and record.has_joined and not has_others
 
     def _role_left(self, name: Address, how: str, now: Seconds) -> list[Action]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 
-from distbelief.config.job import Judge, done
+from distbelief.config.job import VerdictOf, done
 from distbelief.core.formatting import nearest
 from distbelief.errors import JobError, JobFileError
 
@@ -100,10 +100,10 @@ def fields_of(job: "Job") -> tuple[str, ...]:
     return tuple(load(find(job.algorithm_name)).fields)
 
 
-def verdict_of(job: "Job") -> Judge:
+def verdict_of(job: "Job") -> VerdictOf:
     """Return the function that judges a coordinator's end by its last counters."""
     verdict = getattr(load(find(job.algorithm_name)), "verdict", done)
-    return cast("Judge", verdict)
+    return cast("VerdictOf", verdict)
 
 
 def check_cluster(job: "Job") -> None:

@@ -295,7 +295,7 @@ class Verdict:
     failed: bool = False  # whether the job has failed with it
 
 
-Judge = Callable[[Mapping[str, float]], Verdict]  # from the last counters of a coordinator
+VerdictOf = Callable[[Mapping[str, float]], Verdict]  # from the last counters of a coordinator
 
 
 def done(counters: Mapping[str, float]) -> Verdict:

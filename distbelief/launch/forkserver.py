@@ -49,7 +49,7 @@ MODULES: Final = (
 
 # What the ranks of a split replica need as well: each captures the model on meta tensors, which
 # imports torch's compiler. That is 80 MB and 1.4 s of CPU time (5 s without cached bytecode).
-MODULES_OF_MACHINES: Final = ("torch._dynamo",)
+MODULES_OF_RANKS: Final = ("torch._dynamo",)
 
 REQUEST_BYTES_MAX: Final = 1 << 20
 

@@ -103,19 +103,17 @@ class LocalLauncher:
         self._unread = b""
         self._import()
 
-    def serve(
-        self, *, spec: Path, log_of: Callable[[str], Path], has_machines: bool = False
-    ) -> None:
+    def serve(self, *, spec: Path, log_of: Callable[[str], Path], has_ranks: bool = False) -> None:
         """Set the run whose processes are started from now on.
 
         Args:
             spec: File with everything they need but their names (`RoleSpec`).
             log_of: Returns the log file of a role.
-            has_machines: Whether replicas are split: their ranks need more modules, which the fork
+            has_ranks: Whether replicas are split: their ranks need more modules, which the fork
                 server imports once.
         """
         self._spec, self._log_of = spec, log_of
-        self._modules = forkserver.MODULES_OF_MACHINES if has_machines else ()
+        self._modules = forkserver.MODULES_OF_RANKS if has_ranks else ()
         self._import()
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ def check_main(name: str, incarnation: int, path: str) -> int:
     return 0
 
 
-def read_answer(path: Path) -> PreflightResult | None:
+def read_result(path: Path) -> PreflightResult | None:
     """Return the result, or None if there is none."""
     try:
         with path.open("rb") as file:

@@ -254,7 +254,7 @@ class _ValueTable:
 def _what(summary: Summary) -> str:
     replicas = _number(summary.n_replicas, "replica")
     if summary.n_machines is not None:
-        replicas += f" of {_number(summary.n_machines, 'machine')}"
+        replicas += f" of {_number(summary.n_machines, 'rank')}"
     shards = _number(summary.n_shards, "shard")
     if summary.shard_copies > 1:
         shards += f" in {summary.shard_copies} copies"

@@ -150,7 +150,7 @@ class Heartbeats:
         if self._restarts_exhausted(record):
             why += f"; left out{self.restarts_text(record)}"
             return self.leave_out(record, why, now)
-        if record.was_stable(self._config.settled_seconds):
+        if record.was_stable(self._config.stable_seconds):
             record.restarts_in_a_row = 0
         record.restarts_in_a_row += 1
         record.restarts += 1
@@ -169,7 +169,7 @@ class Heartbeats:
         ]
 
     def _restarts_exhausted(self, record: RoleRecord) -> bool:
-        settled = record.was_stable(self._config.settled_seconds)
+        settled = record.was_stable(self._config.stable_seconds)
         bound = self._config.restarts_max(record.kind, trains=record.trains)
         return record.restarts_in_a_row >= bound and not (settled and bound)
 
@@ -183,12 +183,12 @@ class Heartbeats:
         n = record.restarts_in_a_row
         noun = "restart" if n == 1 else "restarts"
         text = f" after {n} {noun}, none of which lasted "
-        return f"{text}{self._config.settled_seconds:g} s" if n else ""
+        return f"{text}{self._config.stable_seconds:g} s" if n else ""
 
     def leave_out(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
         """Continue without this role, and without the ranks of its model-parallel group."""
         actions: list[Action] = [self._metrics.report(f"{record.label} {why}", now, "error")]
-        group = [r for r in self._members.machines_with(record) if r.is_alive]
+        group = [r for r in self._members.ranks_with(record) if r.is_alive]
         if group:
             names = ", ".join(other.label for other in group)
             text = f"{names} left out with {record.label}: they are of one model"

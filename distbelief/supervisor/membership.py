@@ -168,11 +168,11 @@ class RoleRecord:
         self.entry, self.pid = entry, message.pid
         return news
 
-    def was_stable(self, settled_seconds: Seconds) -> bool:
+    def was_stable(self, stable_seconds: Seconds) -> bool:
         """Return whether this incarnation got past joining and lasted this long."""
         worked = self.state not in {"", "building", "joining"}
         lasted = self.heard_at - self.launched_at
-        return worked and lasted >= settled_seconds
+        return worked and lasted >= stable_seconds
 
     def begin_incarnation(self, incarnation: int, now: Seconds) -> None:
         """Begin a new incarnation: reset everything that belongs to one."""
@@ -225,7 +225,7 @@ class Membership:
     def training(self) -> list[RoleRecord]:
         return [record for record in self if record.trains]
 
-    def machines_with(self, record: RoleRecord) -> list[RoleRecord]:
+    def ranks_with(self, record: RoleRecord) -> list[RoleRecord]:
         return [other for other in self if other is not record and other.group == record.group]
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Self, final
 
-from distbelief.config.job import Judge, done
+from distbelief.config.job import VerdictOf, done
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.failover import ShardFailover
@@ -128,7 +128,7 @@ class SupervisorConfig:
     # Totals of previous sessions of the run
     before: PreviousTotals = field(default_factory=PreviousTotals)
     fields: tuple[str, ...] = ()  # names of the coordinator's counters that are shown
-    verdict: Judge = done  # judges the job's end by the coordinator's last counters
+    verdict: VerdictOf = done  # judges the job's end by the coordinator's last counters
     silent_seconds: Seconds = 3.0  # without a heartbeat, after which a role is reported
     dead_seconds: Seconds = 10.0  # without a heartbeat, after which it counts as dead
     start_seconds_max: Seconds = 60.0  # from its launch to a role's first message
@@ -136,7 +136,7 @@ class SupervisorConfig:
     stall_seconds: Seconds = 60.0  # without progress of any replica, after which that is reported
     # An incarnation that got past joining and lasts this long resets the count of restarts: a
     # long run on preemptible hosts sees many.
-    settled_seconds: Seconds = 30.0
+    stable_seconds: Seconds = 30.0
     # In a row, for one replica or rank; then it is left out with all its ranks (DB-12).
     replica_restarts_max: int = 3
     # In a row, for one process of a shard, or the coordinator. The job fails with the last copy.
@@ -157,7 +157,7 @@ class SupervisorConfig:
             "start_seconds_max",
             "build_seconds_max",
             "stall_seconds",
-            "settled_seconds",
+            "stable_seconds",
         ):
             value = getattr(self, name)
             if not value > 0 or math.isnan(value):

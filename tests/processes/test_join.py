@@ -164,7 +164,7 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
             assert machine.wait() == 0, machine.said
     summary = json.loads((command.run / "summary.json").read_text())
     states = [host["state"] for host in summary["hosts"]]
-    assert sorted(states) == ["gone", "gone", "rejected", "ready"]
+    assert sorted(states) == ["gone", "gone", "ready", "rejected"]
 
 
 def _refused_for_its_imports(land: Land, command: Command) -> None:

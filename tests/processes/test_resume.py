@@ -98,7 +98,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
         assert command.wait() == 2
     assert "[data.train] has changed" in command.output
     assert "n = 1500" in command.output
-    assert "Leave the data as they were" in command.output
+    assert "Restore the data" in command.output
     assert len(command.output.strip().splitlines()) == 1
     assert (first.run / "job.toml").read_text() == job
     assert snapshots(first) == before

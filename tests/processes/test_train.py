@@ -168,7 +168,7 @@ def test_sigterm_to_all_processes_ends_a_job_in_order(folder: Path) -> None:
             os.kill(pid, signal.SIGTERM)
         command.signal(signal.SIGTERM)
         assert command.wait() == 143, command.output
-        assert "not done in time" not in command.output
+        assert "did not answer in time" not in command.output
         assert not alive(command.all_pids())
         assert not command.shared_memory()
     assert (command.run / "model.safetensors").is_file()

@@ -118,7 +118,7 @@ class Town:
         """A supervisor begins; at the place of the one before, if there was one."""
         stop = StopRules(StopTable(epochs=1e9), n_train=100)
         self.supervisor = Supervisor(
-            SupervisorConfig(roster=tuple(roster), stop=stop, settled_seconds=1.0)
+            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0)
         )
         self.hosted = ClusterSupervisor(self.supervisor, config)
         self.here = self._begin(HERE, self.hosted)

@@ -878,7 +878,7 @@ def test_a_resumed_job_goes_on_counting() -> None:
         ({"roster": ROSTER[2:]}, "at least one shard"),
         ({"report_every": 0.0}, "report_every is 0.0"),
         ({"dead_seconds": 1.0}, "dead_seconds is 1.0"),
-        ({"settled_seconds": 0.0}, "settled_seconds is 0.0"),
+        ({"stable_seconds": 0.0}, "stable_seconds is 0.0"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
