@@ -254,15 +254,15 @@ class ConnectivityCheck:
         since, self._since = self._since, {}
         actions: list[Action] = []
         for host in hosts:
-            for life in host.roles.items():
-                record = self._job.members.get(life[0])
+            for process in host.roles.items():
+                record = self._job.members.get(process[0])
                 shard = None if record is None else self._awaited(record)
                 if record is None or shard is None:
                     continue
-                begun = self._since[life] = since.get(life, now)
+                begun = self._since[process] = since.get(process, now)
                 if begun is None or now - begun < WAITING_SECONDS:
                     continue
-                self._since[life] = None
+                self._since[process] = None
                 text = (
                     f"{record.label} on {host.offer.label} and {shard.label} cannot connect: "
                     "let the firewall open all ports between the hosts of a job"
@@ -439,8 +439,8 @@ class ClusterSupervisor:
             peer=event.sender, incarnation=event.incarnation, endpoint=offer.endpoint, host=""
         )
         host = self._hosts[event.sender] = HostRecord.of(event.sender, offer, now)
-        said = self._report(host.introduction(), now)
-        return [*actions, connect, said, host.assign(self._config.run)]
+        report = self._report(host.introduction(), now)
+        return [*actions, connect, report, host.assign(self._config.run)]
 
     def _drop_gone_host(self) -> None:
         if len(self._hosts) < N_HOSTS_MAX:

@@ -290,7 +290,7 @@ def read_previous_run(
         clients.append(_clients(snapshot))
         incarnations = [client.incarnation for client in clients[-1].values()]
         incarnations.append(int(snapshot.facts.get("incarnation", "0")))
-        incarnation = max([incarnation, *(life + 1 for life in incarnations)])
+        incarnation = max([incarnation, *(n + 1 for n in incarnations)])
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
         lost += [f"{name} has no checkpoint in {store.directory}" for name in missing]
     if lost:

@@ -225,12 +225,12 @@ class _PushCount:
         if clock is None:
             return
         applied = record.counters.get("pushes_applied", 0.0)
-        life = (record.name, record.incarnation)
-        if life != self.counted and not was_in_sync:
+        process = (record.name, record.incarnation)
+        if process != self.counted and not was_in_sync:
             restored = int(record.counters.get("pushes_restored", clock - applied))
             self.lost = lost_after(self.lost, seen=self.seen, kept=restored)
             self.seen = max(self.seen, restored + n_lost([self.lost]))
-        self.counted = life
+        self.counted = process
         pushes = int(record.counters.get("pushes", clock))
         self.seen = max(self.seen, pushes + n_lost([self.lost]))
 
@@ -289,8 +289,8 @@ class ShardFailover:
 
     def was_primary(self, record: RoleRecord) -> bool:
         """Return whether this incarnation is the primary, or was until it was demoted."""
-        life = (record.name, record.incarnation)
-        return self.is_primary(record) or self._demoted.get(record.shard) == life
+        process = (record.name, record.incarnation)
+        return self.is_primary(record) or self._demoted.get(record.shard) == process
 
     def survivor(self, record: RoleRecord) -> RoleRecord | None:
         """Return the copy that has all of the shard if this one is lost.

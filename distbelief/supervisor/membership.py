@@ -2,7 +2,7 @@
 
                 launched ----------> present <-----> away       (away: guests only)
                    ^                    |
-    new incarnation|                    +----------> finished   it said so, and ended
+    new incarnation|                    +----------> finished   `Finished` came
                    +-------- lost <-----+
                                |
                                +-------------------> left out   it died too often
