@@ -1,8 +1,8 @@
-"""What `distbelief predict` does: outputs of a trained model for inputs in a file.
+"""Prediction with a trained model, for inputs in a file (`distbelief predict`).
 
-By the run's plan where it has one: each machine is a process that reads only its part
-of model.safetensors, so that a model too large for one process predicts as well. With
-`whole`, or without a plan, in this process.
+If the run has a plan, one process per rank computes its part and reads only its part of
+model.safetensors, so a model may be too large for one process. With `whole`, or without a plan,
+this process computes everything.
 """
 
 import os
@@ -40,7 +40,7 @@ from distbelief.task.validation import check_evaluation
 
 SUFFIXES: Final = (".npy", ".safetensors")
 CHUNK: Final = 256
-_KINDS: Final = "fiub"  # numpy's letters for types of inputs: not complex, not text
+_KINDS: Final = "fiub"  # numpy kinds of inputs: not complex, not text
 
 Array = NDArray[np.float32 | np.float64 | np.int64]
 
@@ -48,14 +48,14 @@ Array = NDArray[np.float32 | np.float64 | np.int64]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What was predicted.
+    """Result of a prediction.
 
     Attributes:
         shape: Of the outputs, samples first.
-        out: Where they are.
-        n_machines: That computed them; 1 without a plan.
-        seconds: All of it, the start of processes included.
-        labels: The largest output's index, of the first few, if outputs are scores.
+        out: Their file.
+        n_machines: Ranks that computed them; 1 without a plan.
+        seconds: Total time, including the start of processes.
+        labels: Index of the largest output for the first few samples, if outputs are scores.
     """
 
     shape: tuple[int, ...]
@@ -78,13 +78,13 @@ def predict(
     Args:
         directory: The run directory.
         source: .npy, or .safetensors with one tensor: (n_samples, *shape).
-        out: Where to; by default beside `source`, "NAME.outputs" of the same kind.
-        whole: Compute in this process, plan or not.
-        tell: Told of a machine that is silent, and when it is back.
+        out: File to write; by default beside `source`, "NAME.outputs" of the same kind.
+        whole: Compute in this process, even with a plan.
+        tell: Receives a line when a rank is silent, and when it is back.
 
     Raises:
-        JobError: there is no such run or model, or the inputs are not of its kind.
-        DistBeliefError: a machine has been silent for too long, or was ended.
+        JobError: there is no such run or model, or the inputs do not fit it.
+        DistBeliefError: a rank was silent for too long, or died.
         StorageError: a file cannot be read or written.
     """
     begun = time.monotonic()
@@ -94,13 +94,12 @@ def predict(
         writer = run.writer_pid()
         if writer is not None:
             raise JobError(
-                f"{run.model_file} does not exist: the run is still under way (process "
-                f"{writer}), and the model is written at its end; wait, or end it with "
-                "Ctrl+C"
+                f"{run.model_file} does not exist: the run (process {writer}) writes it at its "
+                "end; wait, or stop it with Ctrl+C"
             )
         raise JobError(
-            f"{run.model_file} does not exist: the run ended before there was a model; "
-            f"go on with it: distbelief train --resume {directory}"
+            f"{run.model_file} does not exist: the run ended too early; "
+            f"resume it: distbelief train --resume {directory}"
         )
     out = source.with_suffix(f".outputs{source.suffix}") if out is None else out
     for path in (source, out):
@@ -140,7 +139,7 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
                 batch = batch.to(dtype)
             try:
                 found.append(module(batch))
-            except (RuntimeError, IndexError) as error:  # no such word, say
+            except (RuntimeError, IndexError) as error:  # an unknown word, for example
                 raise JobError(
                     f"the model does not take inputs of shape {list(batch.shape)} and "
                     f"{str(batch.dtype).removeprefix('torch.')}: {error}"
@@ -151,7 +150,6 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
 def _split(
     job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None] | None
 ) -> Array:
-    """Let a process for each machine of the plan compute its part."""
     _check_inputs(plan, inputs)
     _check_device(job)
     with torch.device("meta"):
@@ -161,7 +159,7 @@ def _split(
     with ended_by_signals(), scratch() as folder:
         given = folder / "inputs.npy"
         np.save(given, inputs)
-        rehearsal = VerificationRun(
+        verification = VerificationRun(
             folder=str(folder),
             run=secrets.token_hex(16),
             task=job.task,
@@ -181,26 +179,25 @@ def _split(
             threads=job.cluster.threads,
             import_paths=job.import_paths,
         )
-        check_evaluation(job.task, rehearsal.sample)
-        graph, _, output = graph_of(rehearsal)
-        place = rehearsal.path(OUTPUT)
+        check_evaluation(job.task, verification.sample)
+        graph, _, output = graph_of(verification)
+        place = verification.path(OUTPUT)
         np.lib.format.open_memmap(
             place,
             mode="w+",
-            dtype=np.dtype(rehearsal.dtype),
+            dtype=np.dtype(verification.dtype),
             shape=(len(inputs), *graph[output].shape),
         )
-        run_verification(rehearsal, n_machines=plan.cluster.n_machines, tell=tell)
+        run_verification(verification, n_machines=plan.cluster.n_machines, tell=tell)
         outputs: Array = np.load(place)
         return outputs
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a place that cannot be written to, before anything is computed for it."""
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise StorageError(
-            f"cannot write {out}: {out.parent} is no directory that you may write to: "
-            "make it, or name another place by --out"
+            f"cannot write {out}: {out.parent} is not a writable directory: "
+            "make it, or choose another one with --out"
         )
 
 
@@ -208,7 +205,7 @@ def _check_inputs(plan: Plan, inputs: Array) -> None:
     wanted = next(iter(plan.inputs.values()))
     if tuple(inputs.shape[1:]) != wanted:
         raise GraphError(
-            f"the inputs have shape {list(inputs.shape[1:])} for each sample, and the "
+            f"each input sample has shape {list(inputs.shape[1:])}, and the "
             f"model takes {list(wanted)}"
         )
 
@@ -217,26 +214,20 @@ def _check_device(job: Job) -> None:
     device = job.cluster.device
     if device == "cuda" and not torch.cuda.is_available():
         raise JobError(
-            f"the run's machines compute on {device!r}, and torch {torch.__version__} "
-            "sees no GPU on this machine: predict with --whole, which needs none, or "
-            "where there is one"
+            f"the run's plan needs {device!r}, and torch {torch.__version__} "
+            "sees no GPU on this host: use --whole, which needs none"
         )
 
 
 def _dtype(weights: Path) -> str:
-    """Return the type that the model computes in."""
     with safe_open(weights, framework="pt") as file:
         kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     return "float64" if "F64" in kinds else "float32"
 
 
 def _read(path: Path) -> Array:
-    """Return the array in this file; at least one sample.
-
-    Raises:
-        JobError: it holds something else.
-        StorageError: it cannot be read.
-    """
+    # At least one sample. JobError: it is not a plain array of numbers; StorageError: it cannot be
+    # read.
     try:
         if path.suffix == ".npy":
             array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -245,21 +236,20 @@ def _read(path: Path) -> Array:
                 names: Sequence[str] = list(file.keys())
                 if len(names) != 1:
                     raise JobError(
-                        f"{path} has tensors {', '.join(names) or '(none)'}: give a "
+                        f"{path} has tensors {', '.join(names) or '(none)'}: use a "
                         "file with one, the inputs"
                     )
                 array = file.get_tensor(names[0])
     except OSError as error:
         raise files.explained(error, path, doing="read") from error
     except (ValueError, EOFError, SafetensorError) as error:
-        raise JobError(f"{path} holds no plain array: {error}") from error
+        raise JobError(f"{path} is not a plain array: {error}") from error
     if array.ndim == 0 or not len(array):
         raise JobError(
-            f"{path} has shape {list(array.shape)}: inputs are (n_samples, ...), one "
-            "sample at least"
+            f"{path} has shape {list(array.shape)}: use (n_samples, ...) with at least one sample"
         )
     if array.dtype.kind not in _KINDS:
-        raise JobError(f"{path} holds {array.dtype}: inputs are floating-point or whole numbers")
+        raise JobError(f"{path} has type {array.dtype}: use floating-point or whole numbers")
     native: Array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return native
 
@@ -281,10 +271,10 @@ def _save(path: Path, outputs: Array) -> None:
 
 
 def text(prediction: Prediction) -> str:
-    """Return it in a sentence or two."""
+    """Return the result as a line or two of text."""
     shape = " x ".join(map(str, prediction.shape))
     n = prediction.n_machines
-    by = f"{n} machines" if n > 1 else "one process"
+    by = f"{n} processes" if n > 1 else "one process"
     lines = [f"{prediction.out}: outputs {shape}, by {by}, in {prediction.seconds:.1f} s"]
     if prediction.labels:
         more = ", ..." if prediction.shape[0] > len(prediction.labels) else ""
@@ -294,7 +284,6 @@ def text(prediction: Prediction) -> str:
 
 
 def as_json(prediction: Prediction) -> str:
-    """Return it as one line of JSON."""
     content = {
         "out": str(prediction.out),
         "shape": prediction.shape,

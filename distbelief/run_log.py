@@ -1,6 +1,6 @@
-"""What a run says while it lasts: on the screen, and in the supervisor's log.
+"""Log of a run: lines on the screen, and in the supervisor's log file.
 
-While roles are to be answered (`apart`) neither disk nor screen is waited for.
+Inside `in_threads`, threads write, so that the supervisor waits for neither disk nor screen.
 """
 
 import time
@@ -17,26 +17,23 @@ from distbelief.roles.role import SUPERVISOR
 from distbelief.run.directory import RunDirectory
 
 
-DISK_SECONDS_MAX: Final = 10.0
+DISK_SECONDS_MAX: Final = 10.0  # for the last writes when a run ends
 SCREEN_SECONDS_MAX: Final = 1.0
-"""How long a run that ends waits for what is still to be written there."""
 
-HEEDED_MAX: Final = 8
-"""Warnings of links that are said on the screen."""
+SHOWN_MAX: Final = 8  # link warnings on the screen; more go to the log only
 
-_AGAIN: Final = " (so far "
+_AGAIN: Final = " (so far "  # begins the count in a repeated warning of the transport
 
 
 @final
 class RunLog:
-    """Speaks for a run. Nothing that it cannot say stops the run.
+    """Writes the log of a run. A failed write never stops the run.
 
     Args:
         console: The screen.
-        run: Whose log it writes.
+        run: Its directory.
 
     Attributes:
-        console: The screen.
         disk: Writes the files of the run.
     """
 
@@ -44,38 +41,35 @@ class RunLog:
         self.console = console
         self.disk = Writer("disk", tell=self.warn)
         self._screen = Writer("screen", tell=self.warn)
-        self._heeded: set[str] = set()
+        self._shown: set[str] = set()
         self._file = files.LineFile(
             run.log_file(SUPERVISOR),
-            tell=lambda why: self.say(f"{why}. The job goes on without this log"),
+            tell=lambda why: self.print(f"{why}. The job continues without this log"),
         )
 
     def log(self, level: str, text: str) -> None:
-        """Write it into the log."""
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
         line = f"{now} supervisor {level}: {text}"
         self.disk.write(partial(self._file.append, line))
 
-    def heed(self, level: str, text: str) -> None:
-        """Write it into the log; say a warning on the screen as well, once.
+    def log_link(self, level: str, text: str) -> None:
+        """Write a line into the log; show a warning on the screen as well, once.
 
-        Who waits for machines there sees that one is not let in, and why. A flood of
-        them stays in the log.
+        So a user who waits for hosts sees that one is rejected, and why.
         """
         self.log(level, text)
         warning = text.partition(_AGAIN)[0]
-        if level != "warning" or warning in self._heeded:
+        if level != "warning" or warning in self._shown:
             return
-        if len(self._heeded) < HEEDED_MAX:
-            self._heeded.add(warning)
-            self.say(f"{warning} (all of these are in the supervisor's log)")
+        if len(self._shown) < SHOWN_MAX:
+            self._shown.add(warning)
+            self.print(f"{warning} (the supervisor's log has all of these)")
 
-    def say(self, text: str) -> None:
-        """Say it on the screen, where it stays."""
+    def print(self, text: str) -> None:
         self.show(lambda: self.console.print(text, markup=False, highlight=False, soft_wrap=True))
 
     def show(self, draw: Callable[[], object], *, key: str | None = None) -> None:
-        """Draw on the screen; of one key only what is newest, if it is waited for."""
+        """Draw on the screen; of one `key` only the newest pending drawing."""
         job = partial(_drawn, draw)
         if key is None:
             self._screen.write(job)
@@ -83,37 +77,34 @@ class RunLog:
             self._screen.renew(key, job)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Let threads write to disk and screen, so that nobody waits for them."""
+    def in_threads(self) -> Iterator[None]:
+        """Let threads write to disk and screen inside the block."""
         self.disk.start()
         self._screen.start()
         try:
             yield
         finally:
             if not self.disk.close(seconds_max=DISK_SECONDS_MAX):
-                self.say(
-                    f"the run directory takes nothing for {DISK_SECONDS_MAX:.0f} s: "
+                self.print(
+                    f"the run directory has not accepted writes for {DISK_SECONDS_MAX:.0f} s: "
                     "still waiting for it"
                 )
             self._screen.close(seconds_max=SCREEN_SECONDS_MAX)
 
     def announce(self, text: str) -> None:
-        """Say it, and write it into the log."""
-        self.say(text)
+        self.print(text)
         self.log("info", text)
 
     def warn(self, text: str) -> None:
-        """Write a warning into the log."""
         self.log("warning", text)
 
-    def alarm(self, text: str) -> None:
-        """Write a warning into the log, and say it."""
-        self.say(text)
+    def warn_user(self, text: str) -> None:
+        self.print(text)
         self.warn(text)
 
 
 def _drawn(draw: Callable[[], object]) -> None:
-    # A file on a full disk, perhaps; by SystemExit rich tells that a pipe's reader has
-    # gone, and says no more. The run needs no screen.
+    # OSError: a full disk. SystemExit: rich raises it when a pipe's reader is gone. The run needs
+    # no screen.
     with suppress(OSError, SystemExit):
         draw()

@@ -1,9 +1,9 @@
-"""Running a job: `train` is what `distbelief train` and `distbelief.train` do.
+"""Runs a job: the work of `distbelief train` and `distbelief.train`.
 
-    run directory -> fork server -> a life of the run (`life`) -> final table
+    run directory -> fork server -> get_ready -> supervise -> conclude -> final table
 
-Whatever happens, at the end there is no process left and no shared memory; what a crash
-of the machine leaves is swept at the next start.
+At the end there is no process left and no shared memory; what a power loss leaves is removed at the
+next start. This process never holds the training data or a gradient, and runs no torch threads.
 """
 
 import os
@@ -37,7 +37,7 @@ from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_b
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.local import LocalLauncher
-from distbelief.launch.preflight import PreflightRequest, PreflightResult, read_answer
+from distbelief.launch.preflight import PreflightRequest, PreflightResult, read_result
 from distbelief.launch.role_process import RoleSpec, import_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
@@ -48,7 +48,7 @@ from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.metrics_file import Measurement, MetricsFile
 from distbelief.run.model_file import draw_curve_of, write_model
 from distbelief.run.result import Run
-from distbelief.run.resume import PreviousRun, begin_anew, check_same, resume_run
+from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text, write_summary
 from distbelief.run_log import RunLog
 from distbelief.supervisor.state import SupervisorConfig
@@ -62,13 +62,8 @@ from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 
 
-# What the supervisor of a job is told: made from the job, and from what was found.
-#
-# So it is told the same whether the job runs in processes or in virtual time.
-
-
 def check_data(job: Job, answer: PreflightResult) -> None:
-    """Refuse more replicas than there are samples.
+    """Reject more replicas than there are samples.
 
     Raises:
         JobError: it names both numbers.
@@ -82,16 +77,16 @@ def check_data(job: Job, answer: PreflightResult) -> None:
 
 
 def supervisor_config(
-    job: Job, answer: PreflightResult, *, legacy: PreviousRun | None = None
+    job: Job, answer: PreflightResult, *, previous: PreviousRun | None = None
 ) -> SupervisorConfig:
-    """Return what the supervisor of this job is told.
+    """Return the supervisor's config, the same for processes and for virtual time.
 
     Args:
         job: The job.
-        answer: What was found when it was tried out.
-        legacy: Of former lives of its run.
+        answer: Result of the preflight.
+        previous: Previous sessions of its run.
     """
-    legacy = PreviousRun() if legacy is None else legacy
+    previous = PreviousRun() if previous is None else previous
     roster = roster_of(job, n_machines=answer.n_machines)
     assert answer.task.train is not None
     return SupervisorConfig(
@@ -110,15 +105,13 @@ def supervisor_config(
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
-        first_incarnation=legacy.incarnation,
-        first_label=legacy.label,
-        before=legacy.before,
+        first_incarnation=previous.incarnation,
+        first_label=previous.label,
+        before=previous.before,
         fields=fields_of(job),
         verdict=verdict_of(job),
     )
 
-
-# Model and data of a job, tried out in a process of their own before it starts.
 
 CHECK: Final = Address("check")
 CHECK_SECONDS_MAX: Final = 1800.0
@@ -126,48 +119,48 @@ CHECK_SECONDS_MAX: Final = 1800.0
 _TAIL: Final = 2000  # characters of the log that are shown
 
 
-def try_out(
+def run_preflight(
     job: Job, launcher: LocalLauncher, *, directory: Path, initial_file: Path, plan: Path, log: Path
 ) -> PreflightResult:
-    """Try model and data out, in a process of its own; return what was found.
+    """Run the preflight process; return its result.
 
     Args:
         job: The job.
         launcher: Starts the process.
-        directory: For question and answer.
-        initial_file: For the module's initial values, where they are needed.
-        plan: For the plan, where replicas are split over machines.
+        directory: For request and result.
+        initial_file: For the module's initial values, if they are needed.
+        plan: For the plan, if replicas are split.
         log: Where the process writes.
 
     Raises:
-        JobError: the job cannot be run.
-        DistBeliefError: nor can it, for a reason that is not the user's.
+        JobError: the user has to fix the job.
+        DistBeliefError: it cannot run for another reason.
     """
-    question, answer = directory / ".question.json", directory / ".answer.json"
+    request, answer = directory / ".question.json", directory / ".answer.json"
     content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
         answer=str(answer),
         initial_file=str(initial_file.absolute()),
         plan=str(plan.absolute()),
     )
-    question.write_bytes(msgspec.json.encode(content))
-    launcher.check(CHECK, question)
+    request.write_bytes(msgspec.json.encode(content))
+    launcher.check(CHECK, request)
     deadline = time.monotonic() + CHECK_SECONDS_MAX
     ends: list[PeerLost] = []
     while not ends:
         left = deadline - time.monotonic()
         if left <= 0:
             raise JobError(
-                f"model and data could not be tried out in {CHECK_SECONDS_MAX:.0f} s. "
+                f"the check of model and data took more than {CHECK_SECONDS_MAX:.0f} s. "
                 f"The log ends:\n{_tail(log)}"
             )
         select.select([launcher.fileno()], [], [], left)
         ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
-    found = read_answer(answer)
+    found = read_result(answer)
     if found is None:
         reason = ends[0].reason.removesuffix(f" (see {log})")
         raise JobError(
-            f"the process that tried out model and data {reason}. Its log ends:\n{_tail(log)}"
+            f"the process that checks model and data {reason}. Its log ends:\n{_tail(log)}"
         )
     if found.error is not None:
         kind = JobError if found.is_users else DistBeliefError
@@ -176,33 +169,25 @@ def try_out(
 
 
 def _tail(log: Path) -> str:
-    """Return the end of a log; with the error that tells it the log is removed."""
     return log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""
 
 
-# What is done at each tick of a running job: it is shown, measured and written down.
-#
-# view of the job -> who asked to watch it, the display, status.json
-# records         -> metrics.jsonl
-
 STATUS_SECONDS: Final = 1.0
-DRAWING_SECONDS: Final = 2.0
-"""Of training, after which what draws the curve is imported."""
+DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
 T = TypeVar("T")
-Watch = Callable[[JobView], bool]
-"""Told what is to be seen of a job, now and then; returns whether to end it."""
+Watch = Callable[[JobView], bool]  # receives each view; returns whether to end the job
 
 
 @final
 class HeldCallback:
-    """A watcher whose error ends the job in good order, and is raised only then.
+    """A callback whose error ends the job in order, and is raised at the end.
 
-    It is raised at the end of a `with` block around the job, as it was. Until then the
-    watcher is called no more: whoever fails once is likely to fail again.
+    It is raised unchanged at the end of a `with` block around the job. Until then the callback is
+    not called again: it would probably fail again.
 
     Args:
-        watch: Who may raise something.
+        watch: The callback.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -210,7 +195,6 @@ class HeldCallback:
         self._error: BaseException | None = None
 
     def __call__(self, view: JobView) -> bool:
-        """Return whether to end the job."""
         if self._error is not None:
             return True
         try:
@@ -228,27 +212,25 @@ class HeldCallback:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        """Raise what was raised.
-
-        It goes before what the block raises, which may be due to it, and which Python
-        keeps as its context.
-        """
+        # It takes precedence over an error of the block, which may follow from it; Python keeps
+        # that one
+        # as its context.
         if self._error is not None:
             raise self._error
 
 
 @final
 class Callbacks:
-    """Looks at one supervisor.
+    """Work of each tick: shows the view, writes status.json and metrics.jsonl, calls the user.
 
     Args:
         supervisor: Of the job.
-        look: Returns what is to be seen at a time.
-        display: Where it is shown, by the voice.
-        metrics: Where measurements are written.
-        run: Whose status is written.
+        look: Returns the view at a time.
+        display: Draws it.
+        metrics: Receives the measurements.
+        run: Receives status.json.
         name: Of the job.
-        voice: Writes all that; warns of what cannot be written.
+        log: Runs the writes; logs failures.
         watch: Called with each view; returns whether to end the job.
     """
 
@@ -261,7 +243,7 @@ class Callbacks:
         metrics: MetricsFile,
         run: RunDirectory,
         name: str,
-        voice: RunLog,
+        log: RunLog,
         watch: Watch | None,
     ) -> None:
         self._supervisor = supervisor
@@ -270,27 +252,26 @@ class Callbacks:
         self._metrics = metrics
         self._run = run
         self._name = name
-        self._voice = voice
+        self._log = log
         self._watch = watch
         self._may_draw = False
         self._status_at = 0.0
 
     def tick(self) -> None:
-        """Look once."""
         now = time.monotonic()
         view = self._look(now)
         if self._watch is not None and self._watch(view):
-            self._supervisor.wind_up("it was told to stop")
-        self._voice.show(partial(self._display.update, view), key="view")
+            self._supervisor.request_stop("stopped by the caller")
+        self._log.show(partial(self._display.update, view), key="view")
         for record in self._supervisor.take_records():
             measurement = Measurement.of(record)
-            self._voice.disk.write(partial(self._try, self._metrics.append, measurement))
+            self._log.disk.write(partial(self._try, self._metrics.append, measurement))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
             status = status_of(self._name, view)
-            self._voice.disk.renew("status", partial(self._try, self._run.write_status, status))
+            self._log.disk.renew("status", partial(self._try, self._run.write_status, status))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
-            # Its import takes most of a second, which Ctrl+C would have to wait for.
+            # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
             name = "distbelief.run.plot"
             threading.Thread(target=import_module, args=(name,), daemon=True).start()
@@ -298,12 +279,11 @@ class Callbacks:
     def _try(self, write: Callable[[T], None], what: T) -> None:
         try:
             write(what)
-        except StorageError as error:  # the training itself does not need it
-            self._voice.warn(str(error))
+        except StorageError as error:  # training continues without it
+            self._log.warn(str(error))
 
 
 def status_of(name: str, view: JobView, *, ended: bool = False, error: str | None = None) -> Status:
-    """Return what other programs are to know of this job now."""
     return Status(
         name=name,
         pid=os.getpid(),
@@ -314,31 +294,17 @@ def status_of(name: str, view: JobView, *, ended: bool = False, error: str | Non
     )
 
 
-# One life of one run: made ready, supervised until it ends, and wound up.
-#
-#     get_ready   data prepared, the job tried out, earlier lives taken up
-#     supervise   spec of all roles -> supervisor's node, in this thread, with the display
-#                 in its ticks
-#     conclude    model, summary, and last of all the curve
-#
-# This process never holds the training data or a gradient, and has no torch thread.
-
-
 class MessageProxies(Protocol):
-    """Lets messages of a run pass through a place where they can be hindered."""
+    """Routes the messages of a run through proxies, where faults can be injected."""
 
-    def through(self, name: str, endpoint: str) -> str:
-        """Return where `name` is to be found, in place of `endpoint`."""
-        ...
+    def through(self, name: str, endpoint: str) -> str: ...
 
-    def around(self, supervisor: Role) -> Role:
-        """Return the supervisor as one who sends everybody there."""
-        ...
+    def around(self, supervisor: Role) -> Role: ...
 
 
 @final
 class Trainer:
-    """One life of one run.
+    """One session of a run: prepare, supervise, conclude.
 
     Attributes:
         exit_code: As in `Run`, once it is over.
@@ -359,23 +325,21 @@ class Trainer:
         self._memory = memory
         self._launcher = launcher
         self._from_scratch = from_scratch
-        self._voice = RunLog(console, run)
+        self._log = RunLog(console, run)
         self._initial_file = run.path / "initial.safetensors"
-        self._store = CheckpointStore(run.snapshots, report=self._voice.alarm)
-        self._answer = PreflightResult()
-        self._legacy = PreviousRun()
+        self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
+        self._preflight = PreflightResult()
+        self._previous = PreviousRun()
         self._layout: Layout | None = None
         self._view = JobView()
         self._error: str | None = None
         self._model_error: str | None = None
         self.exit_code = 0
         self._n_ended = 0
-        self._lender: RayHosts | None = None
-
-    # ---------------------------------------------------------------- before it
+        self._ray_hosts: RayHosts | None = None
 
     def get_ready(self) -> None:
-        """Prepare data, try the job out, and see what earlier lives left.
+        """Prepare data, run the preflight, and resume previous sessions.
 
         Raises:
             JobError: the job cannot be run.
@@ -386,14 +350,13 @@ class Trainer:
         if job.data.test is not None:
             prepare(job.data.test, table="data.test")
         with self._run.plan_kept():
-            self._try_out()
-            self._take_up()
+            self._run_preflight()
+            self._resume()
         self._run.write(self._run.job_file, job.to_toml())
 
-    def _try_out(self) -> None:
-        """Let a process try the job out; it writes the plan, if there is one."""
-        with self._voice.console.status("Trying model and data ..."):
-            self._answer = try_out(
+    def _run_preflight(self) -> None:
+        with self._log.console.status("Checking model and data ..."):
+            self._preflight = run_preflight(
                 self._job,
                 self._launcher,
                 directory=self._memory.directory,
@@ -401,30 +364,28 @@ class Trainer:
                 plan=self._run.plan_file,
                 log=self._run.log_file(CHECK),
             )
-        check_data(self._job, self._answer)
+        check_data(self._job, self._preflight)
         self._layout = Layout.of(
-            self._answer.tensors, n_shards=self._job.cluster.shards, dtype=self._answer.dtype
+            self._preflight.tensors, n_shards=self._job.cluster.shards, dtype=self._preflight.dtype
         )
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         assert self._layout is not None
-        assert self._answer.task.train is not None
-        is_split = self._answer.n_machines is not None
+        assert self._preflight.task.train is not None
+        is_split = self._preflight.n_machines is not None
         if self._from_scratch:
-            self._voice.announce(begin_anew(self._job, self._run))
+            self._log.announce(start_from_scratch(self._job, self._run))
         resumed = resume_run(
             self._job,
             self._run,
             layout=self._layout,
-            train=self._answer.task.train,
-            report=self._voice.alarm,
+            train=self._preflight.task.train,
+            report=self._log.warn_user,
             plan=load(self._run.plan_file) if is_split else None,
         )
-        self._legacy, self._store = resumed.legacy, resumed.store
-        for line in resumed.told:
-            self._voice.announce(line)
-
-    # ------------------------------------------------------------------ while it
+        self._previous, self._store = resumed.previous, resumed.store
+        for line in resumed.notes:
+            self._log.announce(line)
 
     def supervise(
         self,
@@ -432,18 +393,17 @@ class Trainer:
         detours: MessageProxies | None = None,
         hosting: JoinServer | None = None,
     ) -> None:
-        """Run the supervisor until the job ends."""
-        console = self._voice.console
-        config = supervisor_config(self._job, self._answer, legacy=self._legacy)
+        console = self._log.console
+        config = supervisor_config(self._job, self._preflight, previous=self._previous)
         supervisor = Supervisor(config)
         name = secrets.token_hex(16)
         own = ListenConfig(directory=str(self._memory.directory))
         reach = own if hosting is None else hosting.reach
         transport = reach.transport(
             name=SUPERVISOR,
-            incarnation=self._legacy.incarnation,
+            incarnation=self._previous.incarnation,
             run=name,
-            log=self._voice.log if hosting is None else self._voice.heed,
+            log=self._log.log if hosting is None else self._log.log_link,
             port=reach.port,
         )
         display = ProgressLine(
@@ -451,9 +411,9 @@ class Trainer:
         )
         with (
             transport,
-            ExitStack() as lent,
+            ExitStack() as stack,
             caught_signals() as caught,
-            self._voice.apart(),
+            self._log.in_threads(),
             self._metrics() as metrics,
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
@@ -466,12 +426,10 @@ class Trainer:
             look = supervisor.view
             if hosting is not None:
                 plan = None if spec.plan is None else Path(spec.plan)
-                role = hosted = hosting.around(supervisor, self._job, spec, plan=plan)
+                role = hosted = hosting.wrap(supervisor, self._job, spec, plan=plan)
                 look = hosted.view
-                self._invite(hosting, hosting.address(transport.endpoint), lent)
-            node = RoleRunner(
-                role, transport=transport, log=self._voice.log, launcher=self._launcher
-            )
+                self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
+            node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
                 message = Stop(reason=REASONS[number])
@@ -480,18 +438,18 @@ class Trainer:
             caught.tell = stop
             with self._shown(display):
                 if console.is_terminal is False:
-                    self._voice.say(f"{self._job.name}: {self._run.path}")
-                watching = Callbacks(
+                    self._log.print(f"{self._job.name}: {self._run.path}")
+                callbacks = Callbacks(
                     supervisor,
                     look=look,
                     display=display,
                     metrics=metrics,
                     run=self._run,
                     name=self._job.name,
-                    voice=self._voice,
+                    log=self._log,
                     watch=watch,
                 )
-                error = node.run(on_tick=lambda: self._tick(watching))
+                error = node.run(on_tick=lambda: self._tick(callbacks))
             self._view = look(time.monotonic())
         self._error = None if supervisor.interrupted else error
         if supervisor.interrupted:
@@ -501,46 +459,43 @@ class Trainer:
 
     @contextmanager
     def _metrics(self) -> Iterator[MetricsFile]:
-        """Open the file; it is closed where it is written."""
         metrics = MetricsFile(self._run.metrics_file)
         metrics.open()
         try:
             yield metrics
         finally:
-            self._voice.disk.write(metrics.close)
+            self._log.disk.write(metrics.close)
 
     @contextmanager
     def _shown(self, display: ProgressLine) -> Iterator[None]:
-        """Show it; it is drawn where all else is written on the screen."""
-        self._voice.show(display.start)
+        self._log.show(display.start)
         try:
             yield
         finally:
-            self._voice.show(display.stop)
+            self._log.show(display.stop)
 
-    def _invite(self, hosting: JoinServer, address: JobAddress, lent: ExitStack) -> None:
-        """Let other machines know where to join."""
-        tell = self._voice.announce
-        if address.secret:  # logs are for everybody to read
+    def _accept_hosts(self, hosting: JoinServer, address: JobAddress, stack: ExitStack) -> None:
+        tell = self._log.announce
+        if address.secret:  # everybody may read logs
             file = self._run.address_file
             files.write_private(file, f"{address}\n".encode())
-            lent.callback(file.unlink, missing_ok=True)
-            self._voice.log("info", f"machines join by the address in {file}")
-            tell = self._voice.say
+            stack.callback(file.unlink, missing_ok=True)
+            self._log.log("info", f"hosts join by the address in {file}")
+            tell = self._log.print
         for line in hosting.lines(address):
             tell(line)
-        machines = hosting.lent(
+        machines = hosting.ray_hosts(
             self._job,
             address,
-            n_machines=self._answer.n_machines or 1,
+            n_machines=self._preflight.n_machines or 1,
             directory=self._run.path.absolute() / "joined",
         )
-        self._lender = lent.enter_context(machines)
+        self._ray_hosts = stack.enter_context(machines)
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
         shares = self._job.cluster.shared_memory
-        answer, plan = self._answer, self._run.plan_file
+        answer, plan = self._preflight, self._run.plan_file
         spec = RoleSpec(
             job=msgspec.Raw(self._job.to_json()),
             run=name,
@@ -548,30 +503,28 @@ class Trainer:
             memory=str(self._memory.directory) if shares else "",
             snapshots=str(self._store.directory.absolute()),
             layout=self._layout.spec,
-            initials=self._answer.initials,
-            initial_file=self._answer.initial_file,
+            initials=self._preflight.initials,
+            initial_file=self._preflight.initial_file,
             plan=None if answer.n_machines is None else str(plan.absolute()),
             sample=answer.sample,
             n_train=None if answer.task.train is None else answer.task.train.n_samples,
             reach=reach,
         )
-        # In a directory that only its user may enter: a secret may be in it.
+        # It may contain a secret; only the user may enter this directory.
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
 
-    def _tick(self, watching: Callbacks) -> None:
-        watching.tick()
+    def _tick(self, callbacks: Callbacks) -> None:
+        callbacks.tick()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
-        if self._lender is not None:
-            for text in self._lender.news(time.monotonic()):
-                self._voice.announce(text)
-
-    # ------------------------------------------------------------------- after it
+        if self._ray_hosts is not None:
+            for text in self._ray_hosts.news(time.monotonic()):
+                self._log.announce(text)
 
     def conclude(self) -> Summary:
-        """Write what a run leaves behind, as far as there is anything to write."""
+        """Write model, summary and final status; return the summary."""
         self._launcher.close()
         try:
             assert self._layout is not None
@@ -585,31 +538,28 @@ class Trainer:
             self._job,
             self._view,
             directory=str(self._run.path),
-            task=self._answer.task,
+            task=self._preflight.task,
             error=self._error,
             model_error=self._model_error,
         )
-        self._keep(lambda: write_summary(self._run, summary))
+        self._try_write(lambda: write_summary(self._run, summary))
         status = status_of(self._job.name, self._view, ended=True, error=self._error)
         write = partial(self._run.write_status, status)
-        self._keep(lambda: self._voice.disk.renew("status", write))
+        self._try_write(lambda: self._log.disk.renew("status", write))
         return summary
 
-    def _keep(self, write: Callable[[], object]) -> None:
-        """Write one of the last files; what cannot be is told, and costs no other."""
+    def _try_write(self, write: Callable[[], object]) -> None:
         try:
             write()
         except StorageError as error:
-            self._voice.alarm(str(error))
+            self._log.warn_user(str(error))
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
-        """Draw the curve, last of all."""
-        self._keep(lambda: draw_curve_of(self._run, title=self._job.name))
+        self._try_write(lambda: draw_curve_of(self._run, title=self._job.name))
 
     def __enter__(self) -> Self:
-        """Begin: the supervisor's log."""
-        self._voice.log("info", f"begins in {self._run.path}")
+        self._log.log("info", f"begins in {self._run.path}")
         return self
 
     def __exit__(
@@ -618,7 +568,6 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove what was only for the shards' first lives."""
         self._initial_file.unlink(missing_ok=True)
 
 
@@ -634,34 +583,33 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     detours: MessageProxies | None = None,
     hosting: JoinServer | None = None,
 ) -> Run:
-    """Run a job in processes of this machine, and those that join, until it ends.
+    """Run a job in processes of this host, and of hosts that join, until it ends.
 
     Args:
         job: A job, or the path of a job file.
-        resume: Run directory of an earlier run of this job, to go on with.
-        from_scratch: Whether to begin anew there instead; what was saved is moved into
-            aside-1 (aside-2, ...) beside it, and kept.
-        show: Whether to show how it goes, on standard output.
+        resume: Run directory of an earlier run of this job.
+        from_scratch: Whether to start again there; earlier files are moved into aside-1 (aside-2,
+            ...) in it.
+        show: Whether to show progress on standard output.
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
-        watch: Called with each view of the job; returns whether to end it. What it
-            raises ends it, too, and is raised when everything is written.
-        detours: Of all messages; by default they go straight.
-        hosting: Where other machines may join it; by default none may.
+        watch: Called with each view of the job; returns whether to end it. If it raises, the job
+            ends in order and the error is raised then.
+        detours: Proxies for all messages; by default there are none.
+        hosting: How other hosts may join; by default they may not.
 
     Returns:
-        The run. A job that fails after it has started is no exception: see
-        `summary.error`.
+        The run. A job that fails after its start raises nothing: see `summary.error`.
 
     Raises:
-        JobError: what was given cannot be run.
-        StorageError: a directory or shared memory cannot be had.
+        JobError: the job cannot be run.
+        StorageError: a directory or shared memory cannot be created.
     """
     console = Console(quiet=not show)
     with ended_by_signals(), ExitStack() as stack:
         if watch is not None:
             watch = stack.enter_context(HeldCallback(watch))
-        # The server's import of torch takes longer than all else here.
+        # First, because the server's import of torch takes longest.
         launcher = stack.enter_context(launcher or LocalLauncher())
         if not isinstance(job, Job):
             job = load_job(job)
@@ -671,7 +619,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         stack.callback(memory.remove_all)
         if from_scratch and resume is None:
             raise JobError(
-                "--from-scratch begins a run anew that there is: name its directory, "
+                "--from-scratch needs the run to start again: add --resume, "
                 "as in --resume runs/speech --from-scratch"
             )
         run, is_new = _open_run(job, resume)
@@ -679,9 +627,9 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         launcher.serve(
             spec=memory.directory / ".spec.json",
             log_of=run.log_file,
-            has_machines=job.cluster.is_split,
+            has_ranks=job.cluster.is_split,
         )
-        life = stack.enter_context(
+        trainer = stack.enter_context(
             Trainer(
                 job,
                 run,
@@ -692,25 +640,24 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             )
         )
         try:
-            life.get_ready()
+            trainer.get_ready()
         except BaseException:
-            if is_new:  # a mistake leaves nothing behind
+            if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        life.supervise(watch, detours, hosting)
-        summary = life.conclude()
+        trainer.supervise(watch, detours, hosting)
+        summary = trainer.conclude()
         if json:
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
-        # Who interrupts wants an end now.
-        if life.exit_code not in EXIT_CODES.values():
-            life.draw()
-    return Run(run.path, summary, life.exit_code, job)
+        # After an interrupt, do not spend time on the curve.
+        if trainer.exit_code not in EXIT_CODES.values():
+            trainer.draw()
+    return Run(run.path, summary, trainer.exit_code, job)
 
 
 def _open_run(job: Job, resume: str | os.PathLike[str] | None) -> tuple[RunDirectory, bool]:
-    """Return the run directory, locked, and whether it is a new one."""
     if resume is None:
         return RunDirectory.create(job.output.directory), True
     run = RunDirectory.open(resume)

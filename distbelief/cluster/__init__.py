@@ -1,1 +1,1 @@
-"""Hosts: how they join, which roles run on which, and the agent on each of them."""
+"""Hosts: how they join a job, which roles run on which, and the agent on each of them."""

@@ -1,7 +1,12 @@
-"""Where a host keeps what it is told of a run, and starts the processes of its roles.
+"""The agent on a host: offers it to a job, and runs the processes of the roles assigned to it.
 
-DIRECTORY/RUN/logs/ROLE.log       what each role reported here
-DIRECTORY/RUN/snapshots/          of shards that ran here
+    OFFERING --Assignments--> PROBING --rate--> READING --job spec--> PREPARING --> READY
+        ^  |                                                                          |
+        |  +--> over: nothing listens where its job did                               |
+        +----------------- Release, or silence of the supervisor ---------------------+
+
+DIRECTORY/RUN/logs/ROLE.log       log of each role
+DIRECTORY/RUN/snapshots/          checkpoints of shards that ran here
 (shared memory)/.spec.json        what the processes of roles read
 """
 
@@ -61,51 +66,29 @@ from distbelief.transport.config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 
 
-# What a machine that joins offers, and its patience.
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostAgentConfig:
-    """Of one host.
+    """What a host offers, and its time limits."""
 
-    Attributes:
-        label: What people call it.
-        endpoint: Where the driver can be reached ("" in a simulation).
-        cores: For the run's roles.
-        memory_bytes: Likewise.
-        devices: Likewise: "cuda" for each.
-        flops: Operations a second of one core, as measured; 0.0: they are not.
-        stays: Whether it waits for another job when one is over.
-        returns: Whether a job took this machine before, at another address.
-        beat_seconds: Between two words to the supervisor.
-        silence_seconds_max: Without a word of the supervisor, after which it offers
-            itself anew; a run whose patience is greater goes on meanwhile.
-        wait_seconds_max: For a job to take it.
-        leave_seconds_max: For what runs here to be moved, when the user asks to leave.
-        over_seconds: Without a word, after which a job whose port is shut is over: a
-            supervisor that died may be started again until then.
-    """
-
-    label: str
-    endpoint: str = ""
-    cores: int
+    label: str  # name for display
+    endpoint: str = ""  # where the driver can be reached ("" in a simulation)
+    cores: int  # cores for the run's roles
     memory_bytes: int
-    devices: tuple[str, ...] = ()
-    flops: float = 0.0
-    stays: bool = False
-    returns: bool = False
-    beat_seconds: Seconds = 0.5
+    devices: tuple[str, ...] = ()  # "cuda" for each GPU
+    flops: float = 0.0  # operations a second of one core, as measured; 0.0: not measured
+    stays: bool = False  # whether it waits for another job when one is over
+    returns: bool = False  # whether a job used this host before, at another address
+    heartbeat_seconds: Seconds = 0.5  # between two reports to the supervisor
+    # Silence of the supervisor after which the host offers itself again; a run with a longer
+    # patience goes on meanwhile
     silence_seconds_max: Seconds = 15.0
-    wait_seconds_max: Seconds = 600.0
-    leave_seconds_max: Seconds = 30.0
+    wait_seconds_max: Seconds = 600.0  # for a job to take it
+    leave_seconds_max: Seconds = 30.0  # for its roles to be moved when the user asks it to leave
+    # Silence after which a job whose port is closed is over; until then a supervisor that died may
+    # be restarted
     over_seconds: Seconds = 60.0
 
     def offer(self, life: int) -> Offer:
-        """Return what the supervisor is told.
-
-        Args:
-            life: Of the host.
-        """
         return Offer(
             life=life,
             label=self.label[:128],
@@ -117,19 +100,7 @@ class HostAgentConfig:
         )
 
 
-# What runs on a host: a process for each duty, and one that tries the run out.
-#
-# Rules:
-#
-# * Duties say all that is to run: what is not among them is ended, what is and has not
-#   been begun yet is begun, once. So a message that is lost costs half a second.
-# * A process may outlive its duty, and the life of the host that it was begun in. None
-#   of the same name is begun before it has ended.
-# * That a process has ended is remembered as long as it is a duty: the supervisor
-#   answers with another one.
-
-PREPARE: Final = Address("prepare")
-"""The process that tries out whether the run's roles can be built here."""
+PREPARE: Final = Address("prepare")  # the preflight process: can the run's roles be built here?
 
 _REASON_MAX: Final = 2048
 _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
@@ -137,56 +108,59 @@ _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 
 @final
 class RunningRoles:
-    """Of one host, in all its lives."""
+    """The processes of one host, in all its incarnations.
+
+    `Assignments` is the complete list: a process that is not in it is ended, a role without a
+    process is started, once. So a lost message costs half a second. A process may outlive its
+    assignment; no other one of its name starts before it has ended.
+    """
 
     def __init__(self) -> None:
-        self._wanted: dict[Address, int] = {}
-        self._running: dict[Address, int] = {}  # of former lives, too, until they end
-        self._ended: dict[Address, RoleEnded] = {}
+        self._assigned: dict[Address, int] = {}
+        self._running: dict[Address, int] = {}  # also of earlier incarnations, until they end
+        self._ended: dict[Address, RoleEnded] = {}  # kept until they are no longer assigned
 
     @property
     def n_running(self) -> int:
-        """Processes that have not ended."""
         return len(self._running)
 
     @property
     def ended(self) -> tuple[RoleEnded, ...]:
-        """Duties whose process has ended."""
         return tuple(self._ended.values())
 
     def is_over(self, name: Address, incarnation: int) -> bool:
-        """Return whether this is a duty whose process has ended."""
+        """Return whether this role is assigned and its process has ended."""
         ended = self._ended.get(name)
         return ended is not None and ended.incarnation == incarnation
 
     def prepare(self, life: int) -> list[Action]:
-        """Begin `PREPARE` for a life of the host, unless an older one has to end."""
+        """Start `PREPARE` for an incarnation of the host, unless an older one must end first."""
         if PREPARE in self._running:
             return []
         self._running[PREPARE] = life
         return [Launch(name=PREPARE, incarnation=life)]
 
     def assign(self, message: Assignments) -> None:
-        """Take over the duties of the host (`reconcile`).
+        """Store the roles assigned to this host; `reconcile` acts on them.
 
         Raises:
-            RemoteProtocolError: there is one that cannot be run.
+            RemoteProtocolError: a role name is invalid.
         """
-        self._wanted = {_role(duty.name): duty.incarnation for duty in message.duties}
+        self._assigned = {_role(duty.name): duty.incarnation for duty in message.duties}
         self._ended = {
             name: ended
             for name, ended in self._ended.items()
-            if self._wanted.get(name) == ended.incarnation
+            if self._assigned.get(name) == ended.incarnation
         }
 
     def reconcile(self) -> list[Action]:
-        """End what is not wanted, and begin what is and has not been begun."""
+        """End what is not assigned; start what is and has not been started."""
         actions: list[Action] = [
             Terminate(name=name)
             for name, incarnation in self._running.items()
-            if self._wanted.get(name) != incarnation
+            if self._assigned.get(name) != incarnation
         ]
-        for name, incarnation in self._wanted.items():
+        for name, incarnation in self._assigned.items():
             # An older one ends first.
             if name not in self._running and not self.is_over(name, incarnation):
                 self._running[name] = incarnation
@@ -194,81 +168,54 @@ class RunningRoles:
         return actions
 
     def lose(self, event: PeerLost) -> bool:
-        """A process has ended; return whether it was one of these."""
+        """Handle the end of a process; return whether it was one of these."""
         if self._running.get(event.peer) != event.incarnation:
             return False
         del self._running[event.peer]
-        if self._wanted.get(event.peer) == event.incarnation:
+        if self._assigned.get(event.peer) == event.incarnation:
             self._ended[event.peer] = RoleEnded(
                 name=event.peer, incarnation=event.incarnation, reason=event.reason[:_REASON_MAX]
             )
         return True
 
     def drop(self) -> list[Action]:
-        """Forget all duties, and end what runs."""
-        self._wanted, self._ended = {}, {}
+        """Forget all assignments and end all processes."""
+        self._assigned, self._ended = {}, {}
         return self.end()
 
     def end(self) -> list[Action]:
-        """End what runs."""
         return [Terminate(name=name) for name in self._running]
 
 
 def _role(name: str) -> Address:
-    """Return the name of a role that may run here: it names files, too."""
     if _NAME.fullmatch(name) is None or name == PREPARE:
         raise RemoteProtocolError(f"a host cannot run a role {name!r:.80}")
     return Address(name)
 
 
-# The role of a machine that has joined: it offers itself, and is one job's at a time.
-#
-#     OFFERING --Duties--> PROBING --rate--> READING --brief--> PREPARING --> READY
-#         ^  |                                                                  |
-#         |  +--> over: nothing listens where its job did                       |
-#         +----------------- Dismiss, or silence of the supervisor -------------+
-#
-# Rules:
-#
-# * Once it is ready it runs what the supervisor wants to run here (`workload`).
-# * A host that hears nothing of the supervisor for as long as the job says ends all that
-#   it runs and offers itself anew: a job that has lost its supervisor leaves nothing
-#   behind. It offers itself long before that, while roles run on: should another
-#   supervisor be there by now, whose run is another one, it takes the host at once.
-# * The last word of a job may be lost, or be meant for a life that is over. So whoever
-#   drives a host that hears nothing (`is_left_alone`) looks whether the supervisor is
-#   there at all, and says if it is not (`PeerLost`). A link that is cut is waited for.
-# * Everything that ends with a life of the host is numbered by it: words of an older
-#   life mean nothing.
-# * The machine's user comes first: asked to leave, a host waits until what runs here has
-#   been moved, but not for long; asked twice, not at all.
-
-BRIEF: Final = "brief"
-"""The document that tells all roles of a run what to do."""
+JOB_SPEC: Final = "brief"  # document name of the job spec
 
 _TIMER: Final = "host:beat"
-_FURNISH: Final = "host:furnish"
+_STORE: Final = "host:store"
 _VERDICT: Final = "host:verdict"
 _ALONE_SECONDS: Final = 3.0
 
 
 class HostStorage(Protocol):
-    """Where a host keeps what it is told. Called as work, never by two at once."""
+    """Stores what a host receives for a run. Called as work, never concurrently."""
 
-    def furnish(self, brief: bytes) -> Seconds:
-        """Check a run's brief, and write down what the processes of roles will read.
+    def store_job_spec(self, job_spec: bytes) -> Seconds:
+        """Check a run's job spec, and write the files that the processes of roles read.
 
         Returns:
-            How long roles of that run wait for a supervisor that is silent.
+            How long roles of that run wait for a silent supervisor.
 
         Raises:
-            DistBeliefError: this machine can be of no use to that run.
+            DistBeliefError: this host cannot serve that run.
         """
         ...
 
-    def verdict(self) -> str | None:
-        """Return what `PREPARE` has found wrong; None if nothing is."""
-        ...
+    def verdict(self) -> str | None: ...
 
 
 HostMessage = Assignments | Release | FileChunk | Stop
@@ -276,30 +223,38 @@ HostMessage = Assignments | Release | FileChunk | Stop
 
 @final
 class HostAgent:
-    """The role `host-...`.
+    """The role `host-...`: offers this host, and serves one job at a time.
+
+    * A host that hears nothing from the supervisor for as long as the job allows ends all its roles
+      and offers itself again, so a job without supervisor leaves nothing behind. It sends offers
+      long before that: a supervisor of another run takes the host at once.
+    * If the supervisor is silent (`is_supervisor_silent`), the driver checks whether anything
+      listens at its address, and posts `PeerLost` if not: the last `Release` may have been lost.
+    * Messages carry the host's incarnation; those of an older one are ignored.
+    * Asked to leave, a host waits a little until its roles have been moved; asked twice, it ends.
 
     Args:
         config: What it offers.
-        site: Where it keeps what it is told.
+        storage: Where it stores what it receives.
     """
 
     accepts: Final = message_types(HostMessage)
 
-    def __init__(self, config: HostAgentConfig, *, site: HostStorage) -> None:
+    def __init__(self, config: HostAgentConfig, *, storage: HostStorage) -> None:
         self._config = config
-        self._site = site
+        self._storage = storage
         self._life = 0
-        self._run: str | None = None  # whose duties it has
-        self._was_taken = config.returns  # by a job, in this life or an earlier one
-        self._word_at: Seconds = 0.0  # the supervisor's last, of whatever life
-        self._probe: BandwidthProbe | None = None  # as long as that lasts
-        self._bandwidth = 0.0  # of the link, as found
-        self._reading: FileDownload | None = None  # its brief
+        self._run: str | None = None  # whose roles it runs
+        self._was_taken = config.returns  # by a job, in this incarnation or an earlier one
+        self._message_at: Seconds = 0.0  # last message of the supervisor, to any incarnation
+        self._probe: BandwidthProbe | None = None  # while it runs
+        self._bandwidth = 0.0  # of the link, as measured
+        self._download: FileDownload | None = None  # download of the job spec
         self._ready = False
         self._to_prepare = False  # as soon as an older process has ended
         self._refusal: str | None = None
-        self._leaves_at: Seconds | None = None  # once it was asked to: at the latest
-        self._workload = RunningRoles()
+        self._leaves_at: Seconds | None = None  # deadline, once it was asked to leave
+        self._roles = RunningRoles()
         self._patience: Seconds = config.silence_seconds_max
         self._heard_at: Seconds = 0.0
         self._offered_since: Seconds = 0.0
@@ -309,100 +264,93 @@ class HostAgent:
         """Return the actions that `event` calls for."""
         match event:
             case Started():
-                self._beat_at = self._word_at = now
-                return [*self._begin_anew(now), *self._beat(now)]
+                self._beat_at = self._message_at = now
+                return [*self._restart(now), *self._beat(now)]
             case TimerFired(name=name) if name == _TIMER:
                 return self._beat(now)
             case Computed():
                 return self._computed(event, now)
             case PeerLost():
                 is_head = event.peer == SUPERVISOR
-                return self._alone(event, now) if is_head else self._ended_here(event)
+                return self._supervisor_gone(event, now) if is_head else self._process_ended(event)
             case Received():
                 return self._received(event, now)
             case _:
                 return []
 
     def status(self) -> tuple[str, dict[str, float]]:
-        """Return what the host is doing, and how many roles run."""
+        """Return the state of the host, and how many roles run."""
         if self._leaves_at is not None:
             state = "leaving"
         elif self._run is None:
             state = "offering"
         else:
             state = "ready" if self._ready else "preparing"
-        return state, {"roles": float(self._workload.n_running)}
+        return state, {"roles": float(self._roles.n_running)}
 
     @property
     def is_offering(self) -> bool:
-        """Whether no job has this machine just now."""
         return self._run is None
 
     @property
     def was_taken(self) -> bool:
-        """Whether one had it at any time."""
         return self._was_taken
 
-    def is_left_alone(self, now: Seconds) -> bool:
-        """Return whether a job that has taken this machine says nothing just now."""
+    def is_supervisor_silent(self, now: Seconds) -> bool:
+        """Return whether a job that has taken this host is silent now."""
         was_of_one = self._was_taken and not self._config.stays
-        return was_of_one and now - self._word_at > _ALONE_SECONDS
+        return was_of_one and now - self._message_at > _ALONE_SECONDS
 
     def _received(self, event: Received, now: Seconds) -> list[Action]:
         if event.sender == USER:
-            return self._asked_to_leave(event.message, now)
+            return self._leave(event.message, now)
         if event.sender == SUPERVISOR:
-            return self._told(event.message, now)
+            return self._dispatch(event.message, now)
         return []
 
-    # ---------------------------------------------------------------------- in touch
-
     def _beat(self, now: Seconds) -> list[Action]:
-        """Say how it stands; give up whoever has said nothing for too long."""
-        stood_still = max(0.0, now - self._beat_at)
-        self._heard_at += stood_still
-        self._beat_at = now + self._config.beat_seconds
+        delay = max(0.0, now - self._beat_at)
+        self._heard_at += delay
+        self._beat_at = now + self._config.heartbeat_seconds
         timer = SetTimer(name=_TIMER, at=self._beat_at)
         if self._leaves_at is not None and now >= self._leaves_at:
-            return self._go("what ran here could not be moved in time")
+            return self._exit("the roles of this host could not be moved in time")
         if self._run is None:
             return [*self._offer(now), timer]
         silent = now - self._heard_at
         if silent > self._patience:
             if self._leaves_at is not None:
-                return self._go(None)
+                return self._exit(None)
             text = (
-                f"no word from the supervisor for {silent:.1f} s: all roles ended; "
-                "waiting for it to be back"
+                f"no message from the supervisor for {silent:.1f} s: all roles ended; "
+                "waiting for it to return"
             )
-            said = Report(text=text, level="warning")
-            return [said, *self._begin_anew(now), *self._offer(now), timer]
-        actions: list[Action] = [self._report(), *self._ask_again(now), timer]
+            report = Report(text=text, level="warning")
+            return [report, *self._restart(now), *self._offer(now), timer]
+        actions: list[Action] = [self._report(), *self._repeat_requests(now), timer]
         if silent > self._config.silence_seconds_max:
-            actions.append(_tell(self._config.offer(self._life)))
+            actions.append(_to_supervisor(self._config.offer(self._life)))
         return actions
 
-    def _ask_again(self, now: Seconds) -> list[Action]:
-        """Ask for what does not come."""
+    def _repeat_requests(self, now: Seconds) -> list[Action]:
         if self._probe is not None:
-            return self._probed(self._probe) if self._probe.is_late(now) else []
-        again = None if self._reading is None else self._reading.ask_again()
-        return [] if again is None else [_tell(again)]
+            return self._probe_done(self._probe) if self._probe.is_late(now) else []
+        again = None if self._download is None else self._download.ask_again()
+        return [] if again is None else [_to_supervisor(again)]
 
     def _offer(self, now: Seconds) -> list[Action]:
         config = self._config
         waited = now - self._offered_since
         if waited > config.wait_seconds_max:
-            return self._go(f"no job has taken this machine in {waited:.0f} s")
-        return [_tell(config.offer(self._life))]
+            return self._exit(f"no job has taken this host in {waited:.0f} s")
+        return [_to_supervisor(config.offer(self._life))]
 
-    def _alone(self, event: PeerLost, now: Seconds) -> list[Action]:
-        """The supervisor is not there: its job is over, unless it is started again."""
-        silent = now - self._word_at
-        if not self.is_left_alone(now) or silent < self._config.over_seconds:
+    def _supervisor_gone(self, event: PeerLost, now: Seconds) -> list[Action]:
+        silent = now - self._message_at
+        if not self.is_supervisor_silent(now) or silent < self._config.over_seconds:
             return []
-        text = f"{event.reason}: the job is over; how it ended is not known here"
-        return [Report(text=text, level="warning"), *self._go(None)]
+        text = f"{event.reason}: the job is over; this host does not know how it ended"
+        return [Report(text=text, level="warning"), *self._exit(None)]
 
     def _report(self) -> Send:
         report = HostReport(
@@ -411,102 +359,96 @@ class HostAgent:
             leaving=self._leaves_at is not None,
             refusal=self._refusal,
             bandwidth=self._bandwidth,
-            ended=self._workload.ended,
+            ended=self._roles.ended,
         )
-        return _tell(report)
+        return _to_supervisor(report)
 
-    def _begin_anew(self, now: Seconds) -> list[Action]:
-        """Begin a life: nothing of the one before is to go on."""
+    def _restart(self, now: Seconds) -> list[Action]:
         self._life += 1
-        self._run = self._reading = self._probe = self._refusal = None
+        self._run = self._download = self._probe = self._refusal = None
         self._ready = self._to_prepare = False
         self._patience = self._config.silence_seconds_max
         self._offered_since = now
-        return self._workload.drop()
+        return self._roles.drop()
 
-    def _go(self, error: str | None) -> list[Action]:
-        return [*self._workload.end(), Exit(error=error)]
+    def _exit(self, error: str | None) -> list[Action]:
+        return [*self._roles.end(), Exit(error=error)]
 
-    def _asked_to_leave(self, message: Message, now: Seconds) -> list[Action]:
+    def _leave(self, message: Message, now: Seconds) -> list[Action]:
         if not isinstance(message, Stop):
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
         if self._run is None or self._leaves_at is not None:
-            return self._go(None)
+            return self._exit(None)
         self._leaves_at = now + self._config.leave_seconds_max
-        text = f"{message.reason}: leaving as soon as what runs here has been moved"
+        text = f"{message.reason}: leaving once the roles of this host have been moved"
         return [Report(text=text), self._report()]
 
-    # ----------------------------------------------------------------- the supervisor
-
-    def _told(self, message: Message, now: Seconds) -> list[Action]:
-        self._word_at = now
+    def _dispatch(self, message: Message, now: Seconds) -> list[Action]:
+        self._message_at = now
         match message:
             case Assignments():
                 return self._assigned(message, now)
             case Release():
-                return self._dismissed(message, now)
+                return self._released(message, now)
             case FileChunk():
-                return self._read(message, now)
+                return self._take_chunk(message, now)
             case _:
                 raise RemoteProtocolError(f"the supervisor sent a host {type(message).__name__}")
 
     def _assigned(self, message: Assignments, now: Seconds) -> list[Action]:
         if message.life != self._life:
             return []
-        if self._run not in {None, message.run}:  # another supervisor, at its place
-            return [*self._begin_anew(now), *self._offer(now)]
+        if self._run not in {None, message.run}:  # the supervisor of another run
+            return [*self._restart(now), *self._offer(now)]
         self._heard_at = now
         if self._run is None:
             self._run, self._was_taken = message.run, True
             self._probe = BandwidthProbe(begun_at=now)
-            asks = [_tell(ask) for ask in self._probe.ask(now)]
+            asks = [_to_supervisor(ask) for ask in self._probe.ask(now)]
             return [Report(text=f"run {message.run}"), *asks]
-        self._workload.assign(message)
+        self._roles.assign(message)
         return self._reconcile()
 
-    def _dismissed(self, message: Release, now: Seconds) -> list[Action]:
+    def _released(self, message: Release, now: Seconds) -> list[Action]:
         if message.life != self._life:
             return []
         if self._leaves_at is not None:
-            return self._go(None)
+            return self._exit(None)
         sent_away = message.refused or self._refusal is not None
         if not (message.again or self._config.stays):
             if sent_away:
-                return self._go(message.reason)
-            return [Report(text=f"dismissed: {message.reason}"), *self._go(None)]
-        said = Report(text=f"begins anew: {message.reason}")
+                return self._exit(message.reason)
+            return [Report(text=f"released: {message.reason}"), *self._exit(None)]
+        report = Report(text=f"offering again: {message.reason}")
         if sent_away:
-            text = f"sent away: {message.reason}; waiting for another job"
-            said = Report(text=text, level="warning")
-        return [said, *self._begin_anew(now), *(self._offer(now) if message.again else ())]
+            text = f"rejected: {message.reason}; waiting for another job"
+            report = Report(text=text, level="warning")
+        return [report, *self._restart(now), *(self._offer(now) if message.again else ())]
 
-    def _read(self, piece: FileChunk, now: Seconds) -> list[Action]:
-        if piece.document == PROBE:
+    def _take_chunk(self, chunk: FileChunk, now: Seconds) -> list[Action]:
+        if chunk.document == PROBE:
             if self._probe is None:
                 return []
             self._heard_at = now
-            asks = self._probe.take(piece, now)
+            asks = self._probe.take(chunk, now)
             if self._probe.is_over:
-                return self._probed(self._probe)
-            return [_tell(ask) for ask in asks]
-        reading = self._reading
-        if reading is not None:  # also what comes twice: all else waits behind that
+                return self._probe_done(self._probe)
+            return [_to_supervisor(ask) for ask in asks]
+        download = self._download
+        if download is not None:  # a duplicate counts too: it shows that the link works
             self._heard_at = now
-        if reading is None or not reading.take(piece):
+        if download is None or not download.take(chunk):
             return []
-        content = reading.content
+        content = download.content
         if content is None:
-            return [_tell(reading.ask())]
-        name = f"{_FURNISH}:{self._life}"
-        return [Compute(name=name, work=lambda: self._site.furnish(content))]
+            return [_to_supervisor(download.ask())]
+        name = f"{_STORE}:{self._life}"
+        return [Compute(name=name, work=lambda: self._storage.store_job_spec(content))]
 
-    def _probed(self, probe: BandwidthProbe) -> list[Action]:
-        """The link is known; go on to the brief."""
+    def _probe_done(self, probe: BandwidthProbe) -> list[Action]:
         self._probe, self._bandwidth = None, probe.rate
-        self._reading = FileDownload(BRIEF)
-        return [_tell(self._reading.ask())]
-
-    # --------------------------------------------------------------------- processes
+        self._download = FileDownload(JOB_SPEC)
+        return [_to_supervisor(self._download.ask())]
 
     def _computed(self, event: Computed, now: Seconds) -> list[Action]:
         what, _, life = event.name.rpartition(":")
@@ -514,7 +456,7 @@ class HostAgent:
             return []
         if event.error is not None:
             return self._refuse(event.error)
-        if what == _FURNISH:
+        if what == _STORE:
             assert isinstance(event.result, float), event.result
             self._patience = max(self._patience, event.result)
             return self._prepare()
@@ -532,62 +474,51 @@ class HostAgent:
         return [Report(text=text, level="error"), self._report()]
 
     def _prepare(self) -> list[Action]:
-        """Begin the process that tries out the run, unless an older one has to end."""
-        launches = self._workload.prepare(self._life)
+        launches = self._roles.prepare(self._life)
         self._to_prepare = not launches
         return launches
 
     def _reconcile(self) -> list[Action]:
-        return self._workload.reconcile() if self._ready else []
+        return self._roles.reconcile() if self._ready else []
 
-    def _ended_here(self, event: PeerLost) -> list[Action]:
-        """A process has ended."""
-        if not self._workload.lose(event):
+    def _process_ended(self, event: PeerLost) -> list[Action]:
+        if not self._roles.lose(event):
             return []
         if event.peer == PREPARE:
-            return self._tried_out(event.incarnation)
-        is_duty = self._workload.is_over(event.peer, event.incarnation)
+            return self._prepared(event.incarnation)
+        is_duty = self._roles.is_over(event.peer, event.incarnation)
         return [self._report()] if is_duty else self._reconcile()
 
-    def _tried_out(self, life: int) -> list[Action]:
-        """The process that tries out the run, in this life or another, has ended."""
+    def _prepared(self, life: int) -> list[Action]:
         if self._to_prepare:
             return self._prepare()
         if life != self._life:
             return []
         name = f"{_VERDICT}:{self._life}"
-        return [Compute(name=name, work=self._site.verdict)]
+        return [Compute(name=name, work=self._storage.verdict)]
 
 
-def _tell(message: Message) -> Send:
+def _to_supervisor(message: Message) -> Send:
     return Send(receiver=SUPERVISOR, message=message)
 
 
-N_SIBLINGS_MAX: Final = 10_000
+N_SIBLINGS_MAX: Final = 10_000  # run directories of one host
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentStorageConfig:
-    """What a host knows of itself.
+    """Paths and limits of a host."""
 
-    Attributes:
-        supervisor: Where that is, with its key.
-        reach: From where roles here can be reached.
-        allowed: Modules whose functions a job may name.
-        code: Directory where their modules, and the job's files, are looked for.
-        directory: For logs and snapshots.
-    """
-
-    supervisor: str
-    reach: ListenConfig
-    allowed: tuple[str, ...]
-    code: Path
-    directory: Path
+    supervisor: str  # its address, with its key
+    reach: ListenConfig  # where roles of this host listen
+    allowed: tuple[str, ...]  # modules whose functions a job may name
+    code: Path  # directory of their modules and of the job's files
+    directory: Path  # for logs and checkpoints
 
 
 @final
 class AgentStorage:
-    """Of one process that has joined; a run at a time."""
+    """Files and shared memory of one host, for one run at a time."""
 
     def __init__(self, config: AgentStorageConfig, *, launcher: LocalLauncher) -> None:
         self._config = config
@@ -595,29 +526,21 @@ class AgentStorage:
         self._memory: FileMemory | None = None
         self._spec = Path()
 
-    def furnish(self, brief: bytes) -> Seconds:
-        """Check a run's brief, and write down what the processes of roles will read.
-
-        Returns:
-            How long roles of that run wait for a supervisor that is silent.
-
-        Raises:
-            DistBeliefError: this machine can be of no use to that run.
-        """
+    def store_job_spec(self, job_spec: bytes) -> Seconds:
         self.clear()
-        told = read_job_spec(brief)
-        patience = patience_of(told.spec.job)
-        directory = _made(self._config.directory)
+        received = read_job_spec(job_spec)
+        patience = patience_of(received.spec.job)
+        directory = _new_run_directory(self._config.directory)
         memory = self._memory = FileMemory.make()
         plan = None
-        if told.plan is not None:
+        if received.plan is not None:
             plan = memory.directory / ".plan.json"
-            files.write(plan, told.plan.encode())
+            files.write(plan, received.plan.encode())
         spec = msgspec.structs.replace(
-            told.spec,
-            job=relocated(told.spec.job, self._config.code),
+            received.spec,
+            job=relocated(received.spec.job, self._config.code),
             supervisor=self._config.supervisor,
-            memory=str(memory.directory) if told.shares else "",
+            memory=str(memory.directory) if received.shares else "",
             snapshots=str(directory / "snapshots"),
             initial_file=None,
             plan=None if plan is None else str(plan),
@@ -625,16 +548,15 @@ class AgentStorage:
             allowed=self._config.allowed,
         )
         self._spec = memory.directory / ".spec.json"
-        # In a directory that only its user may enter: a secret may be in it.
+        # It may contain a secret; only the user may enter this directory.
         self._spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
         self._launcher.serve(
-            spec=self._spec, log_of=lambda name: logs / f"{name}.log", has_machines=plan is not None
+            spec=self._spec, log_of=lambda name: logs / f"{name}.log", has_ranks=plan is not None
         )
         return patience
 
     def verdict(self) -> str | None:
-        """Return what `PREPARE` has found wrong; None if nothing is."""
         try:
             with verdict_file(self._spec).open("rb") as file:
                 text = file.read(VERDICT_BYTES_MAX).decode(errors="replace")
@@ -645,7 +567,7 @@ class AgentStorage:
         return text or None
 
     def clear(self) -> None:
-        """Give up the memory of the run before."""
+        """Remove the shared memory of the previous run."""
         if self._memory is not None:
             self._memory.remove_all()
             self._memory = None
@@ -653,33 +575,28 @@ class AgentStorage:
 
 @final
 class AgentLauncher:
-    """Starts roles, and what tries the run out, as a host wants it."""
+    """Starts the processes of roles, and the preflight process, on a host."""
 
     def __init__(self, launcher: LocalLauncher) -> None:
         self._launcher = launcher
 
     def launch(self, name: Address, incarnation: int) -> None:
-        """Start the process of this name."""
         if name == PREPARE:
             self._launcher.prepare(name, incarnation)
         else:
             self._launcher.launch(name, incarnation)
 
     def terminate(self, name: Address) -> None:
-        """End it by force; nothing happens if it is gone already."""
         self._launcher.terminate(name)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while `events` has something."""
         return self._launcher.fileno()
 
     def events(self) -> Sequence[Event]:
-        """Return what happened since the last call."""
         return self._launcher.events()
 
 
-def _made(directory: Path) -> Path:
-    """Return the next numbered directory that was not there yet, with one for logs."""
+def _new_run_directory(directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for number in range(1, N_SIBLINGS_MAX):

@@ -1,12 +1,13 @@
-"""How fast what the supervisor sends comes in here: pieces, twice as many each time.
+"""What a joining host downloads: the job spec, in chunks, and a probe of the link's bandwidth.
 
-    round     1    2    3    4 ...    7       begun when the last one is here
-    pieces    1    2    4    8 ...   64       of 64 KiB, all asked for at once
+    host                             supervisor
+      | FileRequest (offset 0) --->    |
+      | <----------------- FileChunk   |
+      | FileRequest (next) ------->    |   and so on; repeated if nothing comes
 
-until all of it has taken 150 ms. So a slow link is done after the first pieces, one of
-1 Gbit/s after 8 MiB. The rate is that of the best round, for in another one somebody
-else may have had the processor: what messages get, encrypted if they are, and read by
-this process.
+One chunk is in flight at a time, so that training traffic goes first. The job spec contains no path
+of the supervisor's host that would be used on another one: plan and job travel as text; memory,
+checkpoints and keys are the host's own.
 """
 
 import os
@@ -26,39 +27,25 @@ from distbelief.roles.role import Seconds
 from distbelief.transport.config import ListenConfig
 
 
-# A brief: all that the roles of a run are told, from one machine to another.
-#
-# The supervisor's machine writes it; a host makes of it the file that its own processes
-# read (`process.Spec`). Nothing in it is a path of the supervisor's machine that would be
-# used here: plan and job travel as text, memory, snapshots and keys are the host's own.
-# What the job says of files is looked for below the host's own directory where the job's
-# user had it below his.
-
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError)
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host is told.
+    """What the roles of a run need on another host."""
 
-    Attributes:
-        spec: As for roles of the supervisor's machine.
-        plan: The plan's text, where replicas are split over machines.
-        shares: Whether roles of one machine share memory.
-    """
-
-    spec: RoleSpec
-    plan: str | None = None
-    shares: bool = True
+    spec: RoleSpec  # as for roles of the supervisor's host
+    plan: str | None = None  # text of the plan, if replicas are split over several ranks
+    shares: bool = True  # whether roles of one host share memory
 
 
 def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
-    """Return the brief of a run.
+    """Return the encoded job spec of a run.
 
     Args:
-        spec: Of the roles of this machine.
-        plan: Where their plan is.
+        spec: Of the roles of this host.
+        plan: File of their plan.
     """
-    told = msgspec.structs.replace(
+    portable = msgspec.structs.replace(
         spec,
         supervisor="",
         memory="",
@@ -69,34 +56,34 @@ def write_job_spec(spec: RoleSpec, *, plan: Path | None) -> bytes:
     )
     text = None if plan is None else plan.read_text()
     shares = bool(spec.memory)
-    return msgspec.json.encode(JobSpec(spec=told, plan=text, shares=shares))
+    return msgspec.json.encode(JobSpec(spec=portable, plan=text, shares=shares))
 
 
 def read_job_spec(content: bytes) -> JobSpec:
-    """Return the brief that `write_brief` wrote, on another machine.
+    """Decode what `write_job_spec` wrote on another host.
 
     Raises:
-        JobError: it is none.
+        JobError: it is not a job spec.
     """
     try:
         return msgspec.json.decode(content, type=JobSpec)
     except _UNREADABLE as error:
         raise JobError(
-            f"what the supervisor says of its job cannot be read: {error!s:.200}. Use "
-            "the same version of distbelief on both machines"
+            f"the supervisor's job spec cannot be read: {error!s:.200}. Use "
+            "the same version of distbelief on both hosts"
         ) from None
 
 
 def patience_of(job: msgspec.Raw) -> Seconds:
-    """Return how long roles of this job wait for a supervisor that is silent.
+    """Return how long roles of this job wait for a silent supervisor.
 
     Raises:
-        JobError: it is no job.
+        JobError: it is not a job.
     """
     try:
         tables = msgspec.json.decode(bytes(job), type=dict[str, object])
     except _UNREADABLE as error:
-        raise JobError(f"the supervisor sent no job: {error!s:.200}") from None
+        raise JobError(f"the supervisor's job cannot be read: {error!s:.200}") from None
     table, quantities = tables.get("cluster", {}), QUANTITIES["cluster"]
     cluster = decode(table, ClusterTable, path=("cluster",), quantities=quantities)
     return cluster.patience
@@ -106,28 +93,28 @@ def relocated(job: msgspec.Raw, directory: Path) -> msgspec.Raw:
     """Return a job as if its user had started it in this directory.
 
     Raises:
-        JobError: it is no job.
+        JobError: it is not a job.
     """
     try:
         tables = msgspec.json.decode(bytes(job), type=dict[str, object])
         source = msgspec.convert(tables["source"], type=dict[str, object])
         paths = msgspec.convert(source["import_paths"], type=list[str])
     except _UNREADABLE as error:
-        raise JobError(f"the supervisor sent no job: {error!s:.200}") from None
+        raise JobError(f"the supervisor's job cannot be read: {error!s:.200}") from None
     # The innermost directory first: it may lie within the other.
     bases = sorted((path.rstrip("/") for path in paths), key=len, reverse=True)
     here = str(directory.absolute())
-    moved = cast("dict[str, object]", _moved(tables, bases, here))
+    moved = cast("dict[str, object]", _relocated(tables, bases, here))
     moved["source"] = source | {"import_paths": [here]}
     return msgspec.Raw(msgspec.json.encode(moved))
 
 
-def _moved(value: object, bases: list[str], here: str) -> object:
+def _relocated(value: object, bases: list[str], here: str) -> object:
     match value:
         case dict():
-            return {key: _moved(item, bases, here) for key, item in value.items()}
+            return {key: _relocated(item, bases, here) for key, item in value.items()}
         case list():
-            return [_moved(item, bases, here) for item in value]
+            return [_relocated(item, bases, here) for item in value]
         case str() if os.path.isabs(value):  # noqa: PTH117 -- perhaps no path
             for base in bases:
                 if value == base or value.startswith(f"{base}/"):
@@ -137,28 +124,17 @@ def _moved(value: object, bases: list[str], here: str) -> object:
             return value
 
 
-# Documents between a host and the supervisor: asked for piece by piece.
-#
-#     who wants it                    who has it
-#       | Ask (offset 0) ----------->  |
-#       | <-------------------- Piece  |
-#       | Ask (where that ended) --->  |   and so on; asked again if nothing comes
-#
-# One piece is under way at a time, but for a few that were asked for twice, so a document
-# takes little more of a link, or of memory at its end, than a piece: what is trained goes
-# first.
-
 DOCUMENT_BYTES_MAX: Final = 1 << 26
 
 
 def chunk_of(document: str, content: bytes, offset: int) -> FileChunk:
-    """Return the piece that begins there.
+    """Return the chunk at this offset.
 
     Raises:
-        RemoteProtocolError: there is none.
+        RemoteProtocolError: the offset is behind the end.
     """
     if offset > len(content):
-        raise RemoteProtocolError(f"a piece of {document} at {offset}: it has {len(content)} bytes")
+        raise RemoteProtocolError(f"offset {offset} of {document}: it has {len(content)} bytes")
     return FileChunk(
         document=document,
         offset=offset,
@@ -169,7 +145,7 @@ def chunk_of(document: str, content: bytes, offset: int) -> FileChunk:
 
 @final
 class FileDownload:
-    """One document, as far as it has come.
+    """A document, as far as it has come.
 
     Args:
         document: Its name.
@@ -179,25 +155,23 @@ class FileDownload:
         self.document = document
         self._content = bytearray()
         self._n_bytes: int | None = None
-        self._n_looks = 0  # since it was asked last
-        self._patience = 2  # looks, after which it is asked again
+        self._n_looks = 0  # calls of `ask_again` since the last request
+        self._patience = 2  # such calls before the request is repeated
 
     @property
     def content(self) -> bytes | None:
-        """All of it, once it is here."""
         is_whole = self._n_bytes == len(self._content)
         return bytes(self._content) if is_whole else None
 
     def ask(self) -> FileRequest:
-        """Return what to ask for now."""
+        """Return the request for the next chunk."""
         self._n_looks = 0
         return FileRequest(document=self.document, offset=len(self._content))
 
     def ask_again(self) -> FileRequest | None:
-        """Return what to ask for if nothing has come for long; called now and then.
+        """Return the request again if no chunk has come for long; called periodically.
 
-        More and more seldom: what is merely slow comes as often as it is asked for, and
-        the next piece after all that.
+        The interval doubles each time: on a slow link, repeated answers would delay the next chunk.
         """
         self._n_looks += 1
         if self.content is not None or self._n_looks < self._patience:
@@ -205,102 +179,100 @@ class FileDownload:
         self._patience *= 2
         return self.ask()
 
-    def take(self, piece: FileChunk) -> bool:
-        """Take a piece; return whether it is news.
+    def take(self, chunk: FileChunk) -> bool:
+        """Append a chunk; return whether it is new.
 
         Raises:
-            RemoteProtocolError: it does not go with what has come.
+            RemoteProtocolError: it contradicts what has come.
         """
-        if piece.document != self.document or piece.offset != len(self._content):
-            return False  # of a question that was repeated
-        end = piece.offset + len(piece.content)
-        known = piece.n_bytes if self._n_bytes is None else self._n_bytes
-        is_sound = known == piece.n_bytes <= DOCUMENT_BYTES_MAX and end <= known
-        if not is_sound or (end < known and not piece.content):
+        if chunk.document != self.document or chunk.offset != len(self._content):
+            return False  # answer to a repeated request
+        end = chunk.offset + len(chunk.content)
+        known = chunk.n_bytes if self._n_bytes is None else self._n_bytes
+        is_sound = known == chunk.n_bytes <= DOCUMENT_BYTES_MAX and end <= known
+        if not is_sound or (end < known and not chunk.content):
             raise RemoteProtocolError(
-                f"{len(piece.content)} bytes of {self.document} at {piece.offset}, of "
-                f"{piece.n_bytes} (before: {self._n_bytes}); {DOCUMENT_BYTES_MAX} at "
+                f"{len(chunk.content)} bytes of {self.document} at {chunk.offset}, of "
+                f"{chunk.n_bytes} (before: {self._n_bytes}); {DOCUMENT_BYTES_MAX} at "
                 "most"
             )
         if self.content is not None:
             return False
         self._n_bytes = known
-        self._content += piece.content.content
+        self._content += chunk.content.content
         return True
 
 
-PROBE: Final = "probe"
-"""The document that is asked for to see how long it takes."""
+PROBE: Final = "probe"  # the document that measures the link
 
-PIECE_BYTES: Final = 1 << 16
+CHUNK_BYTES: Final = 1 << 16
 N_ROUNDS_MAX: Final = 7
-N_PIECES_MAX: Final = (1 << N_ROUNDS_MAX) - 1
-"""That one life of a host is sent: 8 MiB."""
+N_CHUNKS_MAX: Final = (1 << N_ROUNDS_MAX) - 1  # 8 MiB to one incarnation of a host
 
 SECONDS_ENOUGH: Final = 0.15
-SECONDS_MAX: Final = 3.0
-"""For all of it: a link on which something is lost has no rate."""
+SECONDS_MAX: Final = 3.0  # a lost chunk ends the measurement
 
-_CONTENT: Final = Blob(bytes(PIECE_BYTES))
+_CONTENT: Final = Blob(bytes(CHUNK_BYTES))
 
 
 def probe_chunk(offset: int) -> FileChunk:
-    """Return the piece that begins there.
+    """Return the chunk of `PROBE` at this offset.
 
     Raises:
         RemoteProtocolError: there is none.
     """
-    n_bytes = N_PIECES_MAX * PIECE_BYTES
-    if offset >= n_bytes or offset % PIECE_BYTES:
-        raise RemoteProtocolError(f"a piece of {PROBE} at {offset}: there is none")
+    n_bytes = N_CHUNKS_MAX * CHUNK_BYTES
+    if offset >= n_bytes or offset % CHUNK_BYTES:
+        raise RemoteProtocolError(f"{PROBE} has no chunk at offset {offset}")
     return FileChunk(document=PROBE, offset=offset, n_bytes=n_bytes, content=_CONTENT)
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class BandwidthProbe:
-    """Of one life of a host.
+    """Measures how fast the supervisor's messages arrive, for one incarnation of a host.
 
-    Attributes:
-        begun_at: When its first piece was asked for.
-        rate: Bytes a second, of the best round that is whole; 0.0: none is.
-        is_over: Whether there is nothing more to ask for.
+        round     1    2    3    4 ...    7       begins when the previous one is complete
+        chunks    1    2    4    8 ...   64       of 64 KiB, all requested at once
+
+    It ends after 150 ms: a slow link after the first chunks, 1 Gbit/s after 8 MiB. The rate is that
+    of the best round, because other processes may disturb a round. It includes encryption and
+    reading.
     """
 
-    begun_at: Seconds
-    rate: float = 0.0
-    is_over: bool = False
-    _n_asked: int = 0
-    _n_come: int = 0
+    begun_at: Seconds  # when the first chunk was requested
+    rate: float = 0.0  # bytes a second in the best complete round; 0.0 before
+    is_over: bool = False  # whether there is nothing more to request
+    _n_requested: int = 0
+    _n_received: int = 0
     _n_of_round: int = 0
     _round_at: Seconds = 0.0
 
     def ask(self, now: Seconds) -> list[FileRequest]:
-        """Return what the next round asks for."""
+        """Return the requests of the next round."""
         self._n_of_round = max(1, 2 * self._n_of_round)
         self._round_at = now
-        first, self._n_asked = self._n_asked, self._n_asked + self._n_of_round
+        first, self._n_requested = self._n_requested, self._n_requested + self._n_of_round
         return [
-            FileRequest(document=PROBE, offset=index * PIECE_BYTES)
-            for index in range(first, self._n_asked)
+            FileRequest(document=PROBE, offset=index * CHUNK_BYTES)
+            for index in range(first, self._n_requested)
         ]
 
-    def take(self, piece: FileChunk, now: Seconds) -> list[FileRequest]:
-        """Take a piece; return what is to be asked for now."""
-        if self.is_over or piece.offset != self._n_come * PIECE_BYTES:
+    def take(self, chunk: FileChunk, now: Seconds) -> list[FileRequest]:
+        """Count a chunk; return the requests to send now."""
+        if self.is_over or chunk.offset != self._n_received * CHUNK_BYTES:
             return []
-        self._n_come += 1
-        if self._n_come < self._n_asked:
+        self._n_received += 1
+        if self._n_received < self._n_requested:
             return []
         seconds = now - self._round_at
-        # As if read by a clock of microseconds: an infinite speed is none.
-        rate = self._n_of_round * PIECE_BYTES / max(seconds, 1e-6)
+        # At least a microsecond: the rate must be finite.
+        rate = self._n_of_round * CHUNK_BYTES / max(seconds, 1e-6)
         self.rate = max(self.rate, rate)
-        if now - self.begun_at >= SECONDS_ENOUGH or self._n_asked == N_PIECES_MAX:
+        if now - self.begun_at >= SECONDS_ENOUGH or self._n_requested == N_CHUNKS_MAX:
             self.is_over = True
             return []
         return self.ask(now)
 
     def is_late(self, now: Seconds) -> bool:
-        """Return whether it has taken too long."""
         return now - self.begun_at > SECONDS_MAX

@@ -1,4 +1,4 @@
-"""What a supervisor knows of the machines that have joined: a record of each."""
+"""The hosts of a job: their slots, their speed, and a record of each."""
 
 import math
 import re
@@ -15,39 +15,28 @@ from distbelief.roles.role import Address, Seconds, Send
 from distbelief.supervisor.view import HostView
 
 
-# How long a step takes on a machine, roughly: enough to choose where replicas go.
-#
-# For each parameter of a dense net, a step takes 6 floating point operations a sample (2
-# forward, 4 backward; Dean et al. 2012 train such nets), and 4 bytes on the link for each
-# fetch and each push. So the number of parameters is of no matter: whether a slow link or
-# a slow processor is worse, depends on the batch. In layers that use a parameter more
-# than once (convolutions) the link counts for too much.
-
 _OPERATIONS: Final = 6.0  # of each parameter, a sample
 _BYTES: Final = 4.0  # of each parameter, in a fetch or a push
-_ALIKE: Final = math.log(1.25)  # machines that differ less are as fast as each other
+_ALIKE: Final = math.log(1.25)  # hosts that differ less have the same grade
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What a replica's step takes, for each parameter.
+    """Rough cost of one replica's step per parameter: enough to rank hosts.
 
-    Attributes:
-        operations: Floating point.
-        n_bytes: On the link to the shards.
+    A dense net needs 6 floating point operations per parameter and sample (2 forward, 4 backward;
+    Dean et al. 2012 train such nets), and 4 bytes on the link for each fetch and each push. So only
+    the batch decides whether a slow link or a slow processor is worse. In convolutions, which use a
+    parameter more than once, the link counts for too much.
     """
 
-    operations: float = 1.0
-    n_bytes: float = 0.0
+    operations: float = 1.0  # floating point operations
+    n_bytes: float = 0.0  # bytes on the link to the shards
 
     @classmethod
     def of(cls, job: Job) -> "StepTime":
-        """Return that of a job; of portions, each is reckoned with a fetch of its own.
-
-        Args:
-            job: By any algorithm.
-        """
+        """Return the cost for a job; each mini-batch of a batch algorithm counts as one fetch."""
         table = job.algorithm
         n_fetch, n_push = (getattr(table, name, 1) for name in ("n_fetch", "n_push"))
         return cls(
@@ -55,150 +44,128 @@ class StepTime:
         )
 
     def grade(self, *, flops: float, bandwidth: float) -> int | None:
-        """Return the grade of a machine, lower ones are faster; None: nobody knows.
+        """Return the grade of a host, lower is faster; None if unknown.
 
         Args:
             flops: Of one process of a replica, operations a second.
-            bandwidth: Bytes a second; 0.0: as if there were no end of it.
+            bandwidth: Bytes a second; 0.0 counts as infinite.
         """
         if not flops:
             return None
-        # It is the machine's own word: less than one a second would be no number here.
+        # The host reports this number: below 1 it makes no sense.
         seconds = self.operations / max(flops, 1.0)
         seconds += self.n_bytes / max(bandwidth, 1.0) if bandwidth else 0.0
         return round(math.log(seconds) / _ALIKE)
 
 
-# Where roles run: a table of rooms, each with so many slots for replicas.
-#
-# A slot is what one process of a replica takes: as many cores as it has threads, or a
-# GPU. The supervisor's own machine is a room too; shards, coordinator and evaluator run
-# there, and take no slots.
-#
-# * The fastest rooms are filled first, of those that are as fast as each other the
-#   emptiest. The supervisor's own machine counts as fast, as does one that nobody has
-#   measured.
-# * A replica of several machines goes to one room if it fits one, for then its messages
-#   stay there; else it is spread over rooms, in that order.
-# * Where nothing fits, a role waits; `must` finds it a room all the same.
-# * A role that is started again goes to where it was, if there is room.
-
-HERE: Final = Address("here")
-"""The supervisor's own machine."""
+HERE: Final = Address("here")  # the supervisor's own host
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class HostSlots:
-    """One machine.
+    """Slots of one host. A slot is what one process of a replica takes: its threads, or a GPU."""
 
-    Attributes:
-        slots: For processes of replicas.
-        used: Of them; more than there are, where a role had to be somewhere.
-        is_open: Whether anything more may come.
-        grade: Of its speed, lower ones are faster (`pace`); None: nobody knows.
-    """
-
-    slots: int
-    grade: int | None = None
-    used: int = 0
-    is_open: bool = True
+    slots: int  # for processes of replicas
+    grade: int | None = None  # of its speed (`StepTime.grade`), lower is faster; None if unknown
+    used: int = 0  # slots in use; more than there are, where a role had to run somewhere
+    is_open: bool = True  # whether more roles may be placed here
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
         return max(0, self.slots - self.used) if self.is_open else 0
 
     @property
     def load(self) -> float:
-        """Processes to a slot, with one more."""
         return (self.used + 1) / self.slots if self.slots else float("inf")
 
 
 @final
 class SlotTable:
-    """Of one job.
+    """Which role runs on which host, and the free slots of all hosts.
+
+    Shards, coordinator and evaluator run on the supervisor's host and take no slots. Hosts are
+    filled in order of speed, then of free slots; the supervisor's host and unmeasured ones count as
+    fast.
 
     Args:
-        slots_here: Of the supervisor's own machine.
+        slots_here: Slots of the supervisor's own host.
     """
 
     def __init__(self, *, slots_here: int) -> None:
-        self._rooms: dict[Address, HostSlots] = {HERE: HostSlots(slots=slots_here)}
-        self._at: dict[Address, Address] = {}  # role -> room, as long as it runs
-        self._was_at: dict[Address, Address] = {}
+        self._hosts: dict[Address, HostSlots] = {HERE: HostSlots(slots=slots_here)}
+        self._at: dict[Address, Address] = {}  # role -> host, while it runs
+        self._was_at: dict[Address, Address] = {}  # a restarted role goes back if there is a slot
         self._takes: dict[Address, int] = {}  # slots
 
     def open(self, host: Address, *, slots: int, grade: int | None = None) -> None:
-        """This machine may be used from now on."""
-        self._rooms[host] = HostSlots(slots=slots, grade=grade)
+        self._hosts[host] = HostSlots(slots=slots, grade=grade)
 
     def shut(self, host: Address, *, is_open: bool = False) -> None:
-        """Nothing more is to come to this machine (or, again, it may)."""
-        room = self._rooms.get(host)
-        if room is not None:
-            room.is_open = is_open
+        """Place nothing more on this host (or, with `is_open`, allow it again)."""
+        host_slots = self._hosts.get(host)
+        if host_slots is not None:
+            host_slots.is_open = is_open
 
     def remove(self, host: Address) -> None:
-        """This machine is gone, and so is all that ran there."""
+        """Remove a host that is gone, with its roles."""
         for name in [name for name, at in self._at.items() if at == host]:
             self.leave(name)
-        self._rooms.pop(host, None)
+        self._hosts.pop(host, None)
 
     def at(self, name: Address) -> Address | None:
-        """Return where this role runs."""
         return self._at.get(name)
 
     def roles_at(self, host: Address) -> list[Address]:
-        """Return what runs there."""
         return [name for name, at in self._at.items() if at == host]
 
     def put(self, name: Address, host: Address, *, slots: int) -> None:
-        """This role runs there from now on."""
         self.leave(name)
         self._at[name] = self._was_at[name] = host
         self._takes[name] = slots
-        self._rooms[host].used += slots
+        self._hosts[host].used += slots
 
     def leave(self, name: Address) -> None:
-        """This role runs no more."""
         host = self._at.pop(name, None)
         if host is not None:
-            self._rooms[host].used -= self._takes.pop(name)
+            self._hosts[host].used -= self._takes.pop(name)
 
     def fits(self, host: Address, n: int) -> bool:
-        """Return whether a machine has so many free slots."""
-        return host in self._rooms and self._rooms[host].free >= n
+        return host in self._hosts and self._hosts[host].free >= n
 
     def find(self, names: Sequence[Address], *, must: bool = False) -> list[Address] | None:
-        """Return a room for each of these roles, of one model; None if there is none.
+        """Return a host for each rank of one replica; None if there are not enough slots.
+
+        A group goes to one host if it fits, because its messages then stay there; else it is
+        spread.
 
         Args:
-            names: Of the roles.
-            must: Take rooms that are full already, if need be.
+            names: The roles of one group.
+            must: Use full hosts if need be.
         """
         n = len(names)
-        rooms = {h: room for h, room in self._rooms.items() if room.is_open}
+        open_hosts = {h: host_slots for h, host_slots in self._hosts.items() if host_slots.is_open}
         before = self._was_at.get(names[0])
-        if before in rooms and rooms[before].free >= n:
+        if before in open_hosts and open_hosts[before].free >= n:
             return [before] * n
-        best = min((r.grade for r in rooms.values() if r.grade is not None), default=0)
+        best = min((r.grade for r in open_hosts.values() if r.grade is not None), default=0)
 
+        # Fastest first, then emptiest.
         def order(host: Address) -> tuple[int, int]:
-            grade = rooms[host].grade
-            return best if grade is None else grade, -rooms[host].free
+            grade = open_hosts[host].grade
+            return best if grade is None else grade, -open_hosts[host].free
 
-        by_room = sorted(rooms, key=order)  # stable
-        for host in by_room:
-            if rooms[host].free >= n:
+        by_speed = sorted(open_hosts, key=order)  # stable
+        for host in by_speed:
+            if open_hosts[host].free >= n:
                 return [host] * n
-        free = [host for host in by_room for _ in range(rooms[host].free)]
+        free = [host for host in by_speed for _ in range(open_hosts[host].free)]
         if len(free) >= n:
             return free[:n]
-        with_slots = [host for host, room in rooms.items() if room.slots]
+        with_slots = [host for host, host_slots in open_hosts.items() if host_slots.slots]
         if not (must and with_slots):
             return None
-        least = min(with_slots, key=lambda host: rooms[host].load)
+        least = min(with_slots, key=lambda host: open_hosts[host].load)
         return [*free, *[least] * n][:n]
 
 
@@ -207,44 +174,31 @@ _UNPRINTABLE: Final = re.compile(r"[^\w.:@-]")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """How a job spans machines.
+    """How a job uses hosts."""
 
-    Attributes:
-        run: What hosts call the run.
-        brief: The document that hosts read first.
-        n_hosts: Machines to wait for before the job begins.
-        hosts_seconds_max: For them; then it begins with those that are there.
-        slots_here: Processes of replicas that the supervisor's own machine may run.
-        threads: Of each of them.
-        device: On which they compute.
-        step: Of a replica, to tell fast machines from slow ones.
-        silent_seconds: After which a machine gets nothing more.
-        dead_seconds: After which it is given up: before the supervisor itself gives up
-            the roles there, one by one.
-        leave_seconds_max: For a replica to end its step, where its machine leaves.
-    """
-
-    run: str
-    brief: bytes
-    n_hosts: int = 0
-    hosts_seconds_max: Seconds = 600.0
-    slots_here: int
-    threads: int = 1
-    device: str = "cpu"
-    step: StepTime = field(default_factory=StepTime)
-    silent_seconds: Seconds = 3.0
+    run: str  # id of the run
+    job_spec: bytes  # the job spec, encoded
+    n_hosts: int = 0  # hosts to wait for before the job begins
+    hosts_seconds_max: Seconds = 600.0  # for them; then it begins with those that are there
+    slots_here: int  # processes of replicas that the supervisor's own host may run
+    threads: int = 1  # of each process
+    device: str = "cpu"  # on which they compute
+    step: StepTime = field(default_factory=StepTime)  # cost of a replica's step, to rank hosts
+    silent_seconds: Seconds = 3.0  # after which a host gets nothing more
+    # After which it counts as lost; below the supervisor's own limit, so that the roles there are
+    # not given up one by one
     dead_seconds: Seconds = 8.0
-    leave_seconds_max: Seconds = 20.0
+    leave_seconds_max: Seconds = 20.0  # for a replica to end its step when its host leaves
 
     def slots_of(self, offer: Offer) -> int:
-        """Return how many processes of replicas a machine may run."""
+        """Return how many processes of replicas a host may run."""
         if self.device != "cpu":
             return offer.devices.count(self.device)
         return offer.cores // self.threads
 
     def grade_of(self, offer: Offer, bandwidth: float) -> int | None:
-        """Return how fast a machine is for this job (`pace`); None: nobody knows."""
-        if self.device != "cpu":  # what was measured is a core
+        """Return the grade of a host for this job (`StepTime.grade`); None if unknown."""
+        if self.device != "cpu":  # only CPU cores were measured
             return None
         return self.step.grade(flops=offer.flops * self.threads, bandwidth=bandwidth)
 
@@ -252,62 +206,60 @@ class ClusterConfig:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostRecord:
-    """One machine that has joined, in its present life."""
+    """One host that has joined, in its present incarnation."""
 
     name: Address
     offer: Offer
-    duties: dict[Address, int]
-    bandwidth: float = 0.0  # bytes a second from here, as it says; 0.0: not measured
-    since: Seconds  # of this life, here
+    roles: dict[Address, int]
+    bandwidth: float = 0.0  # bytes a second from here, as it reports; 0.0: not measured
+    since: Seconds  # first offer of this incarnation, by our clock
     heard_at: Seconds
-    n_probes: int = 0  # pieces that it has asked for to measure the link
-    present: bool = True  # False: given up, until it begins a new life
+    n_probes: int = 0  # chunks that it has requested to measure the link
+    present: bool = True  # False: lost, until it offers a new incarnation
     ready: bool = False
     refused: bool = False
     leaving: bool = False
-    changed: bool = False  # its duties, since it was told of them
-    deaths: list[Address] = field(default_factory=list)  # there, in a row and too soon
-    is_avoided: bool = False  # for these
+    changed: bool = False  # assignments changed since they were last sent
+    deaths: list[Address] = field(default_factory=list)  # early deaths there, in a row
+    is_blocked: bool = False  # blocked because of these
 
     @classmethod
     def of(cls, name: Address, offer: Offer, now: Seconds) -> Self:
-        """Return the record of a machine that has just offered itself."""
-        # A name for people: nothing that a terminal would obey.
+        """Return the record of a host that has just offered itself."""
+        # The label goes to terminals: no control characters.
         label = _UNPRINTABLE.sub("?", offer.label) or "nameless"
         offer = msgspec.structs.replace(offer, label=label)
-        return cls(name=name, offer=offer, duties={}, since=now, heard_at=now)
+        return cls(name=name, offer=offer, roles={}, since=now, heard_at=now)
 
     @property
     def label(self) -> str:
-        """How messages name it."""
         return f"{self.offer.label} ({self.name})"
 
     @property
     def life(self) -> int:
-        """Its own number of it."""
         return self.offer.life
 
-    def dismiss(self, reason: str, *, again: bool, refused: bool = False) -> Send:
-        """Return what tells it that this life is over."""
+    def release(self, reason: str, *, again: bool, refused: bool = False) -> Send:
+        """Return the `Release` that ends this incarnation."""
         message = Release(life=self.life, again=again, reason=reason[:2048], refused=refused)
         return Send(receiver=self.name, message=message)
 
     def assign(self, run: str) -> Send:
-        """Return what tells it what to run."""
+        """Return the complete list of what it runs."""
         self.changed = False
-        told = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.duties.items())
-        message = Assignments(life=self.life, run=run, duties=told)
+        assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.roles.items())
+        message = Assignments(life=self.life, run=run, duties=assigned)
         return Send(receiver=self.name, message=message)
 
     def introduction(self) -> str:
-        """Return who it is and what it has: "node7 (host-...): 2 cores, 3.1 GB"."""
+        """Return "node7 (host-...): 2 cores, 3.1 GB"."""
         offer = self.offer
         cores = "1 core" if offer.cores == 1 else f"{offer.cores} cores"
         gpus = f", {len(offer.devices)} GPUs" if offer.devices else ""
         return f"{self.label} has joined: {cores}{gpus}, {formatting.size(offer.memory_bytes)}"
 
     def speeds(self) -> str:
-        """Return what was measured: "41 GFLOP/s a core, 117 MB/s from here"."""
+        """Return the measurements: "41 GFLOP/s a core, 117 MB/s from here"."""
         parts = []
         if self.offer.flops:
             parts.append(f"{formatting.speed(self.offer.flops)} a core")
@@ -316,16 +268,15 @@ class HostRecord:
         return ", ".join(parts) or "not measured"
 
     def view(self) -> HostView:
-        """Return its row."""
         state = "ready" if self.ready else "preparing"
         if self.refused:
-            state = "of no use"
+            state = "rejected"
         elif not self.present:
             state = "gone"
         elif self.leaving:
             state = "leaving"
-        elif self.is_avoided:
-            state = "avoided"
+        elif self.is_blocked:
+            state = "blocked"
         return HostView(
             name=self.name,
             label=self.offer.label,

@@ -1,7 +1,7 @@
-"""`distbelief join`: lets a job use this machine, until it is over or Ctrl+C.
+"""`distbelief join`: lets a job use this host until it is over or Ctrl+C.
 
-This process is the role `host-...`, with a fork server of its own; the run's roles are
-its children's. It computes nothing, and holds no values.
+This process is the role `host-...`, with a fork server whose children are the run's roles. It
+computes nothing, and holds no values.
 """
 
 import errno
@@ -47,22 +47,18 @@ from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-# A knock at a port: does anything listen there? Nobody has to wait for the answer.
-#
-# ZeroMQ connects again and again, and does not say why it has to. The kernel at the other
-# side does: where nothing listens it refuses at once, and of a link that is cut nothing
-# is heard.
-
-SECONDS: Final = 2.0
-"""Between two knocks, and for the answer to one."""
+SECONDS: Final = 2.0  # between two probes, and for the answer to one
 
 
 @final
 class PortProbe:
-    """Again and again, at one place, for as long as somebody asks.
+    """Checks without blocking whether anything listens at an address.
+
+    ZeroMQ reconnects silently. A TCP connect shows why: a port where nothing listens refuses at
+    once, a link that is cut gives no answer.
 
     Args:
-        place: Where.
+        place: The address.
     """
 
     def __init__(self, place: Endpoint) -> None:
@@ -71,7 +67,7 @@ class PortProbe:
         self._begun_at: Seconds | None = None
 
     def finds_nobody(self, now: Seconds) -> bool:
-        """Return whether an answer has just come, and is that nothing listens."""
+        """Return whether the latest probe was refused; starts a new one when it is time."""
         if self._begun_at is None or now - self._begun_at >= SECONDS:
             self._begin(now)
         if self._link is None or not _is_answered(self._link):
@@ -81,7 +77,6 @@ class PortProbe:
         return error == errno.ECONNREFUSED
 
     def close(self) -> None:
-        """Wait for no answer."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -94,8 +89,8 @@ class PortProbe:
         try:
             self._link.connect((self._place.host, self._place.port))
         except BlockingIOError:
-            pass  # as expected: the answer is on its way
-        except OSError:  # there is no way there at all
+            pass  # the normal case: the answer comes later
+        except OSError:  # no route
             self.close()
 
 
@@ -105,33 +100,26 @@ def _is_answered(link: socket.socket) -> bool:
     return bool(poller.poll(0))
 
 
-# What a machine that joins sees of the supervisor, beside what that says to it.
-#
-#     it lets in no key like this one     the user is told how to change that; it is tried
-#                                         again
-#     somebody else listens there         the user is told
-#     nothing listens there               the run is over, if this machine was of it; at
-#                                         the beginning the user is told
-#
-# Of a link that is cut nothing is seen: that may pass. What this machine's own address
-# is, may change meanwhile.
-
-DIAL_SECONDS: Final = 3.0
-"""Between two tries of who is not let in."""
-
-ONCE_SECONDS: Final = 1.5
-"""In which there is but one knock: where something listens, it is a stranger's."""
+DIAL_SECONDS: Final = 3.0  # between two attempts after a rejection
+ONCE_SECONDS: Final = 1.5  # at the start, in which exactly one probe runs
 
 
 @final
 class SupervisorMonitor:
-    """Of one machine; to be closed.
+    """Watches the connection to the supervisor; call `close` at the end.
+
+        the supervisor rejects the key    the user sees how to allow it; it retries
+        another key listens there         the user is warned
+        nothing listens there             the run is over if this host was part of it,
+                                          else the user is warned
+
+    A link that is cut shows nothing, and may recover. The host's own address may change meanwhile.
 
     Args:
-        transport: Of this machine.
-        key: Likewise; "": it has none.
-        place: Of the supervisor.
-        tell: Tells the user.
+        transport: Of this host.
+        key: Public key of this host; "" without one.
+        place: Address of the supervisor.
+        tell: Shows a text to the user.
     """
 
     def __init__(
@@ -140,28 +128,27 @@ class SupervisorMonitor:
         self._transport = transport
         self._key = key
         self._place = place
-        self._knock = PortProbe(place)
+        self._probe = PortProbe(place)
         self._begun_at: Seconds | None = None
         self._tell = tell
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
         self._dial_at: Seconds | None = None
 
     def close(self) -> None:
-        """Knock no more."""
-        self._knock.close()
+        self._probe.close()
 
     def dial(self) -> None:
-        """Connect to the supervisor; again, too: ZeroMQ gives up when refused."""
+        """Connect to the supervisor, also again: ZeroMQ gives up when it is rejected."""
         self._transport.disconnect(SUPERVISOR)
         self._transport.connect(SUPERVISOR, 0, str(self._place), watched=True)
 
     def look(self, *, is_alone: bool, is_known: bool) -> str | None:
-        """Tell the user what is new; return why the run is over, if it seems so.
+        """Show the user what is new; return why the run seems to be over, if it does.
 
         Args:
-            is_alone: Whether this machine was of the run, and hears nothing now.
-            is_known: Whether the supervisor has spoken to it. Who closes a connection
-                then is busy, or stands still: its key is the right one.
+            is_alone: Whether this host was part of the run, and hears nothing now.
+            is_known: Whether the supervisor has sent it a message. If the connection closes after
+                that, the supervisor is busy or suspended: its key is the right one.
         """
         now, where = time.monotonic(), self._place.endpoint
         if self._dial_at is not None and now >= self._dial_at:
@@ -169,116 +156,102 @@ class SupervisorMonitor:
             self.dial()
         if self._transport.is_refused(SUPERVISOR):
             self._dial_at = now + DIAL_SECONDS
-            self._say(
-                f"{where} does not let this machine in. On its machine: distbelief "
-                f"keys allow {self._key} NAME --role host; then it will"
+            self._show(
+                f"{where} rejects the key of this host; run there: "
+                f"distbelief keys allow {self._key} NAME --role host"
             )
         elif self._transport.is_another(SUPERVISOR) and not is_known:
-            self._say(
-                f"who listens at {where} has another key than this address, or none: "
+            self._show(
+                f"the process at {where} has another key than this address, or none: "
                 "use the address that `distbelief train --listen` prints there"
             )
         self._begun_at = now if self._begun_at is None else self._begun_at
         is_new = now - self._begun_at < ONCE_SECONDS
-        if (is_alone or is_new) and self._knock.finds_nobody(now):
+        if (is_alone or is_new) and self._probe.finds_nobody(now):
             if is_alone:
                 return f"nothing listens at {where} any more"
-            self._say(f"nothing listens at {where} so far")
+            self._show(f"nothing listens at {where} so far")
         return None
 
     def own_number(self, *, known: str) -> str:
-        """Return the number by which the supervisor can reach this machine now.
+        """Return the IP address at which the supervisor can reach this host now.
 
         Args:
-            known: What it was; returned as long as there is no way there.
+            known: The previous one; returned while there is no route to the supervisor.
         """
         with suppress(TransportError):
             return own_number_towards(self._place.host)
         return known
 
-    def _say(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _show(self, text: str) -> None:
+        if text not in self._shown:
+            self._shown.add(text)
             self._tell(text)
 
 
 INCARNATION: Final = 1  # the name is new each time
 
-NAME_SECONDS: Final = 5.0
-"""Between two looks at where the supervisor's name leads to, while no job is there."""
+NAME_SECONDS: Final = 5.0  # between two DNS lookups of the supervisor, while no job is there
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """What the machine's user wants.
+    """Options of `distbelief join`."""
 
-    Attributes:
-        address: As `distbelief train --listen` prints it.
-        keys: Directory of this machine's keys; None: a run without keys.
-        cores: To be used; None: all that there are.
-        memory_bytes: Likewise.
-        devices: Likewise; None: all GPUs.
-        allowed: Modules whose functions a job may name.
-        code: Where a job's modules and files are looked for.
-        directory: For logs.
-        stays: Whether to wait for another job when one is over.
-        wait_seconds: For a job to take this machine.
-    """
-
-    address: str
-    keys: Path | None
-    cores: int | None = None
-    memory_bytes: int | None = None
-    devices: tuple[str, ...] = ()
-    allowed: tuple[str, ...] = ()
-    code: Path = Path()
-    directory: Path = Path("runs/joined")
-    stays: bool = False
-    wait_seconds: float = 600.0
+    address: str  # as `distbelief train --listen` prints it
+    keys: Path | None  # directory of this host's keys; None for a run without keys
+    cores: int | None = None  # to use; None for all
+    memory_bytes: int | None = None  # to use; None for all
+    devices: tuple[str, ...] = ()  # "cuda" for each GPU to use
+    allowed: tuple[str, ...] = ()  # modules whose functions a job may name
+    code: Path = Path()  # directory of a job's modules and files
+    directory: Path = Path("runs/joined")  # for logs
+    stays: bool = False  # whether to wait for another job when one is over
+    wait_seconds: float = 600.0  # for a job to take this host
 
 
-def join(wanted: JoinOptions, *, tell: Tell) -> int:
-    """Offer this machine; return the exit code.
+def join(options: JoinOptions, *, tell: Tell) -> int:
+    """Offer this host; return the exit code.
 
     Raises:
-        JobError: the address or the keys make no sense.
-        StorageError: a directory or shared memory cannot be had.
+        JobError: the address or the keys are invalid.
+        StorageError: a directory or shared memory cannot be created.
     """
-    address = JobAddress.parse(wanted.address)
-    reach = _reach(address, wanted)
+    address = JobAddress.parse(options.address)
+    reach = _reach(address, options)
     was_taken = False
     while True:
-        stay = _Membership(wanted, reach=reach, address=address, tell=tell)
-        exit_code = stay.run(returns=was_taken)
-        if stay.moved_to is None or exit_code:
+        membership = _Membership(options, reach=reach, address=address, tell=tell)
+        exit_code = membership.run(returns=was_taken)
+        if membership.moved_to is None or exit_code:
             return exit_code
-        reach = msgspec.structs.replace(reach, host=stay.moved_to)
-        was_taken = stay.was_taken
+        reach = msgspec.structs.replace(reach, host=membership.moved_to)
+        was_taken = membership.was_taken
 
 
 @final
 class _Membership:
-    """This machine at one address, under a name of its own.
+    """This host at one IP address, under a name of its own.
 
-    Everything listens at that address: at another, all is begun anew.
+    All its sockets listen at that address: at another address, everything starts again.
 
     Args:
-        wanted: What its user wants.
-        reach: From where it can be reached.
+        options: The user's options.
+        reach: Where it listens.
         address: Of the supervisor.
-        tell: Tells the user.
+        tell: Shows a text to the user.
 
     Attributes:
-        moved_to: The address that it has now; None: it has ended for good.
-        was_taken: Whether it has been of a job.
+        moved_to: Its new address; None if it has ended for good.
+        was_taken: Whether a job has used it.
     """
 
     def __init__(
-        self, wanted: JoinOptions, *, reach: ListenConfig, address: JobAddress, tell: Tell
+        self, options: JoinOptions, *, reach: ListenConfig, address: JobAddress, tell: Tell
     ) -> None:
-        self._wanted = wanted
+        self._options = options
         self._reach = reach
         self._address = address
         self._place = address.place(_server(reach, address))
@@ -288,76 +261,78 @@ class _Membership:
         self.was_taken = False
 
     def run(self, *, returns: bool) -> int:
-        """Offer it until it ends; return the exit code.
+        """Offer the host until it ends; return the exit code.
 
         Args:
-            returns: Whether a job took it before, at another address.
+            returns: Whether a job used it before, at another address.
 
         Raises:
-            StorageError: a directory or shared memory cannot be had.
+            StorageError: a directory or shared memory cannot be created.
         """
-        wanted, reach = self._wanted, self._reach
+        options, reach = self._options, self._reach
         name = HOST + secrets.token_hex(4)
         with ExitStack() as stack:
             launcher = stack.enter_context(LocalLauncher())
             FileMemory.sweep()
-            log = stack.enter_context(_Log(wanted.directory, tell=self._tell))
-            tell = self._tell = log.say
+            log = stack.enter_context(_Log(options.directory, tell=self._tell))
+            tell = self._tell = log.show
             transport = stack.enter_context(
                 reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=log.add)
             )
-            lookout = SupervisorMonitor(
+            monitor = SupervisorMonitor(
                 transport, key=_own_key(reach), place=self._place, tell=tell
             )
-            stack.callback(lookout.close)
-            lookout.dial()
-            site = AgentStorage(self._site_config(), launcher=launcher)
-            stack.callback(site.clear)
+            stack.callback(monitor.close)
+            monitor.dial()
+            storage = AgentStorage(self._storage_config(), launcher=launcher)
+            stack.callback(storage.clear)
             stack.callback(launcher.close)  # before that
-            config = _config(wanted, transport.endpoint, returns=returns)
-            host = HostAgent(config, site=site)
+            config = _config(options, transport.endpoint, returns=returns)
+            host = HostAgent(config, storage=storage)
             tell(f"{name} waits for a job at {self._place.endpoint}")
             node = RoleRunner(
                 host, transport=transport, log=log.add, launcher=AgentLauncher(launcher)
             )
-            exit_code = _run(node, lambda: self._look(host, node, lookout=lookout), log=log)
+            exit_code = _run(
+                node, lambda: self._check_supervisor(host, node, monitor=monitor), log=log
+            )
             self.was_taken = host.was_taken
         return exit_code
 
-    def _look(self, host: HostAgent, node: RoleRunner, *, lookout: SupervisorMonitor) -> None:
-        """See what nobody says: whether the job, or this machine's address, is gone."""
-        is_alone = host.is_left_alone(time.monotonic())
-        lost = lookout.look(is_alone=is_alone, is_known=host.was_taken)
+    def _check_supervisor(
+        self, host: HostAgent, node: RoleRunner, *, monitor: SupervisorMonitor
+    ) -> None:
+        is_alone = host.is_supervisor_silent(time.monotonic())
+        lost = monitor.look(is_alone=is_alone, is_known=host.was_taken)
         if lost is not None:
             node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
         if self.moved_to is None and host.is_offering:
-            self._look_at_addresses(node, lookout=lookout)
+            self._check_addresses(node, monitor=monitor)
 
-    def _look_at_addresses(self, node: RoleRunner, *, lookout: SupervisorMonitor) -> None:
-        """See whether this machine has another one now, or the supervisor has."""
+    def _check_addresses(self, node: RoleRunner, *, monitor: SupervisorMonitor) -> None:
         was = self._reach.host
-        now = lookout.own_number(known=was)
-        text = f"this machine's address is {now}, no longer {was}"
+        now = monitor.own_number(known=was)
+        text = f"this host's address is {now}, no longer {was}"
         if now == was:
             if time.monotonic() < self._name_at:
                 return
-            is_left = self._address.is_left_by(self._place)
+            is_left = self._address.has_moved_from(self._place)
             self._name_at = time.monotonic() + NAME_SECONDS
             if not is_left:
                 return
-            text = f"{self._address.host} is at {self._place.host} no longer"
+            text = f"{self._address.host} is no longer at {self._place.host}"
         self.moved_to = now
-        self._tell(f"{text}: offering it anew")
+        self._tell(f"{text}: offering it again")
         stop = Stop(reason=text)
         node.post(Received(sender=USER, incarnation=0, message=stop))
 
-    def _site_config(self) -> AgentStorageConfig:
+    def _storage_config(self) -> AgentStorageConfig:
         return AgentStorageConfig(
             supervisor=str(self._place),
             reach=self._reach,
-            allowed=self._wanted.allowed,
-            code=self._wanted.code.absolute(),
-            directory=self._wanted.directory.absolute(),
+            allowed=self._options.allowed,
+            code=self._options.code.absolute(),
+            directory=self._options.directory.absolute(),
         )
 
 
@@ -384,40 +359,37 @@ def _own_key(reach: ListenConfig) -> str:
     return "" if reach.keys is None else reach.keys.public
 
 
-def _config(wanted: JoinOptions, endpoint: str, *, returns: bool) -> HostAgentConfig:
+def _config(options: JoinOptions, endpoint: str, *, returns: bool) -> HostAgentConfig:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return HostAgentConfig(
         label=socket.gethostname()[:100] or "nameless",
         endpoint=endpoint,
-        cores=wanted.cores or cores,
-        memory_bytes=wanted.memory_bytes or memory,
-        devices=wanted.devices,
+        cores=options.cores or cores,
+        memory_bytes=options.memory_bytes or memory,
+        devices=options.devices,
         flops=_flops(),
-        stays=wanted.stays,
+        stays=options.stays,
         returns=returns,
-        wait_seconds_max=wanted.wait_seconds,
+        wait_seconds_max=options.wait_seconds,
     )
 
 
 def _flops() -> float:
-    """Return what one core does in a second."""
     torch.set_num_threads(1)  # of this process, which computes nothing else
     return profiling.flops()
 
 
-def _reach(address: JobAddress, wanted: JoinOptions) -> ListenConfig:
-    """Return from where this machine can be reached."""
+def _reach(address: JobAddress, options: JoinOptions) -> ListenConfig:
     host = own_number_towards(number_of(address.host))
-    if wanted.keys is None:
+    if options.keys is None:
         if not address.secret:
             raise JobError(
-                "the job knows machines by their keys: name the directory of this "
-                "one's, as in --keys ~/.distbelief/keys (distbelief keys new makes "
-                "one). Without keys, the address has a secret"
+                "the address has no secret, so the job identifies hosts by keys: "
+                "add --keys ~/.distbelief/keys (distbelief keys new makes them)"
             )
         return ListenConfig(host=host, secret=address.secret)
-    directory = wanted.keys.expanduser().absolute()
+    directory = options.keys.expanduser().absolute()
     ring = KeyConfig(
         directory=str(directory),
         role="host",
@@ -428,22 +400,20 @@ def _reach(address: JobAddress, wanted: JoinOptions) -> ListenConfig:
 
 
 def _server_key(keys: KeyFiles) -> str:
-    """Return the one key that may be a server, if there is one."""
     servers = [entry.key for entry in keys.allowed() if "server" in entry.roles]
     if len(servers) == 1:
         return servers[0]
     raise JobError(
-        f"{keys.directory} allows {len(servers)} keys as a server, so it is not clear "
-        "which is the job's: give its address with ?key=..., as `distbelief train` "
-        "prints it, or allow one: distbelief keys allow KEY NAME --role server"
+        f"{keys.directory} allows {len(servers)} keys as a server, and the job has one: use its "
+        "address with ?key=..., or distbelief keys allow KEY NAME --role server"
     )
 
 
 @final
 class _Log:
-    """The host's own log; what matters is told to the user as well.
+    """The host's log file; important lines go to the user's terminal as well.
 
-    Neither the disk nor the terminal is waited for.
+    Writes never wait for the disk or the terminal.
     """
 
     def __init__(self, directory: Path, *, tell: Tell) -> None:
@@ -451,11 +421,11 @@ class _Log:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise files.explained(error, directory, doing="make") from error
-        self._lines = files.LineFile(directory / "host.log", tell=self.say)
+        self._lines = files.LineFile(directory / "host.log", tell=self.show)
         self._tell = tell
-        self._disk = Writer("disk", tell=self.say)
+        self._disk = Writer("disk", tell=self.show)
         self._screen = Writer("screen", tell=self._write)
-        self._error = ""  # the last one told
+        self._error = ""  # the last one shown
 
     def __enter__(self) -> Self:
         self._disk.start()
@@ -471,22 +441,19 @@ class _Log:
         self._disk.close()
         self._screen.close()
 
-    def say(self, text: str) -> None:
-        """Tell the user, without waiting for the terminal."""
+    def show(self, text: str) -> None:
         self._screen.write(partial(self._tell, text))
 
     def add(self, level: str, text: str) -> None:
-        """Add a line."""
         self._write(f"{level}: {text}")
         if level in {"info", "warning", "error"}:
-            self.say(text)
+            self.show(text)
         if level == "error":
             self._error = text
 
     def conclude(self, error: str) -> None:
-        """Tell the user why it ends, unless that is what was told last."""
-        if not self._error.startswith(error):  # which may have been shortened since
-            self.say(error)
+        if not self._error.startswith(error):  # may be a shortened form of it
+            self.show(error)
 
     def _write(self, text: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())

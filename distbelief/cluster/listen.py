@@ -1,4 +1,4 @@
-"""What a job needs so that machines may join: where it listens, what they are told."""
+"""The join server of a job: where it listens for hosts, and what they receive."""
 
 import os
 import secrets
@@ -25,37 +25,28 @@ from distbelief.transport.config import ListenConfig
 @final
 @dataclass(frozen=True, kw_only=True)
 class JoinServer:
-    """How a job spans machines.
+    """How a job accepts hosts."""
 
-    Attributes:
-        reach: Where its supervisor listens.
-        n_hosts: Machines to wait for before it begins.
-        hosts_seconds: For them; then it begins with those that are there.
-        cores: Of this machine, for replicas; None: all that there are.
-        on_ray: Whether a Ray cluster lends the machines.
-    """
-
-    reach: ListenConfig
-    n_hosts: int = 0
-    hosts_seconds: float = 600.0
-    cores: int | None = None
-    on_ray: bool = False
+    reach: ListenConfig  # where its supervisor listens
+    n_hosts: int = 0  # hosts to wait for before it begins
+    hosts_seconds: float = 600.0  # for them; then it begins with those that are there
+    cores: int | None = None  # of this host, for replicas; None for all
+    on_ray: bool = False  # whether a Ray cluster provides the hosts
 
     @property
     def reach_of_roles(self) -> ListenConfig:
-        """From where roles on this machine can be reached."""
         keys = self.reach.keys
         if keys is not None:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def around(
+    def wrap(
         self, supervisor: Supervisor, job: Job, spec: RoleSpec, *, plan: Path | None
     ) -> ClusterSupervisor:
-        """Return the supervisor as one whose roles may be elsewhere."""
+        """Wrap a supervisor so that its roles may run on other hosts."""
         config = ClusterConfig(
             run=secrets.token_hex(4),
-            brief=write_job_spec(spec, plan=plan),
+            job_spec=write_job_spec(spec, plan=plan),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
             slots_here=self.slots_here(job),
@@ -66,15 +57,15 @@ class JoinServer:
         return ClusterSupervisor(supervisor, config)
 
     def slots_here(self, job: Job) -> int:
-        """Return how many processes of replicas this machine takes."""
+        """Return how many processes of replicas this host takes."""
         cores = len(os.sched_getaffinity(0)) if self.cores is None else self.cores
         return cores // job.cluster.threads
 
     def address(self, endpoint: str) -> JobAddress:
-        """Return where other machines join.
+        """Return the address where other hosts join.
 
         Args:
-            endpoint: Where the supervisor listens, as its transport says.
+            endpoint: Where the supervisor listens, as its transport reports it.
         """
         place = Endpoint.parse(endpoint)
         host = place.host
@@ -83,10 +74,10 @@ class JoinServer:
         return JobAddress(host=host, port=place.port, key=place.key, secret=self.reach.secret)
 
     def checked(self) -> Self:
-        """Return it as it is while a run lasts: to be called before anything is begun.
+        """Return the settings for a run; called before anything is started.
 
         Raises:
-            JobError: it would be open to strangers, or nobody lends the machines.
+            JobError: the job would be open to strangers, or there is no Ray cluster.
         """
         self.reach.check()
         if self.on_ray:
@@ -94,43 +85,43 @@ class JoinServer:
         return replace(self, reach=self.reach.pinned())
 
     @contextmanager
-    def lent(
+    def ray_hosts(
         self, job: Job, address: JobAddress, *, n_machines: int, directory: Path
     ) -> Iterator[RayHosts | None]:
-        """Have machines come, if somebody lends them, for as long as this lasts.
+        """Let Ray start hosts, if the job asks for it, while the context lasts.
 
-        Yields who lends them.
+        Yields the hosts, or None.
 
         Args:
             job: The job.
             address: Where they join.
-            n_machines: Of each replica.
+            n_machines: Ranks of each replica.
             directory: For their logs.
         """
         if not self.on_ray:
             yield None
             return
-        wanted = RayOptions.of(
+        options = RayOptions.of(
             job,
             n_hosts=max(1, self.n_hosts),
             n_machines=n_machines,
             slots_here=self.slots_here(job),
             keys="" if self.reach.keys is None else self.reach.keys.directory,
         )
-        machines = RayHosts(wanted)
+        hosts = RayHosts(options)
         try:
-            machines.start(str(address), directory=directory)
-            yield machines
+            hosts.start(str(address), directory=directory)
+            yield hosts
         finally:
-            machines.close()
+            hosts.close()
 
     def lines(self, address: JobAddress) -> list[str]:
-        """Return what to tell users of other machines."""
+        """Return how to join, for the user."""
         keys = "" if address.secret else " --keys ~/.distbelief/keys"
-        lines = [f'machines join by: distbelief join "{address}"{keys}']
+        lines = [f'hosts join by: distbelief join "{address}"{keys}']
         if self.reach.is_open:
             lines.append(
-                "NOT SECURE: whoever has this address can read all that is trained, "
-                "and change it. Use keys: distbelief keys new"
+                "NOT SECURE: anyone who has this address can read and change the "
+                "model. Use keys: distbelief keys new"
             )
         return lines

@@ -1,12 +1,11 @@
-"""Machines of a Ray cluster join a job: Ray places them, and starts them again.
+"""Hosts from a Ray cluster: Ray places them, and restarts them.
 
     distbelief train speech.toml --on ray --hosts 4
 
-One actor for each machine, in a placement group that spreads them over Ray's nodes; in
-it runs what `distbelief join` runs. Ray does no more: what is trained travels by this
-package's own messages. If a node goes, Ray starts its actor elsewhere, which joins as
-any machine does that comes late. If Ray ends on the supervisor's own machine, it ends
-the supervisor too, as every process that called it, without a word: `--resume` goes on.
+One actor per host runs what `distbelief join` runs, in a placement group that spreads over Ray's
+nodes. Parameters and gradients travel by this package's own messages. If a node is lost, Ray
+restarts its actor elsewhere, which joins like any late host. If Ray ends on the supervisor's host,
+it kills the supervisor too, like every process that connected to it: `--resume` goes on.
 """
 
 import os
@@ -25,13 +24,10 @@ from distbelief.roles.role import Seconds
 from distbelief.transport.address import LOOPBACK, own_number
 
 
-FAREWELL_SECONDS: Final = 2.0
+CLOSE_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 5.0
-NEWS_SECONDS: Final = 2.0
-"""Between two looks at what Ray has made of it."""
-
-ROOM_SECONDS: Final = 10.0
-"""Without room for all, after which the user is told: else he waits in the dark."""
+NEWS_SECONDS: Final = 2.0  # between two checks of the actors
+RESOURCE_SECONDS: Final = 10.0  # without resources for all actors, until the user is warned
 
 _ADDRESS: Final = re.compile(r"(ray://)?(?P<host>[^:/]+):(?P<port>\d{1,5})")
 
@@ -39,31 +35,24 @@ _ADDRESS: Final = re.compile(r"(ray://)?(?P<host>[^:/]+):(?P<port>\d{1,5})")
 @final
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """What a job wants of Ray.
+    """What a job needs from Ray."""
 
-    Attributes:
-        n_hosts: Actors.
-        cores: Of each.
-        keys: Directory of keys on Ray's nodes; "": the job goes without.
-        allowed: Modules whose functions the job names.
-    """
-
-    n_hosts: int
-    cores: int
-    keys: str
-    allowed: tuple[str, ...]
+    n_hosts: int  # number of actors
+    cores: int  # of each
+    keys: str  # directory of keys on Ray's nodes; "" without keys
+    allowed: tuple[str, ...]  # modules whose functions the job names
 
     @classmethod
     def of(
         cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str
     ) -> "RayOptions":
-        """Return what this job wants: room for what the supervisor's machine has none.
+        """Return what this job needs beyond the supervisor's own host.
 
         Args:
             job: The job, whose user is also Ray's.
-            n_hosts: Actors.
-            n_machines: Of each replica.
-            slots_here: Processes of replicas that the supervisor's machine takes.
+            n_hosts: Number of actors.
+            n_machines: Ranks of each replica.
+            slots_here: Processes of replicas that the supervisor's host takes.
             keys: Directory of keys on Ray's nodes.
         """
         n_processes = max(1, job.cluster.replicas * n_machines - slots_here)
@@ -77,7 +66,7 @@ class RayOptions:
 
 
 class RayMachine:
-    """The actor: one machine that joins."""
+    """The actor: one host that joins."""
 
     def join(
         self,
@@ -89,10 +78,10 @@ class RayMachine:
         code: str,
         directory: str,
     ) -> int:
-        """Be it until the job is over; return the exit code."""
+        """Run the host until the job is over; return the exit code."""
         from distbelief.cluster import join  # noqa: PLC0415 -- on Ray's node
 
-        wanted = join.JoinOptions(
+        options = join.JoinOptions(
             address=address,
             keys=Path(keys) if keys else None,
             cores=cores,
@@ -100,7 +89,7 @@ class RayMachine:
             code=Path(code),
             directory=Path(directory),
         )
-        return join.join(wanted, tell=print)
+        return join.join(options, tell=print)
 
 
 class _Actor(Protocol):
@@ -115,10 +104,10 @@ class _Method(Protocol):
 
 
 def connect(*, is_local: bool) -> None:
-    """Find the Ray cluster, or begin one on this machine, as Ray itself decides.
+    """Connect to the Ray cluster, or start one on this host, as Ray itself decides.
 
     Args:
-        is_local: Whether the job listens where only this machine can reach it.
+        is_local: Whether the job listens where only this host can reach it.
 
     Raises:
         JobError: Ray is not installed, there is no cluster, or it cannot reach the job.
@@ -131,32 +120,31 @@ def connect(*, is_local: bool) -> None:
         ) from None
     _check_address(os.environ.get("RAY_ADDRESS", ""))  # as Ray itself does
     try:
-        with handlers_kept():  # Ray would end at SIGTERM, and this job unsaved
+        with handlers_kept():  # Ray's handler would end this process at SIGTERM, unsaved
             ray.init(ignore_reinit_error=True, log_to_driver=False)
-    except (OSError, RuntimeError, ValueError) as error:  # of an address, the last
-        raise JobError(f"--on ray: there is no way to a Ray cluster: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a bad address
+        raise JobError(f"--on ray: cannot connect to a Ray cluster: {error}") from error
     numbers = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     others = sorted(numbers - {ray.util.get_node_ip_address(), LOOPBACK})
     if is_local and others:
         raise JobError(
-            f"--on ray: the cluster's nodes ({', '.join(others[:3])}) cannot reach a "
-            "job that listens at this machine only: --listen tcp://0.0.0.0:7700 --keys "
-            "DIR, of keys that are on all nodes"
+            f"--on ray: {', '.join(others[:3])} cannot reach a job that listens at this host only: "
+            "use --listen tcp://0.0.0.0:7700 --keys DIR, with keys on all nodes"
         )
 
 
 def _check_address(address: str) -> None:
-    """Refuse one where nobody listens: Ray would try for minutes.
+    """Reject an address where nothing listens: Ray would try for minutes.
 
     Raises:
         JobError: naming it, and why.
     """
     found = _ADDRESS.fullmatch(address)
-    if found is None:  # none, or one that is for Ray to judge
+    if found is None:  # empty, or a form that only Ray understands
         return
     hosts, why = [found["host"]], ""
     if hosts[0] in {LOOPBACK, "localhost"}:
-        hosts.append(own_number())  # Ray takes that instead
+        hosts.append(own_number())  # Ray uses this one instead
     for host in hosts:
         try:
             socket.create_connection((host, int(found["port"])), ANSWER_SECONDS).close()
@@ -165,29 +153,26 @@ def _check_address(address: str) -> None:
         else:
             return
     raise JobError(
-        f"--on ray: nobody answers at RAY_ADDRESS={address} ({why}): start the cluster "
+        f"--on ray: nothing answers at RAY_ADDRESS={address} ({why}): start the cluster "
         "(ray start --head), or unset it"
     )
 
 
 @final
 class RayHosts:
-    """The machines that Ray lends to one job: `start`, then `close`.
+    """The hosts that Ray provides to one job: `connect`, then `start`, then `close`."""
 
-    `connect` comes before.
-    """
-
-    def __init__(self, wanted: RayOptions) -> None:
-        self._wanted = wanted
+    def __init__(self, options: RayOptions) -> None:
+        self._options = options
         self._actors: list[_Actor] = []
-        self._ends: list[object] = []  # of what they do
+        self._ends: list[object] = []  # result of each actor's `join`
         self._group: object = None
-        self._room: list[object] = []  # what is there once the group has room
+        self._pending: list[object] = []  # ready once the group has its resources
         self._begun_at: Seconds | None = None
         self._look_at: Seconds = 0.0
 
     def start(self, address: str, *, directory: Path) -> None:
-        """Ask Ray for machines; they join when it has them.
+        """Ask Ray for hosts; they join when it has them.
 
         Args:
             address: Where the job listens.
@@ -197,12 +182,12 @@ class RayHosts:
         from ray.util import placement_group  # noqa: PLC0415 -- an extra
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 -- an extra
 
-        wanted = self._wanted
-        bundles = [{"CPU": wanted.cores} for _ in range(wanted.n_hosts)]
+        options = self._options
+        bundles = [{"CPU": options.cores} for _ in range(options.n_hosts)]
         self._group = group = placement_group(bundles, strategy="SPREAD")
-        self._room = [group.ready()]
-        make = ray.remote(num_cpus=wanted.cores, max_restarts=-1, max_task_retries=-1)
-        for index in range(wanted.n_hosts):
+        self._pending = [group.ready()]
+        make = ray.remote(num_cpus=options.cores, max_restarts=-1, max_task_retries=-1)
+        for index in range(options.n_hosts):
             strategy = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             )
@@ -210,9 +195,9 @@ class RayHosts:
             actor = cast("_Actor", machine.remote())
             end = actor.join.remote(
                 address=address,
-                keys=wanted.keys,
-                cores=wanted.cores,
-                allowed=wanted.allowed,
+                keys=options.keys,
+                cores=options.cores,
+                allowed=options.allowed,
                 code=str(Path.cwd()),
                 directory=str(directory / f"ray-{index}"),
             )
@@ -220,9 +205,9 @@ class RayHosts:
             self._ends.append(end)
 
     def news(self, now: Seconds) -> list[str]:
-        """Return what the user should know, each thing once.
+        """Return texts for the user, each once.
 
-        Nothing here waits for Ray: this is called between a job's messages.
+        It never waits for Ray: it is called between a job's messages.
         """
         if self._group is None or now < self._look_at:
             return []
@@ -230,45 +215,44 @@ class RayHosts:
 
         self._look_at = now + NEWS_SECONDS
         self._begun_at = now if self._begun_at is None else self._begun_at
-        told: list[str] = []
-        if self._room and ray.wait(self._room, timeout=0)[0]:
-            self._room = []
-        elif self._room and now - self._begun_at >= ROOM_SECONDS:
-            self._room = []
-            wanted = self._wanted
-            told.append(
-                f"Ray has no room so far for {wanted.n_hosts} x {wanted.cores} cores (ray status)"
+        texts: list[str] = []
+        if self._pending and ray.wait(self._pending, timeout=0)[0]:
+            self._pending = []
+        elif self._pending and now - self._begun_at >= RESOURCE_SECONDS:
+            self._pending = []
+            options = self._options
+            texts.append(
+                f"Ray has no resources for {options.n_hosts} x {options.cores} cores (ray status)"
             )
         if self._ends:
             n = len(self._ends)
             ended, self._ends = ray.wait(self._ends, num_returns=n, timeout=0)
-            told += [text for end in ended if (text := _trouble(end)) is not None]
-        return told
+            texts += [text for end in ended if (text := _failure_text(end)) is not None]
+        return texts
 
     def close(self) -> None:
-        """Give back what Ray lent, once those who joined have seen that it is over."""
+        """Release Ray's resources, once the hosts have seen that the job is over."""
         if self._group is None:
             return
         import ray  # noqa: PLC0415 -- an extra
         from ray.util import remove_placement_group  # noqa: PLC0415 -- an extra
 
-        # Else Ray would tell the user of each that its task has failed.
+        # Else Ray would report each task as failed.
         if self._ends:
-            ray.wait(self._ends, num_returns=len(self._ends), timeout=FAREWELL_SECONDS)
+            ray.wait(self._ends, num_returns=len(self._ends), timeout=CLOSE_SECONDS)
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
         self._actors, self._ends, self._group = [], [], None
 
 
-def _trouble(end: object) -> str | None:
-    """Return why a machine could not be had, if that is how it has ended."""
+def _failure_text(end: object) -> str | None:
     import ray  # noqa: PLC0415 -- an extra
 
     try:
         exit_code = ray.get(end)
     except ray.exceptions.RayError as error:
-        lines = str(error).strip().splitlines()  # the last of them is the cause
-        return f"a machine that Ray lends cannot take part: {lines[-1][:1000]}"
-    text = f"a machine that Ray lends has ended (exit code {exit_code})"
+        lines = str(error).strip().splitlines()  # the last line is the cause
+        return f"a host from Ray cannot take part: {lines[-1][:1000]}"
+    text = f"a host from Ray has ended (exit code {exit_code})"
     return text if exit_code else None

@@ -1,4 +1,4 @@
-"""Algorithms are found by name among the entry points of installed packages."""
+"""Algorithms, found by name among the entry points of installed packages."""
 
 import inspect
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 
-from distbelief.config.job import Judge, done
+from distbelief.config.job import VerdictOf, done
 from distbelief.core.formatting import nearest
 from distbelief.errors import JobError, JobFileError
 
@@ -20,29 +20,24 @@ if TYPE_CHECKING:  # these import torch
     from distbelief.task.task import BuildContext, RosterEntry
 
 
-GROUP: Final = "distbelief.algorithms"
-"""Entry-point group: each names an object as `Algorithm` describes it."""
+GROUP: Final = "distbelief.algorithms"  # entry-point group; each names an `Algorithm`
 
 
 class Algorithm(Protocol):
-    """What an entry point of the group `GROUP` names."""
+    """What an entry point of the group `GROUP` names.
+
+    It may also have an attribute `ends_by_itself`, and methods `verdict` and `check_cluster`.
+    """
 
     @property
-    def name(self) -> str:
-        """As in the job file."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def config(self) -> type[msgspec.Struct]:
-        """Struct of the [algorithm] table less its `name`; has `loss`, `batch_size`."""
-        ...
+    def config(self) -> type[msgspec.Struct]: ...
 
     @property
     def fields(self) -> Sequence[str]:
-        """Figures it reports besides samples, loss and metric.
-
-        Those that nobody else knows are counters of its coordinator.
-        """
+        """Metrics it reports besides samples, loss and metric: counters of its coordinator."""
         ...
 
     def roster(
@@ -57,13 +52,11 @@ class Algorithm(Protocol):
     ) -> "list[RosterEntry]":
         """Return the roles of a job.
 
-        `n_machines` is given only where replicas are split over machines by a plan.
+        `n_machines` is given only if replicas are split over several ranks by a plan.
         """
         ...
 
-    def build(self, name: str, *, config: object, context: "BuildContext") -> "Role":
-        """Return the role of this name."""
-        ...
+    def build(self, name: str, *, config: object, context: "BuildContext") -> "Role": ...
 
 
 def roster_of(job: "Job", *, n_machines: int | None = None) -> "list[RosterEntry]":
@@ -71,7 +64,7 @@ def roster_of(job: "Job", *, n_machines: int | None = None) -> "list[RosterEntry
 
     Args:
         job: The job.
-        n_machines: Of each replica, by whose plan they are split; None if they are not.
+        n_machines: Ranks of each replica; None if replicas are not split.
 
     Raises:
         JobError: its algorithm cannot split replicas.
@@ -87,42 +80,34 @@ def roster_of(job: "Job", *, n_machines: int | None = None) -> "list[RosterEntry
         return algorithm.roster(job.algorithm, **numbers, evaluates=evaluates)
     if "n_machines" not in inspect.signature(algorithm.roster).parameters:
         raise JobError(
-            f"[cluster] partitions: algorithm {job.algorithm_name!r} cannot split a "
-            "replica over machines: leave partitions, plan and device out"
+            f"[cluster] partitions: algorithm {job.algorithm_name!r} cannot split a replica: "
+            "leave partitions, plan and device out"
         )
     return algorithm.roster(job.algorithm, **numbers, evaluates=evaluates, n_machines=n_machines)
 
 
 def coordinator_of(job: "Job") -> str | None:
-    """Return the role that drives the shards of this job, if one does."""
+    """Return the name of the role that drives the shards of this job, if there is one."""
     entries = roster_of(job)
     return next((e.name for e in entries if e.kind == "coordinator"), None)
 
 
 def ends_by_itself(point: EntryPoint) -> bool:
-    """Return whether its jobs need no rule in [stop].
-
-    An algorithm says so by an attribute `ends_by_itself`.
-    """
     return bool(getattr(load(point), "ends_by_itself", False))
 
 
 def fields_of(job: "Job") -> tuple[str, ...]:
-    """Return the figures that the algorithm of a job reports."""
     return tuple(load(find(job.algorithm_name)).fields)
 
 
-def verdict_of(job: "Job") -> Judge:
-    """Return what tells the meaning of a coordinator's end.
-
-    An algorithm that has a coordinator has a method `verdict` for that.
-    """
+def verdict_of(job: "Job") -> VerdictOf:
+    """Return the function that judges a coordinator's end by its last counters."""
     verdict = getattr(load(find(job.algorithm_name)), "verdict", done)
-    return cast("Judge", verdict)
+    return cast("VerdictOf", verdict)
 
 
 def check_cluster(job: "Job") -> None:
-    """Refuse a cluster that the algorithm cannot do with, as its table asks for it.
+    """Reject a cluster that the algorithm cannot use.
 
     Raises:
         JobError: it names table and key.
@@ -134,27 +119,27 @@ def check_cluster(job: "Job") -> None:
 
 
 def find(name: object) -> EntryPoint:
-    """Return the entry point of this name; nothing is imported yet.
+    """Return the entry point of this name, without importing it.
 
     Raises:
-        JobFileError: there is none; it lists those installed.
+        JobFileError: it is not installed; the message lists those that are.
     """
     installed = _installed(tuple(sys.path))
     if isinstance(name, str) and name in installed:
         return installed[name]
     known = ", ".join(sorted(installed)) or "none; is the package itself installed?"
     near = nearest(str(name), installed) if installed else ""
-    mend = near if near.startswith("Did") else ""
-    raise JobFileError(f"is not installed. {mend} Installed: {known}".replace("  ", " "))
+    hint = near if near.startswith("Did") else ""
+    raise JobFileError(f"is not installed. {hint} Installed: {known}".replace("  ", " "))
 
 
-@cache  # every directory of the path is listed, and every package's file read
+@cache  # it lists every directory of the path and reads a file of every package
 def _installed(_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def load(point: EntryPoint) -> Algorithm:
-    """Return the algorithm itself, which may import torch.
+    """Return the algorithm itself; the import may take torch with it.
 
     Raises:
         JobFileError: it cannot be imported.

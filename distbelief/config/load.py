@@ -1,18 +1,13 @@
-"""The job file: what to train, how, on what, until when, and where it is kept.
+"""The job file: reads it, applies overrides, resolves paths, and checks it.
 
-TOML, strictly: a key nobody knows is a mistake, and so is a number where a quantity
-with a unit belongs. Every message names the file, the table, the key, the value and
-the mend. A job is plain data. It is written to the run directory as it ran
-(`to_toml`), and handed to the role processes (`to_json`); both read back as equal jobs.
+TOML, strictly: an unknown key is an error, and so is a number where a quantity with a unit belongs.
+Each error names the file, the table, the key, the value and the fix. A job is plain data: it is
+stored in the run directory (`to_toml`) and sent to the role processes (`to_json`).
 
-Rules:
-
-* Tables that need no torch are checked first: a typing error is told at once.
-* [model] initial, and text in `arguments` that begins with "./" or "../", are paths
-  relative to the job file. [output] directory is relative to the current directory.
+* [model] initial, and text in `arguments` that begins with "./" or "../", are paths relative to the
+  job file. [output] directory is relative to the current directory.
 * Import paths are looked up in the job file's directory, then the current one.
-* `--set TABLE.KEY=VALUE` replaces a value before anything is checked. VALUE is TOML;
-  what cannot be that is text, so quotes are seldom needed.
+* `--set TABLE.KEY=VALUE` replaces a value before checks. VALUE is TOML, or else plain text.
 """
 
 from __future__ import annotations
@@ -48,11 +43,6 @@ from distbelief.errors import JobError, JobFileError
 __all__ = ["Job", "job_from_json", "load_job", "parse_job"]
 
 
-# From the tables of a job file, as read, to a checked and resolved `Job`.
-#
-# Tables that need no torch are checked first: a typing error in them is told at once.
-# What is wrong raises `TableError`, which knows its place in the file.
-
 if TYPE_CHECKING:  # it imports torch
     from distbelief.task.task import DataSpec, ModelSpec
 
@@ -64,7 +54,7 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     """Return the job of these tables, read from `file`.
 
     Raises:
-        Mistake: the first one found.
+        TableError: the first error found.
     """
     tables.check_known(content, ("name", *_TABLES), ())
     given = {name: tables.as_table(content.get(name, {}), (name,)) for name in _TABLES}
@@ -79,7 +69,7 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     name = _name(content, output)
     point = _algorithm(given["algorithm"])
     _check_end(stop, point, is_there="stop" in content)
-    # From here on torch is needed.
+    # What follows imports torch; the tables above are checked first, so their errors come fast.
     base = Path(source.file).parent
     job = Job(
         model=_model(given["model"], base=base),
@@ -124,7 +114,7 @@ def _cluster(table: dict[str, object], *, base: Path) -> ClusterTable:
 
 
 def _stop(table: dict[str, object]) -> StopTable:
-    """The key `seconds` names its unit, so it alone may also be a bare number."""
+    # The key names its unit, so a bare number is allowed too.
     seconds = table.get("seconds")
     if isinstance(seconds, int | float) and not isinstance(seconds, bool):
         table = table | {"seconds": f"{seconds!r} s"}
@@ -132,14 +122,13 @@ def _stop(table: dict[str, object]) -> StopTable:
 
 
 def _check_end(stop: StopTable, point: EntryPoint, *, is_there: bool) -> None:
-    """Refuse a job without end."""
     if not stop.is_empty or algorithms.ends_by_itself(point):
         return
     if not is_there:
         raise TableError(("stop",), "there is no table [stop]: add one")
     raise TableError(
         ("stop",),
-        "[stop] has no rule, so the job would never end: add epochs = 1, or another of "
+        "[stop] is empty, so the job would never end: add epochs = 1, or another of "
         f"{', '.join(stop.__struct_fields__)}",
     )
 
@@ -210,7 +199,6 @@ def _data(table: dict[str, object], *, base: Path) -> DataTables:
 
 
 def _check_together(job: Job) -> None:
-    """Refuse tables that are right one by one, but not together."""
     if job.data.test is None and job.stop.accuracy is not None:
         raise TableError(
             ("stop", "accuracy"),
@@ -222,8 +210,8 @@ def _check_together(job: Job) -> None:
         raise TableError(("cluster",), str(error)) from None
 
 
+# Dates, NaN and huge integers cannot be sent to role processes.
 def _check_plain(value: object, path: tables.Path) -> None:
-    """Refuse what role processes could not be told: dates, NaN, huge numbers."""
     match value:
         case Mapping():
             for key, item in value.items():
@@ -246,7 +234,6 @@ def _check_plain(value: object, path: tables.Path) -> None:
 
 
 def _grounded(table: dict[str, object], base: Path) -> dict[str, object]:
-    """Return the table with the relative paths among its arguments made absolute."""
     arguments = table.get("arguments")
     if not isinstance(arguments, dict):
         return table
@@ -269,8 +256,7 @@ def _from(base: Path, path: str) -> str:
     return os.path.normpath(Path.cwd() / base / path)
 
 
-FILE_BYTES_MAX: Final = 1 << 20
-"""A job file is written by hand; what is longer is some other file."""
+FILE_BYTES_MAX: Final = 1 << 20  # job files are written by hand: a longer one is another file
 
 
 def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Job:
@@ -281,14 +267,14 @@ def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> 
         overrides: "TABLE.KEY=VALUE", applied in this order.
 
     Raises:
-        JobFileError: the file, a key or a value is wrong: which, and how to mend it.
+        JobFileError: the file, a key or a value is wrong; it says how to fix it.
     """
     text = _read_text(Path(path))
     return parse_job(text, path=path, overrides=overrides)
 
 
 def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
-    """Return the job of this text, as if it stood in the file at `path`."""
+    """Return the job of this text, as if it were the file at `path`."""
     file = str(path)
     try:
         content = cast("dict[str, object]", tomllib.loads(text))
@@ -316,28 +302,24 @@ def job_from_json(text: bytes) -> Job:
 
 
 def _read(content: dict[str, object], *, file: str, overrides: Mapping[tables.Path, str]) -> Job:
-    """Return the job, or say which file or override is at fault."""
     try:
         return resolve(content, file=file)
-    except TableError as mistake:
-        culprits = [text for path, text in overrides.items() if _blames(mistake, path)]
+    except TableError as error:
+        culprits = [text for path, text in overrides.items() if _blames(error, path)]
         culprit = culprits[-1] if culprits else file
-        raise JobFileError(f"{culprit}: {mistake}") from None
+        raise JobFileError(f"{culprit}: {error}") from None
 
 
-def _blames(mistake: TableError, path: tables.Path) -> bool:
-    """Does the mistake lie in what `--set` put at `path`?
-
-    It does if it is there, or below. What a table that contains the place is blamed
-    for may be due to what was put there: then the message names the key.
-    """
-    n_shared = min(len(path), len(mistake.path))
-    if path[:n_shared] != mistake.path[:n_shared]:
+def _blames(error: TableError, path: tables.Path) -> bool:
+    # Whether the error lies in what `--set` put at `path`: it is there, or below. An error of a
+    # table that contains the place may come from it as well: then the message names the key.
+    n_shared = min(len(path), len(error.path))
+    if path[:n_shared] != error.path[:n_shared]:
         return False
     if n_shared == len(path):
         return True
     named = [f"'{path[n_shared - 1]}'", *path[n_shared:]]
-    return any(name in mistake.text for name in named)
+    return any(name in error.text for name in named)
 
 
 def _read_text(path: Path) -> str:
@@ -351,8 +333,7 @@ def _read_text(path: Path) -> str:
         raise JobFileError(_no_such_file(path)) from None
     except IsADirectoryError:
         raise JobFileError(
-            f"{path} is a directory; name a job file in it, or go on with an earlier "
-            f"run by --resume {path}"
+            f"{path} is a directory: name a job file in it, or resume a run with --resume {path}"
         ) from None
     except UnicodeDecodeError as error:
         raise JobFileError(
@@ -366,22 +347,20 @@ def _no_such_file(path: Path) -> str:
     parent = path.parent
     names = sorted(p.stem for p in parent.glob("*.toml")) if parent.is_dir() else []
     near = get_close_matches(path.stem, names, n=1)
-    mend = f" Did you mean '{parent / near[0]}.toml'?" if near else ""
-    return f"{path}: there is no such file.{mend}"
+    hint = f" Did you mean '{parent / near[0]}.toml'?" if near else ""
+    return f"{path}: there is no such file.{hint}"
 
 
 def _shown(error: tomllib.TOMLDecodeError, text: str) -> str:
-    """Return what tomllib says, and the line it says it of."""
     match = re.search(r"line (\d+), column", str(error))
     lines = text.splitlines()
     number = int(match[1]) if match else len(lines)
     line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-    said = str(error).replace("(at end of document)", f"(at the end, line {number})")
-    return f"{said}\n    {number} | {line[:100]}"
+    text = str(error).replace("(at end of document)", f"(at the end, line {number})")
+    return f"{text}\n    {number} | {line[:100]}"
 
 
 def _override(content: dict[str, object], override: str) -> tables.Path:
-    """Replace one value of `content`; return where it stands."""
     place, equals, text = override.partition("=")
     path = tuple(key.strip() for key in place.split("."))
     if not equals or not all(path):
@@ -401,7 +380,6 @@ def _override(content: dict[str, object], override: str) -> tables.Path:
 
 
 def _value(text: str) -> object:
-    """Return the TOML value of this text, or the text itself if it is none."""
     try:
         value = cast("object", tomllib.loads(f"value = {text}")["value"])
     except (tomllib.TOMLDecodeError, RecursionError):

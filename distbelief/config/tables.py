@@ -1,8 +1,7 @@
-"""One table of a job file, checked and made into a struct; mistakes explained.
+"""Decodes one table of a job file into a struct, with readable errors.
 
-msgspec decides what is valid. This module finds unknown and missing keys before it,
-because it can name the nearest known one, and rewrites what msgspec says into the words
-of the job file: table, key, value, and what is wanted instead.
+msgspec decides what is valid. This module finds unknown and missing keys before it, because it can
+suggest the nearest known key, and rewrites msgspec's errors in terms of the job file.
 """
 
 import re
@@ -19,7 +18,7 @@ from distbelief.core.formatting import SYNONYMS, nearest
 from distbelief.errors import JobError, JobFileError
 
 
-Path = tuple[str, ...]  # of keys, from the top of the file
+Path = tuple[str, ...]  # keys, from the top of the file
 S = TypeVar("S", bound=msgspec.Struct)
 
 _WORDS = {
@@ -47,6 +46,7 @@ _EXPECTED = re.compile(
 
 
 _RULE = "rule of [algorithm], as in rule = {{ name = {}, {} }}"
+# Keys that users often put into the wrong table.
 _PLACES = {
     "epochs": "[stop]",
     "samples": "[stop]",
@@ -64,14 +64,13 @@ _PLACES = {
     "weight_decay": _RULE.format('"sgd"', "learning_rate = 0.1, weight_decay = 1e-4"),
     "momentum": _RULE.format('"momentum"', "learning_rate = 0.1, momentum = 0.9"),
 }
-"""Where a key belongs that is often found elsewhere."""
 
+# Names from elsewhere that need more than another name here.
 _NAMES = {"adamw": 'It is name = "adam" with decoupled_weight_decay = true.'}
-"""What is called by another name here, and needs more than that."""
 
 
 class TableError(JobFileError):
-    """A mistake at one place of the job file; the file is yet to be named."""
+    """An error at one place of the job file; the caller adds the file's name."""
 
     def __init__(self, path: Path, text: str) -> None:
         super().__init__(text)
@@ -89,13 +88,13 @@ def decode(
     """Return the table `value` as a `struct`.
 
     Args:
-        value: What stands in the file.
-        struct: What it is to become.
-        path: Where it stands.
-        quantities: Which of its keys are written with units.
+        value: The table, as read.
+        struct: Its type.
+        path: Its place in the file.
+        quantities: Keys that are written with units.
 
     Raises:
-        Mistake: naming the place, the value and the mend.
+        TableError: naming the place, the value and the fix.
     """
     table = as_table(value, path)
     kind = _kind(struct)
@@ -104,17 +103,16 @@ def decode(
         return msgspec.convert(_without_units(table, quantities or {}, path), struct)
     except msgspec.ValidationError as error:
         raise _explained(error, table, path, quantities or {}) from None
-    except JobError as error:  # raised by a struct's __post_init__
+    except JobError as error:  # from a struct's __post_init__
         raise TableError(path, _headed(str(error), path)) from None
 
 
-@cache  # msgspec evaluates the annotations of all its fields, each time
+@cache  # msgspec evaluates the annotations of all fields each time
 def _kind(struct: type[msgspec.Struct]) -> inspect.Type:
     return inspect.type_info(struct)
 
 
 def as_table(value: object, path: Path) -> dict[str, object]:
-    """Return `value` if it is a table, else raise `TableError`."""
     if isinstance(value, dict):
         return value
     name = ".".join(path)
@@ -122,7 +120,6 @@ def as_table(value: object, path: Path) -> dict[str, object]:
 
 
 def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -> None:
-    """Raise `TableError` if the table has a key that is not known."""
     known = list(known)
     for key in table:
         if key not in known:
@@ -132,7 +129,6 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
 
 
 def _hint(key: str, known: Iterable[str]) -> str:
-    """Return what may have been meant by a key, and where it belongs."""
     meant = SYNONYMS.get(key.lower(), key)
     if meant in known or meant not in _PLACES:
         return nearest(key, known)
@@ -140,19 +136,17 @@ def _hint(key: str, known: Iterable[str]) -> str:
 
 
 def header(path: Path) -> str:
-    """Return how a user finds the table: "[data.train]"."""
     return f"[{'.'.join(path)}]" if path else "The job file"
 
 
 def wanted(kind: inspect.Type) -> str:
-    """Return in words what a value of this type looks like."""
+    """Return a description of a value of this type."""
     if isinstance(kind, inspect.UnionType) and _tags(kind):
         return f"a table with name = {_either(_tags(kind))}"
     return _WORDS.get(_JSON_TYPES.get(type(kind), ""), "a value")
 
 
 def _check_keys(table: dict[str, object], kind: inspect.Type, path: Path) -> None:
-    """Look for unknown and missing keys, here and in the tables below."""
     if not isinstance(kind, inspect.StructType):
         return
     fields = {field.encode_name: field for field in kind.fields}
@@ -206,7 +200,6 @@ def _either(names: Iterable[str]) -> str:
 def _without_units(
     table: dict[str, object], quantities: Mapping[str, units.Dimension], path: Path
 ) -> dict[str, object]:
-    """Return the table with its quantities as numbers."""
     plain = dict(table)
     for key, dimension in quantities.items():
         if key not in table:
@@ -225,7 +218,6 @@ def _explained(
     path: Path,
     quantities: Mapping[str, units.Dimension],
 ) -> TableError:
-    """Return what msgspec says, in the words of the job file."""
     text, _, place = str(error).partition(" - at `$")
     below = tuple(re.findall(r"\.([^.\[`]+)", place))
     match = _EXPECTED.fullmatch(text)

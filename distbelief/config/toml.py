@@ -1,7 +1,7 @@
-"""Plain values as TOML, so that a job is kept as it ran (`tomllib` only reads).
+"""Writes plain values as TOML, to store a job in its run directory (`tomllib` only reads).
 
-Nested tables get a header of their own, tables inside lists are written inline. None
-is left out: TOML has no word for it, and no key of a job file needs one.
+Nested tables get a header of their own, tables inside lists are written inline. None is left out:
+TOML cannot express it, and no key of a job file needs it.
 """
 
 import json
@@ -21,7 +21,7 @@ def write(table: Table) -> str:
     """Return `table` as a TOML document that reads back as an equal one.
 
     Raises:
-        JobFileError: a value is none that a job file can hold.
+        JobFileError: a value has a type that TOML cannot express.
     """
     return "\n".join(_lines(table, ())).strip("\n") + "\n"
 
@@ -30,7 +30,7 @@ def inline(value: object) -> str:
     """Return one value as TOML.
 
     Raises:
-        JobFileError: it is none that a job file can hold.
+        JobFileError: TOML cannot express its type.
     """
     match value:
         case bool():
@@ -48,13 +48,13 @@ def inline(value: object) -> str:
             return f"{{ {', '.join(pairs)} }}" if value else "{}"
         case _:
             raise JobFileError(
-                f"{value} ({type(value).__name__}) cannot stand in a job file; text, "
-                "finite numbers, true or false, lists and tables can"
+                f"{value} ({type(value).__name__}) cannot be in a job file; use text, finite "
+                "numbers, true or false, lists and tables"
             )
 
 
 def excerpt(value: object, *, n_max: int = 60) -> str:
-    """Return one value as a user would have written it, cut if long."""
+    """Return one value as a user would write it, cut if long."""
     try:
         text = inline(value)
     except JobFileError:
@@ -79,5 +79,5 @@ def _key(key: str) -> str:
 
 
 def _text(text: str) -> str:
-    # JSON escapes all that TOML wants escaped, except the control character DEL.
+    # JSON escapes everything that TOML needs escaped, except the control character DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

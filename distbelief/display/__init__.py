@@ -1,1 +1,1 @@
-"""What the terminal shows of a job: the live screen, or plain lines."""
+"""Terminal output of a job: the live screen, or plain lines."""

@@ -1,9 +1,8 @@
-"""What a job shows while it runs: one calm screen, or plain lines if nobody watches.
+"""Progress of a job on the console: a live screen on a terminal, plain lines elsewhere.
 
-On a terminal the screen is redrawn in place and vanishes at the end; messages stay
-above it. In a pipe or a CI log the same figures come as one line every few seconds.
-Colours follow NO_COLOR and what the terminal can do. Nothing here reads a clock but
-for the time of day beside a message; the driver says when to draw.
+On a terminal the screen is redrawn in place and vanishes at the end; messages stay above it. In a
+pipe or a CI log the same values come as one line every few seconds. Colours follow NO_COLOR and the
+terminal. The driver says when to draw; the clock is read only for the time of day of a message.
 """
 
 import datetime as dt
@@ -24,18 +23,15 @@ from distbelief.roles.role import Seconds
 from distbelief.supervisor.view import JobView, Message
 
 
-# What people see while they wait: a bar on a terminal, plain lines in a pipe.
-
-LINE_SECONDS: Final = 5.0
-"""Between two plain lines."""
+LINE_SECONDS: Final = 5.0  # between two plain lines
 
 
 @final
 class WaitProgress:
-    """Tells how far a number of runs are. A context manager.
+    """Progress of a number of simulated runs, as a context manager.
 
     Args:
-        console: Where; a quiet one shows nothing.
+        console: Where to; a quiet one shows nothing.
         n_runs: How many there will be.
     """
 
@@ -44,7 +40,7 @@ class WaitProgress:
         self._n_runs = n_runs
         self._n_done = 0
         self._what = ""
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -56,32 +52,30 @@ class WaitProgress:
         self._task = self._bar.add_task("", total=float(n_runs))
 
     def begin(self, what: str) -> None:
-        """Begin with the next run."""
         self._what = what
         self._bar.update(self._task, description=what)
 
     def say(self, what: str) -> None:
-        """Say what is being done that is no run."""
+        """Show an activity that is not a run."""
         self._bar.update(self._task, description=what)
         if not self._console.is_terminal:
             self._print(what)
 
     def tell(self, view: JobView) -> None:
-        """Tell how far the present run is."""
+        """Show the progress of the present run."""
         share = view.progress or 0.0
         self._bar.update(self._task, completed=self._n_done + min(share, 0.999))
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._said_at >= LINE_SECONDS:
-            self._said_at = now
+        if not self._console.is_terminal and now - self._printed_at >= LINE_SECONDS:
+            self._printed_at = now
             self._print(self._line(view.seconds, view))
 
     def end(self) -> None:
-        """The present run is over."""
         self._n_done += 1
         self._bar.update(self._task, completed=self._n_done)
 
+    # No line breaks: programs read these lines.
     def _print(self, line: str) -> None:
-        """Print a line as it is: programs read lines, not what fits a terminal."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, seconds: Seconds, view: JobView) -> str:
@@ -93,7 +87,6 @@ class WaitProgress:
         )
 
     def __enter__(self) -> Self:
-        """Show the bar, on a terminal."""
         if self._console.is_terminal and not self._console.quiet:
             self._bar.start()
         return self
@@ -104,7 +97,6 @@ class WaitProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the bar away."""
         if self._bar.live.is_started:  # else rich ends it with an empty line
             self._bar.stop()
 
@@ -113,7 +105,6 @@ _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
 def local_time() -> dt.datetime:
-    """Return the time of day where the user is."""
     return dt.datetime.now().astimezone()
 
 
@@ -123,8 +114,8 @@ class ProgressLine:
 
     Args:
         name: Of the job.
-        console: Where to; by default standard output. A console that is no terminal
-            gets plain lines.
+        console: Where to; by default standard output. A console that is no terminal gets plain
+            lines.
         report_every: Seconds of the job between two plain lines.
         time_of_day: For the time beside messages.
     """
@@ -142,7 +133,7 @@ class ProgressLine:
         self._report_every = report_every
         self._time_of_day = time_of_day
         self._live: Live | None = None
-        self._n_told = 0  # number of the last message shown
+        self._n_shown = 0  # number of the last message shown
         self._phase = ""
         self._next_line = 0.0
 
@@ -159,17 +150,17 @@ class ProgressLine:
         self.stop()
 
     def start(self) -> None:
-        """Begin; on a terminal the screen takes its place."""
+        """Begin; on a terminal the screen is shown."""
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            # Refreshed by `update` only: no thread draws behind our back.
+            # Only `update` refreshes it: no background thread.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
 
     def update(self, view: JobView) -> None:
-        """Show the latest view, and what messages are new in it."""
+        """Show the latest view and its new messages."""
         for message in view.messages:
-            if message.number > self._n_told:
-                self._tell(message, view)
+            if message.number > self._n_shown:
+                self._show_message(message, view)
         if self._live is not None:
             self._live.update(Screen(view, name=self._name), refresh=True)
         elif view.phase != self._phase or view.seconds >= self._next_line:
@@ -178,7 +169,7 @@ class ProgressLine:
         self._phase = view.phase
 
     def stop(self) -> None:
-        """End; the screen vanishes, what was told stays."""
+        """End; the screen vanishes, messages stay."""
         live, self._live = self._live, None
         if live is not None:
             with suppress(OSError):  # the terminal may be gone
@@ -186,18 +177,16 @@ class ProgressLine:
                 live.stop()
 
     def print(self, content: RenderableType) -> None:
-        """Print something that stays, above the screen if there is one."""
         self._console.print(content, highlight=False)
 
-    def _tell(self, message: Message, view: JobView) -> None:
-        self._n_told = message.number
+    def _show_message(self, message: Message, view: JobView) -> None:
+        self._n_shown = message.number
         ago = dt.timedelta(seconds=max(0.0, view.seconds - message.seconds))
         text = Text(f"{self._time_of_day() - ago:%H:%M:%S}  ", "dim")
         text.append(message.text, _STYLES[message.level])
         self._print(text)
 
     def _line(self, view: JobView) -> Text:
-        """Return the view as one line."""
         parts = [f"{self._time_of_day():%H:%M:%S}", phase_of(view)]
         if view.progress is not None:
             parts.append(f"{view.progress:.0%}".replace("%", " %"))
@@ -218,5 +207,5 @@ class ProgressLine:
         return Text("  ".join(part for part in parts if part))
 
     def _print(self, text: Text) -> None:
-        # A pipe's width is a guess of rich's: lines there are not to be broken.
+        # rich guesses the width of a pipe: do not break lines there.
         self._console.print(text, soft_wrap=self._live is None, highlight=False, markup=False)

@@ -1,8 +1,7 @@
-"""The screen of a running job: a bar, a few figures, small curves, a row per role.
+"""The live screen of a job (rich): a bar, a few values, small curves, one row per role.
 
-Drawn from a `JobView` alone, for any width and height: what does not fit is left
-out, least important first. `progress` keeps it up to date; `distbelief status` prints
-it once.
+It is drawn from a `JobView` alone, for any width and height: what does not fit is left out, least
+important first. `progress` keeps it up to date; `distbelief status` prints it once.
 """
 
 import math
@@ -20,16 +19,15 @@ from distbelief.core import formatting
 from distbelief.supervisor.view import HostView, JobView, RoleView
 
 
-SILENT_SECONDS = 3.0
-"""A role not heard of for longer is drawn as silent."""
+SILENT_SECONDS = 3.0  # without a heartbeat, after which a role is shown as silent
 
 _WIDE = 64  # columns, for the whole table of roles
-_ROWS_ABOVE = 11  # lines of a screen that are no roles
-_ROWS_OF_A_TABLE = 3  # that are no rows
+_ROWS_ABOVE = 11  # lines of a screen that are not roles
+_ROWS_OF_A_TABLE = 3  # lines of a table that are not rows
 _CURVE_MAX = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-~=+*#"
-_GONE = ("gone", "leaving", "of no use")
+_GONE = ("gone", "leaving", "rejected")
 _TROUBLE = ("lost", "failed", "restarting", "silent")
 
 
@@ -40,7 +38,7 @@ class Screen:
         view: What to draw.
         name: Of the job.
         whole: Draw every role, however many lines that takes.
-        is_past: Nobody keeps it up to date any more: say what was.
+        is_past: The job has ended or died: show the last state as past.
     """
 
     def __init__(
@@ -74,12 +72,12 @@ class Screen:
 
 
 def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """Return a curve of at most `width` characters, lowest to highest value.
+    """Return a curve of at most `width` characters, from lowest to highest value.
 
-    Where there are more values than characters, each character is the mean of some.
+    With more values than characters, each character is the mean of some.
     """
     blocks = _ASCII if ascii_only else _BLOCKS
-    # Divided, so that neither a sum nor a difference of large ones is infinite.
+    # Divided, so that sums and differences of large values stay finite.
     shares = [value / 4 for value in values if math.isfinite(value)]
     if not shares or width < 1:
         return ""
@@ -95,7 +93,7 @@ def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> s
 
 
 def phase_of(view: JobView) -> str:
-    """Return "training", or "stopping: " and why."""
+    """Return "training", or "stopping: " and the reason."""
     match view.phase:
         case "failed":
             why = view.error or view.stop_reason
@@ -107,14 +105,14 @@ def phase_of(view: JobView) -> str:
 
 
 def left(view: JobView) -> str:
-    """Return "about 2 m 40 s left", or nothing if nobody knows."""
+    """Return "about 2 m 40 s left", or nothing if that is unknown."""
     if view.eta_seconds is None or view.phase not in {"warm start", "training"}:
         return ""
     return f"about {formatting.duration(view.eta_seconds)} left"
 
 
 def state_of(role: RoleView) -> tuple[str, str]:
-    """Return what a role is doing, and the style to show it in."""
+    """Return the state of a role, and the style to show it in."""
     age = role.last_heartbeat_age
     if any(word in role.state for word in _TROUBLE):
         return role.state, "yellow"
@@ -125,7 +123,6 @@ def state_of(role: RoleView) -> tuple[str, str]:
 
 
 def _past(view: JobView) -> JobView:
-    """Return what was, without what only holds at the moment."""
     roles = tuple(
         replace(role, state=f"was {role.state}", rate=None, last_heartbeat_age=None, pid=None)
         for role in view.roles
@@ -163,7 +160,6 @@ def _bar(view: JobView, width: int) -> list[RenderableType]:
 
 
 def _figures(view: JobView, width: int) -> list[Text]:
-    """Return figures, as many to a line as fit whole."""
     parts: list[str] = []
     if view.samples_per_second is not None:
         parts.append(f"{formatting.rate(view.samples_per_second)} samples/s")
@@ -187,7 +183,6 @@ def _figures(view: JobView, width: int) -> list[Text]:
 
 
 def _curves(view: JobView, width: int, *, ascii_only: bool) -> Table | None:
-    """Return a row per figure that was measured: its curve, its last value."""
     name = view.metric_name
     best = ""
     if view.best_metric is not None and width >= _WIDE:
@@ -224,7 +219,6 @@ def _curves(view: JobView, width: int, *, ascii_only: bool) -> Table | None:
 
 
 def _roles(roles: Sequence[RoleView], width: int, *, n_rows_max: int) -> list[RenderableType]:
-    """Return the table of roles; troubled ones first if not all fit."""
     shown = list(roles)
     if len(roles) > n_rows_max:
         shown.sort(key=lambda role: not state_of(role)[1])
@@ -258,9 +252,8 @@ def _roles(roles: Sequence[RoleView], width: int, *, n_rows_max: int) -> list[Re
 
 
 def _hosts(hosts: Sequence[HostView]) -> Table:
-    """Return the table of machines that have joined, with what they offer."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    table.add_column("machine", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("host", no_wrap=True, overflow="ellipsis", max_width=16)
     table.add_column("state", no_wrap=True, overflow="ellipsis")
     for name in ("cores", "memory", "a core", "link from here"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,25 +1,15 @@
-"""Starts the processes of roles quickly: torch is imported once, then forked.
+"""Fork server: imports torch once, then forks the process of each role.
 
     python -m distbelief.launch.forkserver PARENT_PID
 
     stdin    {"type":"Import","modules":["torch._dynamo"]}
              {"type":"Start","program":"role","name":"shard-0","incarnation":1, ...}
-             {"type":"Kill","name":"shard-0"}
-             {"type":"Leave"}
+             {"type":"Kill","name":"shard-0"}        {"type":"Leave"}
     stdout   {"type":"Begun","name":"shard-0","incarnation":1,"pid":4711}
              {"type":"Ended","name":"shard-0","incarnation":1,"status":0}
 
-One JSON object a line. Rules:
-
-* It has one thread, and never computes: what it forks is a clean copy.
-* A child writes to its own log, reads nothing, and does not see Ctrl+C, SIGHUP or
-  SIGTERM, which a terminal or a service manager sends to every process of a job: ending
-  it is the supervisor's business.
-* Nobody is left behind: a child ends with this process (where the kernel offers that:
-  Linux), and this process, having ended its children, with the one that writes to it.
-* If that one has died, children are asked to end (`ABANDONED`): shards save what only
-  they have. A child that has not ended in time is killed.
-* Nor is the memory that they shared, should that one have had no time to remove it.
+One JSON object per line. No process outlives the job: children end with this process (Linux), and
+this process ends with its parent. It has one thread and never computes, so every fork is clean.
 """
 
 import ctypes
@@ -55,23 +45,17 @@ MODULES: Final = (
     "distbelief.launch.preflight",
     "distbelief.run.checkpoints",
     "distbelief.transport.node",
-)
-"""What roles need, and takes long to import."""
+)  # what roles need, and takes long to import
 
-MODULES_OF_MACHINES: Final = ("torch._dynamo",)
-"""What the machines of a split replica need as well.
-
-Each of them captures the model on tensors without memory, whose operations torch has in
-Python, under a wrapper that imports its compiler: 80 MB, and 1.4 s of a processor (5 s
-where compiled Python is not kept), in every process of 32 on a host with 16 machines.
-"""
+# What the ranks of a split replica need as well: each captures the model on meta tensors, which
+# imports torch's compiler. That is 80 MB and 1.4 s of CPU time (5 s without cached bytecode).
+MODULES_OF_RANKS: Final = ("torch._dynamo",)
 
 REQUEST_BYTES_MAX: Final = 1 << 20
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
-SAVE_SECONDS_MAX: Final = 30.0
-"""For children whose job has lost its supervisor: normally they take a second."""
+SAVE_SECONDS_MAX: Final = 30.0  # for children without a supervisor; normally they take a second
 
 _REAP_SECONDS: Final = 0.02
 
@@ -82,66 +66,49 @@ Program = Literal["role", "check", "prepare"]
 
 
 class Import(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Import these before the next child is forked, if they exist."""
+    """Import these modules before the next fork, if they exist."""
 
     modules: tuple[str, ...]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork a child that runs one of the programs below.
+    """Fork a child that runs one of the programs below."""
 
-    Attributes:
-        program: "role": `process.main`; "check": `checking.main`; "prepare":
-            `hosts.preparing.main`.
-        name: Of the role.
-        incarnation: Of its life.
-        spec: File that tells it all else.
-        log: File that its output is appended to.
-    """
-
+    # "role": `role_process.main`; "check" and "prepare": `preflight.check_main` and `prepare_main`
     program: Program
     name: str
     incarnation: int
-    spec: str
-    log: str
+    spec: str  # file with everything else
+    log: str  # file that its output is appended to
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End every child of this name by force."""
+    """Kill every child of this name."""
 
     name: str
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End, for the one that writes is done. An end of input without this is its death.
+    """End, because the parent is done. End of input without this means that the parent died.
 
-    Nothing else tells the two apart: while a process dies its input has ended already,
-    and is still the parent of its children until the last of its threads is gone.
+    The two look the same otherwise: the input of a dying process ends while it is still the parent
+    of its children, until its last thread is gone.
     """
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A child runs."""
-
     name: str
     incarnation: int
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A child has ended, or could not be begun.
-
-    Attributes:
-        name: Of the role.
-        incarnation: Of its life.
-        status: Exit status, or minus the signal that ended it.
-        error: Why it could not be begun.
-    """
+    """A child has ended, or could not be started."""
 
     name: str
     incarnation: int
-    status: int = 1
-    error: str | None = None
+    status: int = 1  # exit status, or minus the signal that ended it
+    error: str | None = None  # why it could not be started
 
 
 Request = Import | Start | Kill | Leave
@@ -149,20 +116,21 @@ Report = Begun | Ended
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    # A terminal or service manager sends these to every process of a job. Stopping children is the
+    # supervisor's task.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
     parent = int(sys.argv[1])
-    end_with_parent(parent, signal.SIGTERM)  # which `serve` takes as a request to end
+    end_with_parent(parent, signal.SIGTERM)  # `serve` treats it as a request to end
     _import(MODULES)
     if not ForkServer(requests=0, reports=1).serve():
-        # Imported long ago, here; whoever only launches does without.
+        # Imported already in this process; importers of this module do not need it.
         from distbelief.transport.shared_memory import FileMemory  # noqa: PLC0415
 
-        # The kernel tells of a thread's end; what the process held is free when the
-        # last of its threads has ended, a moment later.
+        # The kernel signals the end of a thread. The parent's memory is free when the last of its
+        # threads has ended, a moment later.
         for _ in range(_N_SWEEPS):
             if any(f"-{parent}-" in path.name for path in FileMemory.sweep()):
                 break
@@ -170,7 +138,7 @@ def main() -> None:
 
 
 class ForkServer:
-    """The children, and who asks for them.
+    """The children, and the connection to the parent.
 
     Args:
         requests: File descriptor to read from.
@@ -186,11 +154,10 @@ class ForkServer:
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
     def serve(self) -> bool:
-        """Do what is asked until nobody can ask any more; then end every child.
+        """Handle requests until the parent is done or gone; then end every child.
 
-        SIGTERM says so too, which the kernel sends when the parent is gone; while that
-        lives, it was sent to all processes of the job. Return whether the end was asked
-        for.
+        A SIGTERM counts only if the parent is gone (the kernel sends it then): else it was sent to
+        all processes of the job. Return whether the parent sent `Leave`.
         """
         parent = os.getppid()
         bell, ringer = socket.socketpair()
@@ -212,13 +179,12 @@ class ForkServer:
                 if self._requests in ready and not self._read():
                     return self._may_leave
         except BrokenPipeError:
-            return self._may_leave  # whoever started us is gone
+            return self._may_leave  # the parent is gone
         finally:
             self._end_all()
-            signal.set_wakeup_fd(-1)  # before the bell goes: Python would complain
+            signal.set_wakeup_fd(-1)  # before the socket is closed, or Python warns
 
     def _read(self) -> bool:
-        """Do what the next lines ask for; return False when there will be none."""
         part = os.read(self._requests, 65536)
         if not part or len(self._unread) > REQUEST_BYTES_MAX:
             return False
@@ -226,7 +192,7 @@ class ForkServer:
         for line in lines:
             match self._decoder.decode(line):
                 case Import(modules=modules):
-                    with suppress(ImportError):  # who needs it will tell
+                    with suppress(ImportError):  # the child that needs it will report that
                         _import(modules)
                 case Start() as start:
                     self._start(start)
@@ -252,7 +218,7 @@ class ForkServer:
     def _kill(self, name: str) -> None:
         for pid, start in self._children.items():
             if start.name == name:
-                os.kill(pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
+                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
 
     def _reap(self) -> None:
         while self._children:
@@ -272,8 +238,8 @@ class ForkServer:
         for pid in self._children:
             os.waitpid(pid, 0)
 
+    # Without a supervisor, shards save their state before they end.
     def _let_save(self) -> None:
-        """Ask every child to end, and wait, but not for long."""
         for pid in self._children:
             os.kill(pid, ABANDONED)
         deadline = time.monotonic() + SAVE_SECONDS_MAX
@@ -290,28 +256,27 @@ class ForkServer:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import these, to be shared by all children from now on."""
     for module in modules:
         importlib.import_module(module)
-    # What exists by now stays shared with the children: the collector leaves it alone.
+    # Objects that exist now stay shared with the children: the collector must not touch them.
     gc.collect()
     gc.freeze()
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Be sent this signal when `parent` ends, where the kernel can do that."""
+    """Let the kernel send this signal when `parent` ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it has ended before we could ask
+    if os.getppid() != parent:  # it ended before prctl took effect
         os._exit(1)
 
 
 def _ignore(_signal: int, _frame: FrameType | None) -> None:
-    """Take the signal: only its byte in the wake-up descriptor matters."""
+    # Only its byte in the wake-up descriptor matters.
+    ...
 
 
 def _run(start: Start, *, parent: int) -> NoReturn:
-    """Be the child: never return into the parent's code."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -322,13 +287,13 @@ def _run(start: Start, *, parent: int) -> NoReturn:
         status = _program(start.program)(start.name, start.incarnation, start.spec)
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else 1
-    except BaseException:  # noqa: BLE001 -- the log is all it has
+    except BaseException:  # noqa: BLE001 -- every error goes to the log
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # the disk of the log may be full
                 stream.flush()
-        # Not `sys.exit`: what is registered to run at exit belongs to the parent.
+        # Not `sys.exit`: registered exit handlers belong to the parent.
         os._exit(status)
 
 
@@ -344,7 +309,6 @@ def _program(program: Program) -> Callable[[str, int, str], int]:
 
 
 def _redirect(log: str) -> None:
-    """Read nothing, write to the log; a role goes on where there is no room for one."""
     null = os.open(os.devnull, os.O_RDWR)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:

@@ -1,8 +1,8 @@
-"""Starts and ends the processes of roles on this machine, by way of the fork server.
+"""Starts and ends the processes of roles on this host, through the fork server.
 
-The launcher lives in the supervisor's process. It never waits: what becomes of a
-process arrives as `PeerLost`, once. If the fork server itself dies, all its children
-are lost, and the next start makes a new one.
+The launcher runs in the supervisor's process and never waits: the end of a process arrives as
+`PeerLost`, once. If the fork server dies, all its children are lost; the next start makes a new
+one.
 """
 
 import os
@@ -23,18 +23,16 @@ from distbelief.launch import forkserver
 from distbelief.roles.role import Address, Event, PeerLost
 
 
-CLOSE_SECONDS_MAX: Final = 5.0
-"""How long the fork server may take to end its children."""
+CLOSE_SECONDS_MAX: Final = 5.0  # for the fork server to end its children
 
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Of libraries: how many threads each begins with."""
 
 
 @final
 class LocalLauncher:
-    """Of one run: `start`, then `serve` the run; `close` leaves no process.
+    """The processes of one run: `start`, then `serve`; `close` leaves no process.
 
-    Starting early, before there is a run, lets the server import torch meanwhile.
+    An early `start`, before there is a run, lets the server import torch in the meantime.
 
     Args:
         spec: See `serve`.
@@ -47,14 +45,14 @@ class LocalLauncher:
         self._modules: tuple[str, ...] = ()
         self._server: subprocess.Popen[bytes] | None = None
         self._unread = b""
-        self._alive: dict[Address, int] = {}  # incarnation of the newest life
+        self._alive: dict[Address, int] = {}  # newest incarnation of each
         self._pids: dict[Address, int] = {}
         self._events: deque[Event] = deque()
         self._decoder: msgspec.json.Decoder[forkserver.Report] = msgspec.json.Decoder(
             forkserver.Report
         )
         self._n_ended = 0
-        # Readable while `events` has something of our own; the server's pipe else.
+        # Readable while `events` has something that did not come through the server's pipe.
         self._pipe: tuple[int, ...] = os.pipe()
 
     def __enter__(self) -> Self:
@@ -71,27 +69,25 @@ class LocalLauncher:
 
     @property
     def n_ended(self) -> int:
-        """How many processes have ended so far."""
         return self._n_ended
 
     def pid(self, name: str) -> int | None:
-        """Return the process of this role, as far as one is known to run."""
         return self._pids.get(Address(name))
 
     def start(self) -> None:
-        """Start the fork server, unless it runs; it imports what roles need meanwhile.
+        """Start the fork server, unless it runs; it imports modules in the background.
 
         Raises:
-            StorageError: the system has no room for another process.
+            StorageError: the system cannot start another process.
         """
         if self._server is not None:
             return
-        # One thread for each library: roles set torch's own number themselves, and a
+        # One thread per library: roles set torch's own number themselves, and a
         # thread that exists before a fork is missing in the child.
         environment = {**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1")
-        # `-P`: a file queue.py of the user's must not be taken for Python's own.
+        # `-P`: a user's queue.py must not replace Python's own.
         command = [sys.executable, "-P", "-m", forkserver.__name__, str(os.getpid())]
-        # Ctrl+C must not reach it before it can ignore that; here it waits.
+        # Ctrl+C must not reach the server before it ignores it; here it stays pending.
         ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
         try:
@@ -107,46 +103,38 @@ class LocalLauncher:
         self._unread = b""
         self._import()
 
-    def serve(
-        self, *, spec: Path, log_of: Callable[[str], Path], has_machines: bool = False
-    ) -> None:
-        """From now on start the processes of this run.
+    def serve(self, *, spec: Path, log_of: Callable[[str], Path], has_ranks: bool = False) -> None:
+        """Set the run whose processes are started from now on.
 
         Args:
-            spec: File that tells them all but their names (`process.Spec`).
-            log_of: Where the log of a role is.
-            has_machines: Whether replicas are split over machines, all of which import
-                more: the fork server does it for them, once.
+            spec: File with everything they need but their names (`RoleSpec`).
+            log_of: Returns the log file of a role.
+            has_ranks: Whether replicas are split: their ranks need more modules, which the fork
+                server imports once.
         """
         self._spec, self._log_of = spec, log_of
-        self._modules = forkserver.MODULES_OF_MACHINES if has_machines else ()
+        self._modules = forkserver.MODULES_OF_RANKS if has_ranks else ()
         self._import()
 
     def close(self) -> None:
-        """End every process, and wait until it is gone."""
         with suppress(BlockingIOError):
-            self._read()  # who has begun by now
+            self._read()  # children that have started by now
         self._end_server()
         ends, self._pipe = self._pipe, ()
         for end in ends:
             os.close(end)
 
-    # ---------------------------------------------------------- for the supervisor
-
     def launch(self, name: Address, incarnation: int) -> None:
-        """Start the process of a role."""
         self._start("role", name, incarnation, self._spec)
 
     def check(self, name: Address, question: Path) -> None:
-        """Start the process that tries the job out (`checking`)."""
         self._start("check", name, 1, question)
 
     def prepare(self, name: Address, incarnation: int) -> None:
-        """Start the process that tries out whether roles can be built here."""
         self._start("prepare", name, incarnation, self._spec)
 
     def terminate(self, name: Address) -> None:
-        """End the role by force; nothing happens if it is gone already."""
+        """Kill the role; nothing happens if it is gone already."""
         if name in self._alive:
             self._ask(forkserver.Kill(name=name))
 
@@ -157,14 +145,11 @@ class LocalLauncher:
         return self._server.stdout.fileno()
 
     def events(self) -> Sequence[Event]:
-        """Return what happened since the last call."""
         with suppress(BlockingIOError):
             self._read()
         events = list(self._events)
         self._events.clear()
         return events
-
-    # --------------------------------------------------------------------- inside
 
     def _start(
         self, program: forkserver.Program, name: Address, incarnation: int, spec: Path
@@ -182,7 +167,6 @@ class LocalLauncher:
         self._ask(start)
 
     def _import(self) -> None:
-        """Have the server import what this run needs beside the usual."""
         if self._modules:
             self._ask(forkserver.Import(modules=self._modules))
 
@@ -232,12 +216,11 @@ class LocalLauncher:
         number = -ended.status
         with suppress(ValueError):
             name = signal.Signals(number).name
-            mend = " (out of memory?)" if number == signal.SIGKILL else ""
-            return f"was ended by signal {name}{mend}"
+            hint = " (out of memory?)" if number == signal.SIGKILL else ""
+            return f"was ended by signal {name}{hint}"
         return f"was ended by signal {number}"
 
     def _server_died(self) -> None:
-        """All its children are gone with it; tell so."""
         self._end_server()
         alive, self._alive = self._alive, {}
         self._pids.clear()
@@ -258,8 +241,8 @@ class LocalLauncher:
         with suppress(OSError):
             server.stdin.close()
         if not self._pids:
-            # It has no children. It may be busy with its imports, and hear of nothing
-            # before they are done, of whom it was asked to start neither.
+            # It has no children, and may be busy with its imports. It would not read the
+            # request before they are done.
             server.kill()
         try:
             server.wait(CLOSE_SECONDS_MAX)

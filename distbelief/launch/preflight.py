@@ -1,8 +1,9 @@
-"""Tries out whether the roles of a run can be built on this host, before any is begun.
+"""Preflight: tries model and data in a process of its own, before any role starts.
 
-The program that the fork server runs as "prepare": it imports what the job names, if
-this machine's user has allowed that, and lets the data be prepared, once, before roles
-would do so side by side. What is wrong is written to a file beside the spec.
+`check_main` runs on the supervisor's host: an error in model or data is found once and reported in
+one message. Facts about model and data (names and shapes, no values) come back as a file, so the
+supervisor's process never holds either. `prepare_main` runs on each joining host: it imports the
+functions that the job names, if the host's user allows them, and prepares the data.
 """
 
 import os
@@ -39,83 +40,56 @@ from distbelief.task.validation import check, check_data, check_evaluation
 from distbelief.worker.local_executor import FlatModel
 
 
-# Tries a job out before it starts, in a process of its own, and says what it found.
-#
-# A mistake in the model or the data is found here once, and told in one message, before
-# any role would fail of it. What the supervisor must know of the model (its tensors, not
-# their values) and the data comes back as a file; so its own process never holds either.
-
 ANSWER_BYTES_MAX: Final = 1 << 26
 
 
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be tried.
+    """What to check."""
 
-    Attributes:
-        job: As JSON.
-        answer: File for what is found.
-        initial_file: File for the module's initial values, where they are needed.
-        plan: File for the plan, where replicas are split; beside it comes its picture.
-    """
-
-    job: msgspec.Raw
-    answer: str
-    initial_file: str
-    plan: str
+    job: msgspec.Raw  # as JSON
+    answer: str  # file for the result
+    initial_file: str  # file for the module's initial values, if they are needed
+    plan: str  # file for the plan, if replicas are split; its picture goes beside it
 
 
 class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found.
+    """What the check found."""
 
-    Attributes:
-        error: What is wrong with the job; then nothing else counts.
-        is_users: Whether it is the user's to mend.
-        tensors: Of the model.
-        dtype: "float64" if any of them that is trained is so.
-        initials: How each is drawn, if the shards draw.
-        initial_file: Where the initial values are, if they do not.
-        metric_name: By which the model is judged.
-        higher_is_better: Of that metric.
-        task: Figures for the summary.
-        n_machines: Of each replica, by whose plan they are split; None if they are not.
-        sample: What the data are like, for that plan.
-    """
-
-    error: str | None = None
-    is_users: bool = False
-    tensors: tuple[TensorSpec, ...] = ()
-    dtype: ElementType = "float32"
-    initials: dict[str, Initial] = {}
-    initial_file: str | None = None
-    metric_name: str = "accuracy"
+    error: str | None = None  # what is wrong with the job; then the other fields do not count
+    is_users: bool = False  # whether the user can fix it
+    tensors: tuple[TensorSpec, ...] = ()  # of the model
+    dtype: ElementType = "float32"  # "float64" if any trained tensor has that type
+    initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
+    initial_file: str | None = None  # file of the initial values, if they do not
+    metric_name: str = "accuracy"  # the held-out metric
     higher_is_better: bool = True
-    task: TaskFacts = TaskFacts()
-    n_machines: int | None = None
-    sample: Sample | None = None
+    task: TaskFacts = TaskFacts()  # facts for the summary
+    n_machines: int | None = None  # ranks of each replica; None if replicas are not split
+    sample: Sample | None = None  # shapes and types of the data, for the plan
 
 
 def check_main(name: str, incarnation: int, path: str) -> int:
-    """Answer the question in this file; return the process's exit status."""
-    question = msgspec.json.decode(Path(path).read_bytes(), type=PreflightRequest)
+    """Handle the request in this file; return the process's exit status."""
+    request = msgspec.json.decode(Path(path).read_bytes(), type=PreflightRequest)
     log(name, incarnation, "info", f"process {os.getpid()} begins")
-    job = job_from_json(bytes(question.job))
+    job = job_from_json(bytes(request.job))
     import_from(job)
     torch.set_num_threads(job.cluster.threads)
     try:
-        answer = answer_to(job, question)
+        answer = answer_to(job, request)
     except DistBeliefError as error:
         answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
         traceback.print_exc()  # to the log
-        text = f"trying out model and data failed: {type(error).__name__}: {error}"
+        text = f"model and data failed the check: {type(error).__name__}: {error}"
         answer = PreflightResult(error=f"{text}{place(error)}", is_users=True)
-    files.write(Path(question.answer), msgspec.json.encode(answer))
+    files.write(Path(request.answer), msgspec.json.encode(answer))
     log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
     return 0
 
 
-def read_answer(path: Path) -> PreflightResult | None:
-    """Return the answer, if there is one."""
+def read_result(path: Path) -> PreflightResult | None:
+    """Return the result, or None if there is none."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=PreflightResult)
@@ -123,8 +97,8 @@ def read_answer(path: Path) -> PreflightResult | None:
         return None
 
 
-def answer_to(job: Job, question: PreflightRequest) -> PreflightResult:
-    """Try model and data out in this process; return what was found.
+def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
+    """Try model and data in this process.
 
     Raises:
         JobError: the job cannot be run.
@@ -132,25 +106,25 @@ def answer_to(job: Job, question: PreflightRequest) -> PreflightResult:
     task = job.task
     if not job.cluster.is_split:
         check(task, job.batch_size)
-        return _found(job, question, FlatModel(build_model(task.model)))
-    # The planner brings scipy's solvers and matplotlib, which take as long to import as
-    # half of torch: every job would wait for them, in two processes.
+        return _found(job, request, FlatModel(build_model(task.model)))
+    # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
+    # jobs must not wait for that.
     from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
 
     _check_device(job.cluster.device)
     cluster = job.cluster
-    n_readers = cluster.partitions if cluster.plan is None else 2  # at the least
+    n_readers = cluster.partitions if cluster.plan is None else 2  # at least
     sample = check_data(task, job.batch_size, n_readers=n_readers)
     captured = capture_for(task, sample)
     check_evaluation(task, sample)
     if task.model.initial == "module":
-        check(task, job.batch_size)  # whose values are wanted, has to be built
+        check(task, job.batch_size)  # its values are needed, so the module is built
         model = FlatModel(build_model(task.model))
     else:
         with torch.device("meta"):
             model = FlatModel(build_model(task.model))
-    answer = _found(job, question, model)
-    kept = Path(question.plan)
+    answer = _found(job, request, model)
+    kept = Path(request.plan)
     plan = plan_for_job(job, captured.graph, kept=kept)
     draw(plan, captured.graph, kept.with_suffix(".png"))
     n_machines = plan.cluster.n_machines
@@ -163,25 +137,23 @@ def answer_to(job: Job, question: PreflightRequest) -> PreflightResult:
 
 
 def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
-    """Return how the shards are to draw each tensor."""
     try:
         return recorded_initials(job.task.model, list(model.named_tensors()))
     except JobError:
         if job.cluster.is_split:
             raise
-        return model.initials()  # by the types of layers, which are here
+        return model.initials()  # from the types of the layers
 
 
 def _check_device(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise JobError(
             f"[cluster] device = {device!r}: torch {torch.__version__} sees no GPU on "
-            'this machine: leave device out, or write device = "cpu"'
+            'this host: leave device out, or use device = "cpu"'
         )
 
 
-def _found(job: Job, question: PreflightRequest, model: FlatModel) -> PreflightResult:
-    """Return what is known of model and data; `model` may be without values."""
+def _found(job: Job, request: PreflightRequest, model: FlatModel) -> PreflightResult:
     task = job.task
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
@@ -189,7 +161,7 @@ def _found(job: Job, question: PreflightRequest, model: FlatModel) -> PreflightR
         case "seed":
             initials = dict(_initials(job, model))
         case "module":
-            initial_file = question.initial_file
+            initial_file = request.initial_file
             tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
             save_file(tensors, initial_file)
         case path:
@@ -219,7 +191,6 @@ def _found(job: Job, question: PreflightRequest, model: FlatModel) -> PreflightR
 
 
 def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
-    """Refuse a file that does not hold the values of these tensors."""
     try:
         read = reader(path, Layout.of(tensors, n_shards=1))
         for tensor in tensors:
@@ -232,12 +203,14 @@ VERDICT_BYTES_MAX = 1 << 16
 
 
 def verdict_file(spec: Path) -> Path:
-    """Return where what is wrong is written; empty: nothing."""
     return spec.with_name(".verdict")
 
 
 def prepare_main(name: str, incarnation: int, path: str) -> int:
-    """Try it out; return the process's exit status."""
+    """Check that the run's roles can be built on this host; return the exit status.
+
+    The error, if any, is written to `verdict_file`.
+    """
     log(name, incarnation, "info", f"process {os.getpid()} begins")
     try:
         spec = read_spec(path)
@@ -259,8 +232,8 @@ def _try(job: Job, allowed: tuple[str, ...]) -> None:
     check_allowed(job, allowed)
     if job.cluster.device == "cuda" and not torch.cuda.is_available():
         raise JobError(
-            f"the job wants a GPU ([cluster] device = {job.cluster.device!r}), and "
-            f"torch {torch.__version__} sees none here"
+            f"[cluster] device = {job.cluster.device!r}: torch {torch.__version__} sees no GPU on "
+            "this host"
         )
     prepare(job.data.train, table="data.train")
     if job.data.test is not None:

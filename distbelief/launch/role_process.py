@@ -1,7 +1,7 @@
-"""The process of one role: build it, wrap it in a `Member`, and let a node run it.
+"""The process of one role: builds it, wraps it in a `JobMember`, and runs it.
 
-The program that the fork server runs in a child. All it is told lies in one file, the
-spec; its output is the role's log.
+The fork server runs `main` in a child. All settings come from one file, the `RoleSpec`; output goes
+to the role's log.
 """
 
 import os
@@ -40,18 +40,6 @@ from distbelief.transport.zmq_transport import Log
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 
-# What a job from another machine may call here: what this machine's user has named.
-#
-# A job names functions by import path, and their arguments. Whoever may name any function
-# may do anything, so a host calls only functions of modules that its own user allowed:
-#
-#     --allow-import experiments.speech
-#         experiments.speech.model:paper_net      yes
-#         experiments.speech:anything             yes
-#         experiments.speech.data:os.system       no: that is a function of os
-#         experiments.images.model:net            no
-
-
 def import_paths(job: Job) -> Iterator[tuple[str, str]]:
     """Yield table and path of every function that this job names."""
     yield "model", job.model.factory
@@ -64,13 +52,22 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
-    """Refuse a job that names what this machine's user has not allowed.
+    """Reject a job that names functions of modules that this host's user has not allowed.
+
+    A job that may call any function may do anything. So a host calls only functions of allowed
+    modules:
+
+        --allow-import experiments.speech
+            experiments.speech.model:paper_net      yes
+            experiments.speech:anything             yes
+            experiments.speech.data:os.system       no: that is a function of os
+            experiments.images.model:net            no
 
     Raises:
         JobError: it names the module, and the option that would allow it.
     """
     paths = list(import_paths(job))
-    for table, path in paths:  # before anything is imported
+    for table, path in paths:  # check the text before anything is imported
         _check(path.partition(":")[0], path, table=table, allowed=allowed)
     for table, path in paths:
         found = cast("object", resolve(path, table=table))
@@ -81,11 +78,10 @@ def check_allowed(job: Job, allowed: Sequence[str]) -> None:
 def _check(module: str, path: str, *, table: str, allowed: Sequence[str]) -> None:
     if any(module == name or module.startswith(f"{name}.") for name in allowed):
         return
-    so_far = ", ".join(allowed) or "none so far"
+    so_far = ", ".join(allowed) or "none"
     raise JobError(
-        f"[{table}] {path!r} is a function of module {module!r}, from which this "
-        f"machine's user lets nothing be called ({so_far}). If that is to be: "
-        f"distbelief join ... --allow-import {module}"
+        f"[{table}] {path!r} is a function of module {module!r}, which this host does not "
+        f"allow (allowed: {so_far}): use distbelief join ... --allow-import {module}"
     )
 
 
@@ -93,63 +89,45 @@ SPEC_BYTES_MAX: Final = 1 << 26
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What all role processes of one run are told.
+    """Settings of all role processes of one run."""
 
-    Attributes:
-        job: The job as JSON (`Job.to_json`).
-        run: Its name, which is in every message.
-        supervisor: Where the supervisor is to be found.
-        memory: Directory of shared memory; "" if none is shared.
-        snapshots: Directory of snapshots.
-        layout: Of the model's tensors on the shards.
-        initials: How each tensor is drawn, if the shards draw.
-        initial_file: Else the file that has the initial values.
-        plan: By which replicas are split over machines; None if they are not.
-        sample: What the data are like, for that plan.
-        n_train: Training samples.
-        reach: From where these processes can be reached.
-        allowed: Packages and modules that they may import functions from; None: any.
-    """
-
-    job: msgspec.Raw
-    run: str
-    supervisor: str
-    memory: str
-    snapshots: str
-    layout: LayoutSpec
-    initials: dict[str, Initial]
-    initial_file: str | None
-    plan: str | None = None
-    sample: Sample | None = None
-    n_train: int | None = None
-    reach: ListenConfig = ListenConfig()
+    job: msgspec.Raw  # the job as JSON (`Job.to_json`)
+    run: str  # id of the run, which is in every message
+    supervisor: str  # address of the supervisor
+    memory: str  # directory of shared memory; "" if none is shared
+    snapshots: str  # directory of checkpoints
+    layout: LayoutSpec  # of the model's tensors on the shards
+    initials: dict[str, Initial]  # how shards draw each tensor, if they do
+    initial_file: str | None  # file of the initial values, if they do not
+    plan: str | None = None  # file of the plan by which replicas are split; None if they are not
+    sample: Sample | None = None  # shapes and types of the data, for that plan
+    n_train: int | None = None  # training samples
+    reach: ListenConfig = ListenConfig()  # where these processes listen
+    # Packages and modules whose functions they may call; None for any
     allowed: tuple[str, ...] | None = None
 
 
 @final
-class SharedShelf:
-    """Both copies of a shard keep their snapshots under the shard's one name."""
+class SharedCheckpoints:
+    """Stores the checkpoints of both copies of a shard under the shard's name."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
 
     def save(self, role: Address, snapshot: Snapshot) -> None:
-        """Keep it for good."""
         self._store.save(shard_of(role), snapshot)
 
     def newest(self, role: Address) -> Snapshot | None:
-        """Return the newest one of either copy."""
         return self._store.newest(shard_of(role))
 
 
 def read_spec(path: str) -> RoleSpec:
-    """Return the spec in this file."""
     with Path(path).open("rb") as file:
         return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=RoleSpec)
 
 
 def main(name: str, incarnation: int, path: str) -> int:
-    """Be the role `name` until it ends; return the process's exit status."""
+    """Run the role `name` until it ends; return the process's exit status."""
     spec = read_spec(path)
     job = job_from_json(bytes(spec.job))
     import_from(job)
@@ -158,8 +136,8 @@ def main(name: str, incarnation: int, path: str) -> int:
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
     driven = name.startswith("shard") and algorithms.coordinator_of(job) is not None
     if name.startswith("replica") or driven:
-        # Each step's gradients lie where the last one's did; so do the vectors of each
-        # set on a shard. One of Downpour makes none: it would hold more for nothing.
+        # Gradients of each step reuse the memory of the last one, as do the vectors of a chunk
+        # on a shard under a coordinator. A shard of Downpour needs no such memory.
         keep_memory()
     else:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)
@@ -169,24 +147,23 @@ def main(name: str, incarnation: int, path: str) -> int:
     lines = Writer("log", tell=lambda text: report("warning", text))
 
     def report(level: str, text: str) -> None:
-        # Stamped now; written by a thread, for the disk of the log may hang.
+        # The time is taken now; a thread writes, because the log's disk may hang.
         lines.write(partial(_write, _line(name, incarnation, level, text)))
 
     with lines:
         report("info", f"process {os.getpid()} begins")
-        error = _live(spec, job, memory, name=name, life=incarnation, report=report)
+        error = _run_role(spec, job, memory, name=name, incarnation=incarnation, report=report)
         report("info" if error is None else "error", f"ends: {error or 'as planned'}")
     status = 0 if error is None else 1
     if not lines.close(seconds_max=0.0):
-        os._exit(status)  # to flush what that thread has begun would take as long
+        os._exit(status)  # a normal exit would wait for that thread
     return status
 
 
-def _live(
-    spec: RoleSpec, job: Job, memory: Memory, *, name: str, life: int, report: Log
+def _run_role(
+    spec: RoleSpec, job: Job, memory: Memory, *, name: str, incarnation: int, report: Log
 ) -> str | None:
-    """Be the role until it ends; return what went wrong, if anything did."""
-    transport = spec.reach.transport(name=name, incarnation=life, run=spec.run, log=report)
+    transport = spec.reach.transport(name=name, incarnation=incarnation, run=spec.run, log=report)
     with transport:
         transport.connect(SUPERVISOR, 0, spec.supervisor)
         config = JobMemberConfig(
@@ -204,7 +181,7 @@ def _live(
             member.warn(text)
 
         store = CheckpointStore(Path(spec.snapshots), report=warn)
-        node = RoleRunner(member, transport=transport, log=report, store=SharedShelf(store))
+        node = RoleRunner(member, transport=transport, log=report, store=SharedCheckpoints(store))
         _end_when_abandoned(node)
         error = node.run()
         if error is not None and not member.told_failure:
@@ -213,7 +190,6 @@ def _live(
 
 
 def _end_when_abandoned(node: RoleRunner) -> None:
-    """End once the fork server says that the supervisor is gone; a shard saves."""
     if threading.current_thread() is not threading.main_thread():
         return
 
@@ -225,12 +201,10 @@ def _end_when_abandoned(node: RoleRunner) -> None:
 
 
 def import_from(job: Job) -> None:
-    """Let the user's import paths be found, before anything of the same name."""
     sys.path[:] = dict.fromkeys((*job.import_paths, *sys.path))
 
 
 def log(name: str, incarnation: int, level: str, text: str) -> None:
-    """Write one line to the log of this process."""
     _write(_line(name, incarnation, level, text))
 
 
@@ -241,8 +215,7 @@ def _line(name: str, incarnation: int, level: str, text: str) -> str:
 
 
 def _write(line: str) -> None:
-    """Write one line to the log of this process, if there is room for it."""
-    with suppress(OSError):  # a full disk ends no role; the supervisor tells of it
+    with suppress(OSError):  # a full disk ends no role; the supervisor reports it
         sys.stdout.write(line)
         sys.stdout.flush()
 

@@ -1,1 +1,1 @@
-"""The run directory: checkpoints, model, metrics, summary, and resuming from them."""
+"""Run directory, checkpoints, model, metrics, summary, and resuming a run."""

@@ -1,8 +1,13 @@
-"""Snapshots that belong together: where a coordinator drives the shards.
+"""Checkpoint files of a run, and checkpoints of all shards that belong together.
 
-Shards that are pushed to need not be saved at one moment (DB-5). Those that a
-coordinator drives hold parts of one point: only snapshots of one label fit together. A
-round that was cut short leaves some that nobody can use.
+    snapshots/ROLE/LABEL.safetensors      the last `N_KEPT` of each role
+
+* A checkpoint is complete or absent: it is written to a temporary file, synced, then renamed.
+* It carries a checksum. A file that does not match it is reported and skipped, never deleted.
+* A role whose checkpoints are all damaged does not start from scratch: that is an error. So is a
+  file that cannot be read, because it may be intact.
+* Shards of Downpour may be saved at different moments (DB-5). Shards under a coordinator hold parts
+  of one point, so only checkpoints of one label fit together.
 """
 
 import errno
@@ -24,22 +29,6 @@ from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 
 
-# Snapshots on disk: snapshots/ROLE/LABEL.safetensors, the last few of each role.
-#
-# Any program that reads safetensors can look into one: arrays under their names, facts as
-# metadata. Rules:
-#
-# * A snapshot is whole or not there: it is written beside its place, forced to the disk,
-#   then renamed (`files`). If that fails, the older ones stay as they were.
-# * It carries a checksum of all it holds. What does not agree with it (cut short, changed
-#   on the disk, not of this format) is reported and passed over, but never deleted.
-# * A role that has snapshots, none of them whole, does not begin anew: that is an error.
-#   So is a file that cannot be read: it need not be damaged.
-# * The last `N_KEPT` whole ones of a role are kept; labels sort by age.
-#
-# The checksum is a CRC-32: it is to catch damage, not malice, and takes a third of the
-# time of SHA-256 while the shard's pushes wait.
-
 N_KEPT: Final = 3
 
 _SUFFIX: Final = ".safetensors"
@@ -50,11 +39,11 @@ _HEADER_BYTES_MAX: Final = 1 << 20
 
 @final
 class CheckpointStore:
-    """The snapshots of one run, by role.
+    """The checkpoints of one run, by role.
 
     Args:
         directory: The run directory's `snapshots`; made when first needed.
-        report: Told of each damaged snapshot, in a sentence.
+        report: Receives a sentence about each damaged checkpoint.
     """
 
     def __init__(self, directory: Path, *, report: Callable[[str], None]) -> None:
@@ -63,14 +52,13 @@ class CheckpointStore:
 
     @property
     def directory(self) -> Path:
-        """Where they lie."""
         return self._directory
 
     def save(self, role: str, snapshot: Snapshot) -> None:
-        """Keep `snapshot` for good, then drop all but the last few of this role.
+        """Store `snapshot`, then delete all but the last few of this role.
 
         Raises:
-            StorageError: it cannot be kept; those from before are as they were.
+            StorageError: it cannot be stored; earlier ones are unchanged.
         """
         label = snapshot.label
         if label == NEWEST:
@@ -87,35 +75,34 @@ class CheckpointStore:
         self._drop_old(role)
 
     def newest(self, role: str) -> Snapshot | None:
-        """Return the newest whole snapshot of this role; None if it has none at all.
+        """Return the newest intact checkpoint of this role; None if it has none at all.
 
         Raises:
-            StorageError: it has some, and all are damaged; or one cannot be read.
+            StorageError: all of them are damaged, or one cannot be read.
         """
         damaged: list[tuple[Path, str]] = []
         for label in reversed(self.labels(role)):
             path = self.path(role, label)
             try:
                 snapshot = _load(path, label)
-            except FileNotFoundError:  # just now, to make room for a newer one
+            except FileNotFoundError:  # deleted just now by a newer save
                 continue
             except _DamagedError as error:
                 damaged.append((path, str(error)))
                 continue
             for other, why in damaged:
                 self._report(
-                    f"snapshot {other} is damaged and passed over ({why}); "
-                    f"{path.name} is used instead{_cost(other, snapshot)}, and the "
-                    "damaged one left where it is"
+                    f"checkpoint {other} is damaged and skipped ({why}); "
+                    f"{path.name} is used instead{_cost(other, snapshot)}"
                 )
             return snapshot
         if damaged:
             shown = ", ".join(f"{path} ({why})" for path, why in damaged)
-            raise StorageError(f"no snapshot of {role} is whole: {shown}")
+            raise StorageError(f"all checkpoints of {role} are damaged: {shown}")
         return None
 
     def fault(self, role: str, label: str) -> str | None:
-        """Return what is wrong with the snapshot of this label; None: it is whole.
+        """Return what is wrong with the checkpoint of this label; None if it is intact.
 
         Raises:
             StorageError: it cannot be read.
@@ -123,21 +110,16 @@ class CheckpointStore:
         try:
             _load(self.path(role, label), label)
         except FileNotFoundError:
-            return "it is not there"
+            return "it is missing"
         except _DamagedError as error:
             return str(error)
         return None
 
     def is_whole(self, role: str, label: str) -> bool:
-        """Return whether the snapshot of this label is whole.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
         return self.fault(role, label) is None
 
     def labels(self, role: str) -> list[str]:
-        """Return the labels of this role, damaged snapshots' too, oldest first.
+        """Return the labels of this role, of damaged checkpoints too, oldest first.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -155,17 +137,13 @@ class CheckpointStore:
         )
 
     def path(self, role: str, label: str) -> Path:
-        """Return where the snapshot of this label lies."""
         for name in (role, label):
             if _NAME.fullmatch(name) is None:
-                raise LocalProtocolError(f"{name!r} cannot name a snapshot's file")
+                raise LocalProtocolError(f"{name!r} cannot name a checkpoint file")
         return self._directory / role / f"{label}{_SUFFIX}"
 
     def _drop_old(self, role: str) -> None:
-        """Delete older snapshots beyond `N_KEPT` that can be opened.
-
-        Their checksums are not read again: that would take as long as saving.
-        """
+        # Checksums are not read again: that would take as long as saving.
         paths = [self.path(role, label) for label in self.labels(role)]
         for path in [path for path in paths if _opens(path)][:-N_KEPT]:
             path.unlink(missing_ok=True)
@@ -179,19 +157,14 @@ def _save(path: Path, arrays: Mapping[str, Vector], facts: Mapping[str, str]) ->
 
 
 class _DamagedError(StorageError):
-    """What a file holds is not what was saved."""
+    """The content of a file is not what was saved."""
 
 
 def _load(path: Path, label: str) -> Snapshot:
-    """Return the snapshot in this file, checked against its checksum.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        _DamagedError: it is damaged.
-        StorageError: it cannot be read; whether it is damaged, nobody can say.
-    """
+    # FileNotFoundError and _DamagedError are for `newest`; a StorageError leaves open whether the
+    # file is damaged.
     try:
-        with path.open("rb"):  # safetensors says "no such file", whatever the reason
+        with path.open("rb"):  # safetensors reports every failure as "no such file"
             pass
         with safe_open(path, framework="numpy") as file:
             facts: dict[str, str] = dict(file.metadata() or {})
@@ -202,7 +175,7 @@ def _load(path: Path, label: str) -> Snapshot:
     except FileNotFoundError:
         raise
     except OSError as error:
-        if error.errno == errno.EIO:  # the disk has lost it
+        if error.errno == errno.EIO:  # a bad sector
             raise _DamagedError(error.strerror) from error
         raise _unreadable(path, error) from error
     except SafetensorError as error:
@@ -211,17 +184,16 @@ def _load(path: Path, label: str) -> Snapshot:
     if written is None:
         raise _DamagedError("it has no checksum")
     if _checksum(label, arrays, facts) != {_CHECKSUM: written}:
-        raise _DamagedError("its checksum is another")
+        raise _DamagedError("its checksum does not match")
     return Snapshot(label=label, arrays=arrays, facts=facts)
 
 
 def _unreadable(path: Path, error: OSError) -> StorageError:
     why = error.strerror or str(error)
-    return StorageError(f"cannot read {path}: {why}; it need not be damaged")
+    return StorageError(f"cannot read {path}: {why}; it may be intact")
 
 
 def _cost(damaged: Path, used: Snapshot) -> str:
-    """Return how many pushes an older snapshot is behind, if both tell their clocks."""
     clock, older = _clock_in(damaged), used.facts.get("clock", "")
     if clock is None or not older.isdecimal() or clock <= int(older):
         return ""
@@ -229,13 +201,12 @@ def _cost(damaged: Path, used: Snapshot) -> str:
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What is read of the header of a damaged snapshot."""
+    """The part that is read from the header of a damaged checkpoint."""
 
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default={})
 
 
 def _clock_in(path: Path) -> int | None:
-    """Return the clock that the header of a damaged snapshot tells, if it does."""
     try:
         with path.open("rb") as file:
             n_bytes = int.from_bytes(file.read(8), "little")
@@ -247,7 +218,6 @@ def _clock_in(path: Path) -> int | None:
 
 
 def _opens(path: Path) -> bool:
-    """Return whether the file has a header, and the size that its header says."""
     try:
         with safe_open(path, framework="numpy"):
             return True
@@ -255,6 +225,8 @@ def _opens(path: Path) -> bool:
         return False
 
 
+# CRC-32 catches damage, not malice, and takes a third of the time of SHA-256, during which the
+# shard's pushes wait.
 def _checksum(label: str, arrays: Mapping[str, Vector], facts: Mapping[str, str]) -> dict[str, str]:
     described = {name: [v.dtype.str, list(v.shape)] for name, v in arrays.items()}
     text = json.dumps([label, described, facts], sort_keys=True)
@@ -264,8 +236,8 @@ def _checksum(label: str, arrays: Mapping[str, Vector], facts: Mapping[str, str]
     return {_CHECKSUM: f"{value:08x}"}
 
 
+# Numbers by value, and before other labels ("final").
 def _age(label: str) -> tuple[int, int, str]:
-    """Sort numbers by value, and before other labels ("final")."""
     return (0, int(label), label) if label.isdigit() else (1, 0, label)
 
 
@@ -273,7 +245,7 @@ SET_ASIDE: Final = ".incomplete"
 
 
 def agreed_label(store: CheckpointStore, shards: Sequence[str]) -> str | None:
-    """Return the newest label of which every shard has a whole snapshot."""
+    """Return the newest label of which every shard has an intact checkpoint."""
     shared = set(store.labels(shards[0])).intersection(*(store.labels(name) for name in shards[1:]))
     for label in reversed(store.labels(shards[0])):
         if label in shared and all(store.is_whole(name, label) for name in shards):
@@ -282,13 +254,13 @@ def agreed_label(store: CheckpointStore, shards: Sequence[str]) -> str | None:
 
 
 def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
-    """Rename what is newer than the newest that all shards have.
+    """Rename checkpoints that are newer than the newest label of all shards.
 
     Returns:
-        What the user should know of that: a sentence, or none.
+        A sentence for the user, or none.
 
     Raises:
-        StorageError: a file cannot be renamed, or there is nothing to go on from.
+        StorageError: a file cannot be renamed, or there is nothing to resume from.
     """
     agreed = agreed_label(store, shards)
     lacking = {name: _newer(store, name, agreed) for name in shards}
@@ -302,7 +274,7 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
     )
     if agreed is None and not _is_first_round(store, lacking):
         raise StorageError(
-            f"there is no snapshot in {store.directory} that all shards have whole; "
+            f"{store.directory} has no label with an intact checkpoint of every shard; "
             f"of the newest: {without}"
         )
     for name, labels in lacking.items():
@@ -313,20 +285,19 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
             except OSError as error:
                 raise files.explained(error, path, doing="rename") from error
     found = (
-        "it was the first, so the run begins anew"
+        "it was the first, so the run starts from scratch"
         if agreed is None
-        else f"the run goes on from {agreed}, the newest that all have"
+        else f"the run resumes from {agreed}, the newest complete one"
     )
-    told = (
-        f"snapshot {newest} is not whole: {without}, and those of the other shards are "
-        f"of no use without: {found}; what is newer stays in {store.directory}, as "
-        f"*{SET_ASIDE}"
+    notes = (
+        f"checkpoint {newest} is incomplete: {without}; {found}; newer files are kept in "
+        f"{store.directory} as *{SET_ASIDE}"
     )
-    return (told,)
+    return (notes,)
 
 
+# A kill in the first round leaves intact files of some shards, and nothing damaged.
 def _is_first_round(store: CheckpointStore, labels: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a kill in the first round left these, and nothing is damaged."""
     return all(
         label.isdigit() and int(label) == 1 and store.is_whole(name, label)
         for name, of_one in labels.items()
@@ -335,6 +306,5 @@ def _is_first_round(store: CheckpointStore, labels: Mapping[str, Sequence[str]])
 
 
 def _newer(store: CheckpointStore, name: str, agreed: str | None) -> list[str]:
-    """Return the labels of one shard that are newer than what all have."""
     labels = store.labels(name)
     return labels if agreed is None else labels[labels.index(agreed) + 1 :]

@@ -1,25 +1,15 @@
-"""The run directory: all that a job leaves behind, and the lock of who may write it.
+"""The run directory: every file that a job leaves behind, and its lock.
 
-    job.toml            the job as it ran
-    plan.json           which machine computes what, where replicas are split
-    plan.png            the same, drawn
-    status.json         what every role is doing, once a second (a `Status`)
-    metrics.jsonl       the curve, line by line
-    curve.png           the curve, drawn
-    snapshots/ROLE/     what a shard restarts from
-    logs/ROLE.log       what each role reported
-    model.safetensors   the trained model
-    summary.json        final figures
-    aside-N/            what was saved before it began anew (--from-scratch)
-    address             where machines join a run without key files, while it lasts: a
-                        secret is in it, so only its user may read it
+    job.toml, plan.json, plan.png     the job as it ran; plan of split replicas
+    status.json, metrics.jsonl        the latest view (once a second); the curve
+    snapshots/ROLE/, logs/ROLE.log    checkpoints of shards; log of each role
+    model.safetensors, summary.json, curve.png
+    aside-N/                          earlier files of a run that used --from-scratch
+    address                           job address with its secret, readable by its user only
 
-Rules:
-
-* Nothing is overwritten: if the directory exists and is not empty, the next free
-  numbered sibling is taken (runs/demo, runs/demo.2, runs/demo.3, ...).
-* One process at a time may write: it holds a lock on the file `lock`, which the
-  operating system releases when that process ends, however it ends.
+Nothing is overwritten: a new run takes the next free name (runs/demo, runs/demo.2, ...). One
+process
+at a time writes: it holds a lock on the file `lock`, which the system releases when it ends.
 """
 
 import fcntl
@@ -42,31 +32,22 @@ STATUS_BYTES_MAX: Final = 1 << 22
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of status.json.
+    """Content of status.json."""
 
-    Attributes:
-        name: Of the job.
-        pid: Of the supervisor's process.
-        written: When, in seconds since 1970 (UTC).
-        ended: Whether the run is over; `view` is then the last one.
-        error: Why it failed, if it did.
-        view: What the supervisor saw.
-    """
-
-    name: str
-    pid: int
-    written: float
+    name: str  # of the job
+    pid: int  # process of the supervisor
+    written: float  # seconds since 1970 (UTC)
     view: JobView
-    ended: bool = False
-    error: str | None = None
+    ended: bool = False  # whether the run is over; `view` is then the last one
+    error: str | None = None  # why it failed, if it did
 
 
 @final
 class RunDirectory:
-    """One run's files. Made by `create` or `open`; `with` releases the lock.
+    """Files of one run. Made by `create` or `open`; `with` releases the lock.
 
     Attributes:
-        path: Where it is, as the user would write it.
+        path: As the user would write it.
     """
 
     def __init__(self, path: Path, *, lock: int | None) -> None:
@@ -80,18 +61,18 @@ class RunDirectory:
         Raises:
             StorageError: it cannot be made or written.
         """
-        wanted = Path(path)
+        first = Path(path)
         for number in range(1, SIBLINGS_MAX):
             suffix = "" if number == 1 else f".{number}"
-            candidate = wanted.with_name(f"{wanted.name}{suffix}")
+            candidate = first.with_name(f"{first.name}{suffix}")
             run = cls._taken(candidate)
             if run is not None:
                 return run
-        raise StorageError(f"{wanted} and {SIBLINGS_MAX} siblings exist: remove some")
+        raise StorageError(f"{first} and {SIBLINGS_MAX} siblings exist: remove some")
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
-        """Open the directory of an earlier run: to go on with it, or only to read.
+        """Open the directory of an earlier run, to resume it or only to read.
 
         Args:
             path: The run directory.
@@ -106,14 +87,14 @@ class RunDirectory:
             raise JobError(f"{path}: there is no such directory")
         if not run.job_file.is_file():
             raise JobError(
-                f"{path} is not a run directory: it has no {run.job_file.name}. Name "
-                "one that `distbelief train` made, such as runs/demo"
+                f"{path} is not a run directory (no {run.job_file.name}): use one that "
+                "`distbelief train` made, such as runs/demo"
             )
         return cls(run.path, lock=_lock(run.path)) if write else run
 
     @classmethod
     def take(cls, path: Path) -> Self:
-        """Return this directory, whatever is in it, and take the lock.
+        """Lock this directory, whatever it contains.
 
         Raises:
             StorageError: another process has it, or it cannot be written.
@@ -132,23 +113,19 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    # ------------------------------------------------------------------ places
-
     @property
     def job_file(self) -> Path:
-        """The job as it ran."""
         return self.path / "job.toml"
 
     @property
     def plan_file(self) -> Path:
-        """Which machine computes what; its picture has the suffix .png."""
         return self.path / "plan.json"
 
     @contextmanager
     def plan_kept(self) -> Iterator[None]:
-        """Put plan and picture back as they were if what is done within is refused.
+        """Restore plan and picture if the block raises.
 
-        A run that does not go on with another plan still predicts with its own.
+        A run that rejects another plan still predicts with its own.
         """
         files_of_plan = (self.plan_file, self.plan_file.with_suffix(".png"))
         before = {f: f.read_bytes() if f.is_file() else None for f in files_of_plan}
@@ -164,60 +141,49 @@ class RunDirectory:
 
     @property
     def status_file(self) -> Path:
-        """What every role is doing."""
         return self.path / "status.json"
 
     @property
     def metrics_file(self) -> Path:
-        """The curve, line by line."""
         return self.path / "metrics.jsonl"
 
     @property
     def curve_file(self) -> Path:
-        """The curve, drawn."""
         return self.path / "curve.png"
 
     @property
     def address_file(self) -> Path:
-        """Return where machines find the address of a run without key files."""
         return self.path / "address"
 
     @property
     def summary_file(self) -> Path:
-        """Final figures."""
         return self.path / "summary.json"
 
     @property
     def model_file(self) -> Path:
-        """The trained model."""
         return self.path / "model.safetensors"
 
     @property
     def snapshots(self) -> Path:
-        """Directory with one directory per shard, see `store` and `cuts`."""
         return self.path / "snapshots"
 
     @property
     def logs(self) -> Path:
-        """Directory of the logs."""
         return self.path / "logs"
 
     def log_file(self, role: str) -> Path:
-        """Return where this role's log is written."""
         return self.logs / f"{role}.log"
 
-    # ---------------------------------------------------------------- contents
-
     def write(self, file: Path, content: str | bytes) -> None:
-        """Replace one of this directory's files, whole or not at all.
+        """Replace a file of this directory atomically.
 
         Raises:
-            StorageError: it cannot be; the old file is as it was.
+            StorageError: it cannot be written; the old file is unchanged.
         """
         files.write(file, content.encode() if isinstance(content, str) else content)
 
     def put_aside(self, *paths: Path) -> Path:
-        """Move these, if they exist, into a new directory `aside-N`; return it.
+        """Move these files, if they exist, into a new directory `aside-N`; return it.
 
         An empty directory takes the place of `snapshots`.
 
@@ -243,9 +209,7 @@ class RunDirectory:
         return place
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json; readers see the old one or the new one.
-
-        Not forced to the disk: it is of no use after a crash of the machine.
+        """Replace status.json atomically, without syncing: after a power loss it has no use.
 
         Raises:
             StorageError: it cannot be written.
@@ -287,9 +251,9 @@ class RunDirectory:
         finally:
             os.close(descriptor)
 
+    # Tries again if another process removes the directory at the same time.
     @classmethod
     def _taken(cls, path: Path) -> Self | None:
-        """Take it as below, anew if a mistaken run of that name took it along."""
         for _ in range(GONE_MAX):
             try:
                 return cls._take(path)
@@ -300,20 +264,19 @@ class RunDirectory:
 
     @classmethod
     def _take(cls, path: Path) -> Self | None:
-        """Make the directory at `path` ours, or return None if it is somebody's."""
         try:
             files.make_directory(path)
             if any(path.iterdir()):
                 return None
         except FileExistsError:
-            return None  # a file of that name
+            return None  # it is a file
         except OSError as error:
             raise files.explained(error, path, doing="make") from error
         try:
             lock = _lock(path, fresh=True)
         except StorageError:
             if path.is_dir() and any(path.iterdir()):
-                return None  # another process was quicker
+                return None  # another process took it first
             raise
         run = cls(path, lock=lock)
         try:
@@ -327,11 +290,7 @@ class RunDirectory:
 
 
 def status_in(content: bytes, file: Path) -> Status:
-    """Return the status that stands in status.json.
-
-    Args:
-        content: Of the file.
-        file: For messages.
+    """Decode the content of status.json; `file` is for messages.
 
     Raises:
         StorageError: it is damaged.
@@ -345,7 +304,6 @@ def status_in(content: bytes, file: Path) -> Status:
 
 
 def _lock(path: Path, *, fresh: bool = False) -> int:
-    """Return a descriptor that holds the lock; closing it releases the lock."""
     file = path / "lock"
     flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if fresh else 0)
     try:
@@ -360,7 +318,7 @@ def _lock(path: Path, *, fresh: bool = False) -> int:
         holder = _pid(descriptor)
         os.close(descriptor)
         raise StorageError(
-            f"{path} is still running: process {holder} writes it. Wait for its end, "
+            f"{path} is still running (process {holder}): wait for its end, "
             f"or stop it: kill -INT {holder}"
         ) from None
     except OSError as error:

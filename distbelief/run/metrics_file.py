@@ -1,8 +1,7 @@
-"""metrics.jsonl: the curve of a run, one JSON object a line.
+"""metrics.jsonl: the curve of a run, one JSON object per line.
 
-A line is on its way to the disk before the next one is begun, so a killed run leaves
-all lines but perhaps a cut last one. A reader ignores that one; whoever goes on with
-the run removes it and appends.
+Each line is written before the next one begins, so a killed run leaves at most one cut line, the
+last. Readers skip it; a resumed run removes it and appends.
 """
 
 import errno
@@ -19,43 +18,25 @@ from distbelief.supervisor.view import JobView
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One line: the job at one moment. Figures nobody has measured yet are null.
+    """One line: the job at one moment. What was not measured yet is null."""
 
-    Attributes:
-        time: Seconds of the job, the lives before a resume included.
-        step: Steps of all replicas together.
-        samples: Samples trained on, by all replicas together.
-        loss: Of training, mean since the line before.
-        held_out_loss: As last measured.
-        metric_name: What `metric` is.
-        metric: Held out, as last measured.
-        samples_per_second: Over the last few seconds.
-        staleness_mean: Of the pushes applied; in pushes.
-        staleness_p95: 95 of 100 pushes were no staler.
-        staleness_max: The stalest.
-        bytes_in: Received by all shards, in total.
-        bytes_out: Sent by all shards, in total.
-        figures: What else the algorithm counts, by name.
-    """
-
-    time: float
-    step: int
-    samples: int
-    loss: float | None = None
-    held_out_loss: float | None = None
+    time: float  # seconds of the job, previous sessions included
+    step: int  # steps of all replicas together
+    samples: int  # samples trained on, by all replicas together
+    loss: float | None = None  # of training, mean since the line before
+    held_out_loss: float | None = None  # as last measured
     metric_name: str = "accuracy"
-    metric: float | None = None
-    samples_per_second: float | None = None
-    staleness_mean: float | None = None
+    metric: float | None = None  # held out, as last measured
+    samples_per_second: float | None = None  # over the last few seconds
+    staleness_mean: float | None = None  # of the pushes applied, in pushes; so are the other two
     staleness_p95: float | None = None
     staleness_max: float | None = None
-    bytes_in: int = 0
-    bytes_out: int = 0
-    figures: dict[str, float] = {}
+    bytes_in: int = 0  # received by all shards, in total
+    bytes_out: int = 0  # sent by all shards, in total
+    figures: dict[str, float] = {}  # what else the algorithm counts, by name
 
     @classmethod
     def of(cls, view: JobView) -> Self:
-        """Return the line of this view."""
         return cls(
             time=round(view.seconds, 3),
             step=view.step,
@@ -76,7 +57,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class MetricsFile:
-    """Appends to a metrics.jsonl, which it goes on with if it exists."""
+    """Appends to a metrics.jsonl; continues an existing one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,13 +72,13 @@ class MetricsFile:
         self.close()
 
     def open(self) -> None:
-        """Open the file; drop a cut last line.
+        """Open the file; remove a cut last line.
 
         Raises:
             StorageError: it cannot be written.
         """
         try:
-            # Unbuffered: what cannot be written must not come up again later.
+            # Unbuffered: bytes of a failed write must not appear later.
             self._file = self._path.open("a+b", buffering=0)
             self._end = _end_of_last_line(self._file)
             if self._end < self._file.seek(0, os.SEEK_END):
@@ -107,7 +88,7 @@ class MetricsFile:
             raise files.explained(error, self._path, doing="write") from error
 
     def append(self, measurement: Measurement) -> None:
-        """Write one line, and hand it to the operating system.
+        """Write one line to the operating system.
 
         Raises:
             StorageError: it cannot be written; the file ends with the line before.
@@ -123,7 +104,6 @@ class MetricsFile:
         self._end += len(line)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -132,7 +112,7 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[Measurement]:
     """Return the lines of a metrics.jsonl; none if there is no such file.
 
-    Lines that are cut or damaged are left out.
+    Cut or damaged lines are left out.
 
     Raises:
         StorageError: the file cannot be read.
@@ -146,10 +126,9 @@ def read_metrics(path: Path) -> list[Measurement]:
 
 
 def measurements_in(content: bytes) -> list[Measurement]:
-    """Return the measurements in the content of such a file."""
     decoder = msgspec.json.Decoder(Measurement)
     measurements: list[Measurement] = []
-    for line in content.split(b"\n")[:-1]:  # the rest has no newline: cut
+    for line in content.split(b"\n")[:-1]:  # the rest has no newline: a cut line
         try:
             measurements.append(decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -158,13 +137,11 @@ def measurements_in(content: bytes) -> list[Measurement]:
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Write all of the line; a disk that takes only a part of it is full."""
     if file.write(line) < len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _end_of_last_line(file: FileIO) -> int:
-    """Return the offset behind the last newline."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 4096)

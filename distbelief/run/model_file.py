@@ -1,4 +1,11 @@
-"""Whether a trained model is still one of the source that is to compute with it."""
+"""model.safetensors: writes the trained model from checkpoints, and checks it against the source.
+
+Only a part of one tensor is in memory at a time, so the model may be larger than memory:
+
+    8 bytes       length of the header
+    header        JSON: type, shape and offsets of each tensor
+    data          tensor after tensor, row-major, little-endian
+"""
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,17 +31,7 @@ from distbelief.task.task import build_model
 from distbelief.worker.local_executor import FlatModel
 
 
-# The trained model's file, written tensor by tensor from the snapshots of the shards.
-#
-# What is in memory at a time is a piece of one tensor, so a model that is larger than
-# this machine's memory can be written too. The file is what safetensors writes:
-#
-#     8 bytes       length of the header
-#     header        JSON: of each tensor its type, shape and place
-#     data          tensor after tensor, row-major, little-endian
-
-PIECE: Final = 1 << 20
-"""Elements read and written at a time."""
+PIECE: Final = 1 << 20  # elements read and written at a time
 
 _WORDS: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -48,12 +45,12 @@ _WORDS: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIGNMENT: Final = 8  # of the data, as safetensors has it
+_ALIGNMENT: Final = 8  # of the data, as in safetensors
 
 
 @final
 class _Place(msgspec.Struct, frozen=True):
-    """Of one tensor in the file."""
+    """Type, shape and place of one tensor in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,31 +60,31 @@ class _Place(msgspec.Struct, frozen=True):
 def write_model_file(
     path: Path, layout: Layout, snapshots: Sequence[Path], *, like: nn.Module | None = None
 ) -> None:
-    """Write the model that is in these snapshots to `path`.
+    """Write the model that is in these checkpoints to `path`.
 
     Args:
-        path: A .safetensors file, replaced whole or not at all.
+        path: A .safetensors file, replaced atomically.
         layout: How the shards hold it.
-        snapshots: Of each shard, in order; they have been found whole.
-        like: A module of this kind, its values not needed: it tells which tensors have
-            another type (BatchNorm's counter), and the second names of shared tensors,
-            without which its `load_state_dict` would miss them.
+        snapshots: Intact checkpoints, one per shard, in order.
+        like: A module of this kind, without need for values. It tells which tensors have another
+            type (BatchNorm's counter), and the other names of shared tensors, which
+            `load_state_dict` needs.
 
     Raises:
-        StorageError: a snapshot cannot be read, or the file not written.
-        ValueError: there are not as many snapshots as shards.
+        StorageError: a checkpoint cannot be read, or the file not written.
+        ValueError: there are not as many checkpoints as shards.
     """
     if len(snapshots) != layout.n_shards:
-        raise ValueError(f"{len(snapshots)} snapshots of {layout.n_shards} shards")
+        raise ValueError(f"got {len(snapshots)} checkpoints of {layout.n_shards} shards")
     model = None if like is None else FlatModel(like)
     types = _types(layout, model)
-    # A file holds every name by itself, so what is shared is written twice.
+    # Each name has its own data in a file, so a shared tensor is written twice.
     names = {spec.name: spec.name for spec in layout.tensors}
     names |= {} if model is None else model.aliases()
     try:
         files.write_by(path, lambda temporary: _write(temporary, layout, snapshots, types, names))
     except SafetensorError as error:
-        raise StorageError(f"a snapshot cannot be read: {error}") from error
+        raise StorageError(f"a checkpoint cannot be read: {error}") from error
 
 
 def _types(layout: Layout, model: FlatModel | None) -> dict[str, torch.dtype]:
@@ -105,15 +102,6 @@ def _write(
     types: Mapping[str, torch.dtype],
     names: Mapping[str, str],
 ) -> None:
-    """Write the file.
-
-    Args:
-        path: Of it.
-        layout: How the shards hold the tensors.
-        snapshots: Of each shard.
-        types: Of each tensor in the file.
-        names: Of each tensor in the file, whose values it has.
-    """
     specs = {spec.name: spec for spec in layout.tensors}
     places: dict[str, _Place] = {}
     end = 0
@@ -141,7 +129,6 @@ def _write_header(file: BinaryIO, places: Mapping[str, _Place]) -> None:
 
 
 def _parts(layout: Layout) -> dict[str, list[tuple[int, Segment]]]:
-    """Return of each tensor which shards have which part of it, in order."""
     parts: dict[str, list[tuple[int, Segment]]] = {spec.name: [] for spec in layout.tensors}
     for shard in range(layout.n_shards):
         for segment in layout.segments(shard):
@@ -153,7 +140,6 @@ def _parts(layout: Layout) -> dict[str, list[tuple[int, Segment]]]:
 
 
 def _read(snapshot: Path, segment: Segment) -> Iterator[torch.Tensor]:
-    """Yield what a shard has of a tensor, piece by piece."""
     with safe_open(snapshot, framework="pt") as file:
         values = file.get_slice("values")
         stop = segment.offset + segment.n_elements
@@ -163,33 +149,30 @@ def _read(snapshot: Path, segment: Segment) -> Iterator[torch.Tensor]:
 
 def _write_piece(file: BinaryIO, piece: torch.Tensor, kind: torch.dtype) -> None:
     if not kind.is_floating_point:
-        piece = piece.round()  # averages of counts are none
+        piece = piece.round()  # averages of counters are not whole numbers
     converted = piece.to(kind).contiguous()
     file.write(converted.view(torch.uint8).numpy().data)
 
 
-# The files that a run leaves when it ends: its model, and its curve.
-
-
 def write_model(job: Job, run: RunDirectory, *, layout: Layout, store: CheckpointStore) -> None:
-    """Write the trained model, from the newest whole snapshots of all shards.
+    """Write the trained model, from the newest intact checkpoints of all shards.
 
     Raises:
-        StorageError: why there is none.
+        StorageError: there are none, or the file cannot be written.
     """
     shards = [f"shard-{k}" for k in range(layout.n_shards)]
     newest = {name: _newest(store, name) for name in shards}
     drives = coordinator_of(job) is not None
-    if drives:  # then only one label is one point
+    if drives:  # only checkpoints of one label belong to one point
         label = agreed_label(store, shards)
         newest = {name: None if label is None else store.path(name, label) for name in shards}
     snapshots = [path for path in newest.values() if path is not None]
     if len(snapshots) < layout.n_shards:
         names = ", ".join(name for name, found in newest.items() if found is None)
-        moment = " of one moment" if drives else ""
-        why = f"there is no whole snapshot of {names}{moment} in {store.directory}"
+        moment = " of one label" if drives else ""
+        why = f"there is no intact checkpoint of {names}{moment} in {store.directory}"
         if run.model_file.is_file():
-            why += f", and {run.model_file} is of an earlier life"
+            why += f", and {run.model_file} is from an earlier session"
         raise StorageError(why)
     with torch.device("meta") if job.cluster.is_split else nullcontext():
         like = build_model(job.model)
@@ -197,28 +180,27 @@ def write_model(job: Job, run: RunDirectory, *, layout: Layout, store: Checkpoin
 
 
 def draw_curve_of(run: RunDirectory, *, title: str) -> None:
-    """Draw the curve of all that was measured.
+    """Draw curve.png from the run's metrics.
 
     Raises:
         StorageError: it cannot be written.
     """
-    # Only now: matplotlib takes a second.
+    # A late import: matplotlib takes a second.
     from distbelief.run.plot import draw_curve  # noqa: PLC0415 -- seldom
 
     draw_curve(run.curve_file, read_metrics(run.metrics_file), title=title)
 
 
 def _newest(store: CheckpointStore, shard: str) -> Path | None:
-    """Return where its newest whole snapshot lies; its values are let go again."""
     snapshot = store.newest(shard)
     return None if snapshot is None else store.path(shard, snapshot.label)
 
 
 def check_trained(module: nn.Module, weights: Path, *, factory: str) -> None:
-    """Compare names and shapes, before anything is read.
+    """Compare the names and shapes of a module with those of trained weights.
 
     Args:
-        module: What the source makes today; may be without memory.
+        module: What the source makes today; may be on the meta device.
         weights: model.safetensors.
         factory: Of the module, for messages.
 
@@ -229,15 +211,14 @@ def check_trained(module: nn.Module, weights: Path, *, factory: str) -> None:
     made = {
         name: tuple(value.shape)
         for name, value in module.state_dict().items()
-        if isinstance(value, torch.Tensor)  # other modules' own state is none
+        if isinstance(value, torch.Tensor)  # extra state of modules is not saved
     }
     trained = shapes_in(weights)
     for name in sorted(made.keys() | trained.keys()):
         if made.get(name) != trained.get(name):
             raise JobError(
-                f"{weights} is of another model than {factory} makes today: {name!r} "
-                f"is {_shown(trained.get(name))} there, and {_shown(made.get(name))} "
-                "here: use the source that it was trained with"
+                f"{weights} does not fit {factory}: {name!r} is {_shown(trained.get(name))} in the "
+                f"file, {_shown(made.get(name))} in the source: use the source it was trained with"
             )
 
 

@@ -1,4 +1,4 @@
-"""curve.png: loss and held-out metric of a run over time, drawn from its metrics."""
+"""curve.png: loss and held-out metric of a run over time."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
     drawn = [m for m in measurements if m.loss is not None or m.metric is not None]
     if not drawn:
         return False
-    # Not through pyplot: it keeps global state, and would want a display.
+    # Without pyplot, which keeps global state and may need a display.
     figure = Figure(figsize=(7.0, 5.0), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     has_metric = any(m.metric is not None for m in drawn)
@@ -54,11 +54,7 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, float | None]], *, label: str) -> bool:
-    """Draw the points that were measured, each value where it first appeared.
-
-    Returns:
-        Whether there were any.
-    """
+    # Each value is drawn where it first appeared. Returns whether there were any.
     times: list[float] = []
     values: list[float] = []
     for time, value in points:

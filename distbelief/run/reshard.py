@@ -1,7 +1,7 @@
-"""What S shards saved, written anew as what S' shards would have; places of replicas.
+"""Rewrites the checkpoints of S shards as those of S' shards.
 
-One old and one new shard are in memory at a time, or little more. The snapshots that
-are read stay as they are.
+Little more than one old and one new shard is in memory at a time. The old checkpoints are
+unchanged.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,33 +32,24 @@ from distbelief.run.checkpoints import CheckpointStore
 @final
 @dataclass(frozen=True, kw_only=True)
 class Resharder:
-    """Of the newest snapshots of one run.
+    """Reshards the newest checkpoints of one run."""
 
-    Attributes:
-        source: Where they are.
-        old: Their layout.
-        new: That of the shards to come.
-        rule: Whose state is in them.
-        incarnation: Above all that they know of; the next life begins with it.
-    """
-
-    source: CheckpointStore
-    old: Layout
-    new: Layout
-    rule: UpdateRule
-    incarnation: int
+    source: CheckpointStore  # the old checkpoints
+    old: Layout  # their layout
+    new: Layout  # layout of the new shards
+    rule: UpdateRule  # update rule whose state they contain
+    incarnation: int  # above all in them; the new roles begin with it
 
     def write(self, target: CheckpointStore, *, label: str, samples: Mapping[str, int]) -> None:
-        """Write the new shards' snapshots.
+        """Write the new shards' checkpoints.
 
         Args:
             target: Where to.
             label: Of all of them.
-            samples: Of each replica to come: where it begins in its data.
+            samples: Of each new replica: where it begins in its data.
 
         Raises:
-            StorageError: a snapshot cannot be read, or is of something else, or there
-                is no room for the new ones.
+            StorageError: a checkpoint cannot be read, or does not fit, or the disk is full.
         """
         clients = tuple(self._client(name, n) for name, n in samples.items())
         resharding = Resharding(self.old, self.new)
@@ -70,7 +61,7 @@ class Resharder:
                 content = resharding.shard(k, rule=self.rule, clocks=clocks, steps=steps, read=read)
                 snapshot = self._snapshot(k, content, label=label, clients=clients)
                 target.save(_shard(k), snapshot)
-                del content, snapshot  # before the next one is made
+                del content, snapshot  # free them before the next one is made
 
     def _snapshot(
         self, k: int, content: Content, *, label: str, clients: tuple[Session, ...]
@@ -87,14 +78,12 @@ class Resharder:
         return take(label, state, identity=identity)
 
     def _client(self, name: str, samples: int) -> Session:
-        """Return a replica that has pushed nothing in its present life."""
         return Session(name=Address(name), incarnation=self.incarnation - 1, samples=samples)
 
     def _check(self, k: int) -> tuple[str, int, StepCounts]:
-        """Return label, clock and steps of shard k's snapshot, if all is right."""
         snapshot = self.source.newest(_shard(k))
         if snapshot is None:
-            raise StorageError(f"{self.source.directory} has no whole {_shard(k)}")
+            raise StorageError(f"{self.source.directory} has no intact {_shard(k)}")
         identity = ShardIdentity(index=k, layout=self.old, rule=self.rule)
         state = restore(snapshot, identity=identity, incarnation=self.incarnation)
         return snapshot.label, state.clock, state.steps
@@ -102,13 +91,12 @@ class Resharder:
 
 @contextmanager
 def _reader(labels: list[str], store: CheckpointStore) -> Iterator[Read]:
-    """Yield what reads ranges of the snapshots of these labels, one of each shard."""
     paths = [store.path(_shard(k), label) for k, label in enumerate(labels)]
     with ExitStack() as stack:
         try:
             opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
         except (OSError, SafetensorError) as error:
-            raise StorageError(f"snapshots cannot be read again: {error}") from error
+            raise StorageError(f"checkpoints cannot be read again: {error}") from error
 
         def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
             part: Vector = opened[shard_index].get_slice(array)[start:stop]

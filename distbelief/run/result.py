@@ -1,4 +1,4 @@
-"""A run that has ended: its directory, its figures, its model."""
+"""Result of a finished run: its directory, summary, and model."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +20,7 @@ class Run:
     """A job that has ended.
 
     Attributes:
-        directory: Where everything lies.
-        summary: Its figures.
-        exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by
-            SIGHUP.
+        exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP.
         job: As it ran.
     """
 
@@ -40,7 +37,7 @@ class Run:
             StorageError: the run ended before there was one.
         """
         path = self.directory / "model.safetensors"
-        if self.summary.model_error is not None:  # one of an earlier life may be there
+        if self.summary.model_error is not None:  # a file of an earlier session may exist
             raise StorageError(f"{self.directory}: {self.summary.model_error}")
         if not path.is_file():
             raise StorageError(

@@ -1,11 +1,15 @@
-"""Whether a job can go on with a run, and how.
+"""Resumes a run, also with other numbers of shards and replicas.
 
-As it was, it goes on exactly where it stood (`legacy`). With other numbers of shards or
-replicas it goes on too: its snapshots are cut anew (`cuts`, `recutting`), and if the
-replicas are others, each begins after the same share of its own part of the data
-(`data.subset`). With another model, rule or algorithm it does not go on, nor, once
-anything was trained, with other data: then neither values nor places would mean what
-they did.
+Unchanged, a run resumes exactly where it stood. With other shards its checkpoints are resharded.
+With
+other replicas, each begins after the same share of its own part of the data (`data.sharding`). A
+changed model, rule or algorithm is rejected, and so are other data once anything was trained.
+
+    snapshots/cut.json, snapshots/shard-K/              checkpoint set of the run's start
+    snapshots/cut-00012/cut.json, .../shard-K/          after resuming with other numbers
+
+The set with the highest number is in use; the number is that of its first checkpoints. A new set is
+written under a temporary name, read back, then renamed, so a crash leaves the run as it was.
 """
 
 import hashlib
@@ -41,18 +45,6 @@ from distbelief.supervisor.view import JobView
 from distbelief.worker.group import group_rank_of, member_name, rank_name
 
 
-# Cuts: for how many shards and replicas the snapshots of a run are, of which data.
-#
-#     snapshots/cut.json, snapshots/shard-K/              as the run began
-#     snapshots/cut-00012/cut.json, .../shard-K/          since it went on with others
-#
-# Rules:
-#
-# * The newest cut is in use; its number is that of its first snapshots.
-# * A cut is whole or not there: it is written under a name that nobody reads, read back,
-#   then renamed. Whatever ends it half-way leaves the run as it was.
-# * The cuts before it stay as they are.
-
 _FILE: Final = "cut.json"
 _DIRECTORY: Final = re.compile(r"cut-(\d{1,18})")
 _SNAPSHOT: Final = re.compile(r"/shard-(\d{1,18})/[^/]+\.safetensors$")
@@ -60,45 +52,35 @@ _SNAPSHOT: Final = re.compile(r"/shard-(\d{1,18})/[^/]+\.safetensors$")
 
 @final
 class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of cut.json: what the snapshots beside it mean.
+    """Content of cut.json: which shards and replicas the checkpoints beside it are for."""
 
-    Attributes:
-        n_shards: Which together hold the model.
-        n_replicas: Among which the data were divided.
-        n_machines: Of each replica, by whose plan they are split; None if they are not.
-        plan: Mark of who computes what in a replica that is split (`mark_of`).
-        train: The training data, as far as anybody looked at them.
-    """
+    n_shards: Processes  # shards that together hold the model
+    n_replicas: Processes  # replicas among which the data were divided
+    n_machines: Processes | None = None  # ranks of each replica; None if replicas are not split
+    plan: str | None = None  # hash of the placement in a split replica (`mark_of`)
+    train: DataFacts | None = None  # the training data, as far as known
 
-    n_shards: Processes
-    n_replicas: Processes
-    n_machines: Processes | None = None
-    plan: str | None = None
-    train: DataFacts | None = None
-
-    def is_cut_like(self, other: "CheckpointSet") -> bool:
+    def has_same_clients(self, other: "CheckpointSet") -> bool:
         """Return whether each client of one finds in the other what it needs.
 
-        A machine that holds other tensors than before does not, though its name is the
-        same: shards count for each client how far it has come.
+        A rank that holds other tensors than before does not, though its name is the same: shards
+        count progress per client.
         """
         has_other_plan = None not in {self.plan, other.plan} and self.plan != other.plan
         return self.numbers == other.numbers and not has_other_plan
 
     @property
     def numbers(self) -> tuple[int, int, int | None]:
-        """Of shards, of replicas, and of the machines of each."""
         return self.n_shards, self.n_replicas, self.n_machines
 
     @property
     def replicas(self) -> list[str]:
-        """The names of the roles that lead a replica, or are one."""
         if self.n_machines is None:
             return [f"replica-{r}" for r in range(self.n_replicas)]
         return [rank_name(r, 0) for r in range(self.n_replicas)]
 
     def clients(self, places: Mapping[str, int]) -> dict[str, int]:
-        """Return the place of each client, given that of each of `replicas`."""
+        """Return the data position of each client, given that of each of `replicas`."""
         if self.n_machines is None:
             return dict(places)
         return {
@@ -109,18 +91,17 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mark_of(plan: Plan) -> str:
-    """Return the same for all plans by which machines hold the same."""
+    """Return a hash that is equal for plans with equal placements."""
     placed = [[name, plan.placements[name]] for name in sorted(plan.placements)]
     return hashlib.blake2b(msgspec.json.encode(placed), digest_size=8).hexdigest()
 
 
 def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None]:
-    """Return the cut in use: its directory, and what it is; None of a new run.
+    """Return the directory and content of the checkpoint set in use; None of a new run.
 
     Raises:
-        JobFileError: the run's job file, of which an old run's cut is known, is wrong.
-        StorageError: the file that tells of it is damaged, or cannot be true; or all
-            that was saved is gone.
+        JobFileError: the run is old, so its job file counts, and that is wrong.
+        StorageError: cut.json is damaged or wrong, or all checkpoints are gone.
     """
     made = max(_directories(run.snapshots), default=None)
     directory = run.snapshots if made is None else made[1]
@@ -130,29 +111,24 @@ def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None
     except FileNotFoundError:
         if run.job_file.is_file() and not any(directory.glob("*/*.safetensors")):
             raise StorageError(
-                f"{directory} holds nothing of this run, which has begun: put it back, "
-                "or begin anew with --from-scratch (from_scratch=True)"
+                f"{directory} has no checkpoints, but the run has begun: restore it, or "
+                "start again with --from-scratch (from_scratch=True)"
             ) from None
-        return directory, _cut_of_job(run)
+        return directory, _set_of_job(run)
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
     cut = checkpoint_set_in(content, file, run)
     beyond = _shards_beyond(directory, cut.n_shards)
     if beyond:
         names = ", ".join(beyond)
-        raise _distrusted(
-            file, run, f"n_shards is {cut.n_shards}, but there are snapshots of {names}"
+        raise _damaged(
+            file, run, f"n_shards is {cut.n_shards}, but there are checkpoints of {names}"
         )
     return directory, cut
 
 
 def checkpoint_set_in(content: bytes, file: Path, run: RunDirectory) -> CheckpointSet:
-    """Return the cut that stands in cut.json.
-
-    Args:
-        content: Of the file.
-        file: For messages.
-        run: Likewise.
+    """Decode the content of cut.json; `file` and `run` are for messages.
 
     Raises:
         StorageError: it is damaged.
@@ -160,11 +136,11 @@ def checkpoint_set_in(content: bytes, file: Path, run: RunDirectory) -> Checkpoi
     try:
         return msgspec.json.decode(content, type=CheckpointSet)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _distrusted(file, run, str(error)) from None
+        raise _damaged(file, run, str(error)) from None
 
 
 def write_checkpoint_set(directory: Path, cut: CheckpointSet) -> None:
-    """Say what the snapshots in this directory are.
+    """Write cut.json into this directory.
 
     Raises:
         StorageError: it cannot be written.
@@ -176,18 +152,18 @@ def write_checkpoint_set(directory: Path, cut: CheckpointSet) -> None:
 def making_checkpoint_set(
     run: RunDirectory, number: int, cut: CheckpointSet
 ) -> Iterator[tuple[Path, Path]]:
-    """Make a new cut in a `with` block; it is in use once the block has ended well.
+    """Make a new checkpoint set; it is in use once the block has ended without error.
 
     Args:
-        run: Whose it is.
-        number: Above that of every cut and every snapshot before.
-        cut: What it is.
+        run: The run.
+        number: Above that of every set and every checkpoint before.
+        cut: The numbers it is for.
 
     Yields:
-        Where the block is to write its snapshots, and where they will be found.
+        Where the block writes its checkpoints, and where they will be found.
 
     Raises:
-        StorageError: it cannot be written; then the one before stays in use.
+        StorageError: it cannot be written; then the previous one stays in use.
     """
     final_place = _directory(run.snapshots, number)
     place = final_place.with_suffix(files.TEMPORARY)
@@ -196,7 +172,7 @@ def making_checkpoint_set(
             shutil.rmtree(left)
         place.mkdir(parents=True)
         yield place, final_place
-        write_checkpoint_set(place, cut)  # this forces the directory to the disk, too
+        write_checkpoint_set(place, cut)  # this syncs the directory, too
         place.rename(final_place)
         files.force(run.snapshots)
     except OSError as error:
@@ -205,16 +181,14 @@ def making_checkpoint_set(
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _distrusted(file: Path, run: RunDirectory, why: str) -> StorageError:
+def _damaged(file: Path, run: RunDirectory, why: str) -> StorageError:
     return StorageError(
-        f"{file} is damaged ({why}): without it nobody knows what the snapshots beside "
-        f"it are of. If [cluster] in {run.job_file} has the numbers of shards and "
-        f"replicas that the run had last, remove {file.name}, and those count"
+        f"{file} is damaged ({why}): if [cluster] in {run.job_file} has the last numbers of "
+        f"shards and replicas, remove {file.name}"
     )
 
 
 def _shards_beyond(directory: Path, n_shards: int) -> list[str]:
-    """Return the shards with snapshots here that a cut of so many does not have."""
     found = {int(m[1]) for p in directory.glob("*/*") if (m := _SNAPSHOT.search(str(p)))}
     return [f"shard-{k}" for k in sorted(found) if k >= n_shards]
 
@@ -232,8 +206,7 @@ def _directories(snapshots: Path) -> Iterator[tuple[int, Path]]:
             yield int(found[1]), path
 
 
-def _cut_of_job(run: RunDirectory) -> CheckpointSet | None:
-    """Return the cut of a run that was made when nobody wrote it down."""
+def _set_of_job(run: RunDirectory) -> CheckpointSet | None:
     if not run.job_file.is_file():
         return None
     cluster = load_job(run.job_file).cluster
@@ -241,54 +214,38 @@ def _cut_of_job(run: RunDirectory) -> CheckpointSet | None:
     try:
         summary = read_summary(run)
     except StorageError:
-        summary = None  # it is only a second source
+        summary = None  # only a second source
     if summary is not None:
         train = summary.train
     return CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas, train=train)
 
 
-# What former lives of a run left behind.
-#
-# A run goes on from the newest whole snapshot of each shard by itself. They need not be
-# of one moment: shards never were (DB-5). The place of each replica in its data is the
-# least that any shard knows of it.
-
-MEND: Final = (
-    "Mend that (permissions, or files from a backup), or begin anew: --from-scratch "
+FIX: Final = (
+    "Fix that (permissions, or files from a backup), or start again: --from-scratch "
     "(from_scratch=True) keeps these files aside"
 )
-_SIZE_MAX: Final = 1 << 62
-"""More elements than any shard has."""
+_SIZE_MAX: Final = 1 << 62  # more elements than any shard has
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousRun:
-    """What the next life of a run has to know of those before.
+    """State of a run at the end of its previous sessions."""
 
-    Attributes:
-        before: Figures.
-        incarnation: Above all that were used, as far as any snapshot knows of them.
-        label: Number of the next snapshot.
-        restored: Shards that have a snapshot, with its label.
-        missing: Shards that have none.
-        trained: Whether any push is in any of the snapshots.
-        told: What the user should know of it, a line each.
-    """
-
-    before: PreviousTotals = field(default_factory=PreviousTotals)
-    incarnation: int = 1
-    label: int = 1
+    before: PreviousTotals = field(default_factory=PreviousTotals)  # totals
+    incarnation: int = 1  # above all that any checkpoint contains
+    label: int = 1  # number of the next checkpoint
+    # Shards that have a checkpoint, with its label
     restored: Mapping[str, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    trained: bool = False
-    told: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # shards that have none
+    trained: bool = False  # whether any checkpoint contains a push
+    notes: tuple[str, ...] = ()  # lines for the user
 
 
-_SECOND: Final = 2  # label of the second round of snapshots
+_SECOND: Final = 2  # label of the second round of checkpoints
 
 
 class _Client(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shard's snapshot tells of one client (`parameter_server.snapshots`)."""
+    """A client in a shard's checkpoint (`parameter_server.checkpoint`)."""
 
     incarnation: int
     samples: int
@@ -297,23 +254,26 @@ class _Client(msgspec.Struct, frozen=True, kw_only=True):
 def read_previous_run(
     run: RunDirectory, store: CheckpointStore, *, n_shards: int, coordinator: str | None = None
 ) -> PreviousRun:
-    """Return what the lives before left in this run directory.
+    """Return what the previous sessions left in this run directory.
+
+    Each shard resumes from its newest intact checkpoint. A replica resumes at the lowest position
+    in its data that any shard knows.
 
     Args:
         run: The run.
-        store: The snapshots of its shards.
+        store: The checkpoints of its shards.
         n_shards: How many these are.
-        coordinator: The role that drives them, if one does: it counts the samples.
+        coordinator: The role that drives them, if there is one: it counts the samples.
 
     Raises:
-        StorageError: a role has snapshots, or had some, and none can be gone on from.
+        StorageError: a role has checkpoints, or had some, and none can be used.
     """
-    incarnation, label = _of_coordinator(store, coordinator), 1
+    incarnation, label = _coordinator_incarnation(store, coordinator), 1
     restored: dict[str, str] = {}
     missing: list[str] = []
-    lost: list[str] = []  # what is wrong, of each shard that cannot go on
+    lost: list[str] = []  # error of each shard that cannot resume
     clocks: dict[str, int] = {}
-    clients: list[dict[str, _Client]] = []  # of each snapshot
+    clients: list[dict[str, _Client]] = []  # of each checkpoint
     for name in (f"shard-{k}" for k in range(n_shards)):
         try:
             numbers = [int(text) for text in store.labels(name) if text.isdigit()]
@@ -328,22 +288,22 @@ def read_previous_run(
         restored[name] = snapshot.label
         clocks[name] = _pushes(snapshot)
         clients.append(_clients(snapshot))
-        lives = [client.incarnation for client in clients[-1].values()]
-        lives.append(int(snapshot.facts.get("incarnation", "0")))
-        incarnation = max([incarnation, *(life + 1 for life in lives)])
-    if label > _SECOND:  # a kill in the first round leaves some shards without one
-        lost += [f"{name} has no snapshot in {store.directory}" for name in missing]
+        incarnations = [client.incarnation for client in clients[-1].values()]
+        incarnations.append(int(snapshot.facts.get("incarnation", "0")))
+        incarnation = max([incarnation, *(n + 1 for n in incarnations)])
+    if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
+        lost += [f"{name} has no checkpoint in {store.directory}" for name in missing]
     if lost:
-        raise StorageError(f"{'; '.join(lost)}. {MEND}")
+        raise StorageError(f"{'; '.join(lost)}. {FIX}")
     known = [{name: c.samples for name, c in of_one.items()} for of_one in clients]
     replicas = {_replica(name) for of_one in known for name in of_one}
     samples = {
-        name: 0 if missing else min(_place(of_one, name) for of_one in known)
+        name: 0 if missing else min(_position(of_one, name) for of_one in known)
         for name in sorted(replicas - {""})
     }
     if coordinator is not None:
         samples = {coordinator: 0 if missing else _samples_seen(run)}
-    before, told = _before(run, samples, clocks, n_shards=n_shards)
+    before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,
         incarnation=incarnation,
@@ -352,12 +312,11 @@ def read_previous_run(
         missing=tuple(missing),
         trained=any(n for of_one in known for n in of_one.values())
         or (coordinator is not None and bool(restored)),
-        told=told,
+        notes=notes,
     )
 
 
-def _of_coordinator(store: CheckpointStore, coordinator: str | None) -> int:
-    """Return a life above all that a coordinator has written of."""
+def _coordinator_incarnation(store: CheckpointStore, coordinator: str | None) -> int:
     if coordinator is None:
         return 1
     try:
@@ -365,17 +324,14 @@ def _of_coordinator(store: CheckpointStore, coordinator: str | None) -> int:
     except StorageError as error:
         directory = store.directory / coordinator
         raise StorageError(
-            f"{error}. {MEND}. Or move {directory} away: then the run goes on from "
-            "the values of its shards, and the method begins anew there"
+            f"{error}. {FIX}. Or move {directory} away: then the run resumes from the "
+            "parameters of its shards, and the method starts again there"
         ) from None
     return 1 if snapshot is None else 1 + int(snapshot.facts.get("incarnation", "0"))
 
 
 def _samples_seen(run: RunDirectory) -> int:
-    """Return how many samples there were, as far as was shown.
-
-    The coordinator itself knows better, and says so when it begins.
-    """
+    # As last shown; the coordinator itself reports the exact number when it begins.
     try:
         status = run.read_status()
     except StorageError:
@@ -383,27 +339,22 @@ def _samples_seen(run: RunDirectory) -> int:
     return 0 if status is None else status.view.samples
 
 
-def _before(
+def _previous_totals(
     run: RunDirectory, samples: Mapping[str, int], clocks: Mapping[str, int], *, n_shards: int
 ) -> tuple[PreviousTotals, tuple[str, ...]]:
-    """Return the figures; losses and metric only if the snapshots answer for them.
-
-    Also what the user should know of them.
-
-    Where one is missing, or they are not of all samples that had been counted, no shard
-    holds the values that were measured.
-    """
     status: Status | None = None
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     try:
         status = run.read_status()
     except StorageError as error:
-        told = (f"{error}; time, steps and lost pushes of the lives before are unknown",)
+        notes = (f"{error}; time, steps and lost pushes of previous sessions are unknown",)
     if status is None:
-        # It holds figures only: what to go on with is in the snapshots.
+        # It holds metrics only; the state to resume from is in the checkpoints.
         lost = None if clocks else 0
-        return PreviousTotals(samples=samples, clocks=clocks, pushes_lost=lost), told
+        return PreviousTotals(samples=samples, clocks=clocks, pushes_lost=lost), notes
     view = status.view
+    # Loss and metric are of values that no shard has, if a checkpoint is missing or does not
+    # cover all samples that were counted.
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
         view = replace(view, loss=None, metric=None, held_out_loss=None)
     lost = view.pushes_lost
@@ -432,10 +383,7 @@ def _before(
 
 
 def _newly_lost(view: JobView, clocks: Mapping[str, int], *, n_shards: int) -> int:
-    """Return how many pushes were last seen in shards' values, and are not restored.
-
-    Clocks of another number of shards are of other values: then nobody can say.
-    """
+    # Clocks of another number of shards count other pushes.
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
     if len(shards) != n_shards:
         return 0
@@ -443,38 +391,33 @@ def _newly_lost(view: JobView, clocks: Mapping[str, int], *, n_shards: int) -> i
 
 
 def _replica(client: str) -> str:
-    """Return the role that leads the replica which this client is of; "" if none."""
     place = group_rank_of(client)
     if place is None:
         return client if client.startswith("replica-") else ""
     return member_name(place.group, 0) if place.replica is not None else ""
 
 
-def _place(samples: Mapping[str, int], replica: str) -> int:
-    """Return where in its data a replica is, as far as one shard knows.
-
-    Not every shard has something of every machine, but something of every replica.
-    """
+def _position(samples: Mapping[str, int], replica: str) -> int:
+    # Not every shard has a part of every rank, but each has one of every replica.
     known = [n for client, n in samples.items() if _replica(client) == replica]
     return min(known, default=0)
 
 
 def _pushes(snapshot: Snapshot) -> int:
-    """Return how many pushes are in these values."""
     text = snapshot.facts.get("clock", "")
     clock = int(text) if text.isdecimal() else 0
     try:
         words = msgspec.json.decode(snapshot.facts.get("steps", ""), type=list[int])
         return StepCounts.read(np.array(words, np.int64), size=_SIZE_MAX).n_pushes
     except (msgspec.MsgspecError, RemoteProtocolError, OverflowError):
-        return clock  # written before clients could hold parts
+        return clock  # an old format, without partial clients
 
 
 def _clients(snapshot: Snapshot) -> dict[str, _Client]:
     try:
         return msgspec.json.decode(snapshot.facts.get("clients", "{}"), type=dict[str, _Client])
     except msgspec.MsgspecError:
-        return {}  # the shard itself will say what is wrong with it
+        return {}  # the shard itself will report the error
 
 
 Report = Callable[[str], None]
@@ -482,28 +425,22 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A run that a job can go on with.
+    """A run that a job can resume."""
 
-    Attributes:
-        legacy: What is left of it.
-        store: The snapshots of its shards, cut as the job wants them.
-        told: What the user should know of it, a line each.
-    """
-
-    legacy: PreviousRun
-    store: CheckpointStore
-    told: tuple[str, ...] = ()
+    previous: PreviousRun  # its state
+    store: CheckpointStore  # the checkpoints of its shards, for the job's numbers
+    notes: tuple[str, ...] = ()  # lines for the user
 
 
 _CHANGED: Final = {
-    "model": "[model]: the snapshots are of another model",
-    "rule": "[algorithm] rule: its state in the snapshots is of another kind",
-    "algorithm": "[algorithm] name: the snapshots are another algorithm's",
+    "model": "[model]: the checkpoints are of another model",
+    "rule": "[algorithm] rule: its state in the checkpoints is of another kind",
+    "algorithm": "[algorithm] name: the checkpoints are another algorithm's",
 }
 
 
 def check_same(job: Job, earlier: Job, *, directory: str) -> None:
-    """Refuse to go on with what the snapshots do not fit.
+    """Reject changes that do not fit the checkpoints.
 
     Raises:
         JobError: naming what has changed, and both values.
@@ -512,8 +449,8 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
         was, now = _of(earlier, key), _of(job, key)
         if was != now:
             raise JobError(
-                f"--resume {directory}: the run cannot go on with a changed {why} "
-                f"(it was {was}, now {now}). Leave it as it was, or begin a new run"
+                f"--resume {directory}: the run cannot resume with a changed {why} "
+                f"(it was {was}, now {now}). Undo the change, or start a new run"
             )
 
 
@@ -526,19 +463,19 @@ def resume_run(
     report: Report,
     plan: Plan | None = None,
 ) -> Resumed:
-    """Make this run, new or not, one that the job can go on with.
+    """Prepare a run, new or not, so that the job can start in it.
 
     Args:
-        job: The job; `check_same` has nothing against it.
-        run: The run, whose job file still is that of its last life.
+        job: The job, after `check_same`.
+        run: The run; its job file is still that of its last session.
         layout: Of the model on the job's shards.
         train: The training data.
-        report: Told of each damaged snapshot.
-        plan: By which each replica is split over machines; None if they are not.
+        report: Receives a sentence about each damaged checkpoint.
+        plan: How each replica is split; None if replicas are not split.
 
     Raises:
-        JobError: the data are others, or what would have to be cut anew is not there.
-        StorageError: the run's files cannot be read or written; it is as it was.
+        JobError: the data have changed, or a checkpoint to reshard is missing.
+        StorageError: the run's files cannot be read or written; the run is unchanged.
     """
     directory, was = newest_checkpoint_set(run)
     now = CheckpointSet(
@@ -551,58 +488,57 @@ def resume_run(
     was = was or now
     store = CheckpointStore(directory, report=report)
     coordinator = coordinator_of(job)
-    told = () if coordinator is None else _set_aside(store, was)
-    legacy = read_previous_run(run, store, n_shards=was.n_shards, coordinator=coordinator)
-    told += legacy.told
-    if legacy.trained:
+    notes = () if coordinator is None else _set_aside(store, was)
+    previous = read_previous_run(run, store, n_shards=was.n_shards, coordinator=coordinator)
+    notes += previous.notes
+    if previous.trained:
         _check_data(job, run, was=was.train, now=train)
     if coordinator is not None and was.n_shards == now.n_shards:
-        was = now  # replicas that are driven have no places of their own
-    if not was.is_cut_like(now):
+        was = now  # under a coordinator replicas have no data positions
+    if not was.has_same_clients(now):
         if any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
             change = _Change(job=job, run=run, was=was, now=now, n_samples=train.n_samples)
-            resumed = change.recut(legacy, store, layout=layout, report=report)
-            return replace(resumed, told=told + resumed.told)
-        # Of what was never saved, anything can be made.
-        legacy = read_previous_run(run, store, n_shards=now.n_shards, coordinator=coordinator)
+            resumed = change.reshard(previous, store, layout=layout, report=report)
+            return replace(resumed, notes=notes + resumed.notes)
+        # Nothing was saved yet, so any numbers will do.
+        previous = read_previous_run(run, store, n_shards=now.n_shards, coordinator=coordinator)
     write_checkpoint_set(directory, now)
-    told += tuple(_told_of_seed(job, run)) if legacy.trained else ()
-    if legacy.restored and legacy.missing:
-        names = ", ".join(legacy.missing)
+    notes += tuple(_seed_note(job, run)) if previous.trained else ()
+    if previous.restored and previous.missing:
+        names = ", ".join(previous.missing)
         line = (
-            f"{names}: no whole snapshot in {directory}, so it begins anew, and every "
-            "replica at the beginning of its data"
+            f"{names}: no intact checkpoint in {directory}, so it starts from scratch, and "
+            "every replica at the beginning of its data"
         )
-        told = (*told, line)
-    return Resumed(legacy=legacy, store=store, told=told)
+        notes = (*notes, line)
+    return Resumed(previous=previous, store=store, notes=notes)
 
 
-def begin_anew(job: Job, run: RunDirectory) -> str:
-    """Put aside what a run has saved; return what the user should know of that.
+def start_from_scratch(job: Job, run: RunDirectory) -> str:
+    """Move aside everything that a run has saved; return a line for the user.
 
     Raises:
         StorageError: it cannot be moved.
     """
-    # Snapshots last: a run that has any left has not begun anew.
+    # Checkpoints last: while any are left, the run can still resume.
     place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
     cluster = job.cluster
     cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
     write_checkpoint_set(run.snapshots, cut)
-    return f"begins anew; what was saved before is in {place}"
+    return f"starting from scratch; earlier files are in {place}"
 
 
 def _set_aside(store: CheckpointStore, was: CheckpointSet) -> tuple[str, ...]:
-    """Set aside the snapshots that do not belong to what all shards have."""
     try:
         return set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
     except StorageError as error:
-        raise StorageError(f"{error}. {MEND}") from error
+        raise StorageError(f"{error}. {FIX}") from error
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """Of the numbers of shards and replicas."""
+    """Changed numbers of shards, replicas or ranks."""
 
     job: Job
     run: RunDirectory
@@ -610,55 +546,54 @@ class _Change:
     now: CheckpointSet
     n_samples: int  # of the training data
 
-    def recut(
-        self, legacy: PreviousRun, store: CheckpointStore, *, layout: Layout, report: Report
+    def reshard(
+        self, previous: PreviousRun, store: CheckpointStore, *, layout: Layout, report: Report
     ) -> Resumed:
-        """Cut the snapshots anew; return the run that goes on with those."""
-        self._check(legacy, store)
+        self._check(previous, store)
         rule: object = getattr(self.job.algorithm, "rule", None)
         if not isinstance(rule, UpdateRule):
             raise self._refusal(
-                f"those of algorithm {self.job.algorithm_name!r} cannot be cut anew"
+                f"algorithm {self.job.algorithm_name!r} does not support resharding"
             )
-        recutting = Resharder(
+        resharder = Resharder(
             source=store,
             old=Layout.of(layout.tensors, n_shards=self.was.n_shards, dtype=layout.spec.dtype),
             new=layout,
             rule=rule,
-            incarnation=legacy.incarnation,
+            incarnation=previous.incarnation,
         )
-        places = self._places(legacy.before.samples)
-        with making_checkpoint_set(self.run, legacy.label, self.now) as (written, kept):
+        places = self._positions(previous.before.samples)
+        with making_checkpoint_set(self.run, previous.label, self.now) as (written, kept):
             fresh = CheckpointStore(written, report=report)
             clients = self.now.clients(places)
-            recutting.write(fresh, label=f"{legacy.label:05d}", samples=clients)
+            resharder.write(fresh, label=f"{previous.label:05d}", samples=clients)
             read_back = read_previous_run(self.run, fresh, n_shards=self.now.n_shards)
             if read_back.missing or read_back.before.samples != places:
                 raise StorageError(
-                    f"what was cut anew cannot be read back from {written}: do not "
-                    "trust this disk. The run is as it was"
+                    f"resharded checkpoints cannot be read back from {written}: check "
+                    "the disk. The run is unchanged"
                 )
         return Resumed(
-            legacy=read_back,
+            previous=read_back,
             store=CheckpointStore(kept, report=report),
-            told=tuple(self._told(sum(places.values()), kept)),
+            notes=tuple(self._notes(sum(places.values()), kept)),
         )
 
-    def _check(self, legacy: PreviousRun, store: CheckpointStore) -> None:
-        if legacy.missing:
-            names = ", ".join(legacy.missing)
+    def _check(self, previous: PreviousRun, store: CheckpointStore) -> None:
+        if previous.missing:
+            names = ", ".join(previous.missing)
             raise self._refusal(
-                f"there is no whole one of {names} in {store.directory}. Put it back, "
-                f"or go on with {_numbers(self.was)}, where {names} begins anew"
+                f"there is no intact one of {names} in {store.directory}. Restore it, "
+                f"or resume with {_numbers(self.was)}, where {names} starts from scratch"
             )
 
     def _refusal(self, why: str) -> JobError:
         return JobError(
-            f"--resume {self.run.path}: its snapshots cannot be cut for {_numbers(self.now)}: {why}"
+            f"--resume {self.run.path}: its checkpoints cannot be resharded for "
+            f"{_numbers(self.now)}: {why}"
         )
 
-    def _places(self, samples: Mapping[str, int]) -> dict[str, int]:
-        """Return where each replica begins in its data."""
+    def _positions(self, samples: Mapping[str, int]) -> dict[str, int]:
         n_replicas = self.now.n_replicas
         names = self.now.replicas
         if self.was.n_replicas == n_replicas:
@@ -671,35 +606,31 @@ class _Change:
         )
         return dict(zip(names, positions, strict=True))
 
-    def _told(self, samples: int, directory: Path) -> Iterator[str]:
+    def _notes(self, samples: int, directory: Path) -> Iterator[str]:
         was, now = self.was, self.now
         if was.n_shards != now.n_shards:
             yield (
-                f"shards: {was.n_shards} before, {now.n_shards} now; snapshots are cut "
-                f"anew in {directory}, and the old ones stay where they are"
+                f"shards: {was.n_shards} before, {now.n_shards} now; checkpoints are resharded "
+                f"into {directory}, and the old ones are kept"
             )
         if was.n_machines != now.n_machines:
             yield (
-                f"machines of each replica: {was.n_machines or 1} before, "
-                f"{now.n_machines or 1} now; each goes on where it was in its data"
+                f"ranks of each replica: {was.n_machines or 1} before, "
+                f"{now.n_machines or 1} now; each replica keeps its position in its data"
             )
         elif was.plan != now.plan and was.n_machines:
-            yield (
-                "plan: another one than before; each machine goes on where its replica "
-                "was in its data"
-            )
+            yield ("plan: another one than before; each replica keeps its position in its data")
         if was.n_replicas != now.n_replicas:
             yield (
-                f"replicas: {was.n_replicas} before, {now.n_replicas} now; of the "
-                f"{samples:,} samples so far each counts its share as read in its new "
-                "part of the data, so in this pass some are read twice and some not"
+                f"replicas: {was.n_replicas} before, {now.n_replicas} now; each skips its share "
+                f"of the {samples:,} samples so far in its new part of the data, so in this "
+                "pass some are read twice and some not"
             )
         elif samples:
-            yield from _told_of_seed(self.job, self.run)
+            yield from _seed_note(self.job, self.run)
 
 
 def _check_data(job: Job, run: RunDirectory, *, was: DataFacts | None, now: DataFacts) -> None:
-    """Refuse data in which the places of the replicas would mean something else."""
     earlier = load_job(run.job_file).data.train
     kept = was or now
     knows_marks = None not in {kept.fingerprint, now.fingerprint}
@@ -711,25 +642,23 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts | None, now: Data
     for of, to in pairs if knows_marks else pairs[:-1]:
         if of == to:
             continue
-        mend = "Leave the data as they were, or begin a new run"
+        fix = "Restore the data, or start a new run"
         if run.model_file.is_file():
-            mend += f" (with model.initial={run.model_file}, from what was learnt)"
+            fix += f" (with model.initial={run.model_file} to keep what was learned)"
+        # The replicas' positions in the data would be of other samples.
         raise JobError(
-            f"--resume {run.path}: [data.train] has changed, and the places of the "
-            f"replicas in it would be of other samples: it was {_shown(of)}, now "
-            f"{_shown(to)}. {mend}"
+            f"--resume {run.path}: [data.train] has changed: it was {_shown(of)}, now "
+            f"{_shown(to)}. {fix}"
         )
 
 
-def _told_of_seed(job: Job, run: RunDirectory) -> Iterator[str]:
-    """Tell of another order in which each replica reads its part of the data."""
+def _seed_note(job: Job, run: RunDirectory) -> Iterator[str]:
     earlier = load_job(run.job_file)
     was, now = (getattr(of.algorithm, "seed", None) for of in (earlier, job))
     if was != now:
         yield (
-            f"[algorithm] seed: {was} before, {now} now; replicas keep their places in "
-            "another order of the samples, so in this pass some are read twice and "
-            "some not"
+            f"[algorithm] seed: {was} before, {now} now; replicas keep their positions in another "
+            "order of the samples, so in this pass some are read twice and some not"
         )
 
 
@@ -740,8 +669,8 @@ def _shown(part: object) -> str:
 
 
 def _numbers(cut: CheckpointSet) -> str:
-    machines = f" of {cut.n_machines} machines" if cut.n_machines else ""
-    return f"{cut.n_shards} shards and {cut.n_replicas} replicas{machines}"
+    ranks = f" of {cut.n_machines} ranks" if cut.n_machines else ""
+    return f"{cut.n_shards} shards and {cut.n_replicas} replicas{ranks}"
 
 
 def _of(job: Job, key: str) -> object:

@@ -1,4 +1,4 @@
-"""summary.json, and the table that a job ends with: measured figures only."""
+"""summary.json, and the final table: measured values only."""
 
 import platform
 from importlib import metadata
@@ -16,24 +16,18 @@ from distbelief.run.directory import RunDirectory
 from distbelief.supervisor.view import HostView, JobView
 
 
-_GAP = 2  # columns between two figures
+_GAP = 2  # columns between two values
 _PACKAGES = ("distbelief", "torch", "numpy", "pyzmq", "msgspec", "safetensors")
 
 
 class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One data set.
+    """Size and identity of one data set."""
 
-    Attributes:
-        n_samples: Its length.
-        fingerprint: A hash of its content, if it has an attribute of that name.
-    """
-
-    n_samples: int
-    fingerprint: str | None = None
+    n_samples: int  # its length
+    fingerprint: str | None = None  # hash of its content, if it has an attribute of that name
 
     @classmethod
     def of(cls, dataset: object) -> Self:
-        """Return the facts of this data set."""
         fingerprint: object = getattr(dataset, "fingerprint", None)
         if callable(fingerprint):
             fingerprint = fingerprint()
@@ -44,68 +38,51 @@ class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of model and data; None where nobody looked.
-
-    Attributes:
-        n_parameters: Of the model.
-        train: The training data.
-        test: The held-out data, if there are any.
-        n_machines: Of each replica, by whose plan they are split; None if they are not.
-    """
+    """Sizes of model and data; None where unknown."""
 
     n_parameters: int | None = None
-    n_machines: int | None = None
+    n_machines: int | None = None  # ranks of each replica; None if replicas are not split
     train: DataFacts | None = None
-    test: DataFacts | None = None
+    test: DataFacts | None = None  # the held-out data, if there are any
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Final figures of one run. Those that nobody measured are null.
+    """Final values of one run; what was not measured is null.
 
     Attributes:
         name: Of the job.
         directory: The run directory.
-        algorithm: "downpour".
-        rule: "adagrad", if the algorithm has update rules.
-        n_replicas: Model replicas.
-        n_shards: Parameter server shards.
-        shard_copies: Processes that keep each of them.
-        n_machines: Of each replica, by whose plan they are split; None if they are not.
+        rule: Update rule ("adagrad"), if the algorithm has one.
+        shard_copies: Processes that keep each shard.
+        n_machines: Ranks of each replica; None if replicas are not split.
         stop_reason: Why the job ended.
         error: Why it failed, if it did.
-        model_error: Why no model was written, if none was; one of an earlier life may
-            still be there.
-        seconds: How long it ran, over all lives.
-        start_seconds: The part of them before anything was trained, in each life.
+        model_error: Why no model was written, if none was; the file of an earlier session may still
+            exist.
+        seconds: How long it ran, over all sessions.
+        start_seconds: The part of them before the training of each session.
         training_seconds: The rest.
         step: Steps of all replicas together.
         samples: Samples trained on.
-        samples_per_second: Mean over the time of training.
+        samples_per_second: Mean over the training time.
         loss: Of training, last.
         held_out_loss: At the end, over all held-out samples.
-        metric_name: What `metric` is.
         metric: At the end, over all held-out samples.
-        best_metric: The best of all evaluations, the last one included; those before
-            it may be of a subset of the held-out samples.
+        best_metric: Best of all evaluations; those before the last may be of a subset.
         best_metric_seconds: When that was measured.
-        staleness_mean: In pushes.
-        staleness_p95: In pushes.
-        staleness_max: In pushes.
+        staleness_mean: In pushes; so are the other two.
         pushes_applied: In the values of every shard; one, however many shards.
-        pushes_refused: Too late, of a former life of a replica; at least so many.
-        pushes_lost: Acknowledged, then gone with a shard; at least so many; null:
-            unknown, for the status file of an earlier life was damaged.
+        pushes_refused: Lower bound: too late, or of an earlier incarnation of a replica.
+        pushes_lost: Lower bound: acknowledged, then lost with a shard. None if unknown, because the
+            status file of an earlier session was damaged.
         restarts: Of all roles together.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.
         figures: What else the algorithm counts, by name.
-        n_parameters: Of the model.
-        train: The training data.
-        test: The held-out data.
         seeds: By table of the job file.
-        versions: Of Python and the packages that matter.
+        versions: Of Python and the main packages.
         machine: Processor architecture and operating system.
-        hosts: Other machines that have joined.
+        hosts: Other hosts that have joined.
     """
 
     name: str
@@ -165,7 +142,7 @@ def summarise(
         job: The job.
         view: The last one.
         directory: The run directory.
-        task: What is known of model and data.
+        task: Sizes of model and data.
         error: Why the job failed, if it did.
         model_error: Why no model was written, if none was.
     """
@@ -220,16 +197,10 @@ def summarise(
 
 
 def summary_text(summary: Summary) -> str:
-    """Return the summary as the text of summary.json."""
     return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
 
 
 def write_summary(run: RunDirectory, summary: Summary) -> None:
-    """Write summary.json.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
     run.write(run.summary_file, summary_text(summary))
 
 
@@ -248,42 +219,42 @@ def read_summary(run: RunDirectory) -> Summary | None:
 
 
 def final_table(summary: Summary) -> Group:
-    """Return what a job ends with, for `rich`."""
+    """Return the table that a job ends with, for `rich`."""
     top = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
     top.add_column(overflow="fold")
     top.add_column(justify="right", overflow="fold")
     top.add_row(Text(_what(summary), "bold"), Text(_data(summary), "dim"))
-    return Group(Text(), top, _Figures(summary), Text(_end(summary)))
+    return Group(Text(), top, _ValueTable(summary), Text(_end(summary)))
 
 
-class _Figures:
-    """The figures side by side, or below each other where that is too wide."""
+class _ValueTable:
+    """The values side by side, or below each other if that is too wide."""
 
     def __init__(self, summary: Summary) -> None:
         self._label = _label(summary)
-        self._figures = _figures(summary)
+        self._values = _values(summary)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console
         table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
         table.add_column(no_wrap=True)
-        widths = [max(len(head), len(value)) + _GAP for head, value in self._figures]
+        widths = [max(len(head), len(value)) + _GAP for head, value in self._values]
         if len(self._label) + sum(widths) > options.max_width:
             table.add_column(justify="right", no_wrap=True)
-            for head, value in self._figures:
+            for head, value in self._values:
                 table.add_row(Text(head, "dim"), value)
         else:
-            for _ in self._figures:
+            for _ in self._values:
                 table.add_column(justify="right", no_wrap=True)
-            table.add_row("", *(Text(head, "dim") for head, _ in self._figures))
-            table.add_row(Text(self._label, "bold"), *(value for _, value in self._figures))
+            table.add_row("", *(Text(head, "dim") for head, _ in self._values))
+            table.add_row(Text(self._label, "bold"), *(value for _, value in self._values))
         yield table
 
 
 def _what(summary: Summary) -> str:
     replicas = _number(summary.n_replicas, "replica")
     if summary.n_machines is not None:
-        replicas += f" of {_number(summary.n_machines, 'machine')}"
+        replicas += f" of {_number(summary.n_machines, 'rank')}"
     shards = _number(summary.n_shards, "shard")
     if summary.shard_copies > 1:
         shards += f" in {summary.shard_copies} copies"
@@ -305,8 +276,7 @@ def _data(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def _figures(summary: Summary) -> list[tuple[str, str]]:
-    """Return heading and figure of all that was measured."""
+def _values(summary: Summary) -> list[tuple[str, str]]:
     metric = formatting.metric(summary.metric, summary.metric_name)
     figures = [
         ("time", formatting.duration(summary.seconds)),
@@ -320,14 +290,12 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _start_seconds(view: JobView) -> float | None:
-    """Return how long nothing was trained yet, if anything ever was."""
     if not view.training_seconds:
         return None
     return round(max(view.seconds - view.training_seconds, 0.0), 3)
 
 
 def _took(summary: Summary) -> list[str]:
-    """Return what part of its time was training, if any was."""
     if not (summary.start_seconds and summary.training_seconds):
         return []
     training = formatting.duration(summary.training_seconds)
@@ -347,7 +315,7 @@ def _end(summary: Summary) -> str:
         staleness = formatting.staleness(summary.staleness_mean, summary.staleness_p95)
         parts.append(f"staleness {staleness}")
     parts += formatting.named(summary.figures)
-    driven = bool(summary.figures)  # by a coordinator, which sees to its sums
+    driven = bool(summary.figures)  # a coordinator repeats lost pushes
     if summary.pushes_lost is None and not driven:
         parts.append("pushes lost: unknown")
     elif (summary.pushes_applied or summary.pushes_lost) and not driven:
@@ -363,7 +331,7 @@ def _end(summary: Summary) -> str:
 def _incidents(summary: Summary) -> list[str]:
     parts = [_number(summary.restarts, "restart")] if summary.restarts else []
     if summary.hosts:
-        parts.append(f"{_number(len(summary.hosts), 'machine')} joined")
+        parts.append(f"{_number(len(summary.hosts), 'host')} joined")
     return parts
 
 
@@ -376,6 +344,6 @@ def _versions() -> dict[str, str]:
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # run from a checkout
+        except metadata.PackageNotFoundError:  # not installed, run from a checkout
             continue
     return versions

@@ -1,1 +1,1 @@
-"""Starts, watches, restarts and stops the roles of a job. Pure: no process, no file."""
+"""The supervisor of a job: starts, watches, restarts and stops its roles. No I/O."""

@@ -1,18 +1,14 @@
-"""How far each replica may train, so that together they stop where [stop] says.
+"""Bounds on how far each replica may train, so that together they stop where [stop] says.
 
     left   samples of the job that are not trained yet, as far as replicas have reported
     held   what one replica may still train: its bound less what it has reported
     pool   left, less what all replicas hold
 
-A supervisor that only says `Stop` learns of progress late, and is heard late. So each
-replica has a bound (`StartTraining.samples`): it begins no step once it has so many. It holds
-half of its share of what is left, by its speed, and at least what it trains in a few
-seconds, up to its share: its bound is raised long before it gets there, even by a slow
-supervisor. At the end the pool runs dry, and all come to their bounds at about the same
-time (guided self-scheduling: Polychronopoulos and Kuck 1987).
-
-A replica that is dead or silent holds nothing: the others get what it has not reported.
-If it goes on after all, its part is trained beyond the bound of the job.
+A Stop that is sent when the target is met comes too late. So each replica has a bound
+(`StartTraining.samples`) and begins no step beyond it. It holds half of its share of what is
+left, by its speed, and at least what it trains in a few seconds; its bound is raised long before
+it gets there. At the end all replicas reach their bounds at about the same time (guided
+self-scheduling: Polychronopoulos and Kuck 1987).
 """
 
 from typing import Final, final
@@ -24,11 +20,10 @@ from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.stop_rules import StopRules
 
 
+# A replica holds at least what it trains in this time, up to its share. With many replicas,
+# which report less often, it is the second constant times their number.
 AHEAD_SECONDS: Final = 2.0
-"""A replica holds at least what it trains in so long, up to its share."""
-
 AHEAD_SECONDS_EACH: Final = 0.01
-"""Of each replica, where they are many: these report less often."""
 
 
 @final
@@ -36,45 +31,45 @@ class Allowances:
     """The bounds of all replicas.
 
     Args:
-        members: Of the job.
-        figures: What they have reported.
+        members: All roles of the job.
+        metrics: Their reported progress.
         stop: The rules; without a number of samples there are no bounds.
-        batch_size: Samples of one step: nobody is given less while there is more.
+        batch_size: Samples of one step; bounds rise by whole batches.
     """
 
     def __init__(
-        self, members: Membership, figures: JobMetrics, *, stop: StopRules | None, batch_size: int
+        self, members: Membership, metrics: JobMetrics, *, stop: StopRules | None, batch_size: int
     ) -> None:
         self._members = members
-        self._figures = figures
-        # Under a coordinator replicas compute what it deals out.
+        self._metrics = metrics
+        # A coordinator hands out the work itself.
         driven = members.coordinator is not None
         self._total = None if stop is None or driven else stop.total_samples
         self._batch_size = batch_size
         self._bounds: dict[Address, int] = {}
-        self._low: dict[Address, int] = {}  # where the bound is to be raised
+        self._low: dict[Address, int] = {}  # samples at which the bound is raised
 
     def begin(self, record: RoleRecord) -> StartTraining:
-        """Return what a new life of a role is told: it holds nothing yet."""
+        """Return `StartTraining` for a new incarnation, which holds nothing yet."""
         self._bounds.pop(record.name, None)
-        self._raise(record)
+        self._raise_bound(record)
         return self._message(record)
 
     def after_progress(self, record: RoleRecord) -> StartTraining | None:
-        """Return what a replica is told that has reported: a new bound, if any."""
-        if not (record.begun and self._raise(record)):
+        """Return the new bound of a replica that has reported progress, if it rose."""
+        if not (record.begun and self._raise_bound(record)):
             return None
         return self._message(record)
 
-    def again(self, record: RoleRecord) -> StartTraining | None:
-        """Return what a role that has begun is told at its heartbeat, if anything."""
+    def repeat(self, record: RoleRecord) -> StartTraining | None:
+        """Return the request to repeat at a role's heartbeat, if it has not arrived."""
         if self._total is None or record.kind != "replica":
             return None if record.progressed else StartTraining()
         bound = self._bounds.get(record.name)
         if bound is not None and self._samples(record) >= bound:
-            # It waits, and does not report again: its last report may be lost.
-            self._figures.has_trained(record.name, self._samples(record))
-        self._raise(record)
+            # A replica at its bound waits and does not report again: its last report may be lost.
+            self._metrics.has_trained(record.name, self._samples(record))
+        self._raise_bound(record)
         heard = record.counters.get("samples_allowed")
         if record.progressed and heard == self._bounds.get(record.name):
             return None
@@ -84,13 +79,11 @@ class Allowances:
         return StartTraining(samples=self._bounds.get(record.name))
 
     def _samples(self, record: RoleRecord) -> int:
-        """Return what it has trained in all its lives, by its latest word."""
-        reported = self._figures.samples_of(record.name)
-        beaten = record.counters.get("samples", 0.0)
-        return max(reported, int(beaten)) if 0.0 <= beaten < 2.0**53 else reported
+        reported = self._metrics.samples_of(record.name)
+        reported_now = record.counters.get("samples", 0.0)
+        return max(reported, int(reported_now)) if 0.0 <= reported_now < 2.0**53 else reported
 
-    def _raise(self, record: RoleRecord) -> bool:
-        """Raise the bound of a replica that comes near it; return whether it rose."""
+    def _raise_bound(self, record: RoleRecord) -> bool:
         if self._total is None or record.kind != "replica":
             return False
         name, samples = record.name, self._samples(record)
@@ -98,15 +91,14 @@ class Allowances:
             return False
         before = self._bounds.get(name)
         bound = max(self._bounds.setdefault(name, samples), samples)
-        more = min(self._wanted(record) - (bound - samples), self._pool())
+        more = min(self._wanted_samples(record) - (bound - samples), self._pool())
         if more > 0:
             bound += more
             self._bounds[name] = bound
         self._low[name] = bound - (bound - samples) // 2
         return self._bounds[name] != before
 
-    def _wanted(self, record: RoleRecord) -> int:
-        """Return how much a replica is to hold: whole batches."""
+    def _wanted_samples(self, record: RoleRecord) -> int:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
         rates = [r.rate.per_second for r in replicas]
         known = [rate for rate in rates if rate is not None]
@@ -124,15 +116,16 @@ class Allowances:
     @property
     def _left(self) -> int:
         assert self._total is not None
-        return self._total - self._figures.samples
+        return self._total - self._metrics.samples
 
     def _pool(self) -> int:
-        """Return what nobody holds."""
         held = 0
         for record in self._members.of("replica"):
-            if record.silence_named or record.presence is not Presence.PRESENT:
+            # A dead or silent replica holds nothing: others get its samples. If it goes on
+            # after all, they are trained beyond the job's bound.
+            if record.silence_reported or record.presence is not Presence.PRESENT:
                 self._bounds.pop(record.name, None)
             samples = self._samples(record)
             bound = self._bounds.get(record.name, samples)
-            held += max(bound, samples) - self._figures.samples_of(record.name)
+            held += max(bound, samples) - self._metrics.samples_of(record.name)
         return self._left - held

@@ -1,10 +1,14 @@
-"""Which copy of each shard leads, as the supervisor sees it.
+"""Primary election: which copy of each shard serves the clients.
 
-A shard with one copy is led by it. Of two copies, `PrimaryElection` decides; what the other one
-does (`part`), and whether it could take over now (`survivor`, `answers`), is told here.
-A push is one push, however many shards it goes to and however many copies these have:
-it is applied if it is in the values of every shard, and lost if it was acknowledged and
-one of them has it no more.
+    term   event                              decision: Promote
+     1     shard-0 joins                      shard-0,  no backup
+     2     shard-0b joins                     shard-0,  backup shard-0b
+           shard-0b reports in sync (term 2)
+     3     shard-0 dies, or is silent         shard-0b, no backup
+     4     shard-0 joins again                shard-0b, backup shard-0
+
+This is the view change of a primary and its backup (Alsberg & Day 1976; Liskov & Cowling 2012)
+with the supervisor in place of a vote. A shard with one copy needs no election.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,47 +22,18 @@ from distbelief.roles.role import Address, Seconds, Send
 from distbelief.supervisor.membership import Membership, RoleRecord
 
 
-# Which of a shard's two copies leads: the supervisor's decision, one per shard.
-#
-#     pairing   event                             decided: Lead
-#        1      shard-0 joins                     to shard-0,  second ""
-#        2      shard-0b joins                    to shard-0,  second "shard-0b"
-#               shard-0b is whole for 2
-#        3      shard-0 dies, or is silent        to shard-0b, second ""
-#        4      shard-0 joins, alive anew         to shard-0b, second "shard-0"
-#        5      shard-0b says Alone(4)            to shard-0b, second ""
-#        6      a second later shard-0 is heard   to shard-0b, second "shard-0"
-#
-# Rules:
-#
-# * The pairing rises with every decision, so that of two leaders everybody believes the
-#   later one. Only the latest is repeated: as long as its receiver says, by its counter
-#   "pairing", that it has not come.
-# * The second takes over only if it is whole for the present pairing. A leader may
-#   acknowledge alone only by a later pairing than that for which its second was whole; so
-#   whoever takes over has everything that was ever acknowledged. This is the view
-#   change of a primary and its backup (Alsberg & Day 1976; Liskov & Cowling 2012) with
-#   the supervisor in place of a vote.
-# * Each Lead names the life that is to obey it, and that of the second, so that a pairing
-#   belongs to one life of each. A name is not enough: what was told a life that has died
-#   can reach the next one.
-# * If nobody may take over, nobody leads until a copy joins: a life that has just begun
-#   holds the newest snapshot.
-# * A leader is never made a second within one life: it may have applied what its
-#   successor never saw. One that was deposed for its silence is ended by force.
-
+# How long a primary stays without a backup after BackupUnresponsive: a backup that comes and goes
+# would block its pushes again and again.
 REST_SECONDS = 1.0
-"""How long a leader stays alone after it had to ask for it: a second that comes and
-goes would hold up its pushes again and again."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the supervisor is to do now."""
+    """What the supervisor does now."""
 
     sends: tuple[Send, ...] = ()  # each a `Promote`
-    deposed: Address | None = None  # end it by force, and start it again
+    demoted: Address | None = None  # kill and restart it
 
 
 _NOTHING = Decision()
@@ -66,388 +41,374 @@ _NOTHING = Decision()
 
 @final
 class PrimaryElection:
-    """Who leads one shard, and who is its second.
+    """Chooses the primary of one shard and its backup.
 
-    Its methods tell it what happened; each may be called again with the same news. It
-    only wants every life of a copy to be `joined` once, and `tick` to be called several
-    times in `takeover_seconds`.
+    * The term rises with every decision, so that of two primaries everybody believes the later.
+      Only the latest `Promote` is repeated, until the primary's counter "pairing" confirms it.
+    * A backup takes over only if it is in sync for the present term. A primary acknowledges alone
+      only by a later term than that, so a new primary has every acknowledged push.
+    * Each `Promote` names the incarnations of both copies: a name is not enough, for a message to a
+      dead incarnation can reach the next one.
+    * If no copy may take over, there is no primary until a copy joins with its newest checkpoint.
+
+    Repeated news does no harm. `joined` must be called once per incarnation of a copy, and `tick`
+    several times in `takeover_seconds`.
 
     Attributes:
-        leader: Who leads, as far as the supervisor is concerned; None: nobody.
-        second: Who is to hold everything as well; None: nobody.
-        number: The pairing of the latest Lead; `first` - 1 before there was one.
-        is_whole: Does the second hold everything that was acknowledged?
+        primary: The primary; None if there is none.
+        backup: The backup; None if there is none.
+        term: Term of the latest `Promote`; `first` - 1 before there was one.
+        in_sync: Whether the backup holds everything that was acknowledged.
     """
 
     def __init__(
         self, copies: tuple[Address, Address], *, first: int, takeover_seconds: Seconds = 1.0
     ) -> None:
-        """Store; nobody has joined yet.
+        """Begin without any copy.
 
         Args:
             copies: Names of the two roles.
-            first: Pairing of the first Lead: beyond all of the run that this one
-                resumes, and beyond the incarnation of every snapshot of the shard.
-            takeover_seconds: A silence of the leader after which a second that is whole
-                takes over.
+            first: First term: above all of the run that this one resumes, and above the incarnation
+                of every checkpoint of the shard.
+            takeover_seconds: Silence of the primary after which an in-sync backup takes over.
+
+        Raises:
+            ValueError: an argument is out of range.
         """
         if first < 1:
-            raise ValueError(f"first is {first}; pairings are counted from 1")
+            raise ValueError(f"first is {first}; terms are counted from 1")
         if not takeover_seconds > 0:
             raise ValueError(f"takeover_seconds is {takeover_seconds}; use more than 0")
         if copies[0] == copies[1]:
-            raise ValueError(f"both copies are called {copies[0]!r}: name them apart")
+            raise ValueError(f"both copies are called {copies[0]!r}; use two names")
         self._copies = copies
         self._takeover_seconds = takeover_seconds
-        self._heard: dict[Address, Seconds] = {}  # those that are there
-        self._lives: dict[Address, int] = {}  # the latest that joined
+        self._heard: dict[Address, Seconds] = {}  # last heartbeat of each copy that is present
+        self._incarnations: dict[Address, int] = {}  # latest incarnation that joined
         self._rests_until: Seconds = 0.0
         self._ticked: Seconds | None = None
-        self.leader: Address | None = None
-        self.second: Address | None = None
-        self.number = first - 1
-        self.is_whole = False
-
-    # ---------------------------------------------------------------------- lives
+        self.primary: Address | None = None
+        self.backup: Address | None = None
+        self.term = first - 1
+        self.in_sync = False
 
     def joined(self, copy: Address, incarnation: int, now: Seconds) -> Decision:
-        """A life of this copy has begun; one before it, if any, is over."""
+        """Note a new incarnation of this copy; an earlier one, if any, is over."""
         before = self.lost(copy, now)
         self._heard[copy] = now
-        self._lives[copy] = incarnation
-        if self.leader is None:
-            return self._lead(copy, second=None)
-        after = self._pair(now)
+        self._incarnations[copy] = incarnation
+        if self.primary is None:
+            return self._promote(copy, backup=None)
+        after = self._choose_backup(now)
         return after if after.sends else before
 
     def lost(self, copy: Address, now: Seconds) -> Decision:
-        """The life of this copy is over."""
+        """Note that this copy's incarnation is over; an in-sync backup takes over."""
         del now
         self._check(copy)
         self._heard.pop(copy, None)
-        if copy == self.second:
-            assert self.leader is not None
-            return self._lead(self.leader, second=None)
-        if copy != self.leader:
+        if copy == self.backup:
+            assert self.primary is not None
+            return self._promote(self.primary, backup=None)
+        if copy != self.primary:
             return _NOTHING
-        if self.second is not None and self.is_whole:
-            return self._lead(self.second, second=None)
-        self.leader = self.second = None
+        if self.backup is not None and self.in_sync:
+            return self._promote(self.backup, backup=None)
+        self.primary = self.backup = None
         return _NOTHING
 
     def silent(self, copy: Address, now: Seconds) -> Decision:
-        """This copy does not talk: who can take its place does."""
+        """Let the backup take over from a silent primary, if it is in sync and answers."""
         self._check(copy)
-        if copy != self.leader or self.second is None or not self.is_whole:
-            return _NOTHING  # it is better than nobody; a second's leader will complain
-        if not self._talks(self.second, now):
-            return _NOTHING  # perhaps it is not they who are silent
+        if copy != self.primary or self.backup is None or not self.in_sync:
+            return _NOTHING  # no other copy can take over; a primary reports its own mute backup
+        if not self._answers(self.backup, now):
+            return _NOTHING  # both silent: the network of the supervisor may be at fault
+        # A primary never becomes a backup within one incarnation: it may have applied what its
+        # successor never saw. So it is killed.
         self._heard.pop(copy, None)
-        decision = self._lead(self.second, second=None)
-        return Decision(sends=decision.sends, deposed=copy)
-
-    # ------------------------------------------------------------------- messages
+        decision = self._promote(self.backup, backup=None)
+        return Decision(sends=decision.sends, demoted=copy)
 
     def heard(self, copy: Address, counters: Mapping[str, float], now: Seconds) -> Decision:
-        """A heartbeat of this copy's present life has come."""
+        """Note a heartbeat of this copy's present incarnation."""
         self._check(copy)
         if copy not in self._heard:
             return _NOTHING
         self._heard[copy] = now
-        if copy == self.leader and counters.get("pairing", 0.0) < self.number:
-            return self._again()
-        if copy == self.second and counters.get("whole", 0.0) == self.number:
-            self.is_whole = True
-        return self._pair(now)
+        if copy == self.primary and counters.get("pairing", 0.0) < self.term:
+            return self._repeat()
+        if copy == self.backup and counters.get("whole", 0.0) == self.term:
+            self.in_sync = True
+        return self._choose_backup(now)
 
-    def whole(self, copy: Address, pairing: int, now: Seconds) -> Decision:
-        """This copy says that it is whole for that pairing."""
-        return self.heard(copy, {"whole": float(pairing)}, now)
+    def backup_in_sync(self, copy: Address, term: int, now: Seconds) -> Decision:
+        return self.heard(copy, {"whole": float(term)}, now)
 
-    def alone(self, copy: Address, pairing: int, now: Seconds) -> Decision:
-        """This copy asks to acknowledge alone: its second of that pairing is mute."""
+    def backup_unresponsive(self, copy: Address, term: int, now: Seconds) -> Decision:
+        """Let a primary acknowledge alone because its backup of that term does not answer."""
         self._check(copy)
-        if copy != self.leader or copy not in self._heard:
+        if copy != self.primary or copy not in self._heard:
             return _NOTHING
         self._heard[copy] = now
-        if self.second is None or pairing != self.number:
-            return self._again()
+        if self.backup is None or term != self.term:
+            return self._repeat()
         self._rests_until = now + REST_SECONDS
-        return self._lead(copy, second=None)
-
-    # ----------------------------------------------------------------------- time
+        return self._promote(copy, backup=None)
 
     def tick(self, now: Seconds) -> Decision:
-        """Decide what is due by now."""
         late = 0.0 if self._ticked is None else now - self._ticked
         self._ticked = now
         if late > self._takeover_seconds / 2:
-            # It was the supervisor who did not listen.
+            # The supervisor itself was suspended.
             self._heard = dict.fromkeys(self._heard, now)
-        if self.leader is not None and not self._talks(self.leader, now):
-            return self.silent(self.leader, now)
-        return self._pair(now)
+        if self.primary is not None and not self._answers(self.primary, now):
+            return self.silent(self.primary, now)
+        return self._choose_backup(now)
 
-    def _talks(self, copy: Address, now: Seconds) -> bool:
+    def _answers(self, copy: Address, now: Seconds) -> bool:
         return now - self._heard[copy] < self._takeover_seconds
 
-    def _pair(self, now: Seconds) -> Decision:
-        """Give the leader a second, if there is one and it is time."""
-        if self.leader is None or self.second is not None or now < self._rests_until:
+    def _choose_backup(self, now: Seconds) -> Decision:
+        if self.primary is None or self.backup is not None or now < self._rests_until:
             return _NOTHING
-        other = self._copies[self.leader == self._copies[0]]
-        if other not in self._heard or not self._talks(other, now):
+        other = self._copies[self.primary == self._copies[0]]
+        if other not in self._heard or not self._answers(other, now):
             return _NOTHING
-        return self._lead(self.leader, second=other)
+        return self._promote(self.primary, backup=other)
 
-    def _lead(self, leader: Address, *, second: Address | None) -> Decision:
-        self.leader, self.second, self.is_whole = leader, second, False
-        self.number += 1
-        return self._again()
+    def _promote(self, primary: Address, *, backup: Address | None) -> Decision:
+        self.primary, self.backup, self.in_sync = primary, backup, False
+        self.term += 1
+        return self._repeat()
 
-    def _again(self) -> Decision:
-        assert self.leader is not None
+    def _repeat(self) -> Decision:
+        assert self.primary is not None
         lead = Promote(
-            pairing=self.number,
-            receiver_incarnation=self._lives[self.leader],
-            second=self.second or "",
-            second_incarnation=self._lives[self.second] if self.second else 0,
+            pairing=self.term,
+            receiver_incarnation=self._incarnations[self.primary],
+            second=self.backup or "",
+            second_incarnation=self._incarnations[self.backup] if self.backup else 0,
         )
-        return Decision(sends=(Send(receiver=self.leader, message=lead),))
+        return Decision(sends=(Send(receiver=self.primary, message=lead),))
 
     def _check(self, copy: Address) -> None:
         if copy not in self._copies:
             raise ValueError(
-                f"{copy!r} is no copy of this shard; {self._copies[0]!r} and "
-                f"{self._copies[1]!r} are"
+                f"{copy!r} is not a copy of this shard; use {self._copies[0]!r} or "
+                f"{self._copies[1]!r}"
             )
 
 
-LEADING: Final = "leading"
-SECOND: Final = "second"
-CATCHING_UP: Final = "catching up"
+PRIMARY: Final = "primary"
+BACKUP: Final = "backup"
+SYNCING: Final = "syncing"
 
-TAKEOVER_SECONDS: Final = 1.0
-"""Silence after which a copy is not counted on, and of two the other one leads."""
+TAKEOVER_SECONDS: Final = 1.0  # silence after which the other copy takes over
 
 
 @dataclass(slots=True, kw_only=True)
 class _PushCount:
-    """The pushes that were in a shard's values, and those that are no more.
+    """Counts the pushes that were in a shard's values, and those that were lost.
 
-    They go on from leader to whole second. Who begins from a snapshot begins with the
-    pushes in it: what was heard of beyond that is lost. What was applied after the last
-    word of who died, nobody can count: it is lost as well.
+    The count goes on from a primary to its in-sync backup. A copy that begins from a checkpoint
+    begins with the pushes in it: those reported beyond are lost. Pushes applied after the last
+    heartbeat of a dead copy cannot be counted, and are lost as well.
     """
 
     seen: int = 0  # number of the newest push that was in the values
     lost: Lost = ()
-    counted: tuple[Address, int] | None = None  # name and incarnation of whom
+    counted: tuple[Address, int] | None = None  # name and incarnation of the primary
 
-    def add(self, record: RoleRecord, *, goes_on: bool) -> None:
+    def add(self, record: RoleRecord, *, was_in_sync: bool) -> None:
         clock = record.counters.get("clock")
         if clock is None:
             return
         applied = record.counters.get("pushes_applied", 0.0)
-        life = (record.name, record.incarnation)
-        if life != self.counted and not goes_on:
+        process = (record.name, record.incarnation)
+        if process != self.counted and not was_in_sync:
             restored = int(record.counters.get("pushes_restored", clock - applied))
             self.lost = lost_after(self.lost, seen=self.seen, kept=restored)
             self.seen = max(self.seen, restored + n_lost([self.lost]))
-        self.counted = life
+        self.counted = process
         pushes = int(record.counters.get("pushes", clock))
         self.seen = max(self.seen, pushes + n_lost([self.lost]))
 
 
 @final
 class ShardFailover:
-    """Of all shards.
+    """The elections of all shards, and the count of their pushes.
+
+    A push counts once, however many shards and copies it goes to: it is applied if it is in the
+    values of every shard, and lost if it was acknowledged and one shard no longer has it.
 
     Args:
-        members: Of the job.
-        first: Number of the first decision; a resumed run goes on counting.
-        clocks: Pushes in the snapshots that shards begin from; the others begin at 0.
+        members: All roles of the job.
+        first: First term; a resumed run goes on counting.
+        clocks: Pushes in the checkpoints that shards begin from; 0 for the others.
     """
 
     def __init__(
         self, members: Membership, *, first: int = 1, clocks: Mapping[str, int] | None = None
     ) -> None:
         self._members = members
-        self._pairings: dict[Address, PrimaryElection] = {}
-        self._tallies: dict[Address, _PushCount] = {}
-        # Whether who leads went on with all that was there, or began from a snapshot.
-        self._goes_on: dict[Address, bool] = {}
-        self._deposed: dict[Address, tuple[Address, int]] = {}  # the last: name, life
+        self._elections: dict[Address, PrimaryElection] = {}
+        self._push_counts: dict[Address, _PushCount] = {}
+        # Whether the primary went on as a backup in sync, or began from a checkpoint.
+        self._was_in_sync: dict[Address, bool] = {}
+        self._demoted: dict[Address, tuple[Address, int]] = {}  # the last: name, incarnation
         for record in members.of("shard"):
             if record.name != record.shard:
                 continue
             clock = (clocks or {}).get(record.shard, 0)
-            self._tallies[record.shard] = _PushCount(seen=clock)
+            self._push_counts[record.shard] = _PushCount(seen=clock)
             other = members.get(other_copy(record.name))
             if other is not None:
-                self._pairings[record.shard] = PrimaryElection(
+                self._elections[record.shard] = PrimaryElection(
                     (record.name, other.name), first=first, takeover_seconds=TAKEOVER_SECONDS
                 )
 
-    # --------------------------------------------------------------------- who is what
-
     @property
-    def all_led(self) -> bool:
-        """Whether every shard has a copy that leads, and that can be spoken to."""
-        leaders = [self.leader(record.shard) for record in self._members.of("shard")]
-        return all(leader is not None and leader.has_joined for leader in leaders)
+    def all_have_primary(self) -> bool:
+        primaries = [self.primary(record.shard) for record in self._members.of("shard")]
+        return all(primary is not None and primary.has_joined for primary in primaries)
 
     def copies(self, shard: Address) -> list[RoleRecord]:
-        """Return the copies of this shard; nothing if it is none."""
         return [record for record in self._members.of("shard") if record.shard == shard]
 
-    def leader(self, shard: Address) -> RoleRecord | None:
-        """Return who leads this shard; a single copy does as long as it lives."""
-        pairing = self._pairings.get(shard)
-        name = shard if pairing is None else pairing.leader
+    def primary(self, shard: Address) -> RoleRecord | None:
+        """Return the primary of this shard if it is alive; a single copy always is the primary."""
+        election = self._elections.get(shard)
+        name = shard if election is None else election.primary
         record = None if name is None else self._members.get(name)
         return record if record is not None and record.is_alive else None
 
-    def leads(self, record: RoleRecord) -> bool:
-        """Whether this copy is the one that serves the clients."""
-        pairing = self._pairings.get(record.shard)
-        return pairing is None or pairing.leader == record.name
+    def is_primary(self, record: RoleRecord) -> bool:
+        election = self._elections.get(record.shard)
+        return election is None or election.primary == record.name
 
-    def has_led(self, record: RoleRecord) -> bool:
-        """Whether this life leads, or has until it was deposed."""
-        life = (record.name, record.incarnation)
-        return self.leads(record) or self._deposed.get(record.shard) == life
+    def was_primary(self, record: RoleRecord) -> bool:
+        """Return whether this incarnation is the primary, or was until it was demoted."""
+        process = (record.name, record.incarnation)
+        return self.is_primary(record) or self._demoted.get(record.shard) == process
 
     def survivor(self, record: RoleRecord) -> RoleRecord | None:
         """Return the copy that has all of the shard if this one is lost.
 
-        Whether that one can go on with it, `answers` tells.
+        It may be silent or dead itself: see `answers`.
         """
-        pairing = self._pairings.get(record.shard)
-        if pairing is None:
+        election = self._elections.get(record.shard)
+        if election is None:
             return None
-        if pairing.leader != record.name:
-            return self.leader(record.shard)
-        if pairing.second is None or not pairing.is_whole:
+        if election.primary != record.name:
+            return self.primary(record.shard)
+        if election.backup is None or not election.in_sync:
             return None
-        return self._members.get(pairing.second)
+        return self._members.get(election.backup)
 
     def answers(self, record: RoleRecord, now: Seconds) -> bool:
-        """Whether this copy can be counted on: neither dead nor silent."""
+        """Return whether this copy is neither dead nor silent."""
         silence = now - record.heard_at
         return record.has_joined and record.end is None and silence < TAKEOVER_SECONDS
 
     def is_irreplaceable(self, record: RoleRecord, now: Seconds) -> bool:
-        """Whether it leads of two copies, and the other cannot take over now."""
-        pairing = self._pairings.get(record.shard)
-        if pairing is None or pairing.leader != record.name:
+        """Return whether it is the primary of two copies, and its backup cannot take over now."""
+        election = self._elections.get(record.shard)
+        if election is None or election.primary != record.name:
             return False
         other = self.survivor(record)
         return other is None or not self.answers(other, now)
 
-    def part(self, record: RoleRecord) -> str | None:
-        """Return in a word what a copy is, if it has another beside it."""
-        pairing = self._pairings.get(record.shard)
-        if pairing is None:
+    def copy_role(self, record: RoleRecord) -> str | None:
+        """Return "primary", "backup" or "syncing" for one of two copies, else None."""
+        election = self._elections.get(record.shard)
+        if election is None:
             return None
-        if pairing.leader == record.name:
-            return LEADING
-        if pairing.second != record.name:
+        if election.primary == record.name:
+            return PRIMARY
+        if election.backup != record.name:
             return None
-        return SECOND if pairing.is_whole else CATCHING_UP
-
-    # ----------------------------------------------------------------- what happens
+        return BACKUP if election.in_sync else SYNCING
 
     def joined(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
-        """A life of this role can be spoken to from now on."""
-        pairing = self._pairings.get(record.shard)
-        if pairing is None:
+        election = self._elections.get(record.shard)
+        if election is None:
             return []
-        return pairing.joined(record.name, record.incarnation, now).sends
+        return election.joined(record.name, record.incarnation, now).sends
 
-    def beaten(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
-        """It says that it lives, and by its counters which words have reached it."""
-        pairing = self._pairings.get(record.shard)
-        if pairing is None:
+    def heartbeat(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
+        election = self._elections.get(record.shard)
+        if election is None:
             return []
-        return pairing.heard(record.name, record.counters, now).sends
+        return election.heard(record.name, record.counters, now).sends
 
     def lost(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
-        """This life of it is over."""
-        pairing = self._pairings.get(record.shard)
-        if pairing is None:
+        election = self._elections.get(record.shard)
+        if election is None:
             return []
-        led = pairing.leader == record.name
-        sends = pairing.lost(record.name, now).sends
-        if led:
-            self._goes_on[record.shard] = pairing.leader is not None
+        was_primary = election.primary == record.name
+        sends = election.lost(record.name, now).sends
+        if was_primary:
+            self._was_in_sync[record.shard] = election.primary is not None
         return sends
 
-    def hear(
+    def handle_report(
         self, record: RoleRecord, message: BackupUnresponsive | BackupInSync, now: Seconds
     ) -> Sequence[Send]:
-        """A copy tells how it stands with the other one."""
-        pairing = self._pairings.get(record.shard)
-        if pairing is None:
+        """Handle the report of a copy about the other one."""
+        election = self._elections.get(record.shard)
+        if election is None:
             return []
         match message:
             case BackupUnresponsive():
-                return pairing.alone(record.name, message.pairing, now).sends
+                return election.backup_unresponsive(record.name, message.pairing, now).sends
             case BackupInSync():
-                return pairing.whole(record.name, message.pairing, now).sends
+                return election.backup_in_sync(record.name, message.pairing, now).sends
 
-    def news(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> str:
-        """Return what is worth telling of this message, before it is heard."""
-        pairing = self._pairings.get(record.shard)
-        if pairing is None or message.pairing != pairing.number:
+    def report_text(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> str:
+        """Return a log text for this message, or ""; call it before `handle_report`."""
+        election = self._elections.get(record.shard)
+        if election is None or message.pairing != election.term:
             return ""
         match message:
-            case BackupInSync() if record.name == pairing.second and not pairing.is_whole:
-                return f"{record.label} holds all that its leader has acknowledged"
-            case BackupUnresponsive() if record.name == pairing.leader and pairing.second:
-                other = pairing.second.replace("-", " ")
-                return f"{other} does not answer {record.label}, which goes on alone"
+            case BackupInSync() if record.name == election.backup and not election.in_sync:
+                return f"{record.label} is in sync: it holds every acknowledged push"
+            case BackupUnresponsive() if record.name == election.primary and election.backup:
+                other = election.backup.replace("-", " ")
+                return f"{other} does not answer {record.label}, which continues without a backup"
             case _:
                 return ""
 
     def tick(self, now: Seconds) -> tuple[list[Send], list[RoleRecord]]:
-        """Time has passed.
-
-        Returns:
-            What to say, and who is deposed for its silence: it is to be ended.
-        """
+        """Return what to send, and the silent primaries to kill."""
         sends: list[Send] = []
-        deposed: list[RoleRecord] = []
-        for shard, pairing in self._pairings.items():
-            decision = pairing.tick(now)
+        demoted: list[RoleRecord] = []
+        for shard, election in self._elections.items():
+            decision = election.tick(now)
             sends += decision.sends
-            record = decision.deposed and self._members.get(decision.deposed)
+            record = decision.demoted and self._members.get(decision.demoted)
             if record:
-                self._goes_on[shard] = True
-                self._deposed[shard] = (record.name, record.incarnation)
-                deposed.append(record)
-        return sends, deposed
-
-    # ---------------------------------------------------------------------- figures
+                self._was_in_sync[shard] = True
+                self._demoted[shard] = (record.name, record.incarnation)
+                demoted.append(record)
+        return sends, demoted
 
     def count(self, record: RoleRecord) -> None:
-        """Its counters have come."""
-        tally = self._tallies.get(record.shard)
-        if tally is not None and self.leads(record):
-            tally.add(record, goes_on=self._goes_on.get(record.shard, False))
+        push_count = self._push_counts.get(record.shard)
+        if push_count is not None and self.is_primary(record):
+            push_count.add(record, was_in_sync=self._was_in_sync.get(record.shard, False))
 
     @property
     def pushes_applied(self) -> int:
-        """In the values of every shard, as far as shards have told.
+        """Pushes in the values of every shard, as far as shards have reported.
 
-        The order in which they applied pushes is taken to be the same: two that differ
-        by what is under way make this wrong by as much, and no more.
+        Shards may apply pushes in different orders, so this is wrong by at most the pushes in
+        flight.
         """
         # A shard without elements may have met none of the pushes.
-        seen = [tally.seen for tally in self._tallies.values() if tally.seen]
+        seen = [push_count.seen for push_count in self._push_counts.values() if push_count.seen]
         return max(min(seen, default=0) - self.pushes_lost, 0)
 
     @property
     def pushes_lost(self) -> int:
-        """At least so many were in a shard's values, and are no more."""
-        return n_lost(tally.lost for tally in self._tallies.values())
+        return n_lost(push_count.lost for push_count in self._push_counts.values())  # a lower bound

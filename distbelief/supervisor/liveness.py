@@ -1,4 +1,11 @@
-"""Deaths of roles: who is restarted, who is missed, and when a job cannot go on."""
+"""Heartbeats and restart policy: detects silent and dead roles, and restarts them.
+
+* A silent role is reported at once; longer silence counts as death, and its process is killed.
+* Every start is a new incarnation; messages of an older one are ignored.
+* A dead replica is restarted and, after too many restarts, left out: the others train on (DB-12).
+  A dead shard restarts from its newest checkpoint.
+* Guests are neither killed nor restarted: their processes belong to their user.
+"""
 
 from typing import Final, final
 
@@ -20,66 +27,48 @@ from distbelief.supervisor.membership import Presence, RoleRecord
 from distbelief.supervisor.state import JobState, ShutdownStage
 
 
-# The lives of a job's roles: launch, introduction, silence, death, restart.
-#
-# What the supervisor does for each role whatever the job is doing. Rules:
-#
-# * A role that falls silent is named at once, with what will be done about it. Longer
-#   silence is death: its process is ended, whatever it is doing. A leader whose other
-#   copy cannot take over is given twice as long, for what it has nobody else does; so if
-#   both copies of a shard are silent, only the one that follows is put down at first.
-# * Every start is a new incarnation; words of an older one are not heard.
-# * Shards come back from their newest whole snapshot. Clients are told who is there
-#   whenever that changes, and now and then again, for messages may be lost.
-# * Guests are neither ended nor restarted: their processes are somebody else's.
+INTRODUCE_SECONDS = 5.0  # between two `Peers` to one role: messages may be lost
 
-INTRODUCE_SECONDS = 5.0
-"""After which a role is told of its peers again."""
-
-_RESTORING: Final = "starting"
-"""A shard's word for what it does until its values are there: its clock is 0."""
+_RESTORING: Final = "starting"  # state of a shard without values yet: its clock is 0
 
 
 @final
 class Heartbeats:
-    """Looks after all members."""
+    """Launches all roles, tracks their heartbeats, and introduces them to each other."""
 
-    def __init__(self, books: JobState) -> None:
-        self._config = books.config
-        self._ending = books.ending
-        self._members = books.members
-        self._pairs = books.pairs
-        self._saves = books.saves
-        self._figures = books.figures
+    def __init__(self, job: JobState) -> None:
+        self._config = job.config
+        self._shutdown_state = job.shutdown
+        self._members = job.members
+        self._failover = job.failover
+        self._checkpoints = job.checkpoints
+        self._metrics = job.metrics
 
     def launch_all(self, now: Seconds) -> list[Action]:
-        """Start the whole roster."""
         actions: list[Action] = []
         for record in self._members:
             record.launched_at = record.heard_at = now
             actions.append(Launch(name=record.name, incarnation=record.incarnation))
         return actions
 
-    # -------------------------------------------------------------------- words
-
     def heard(self, record: RoleRecord, now: Seconds) -> list[Action]:
-        """A word of this role has come; greet it if it was missed."""
+        """Note that a message came; report a role that was silent before."""
         was_away = record.presence is Presence.AWAY
         silence = record.hear(now)
         actions: list[Action] = []
-        if record.silence_named:
-            record.silence_named = False
+        if record.silence_reported:
+            record.silence_reported = False
             text = f"{record.label} is back after {silence:.1f} s"
-            actions.append(self._figures.tell(text, now))
+            actions.append(self._metrics.report(text, now))
         if was_away:
-            actions += self._tell_others(record, now)
+            actions += self._notify_peers(record, now)
         return actions
 
     def joined(self, record: RoleRecord, message: Join, now: Seconds) -> list[Action]:
-        """It can be spoken to from now on.
+        """Register where a role can be reached, and introduce it to its peers.
 
         Raises:
-            RemoteProtocolError: nobody could be told where it is.
+            RemoteProtocolError: its endpoint or host is not ASCII.
         """
         if not (message.endpoint + message.host).isascii():
             raise RemoteProtocolError(f"{record.name} joins from {message.endpoint!a}")
@@ -91,320 +80,317 @@ class Heartbeats:
                 endpoint=message.endpoint,
                 host=message.host,
             )
-            # Who leads is settled first: clients wait to hear of that.
-            leads = self._pairs.joined(record, now)
+            # The primary is chosen first: clients wait for it.
+            promotions = self._failover.joined(record, now)
             actions = [
                 connect,
                 *self._warnings(record, message, now),
-                *self._tell_others(record, now),
+                *self._notify_peers(record, now),
             ]
         else:
-            leads = []
-        return [*actions, *self._introduce(record, now), *leads]
+            promotions = []
+        return [*actions, *self._introduce(record, now), *promotions]
 
     def _warnings(self, record: RoleRecord, message: Join, now: Seconds) -> list[Action]:
-        """Tell what a new life has found; of a first one it was told beforehand."""
         if not record.restarts:
-            return []
+            return []  # those of a first incarnation were shown before the start
         return [
-            self._figures.tell(f"{record.label}: {text}", now, "warning")
+            self._metrics.report(f"{record.label}: {text}", now, "warning")
             for text in message.warnings
         ]
 
-    def beaten(self, record: RoleRecord, message: Heartbeat, now: Seconds) -> list[Action]:
-        """It says how it is."""
+    def heartbeat(self, record: RoleRecord, message: Heartbeat, now: Seconds) -> list[Action]:
+        """Handle a heartbeat: store state and counters, acknowledge it."""
         record.state = formatting.harmless(message.state)
         record.counters = message.counters
         if record.kind == "shard":
             if record.state != _RESTORING:
-                self._pairs.count(record)
+                self._failover.count(record)
             applied = message.counters.get("pushes_applied")
             if applied is not None:
                 record.rate.add(now, applied)
         elif record.kind == "replica" and self._members.coordinator is not None:
-            # Who is driven by a coordinator does not report its progress itself.
+            # Under a coordinator replicas send no Progress.
             record.rate.add(now, message.counters.get("samples", 0.0))
         if not record.has_joined:
             return []
         actions: list[Action] = [
             Send(receiver=record.name, message=HeartbeatAck()),
-            *self._pairs.beaten(record, now),
+            *self._failover.heartbeat(record, now),
         ]
-        told_at = record.introduced_at
-        if told_at is not None and now - told_at >= INTRODUCE_SECONDS:
+        sent_at = record.introduced_at
+        if sent_at is not None and now - sent_at >= INTRODUCE_SECONDS:
             actions += self._introduce(record, now)
         return actions
 
     def _introduce(self, record: RoleRecord, now: Seconds) -> list[Action]:
-        """Tell a role whom it needs; a client not before all shards are there."""
-        if record.kind != "shard" and record.introduced_at is None and not self._pairs.all_led:
-            return []
+        if (
+            record.kind != "shard"
+            and record.introduced_at is None
+            and not self._failover.all_have_primary
+        ):
+            return []  # a client waits until all shards are there
         record.introduced_at = now
         members = self._members
         peers = Peers(entries=members.entries_for(record), gone=members.gone_for(record))
         return [Send(receiver=record.name, message=peers)]
 
-    def _tell_others(self, record: RoleRecord, now: Seconds) -> list[Action]:
-        """Tell those who need this role that it is there, or no longer."""
+    def _notify_peers(self, record: RoleRecord, now: Seconds) -> list[Action]:
         actions: list[Action] = []
         for other in self._members:
             if other.has_joined and record.needs(other):
                 actions += self._introduce(other, now)
         return actions
 
-    # --------------------------------------------------------------------- deaths
-
     def restart(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
-        """Begin a new life of a role that is dead; leave it out if it died too often.
+        """Start a new incarnation of a dead role, or leave it out if it died too often.
 
-        Afterwards `record.is_alive` tells which.
+        `record.is_alive` says which of the two happened.
         """
-        if self._is_past_mending(record):
-            why += f"; left out{self.so_often(record)}"
+        if self._restarts_exhausted(record):
+            why += f"; left out{self.restarts_text(record)}"
             return self.leave_out(record, why, now)
-        if record.has_settled(self._config.settled_seconds):
-            record.in_a_row = 0
-        record.in_a_row += 1
+        if record.was_stable(self._config.stable_seconds):
+            record.restarts_in_a_row = 0
+        record.restarts_in_a_row += 1
         record.restarts += 1
-        text = f"{record.label} {why}: {self._plan(record, now)}"
-        said = self._figures.tell(text, now, "warning")
-        # Copies of a shard count their lives together, for they restore each other's
-        # snapshots, which are always of a life before.
-        copies = [record, *self._pairs.copies(record.shard)]
-        record.begin_life(1 + max(copy.incarnation for copy in copies), now)
+        text = f"{record.label} {why}: {self._recovery_text(record, now)}"
+        reported = self._metrics.report(text, now, "warning")
+        # Copies of a shard share their incarnation numbers: they restore each other's
+        # checkpoints, which must always come from a lower incarnation.
+        copies = [record, *self._failover.copies(record.shard)]
+        record.begin_incarnation(1 + max(copy.incarnation for copy in copies), now)
         return [
-            said,
-            # What the launcher took for dead may be only silent.
+            reported,
+            # The process may only be silent.
             Terminate(name=record.name),
             Launch(name=record.name, incarnation=record.incarnation),
-            *self._tell_others(record, now),
+            *self._notify_peers(record, now),
         ]
 
-    def _is_past_mending(self, record: RoleRecord) -> bool:
-        """Whether it has died too often, and each time too soon."""
-        settled = record.has_settled(self._config.settled_seconds)
+    def _restarts_exhausted(self, record: RoleRecord) -> bool:
+        settled = record.was_stable(self._config.stable_seconds)
         bound = self._config.restarts_max(record.kind, trains=record.trains)
-        return record.in_a_row >= bound and not (settled and bound)
+        return record.restarts_in_a_row >= bound and not (settled and bound)
 
-    def is_late(self, record: RoleRecord) -> bool:
-        """Whether the end of the job does without it: it is not started again."""
-        stage = self._ending.stage
+    def is_dispensable(self, record: RoleRecord) -> bool:
+        """Return whether the job ends without this role, so that it is not restarted."""
+        stage = self._shutdown_state.stage
         return stage >= ShutdownStage.CLOSE or (record.trains and stage is not ShutdownStage.RUN)
 
-    def so_often(self, record: RoleRecord) -> str:
+    def restarts_text(self, record: RoleRecord) -> str:
         """Return " after 3 restarts, none of which lasted 30 s"."""
-        n = record.in_a_row
+        n = record.restarts_in_a_row
         noun = "restart" if n == 1 else "restarts"
         text = f" after {n} {noun}, none of which lasted "
-        return f"{text}{self._config.settled_seconds:g} s" if n else ""
+        return f"{text}{self._config.stable_seconds:g} s" if n else ""
 
     def leave_out(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
-        """Go on without it, and without machines that compute nothing without it."""
-        actions: list[Action] = [self._figures.tell(f"{record.label} {why}", now, "error")]
-        group = [r for r in self._members.machines_with(record) if r.is_alive]
+        """Continue without this role, and without the ranks of its model-parallel group."""
+        actions: list[Action] = [self._metrics.report(f"{record.label} {why}", now, "error")]
+        group = [r for r in self._members.ranks_with(record) if r.is_alive]
         if group:
             names = ", ".join(other.label for other in group)
             text = f"{names} left out with {record.label}: they are of one model"
-            actions.append(self._figures.tell(text, now, "error"))
+            actions.append(self._metrics.report(text, now, "error"))
         for each in (record, *group):
             each.presence = Presence.LEFT_OUT
-            actions += [Terminate(name=each.name), *self._tell_others(each, now)]
+            actions += [Terminate(name=each.name), *self._notify_peers(each, now)]
         return actions
 
     def finished(self, record: RoleRecord, now: Seconds) -> list[Action]:
-        """It has ended as planned."""
+        """Handle the planned end of a role."""
         record.presence = Presence.FINISHED
         if record.kind == "guest":
             self._members.leave(record)
-        actions = self._tell_others(record, now)
-        if record.kind == "shard" and not self._pairs.leads(record):
-            actions += self._pairs.lost(record, now)  # its leader need not wait for it
+        actions = self._notify_peers(record, now)
+        if record.kind == "shard" and not self._failover.is_primary(record):
+            actions += self._failover.lost(record, now)  # its primary need not wait for it
         return actions
 
-    def _plan(self, record: RoleRecord, now: Seconds) -> str:
-        """Return what is done about the loss of a role, and what it costs."""
+    def _recovery_text(self, record: RoleRecord, now: Seconds) -> str:
         if record.kind != "shard":
             return "restarting it"
-        other = self._pairs.survivor(record)
+        other = self._failover.survivor(record)
         if other is None:
-            return self._plan_without(record, now)
+            return self._recovery_without_backup(record, now)
         if other.end is not None:
             return f"restarting it; {other.label} is dead too"
-        if not self._pairs.answers(other, now):
-            return f"restarting it; {other.label}, which holds all, is silent"
-        verb = "takes over" if self._pairs.has_led(record) else "goes on alone"
+        if not self._failover.answers(other, now):
+            return f"restarting it; {other.label}, which is in sync, is silent"
+        verb = "takes over" if self._failover.was_primary(record) else "goes on alone"
         text = f"{other.label} {verb}, nothing acknowledged is lost"
         return f"{text}; restarting {record.label}"
 
-    def _plan_without(self, record: RoleRecord, now: Seconds) -> str:
-        """Return what is done where no other copy has what this one had."""
+    def _recovery_without_backup(self, record: RoleRecord, now: Seconds) -> str:
         coordinator = self._members.coordinator
         if coordinator is not None:
-            point = self._saves.describe(coordinator.name, now)
+            point = self._checkpoints.describe(coordinator.name, now)
             return f"restarting it from {point}; the run goes on from there"
-        text = f"restarting it from {self._saves.describe(record.shard, now)}"
-        if not self._pairs.leads(record):
+        text = f"restarting it from {self._checkpoints.describe(record.shard, now)}"
+        if not self._failover.is_primary(record):
             return text
         clock = record.counters.get("clock", 0.0)
-        n_lost = self._saves.n_since(record.shard, clock)
+        n_lost = self._checkpoints.n_since(record.shard, clock)
         if n_lost:
             noun = "push" if n_lost == 1 else "pushes"
             text += f"; about {n_lost:,} acknowledged {noun} will be lost"
         return text
 
-    # -------------------------------------------------------------------- silence
-
     def silent(self, now: Seconds) -> tuple[list[Action], list[tuple[RoleRecord, str]]]:
-        """Look for roles that say nothing.
+        """Look for silent roles.
 
         Returns:
-            What is to be done at once, and who is to be taken for dead, and why.
+            Actions to take at once, and the roles that count as dead, with the reason.
         """
         actions: list[Action] = []
         dead: list[tuple[RoleRecord, str]] = []
         for record in list(self._members):
-            why = self._why_dead(record, now)
+            why = self._cause_of_death(record, now)
             if why is not None:
                 dead.append((record, why))
             elif record.presence is Presence.PRESENT:
-                actions += self._name_if_silent(record, now)
+                actions += self._report_if_silent(record, now)
         return actions, dead
 
-    def _why_dead(self, record: RoleRecord, now: Seconds) -> str | None:
+    def _cause_of_death(self, record: RoleRecord, now: Seconds) -> str | None:
         config, silence = self._config, now - record.heard_at
         if record.presence is Presence.LAUNCHED and silence > config.start_seconds_max:
-            return f"has not said a word in {silence:.0f} s since it was started"
+            return f"has sent nothing for {silence:.0f} s since it was started"
         if record.presence is not Presence.PRESENT or record.kind == "guest":
             return None
-        if silence > self._patience(record, now):
+        if silence > self._dead_after(record, now):
             return f"silent for {silence:.1f} s"
         building = now - record.launched_at
         if record.state == "building" and building > config.build_seconds_max:
             return f"has been building its model and data for {building:.0f} s"
         return None
 
-    def _patience(self, record: RoleRecord, now: Seconds) -> Seconds:
-        """Return after how much silence it is taken for dead."""
-        alone = self._pairs.is_irreplaceable(record, now)
+    def _dead_after(self, record: RoleRecord, now: Seconds) -> Seconds:
+        # A primary whose backup cannot take over holds what nobody else has. So if both copies
+        # are silent, the backup is killed first.
+        alone = self._failover.is_irreplaceable(record, now)
         return self._config.dead_seconds * (2 if alone else 1)
 
-    def _name_if_silent(self, record: RoleRecord, now: Seconds) -> list[Action]:
+    def _report_if_silent(self, record: RoleRecord, now: Seconds) -> list[Action]:
         config, silence = self._config, now - record.heard_at
         if record.kind == "guest":
             if silence <= config.dead_seconds:
                 return []
             record.presence = Presence.AWAY
             text = f"{record.label} silent for {silence:.1f} s: going on without it"
-            return [self._figures.tell(text, now), *self._tell_others(record, now)]
-        if record.silence_named or silence <= config.silent_seconds:
+            return [self._metrics.report(text, now), *self._notify_peers(record, now)]
+        if record.silence_reported or silence <= config.silent_seconds:
             return []
-        record.silence_named = True
-        left = f"in {self._patience(record, now) - silence:.0f} s"
-        other = self._pairs.survivor(record)
-        if self.is_late(record):
+        record.silence_reported = True
+        left = f"in {self._dead_after(record, now) - silence:.0f} s"
+        other = self._failover.survivor(record)
+        if self.is_dispensable(record):
             plan = f"{left} ending without it"
-        elif self._is_past_mending(record):
+        elif self._restarts_exhausted(record):
             end = "going on without it" if record.kind != "shard" else "giving up"
             plan = f"{left} {end}"
-        elif other is not None and self._pairs.is_irreplaceable(record, now):
+        elif other is not None and self._failover.is_irreplaceable(record, now):
             plan = f"so is {other.label}; if neither comes back, {left} "
-            plan += self._plan_without(record, now)
+            plan += self._recovery_without_backup(record, now)
         else:
-            plan = f"{left} {self._plan(record, now)}"
+            plan = f"{left} {self._recovery_text(record, now)}"
         text = f"{record.label} silent for {silence:.1f} s: {plan}"
-        return [self._figures.tell(text, now, "warning")]
+        return [self._metrics.report(text, now, "warning")]
 
 
 TIMER: Final = "supervisor:lost:"
 
-LAST_WORDS_SECONDS: Final = 0.1
-"""What a role said last may arrive after the news of its end."""
+# Last messages of a role may arrive after the news that its process ended.
+LAST_MESSAGES_SECONDS: Final = 0.1
 
 
 @final
 class RestartPolicy:
-    """Decides what follows from the death of a role."""
+    """Decides what follows from the death of a role: restart, takeover, or the end of the job."""
 
-    def __init__(self, books: JobState, *, lives: Heartbeats) -> None:
-        self._ending = books.ending
-        self._members = books.members
-        self._pairs = books.pairs
-        self._lives = lives
-        self._saves = books.saves
-        self._evaluations = books.evaluations
-        self._figures = books.figures
+    def __init__(self, job: JobState, *, heartbeats: Heartbeats) -> None:
+        self._shutdown_state = job.shutdown
+        self._members = job.members
+        self._failover = job.failover
+        self._heartbeats = heartbeats
+        self._checkpoints = job.checkpoints
+        self._evaluations = job.evaluations
+        self._metrics = job.metrics
 
-    def told(self, event: PeerLost, now: Seconds) -> list[Action]:
-        """The launcher tells of a process that has ended: wait for its last words."""
+    def process_ended(self, event: PeerLost, now: Seconds) -> list[Action]:
+        """Handle the end of a process: wait a moment for its last messages."""
         record = self._members.get(event.peer)
         if record is None or event.incarnation != record.incarnation or not record.is_alive:
             return []
         record.end = event.reason
-        if self._ending.interrupted or self._ending.stage >= ShutdownStage.CLOSE:
-            return self.settle(record.name, now)
-        timer = SetTimer(name=f"{TIMER}{record.name}", at=now + LAST_WORDS_SECONDS)
+        if self._shutdown_state.interrupted or self._shutdown_state.stage >= ShutdownStage.CLOSE:
+            return self.confirm_death(record.name, now)
+        timer = SetTimer(name=f"{TIMER}{record.name}", at=now + LAST_MESSAGES_SECONDS)
         return [timer]
 
-    def settle(self, name: Address, now: Seconds) -> list[Action]:
-        """A process has ended, and what it had to say has come."""
+    def confirm_death(self, name: Address, now: Seconds) -> list[Action]:
+        """Handle the death of a role whose process has ended and whose last messages have come."""
         record = self._members.get(name)
         if record is None or record.end is None or not record.is_alive:
             return []
         why = f"failed ({record.failure})" if record.failure else record.end
-        return self.bury(record, why, now)
+        return self.handle_death(record, why, now)
 
-    def bury(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
-        """A role is dead: restart it, unless it is not needed any more."""
-        ending = self._ending
+    def handle_death(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
+        """Handle the death of a role: restart it unless the job no longer needs it."""
+        ending = self._shutdown_state
         if ending.interrupted or (ending.stage >= ShutdownStage.CLOSE and record.end):
-            return self._lives.finished(record, now)
-        if self._lives.is_late(record):
+            return self._heartbeats.finished(record, now)
+        if self._heartbeats.is_dispensable(record):
             text = f"{record.label} {why} while it was stopping"
-            said = self._figures.tell(text, now, "warning")
-            return [said, Terminate(name=record.name), *self._lives.finished(record, now)]
-        led = self._pairs.has_led(record)
-        actions = self._lives.restart(record, why, now)
+            reported = self._metrics.report(text, now, "warning")
+            return [reported, Terminate(name=record.name), *self._heartbeats.finished(record, now)]
+        was_primary = self._failover.was_primary(record)
+        actions = self._heartbeats.restart(record, why, now)
         if record.kind == "shard":
-            actions += self.replace(record, why, now, led=led)
+            actions += self.replace(record, why, now, was_primary=was_primary)
         if not record.is_alive:
-            self.await_nothing(record)
+            self.cancel_requests(record)
         if record.kind == "coordinator" and not record.is_alive:
-            often = self._lives.so_often(record)
+            often = self._heartbeats.restarts_text(record)
             error = f"the coordinator cannot be kept alive{often}: it {why}"
-            self._ending.begin(error, now, error=error)
+            self._shutdown_state.begin(error, now, error=error)
         return actions
 
-    def await_nothing(self, record: RoleRecord) -> None:
-        """Wait for no answer of a role that is gone for good."""
+    def cancel_requests(self, record: RoleRecord) -> None:
+        """Cancel requests to a role that is gone for good."""
         if record.kind in {"evaluator", "machine"} and not record.trains:
             self._evaluations.give_up()
-        if not any(copy.is_alive for copy in self._pairs.copies(record.shard)):
-            self._saves.forget(record.shard)
+        if not any(copy.is_alive for copy in self._failover.copies(record.shard)):
+            self._checkpoints.forget(record.shard)
 
-    def replace(self, record: RoleRecord, why: str, now: Seconds, *, led: bool) -> list[Action]:
-        """Let the other copy of a shard do without this one, if there is another.
+    def replace(
+        self, record: RoleRecord, why: str, now: Seconds, *, was_primary: bool
+    ) -> list[Action]:
+        """Let the other copy of a shard take over from a dead one, if there is another.
 
         Args:
-            record: Of the copy that is dead.
-            why: It is.
+            record: The copy that died.
+            why: Cause of death, for messages.
             now: The present.
-            led: Whether it led before.
+            was_primary: Whether it was the primary.
         """
-        actions: list[Action] = [*self._pairs.lost(record, now)]
-        leader = self._pairs.leader(record.shard)
-        if led and leader is not None and leader is not record:
-            save = self._saves.again(record.shard, now, at_once=True)
-            actions += [Send(receiver=leader.name, message=save)] if save else []
+        actions: list[Action] = [*self._failover.lost(record, now)]
+        primary = self._failover.primary(record.shard)
+        if was_primary and primary is not None and primary is not record:
+            save = self._checkpoints.repeat(record.shard, now, at_once=True)
+            actions += [Send(receiver=primary.name, message=save)] if save else []
         if record.is_alive:
             return actions
-        others = [copy for copy in self._pairs.copies(record.shard) if copy.is_alive]
+        others = [copy for copy in self._failover.copies(record.shard) if copy.is_alive]
         if not others:
-            often = self._lives.so_often(record)
+            often = self._heartbeats.restarts_text(record)
             label = record.shard.replace("-", " ")
             error = f"{label} cannot be kept alive{often}: it {why}"
-            self._ending.begin(error, now, error=error)
-        elif leader is None and others[0].has_joined:
-            # It holds a part of a copy: only a new life has a snapshot to lead with.
-            why = f"is not whole, and {record.label} will not come back"
-            actions += self.bury(others[0], why, now)
+            self._shutdown_state.begin(error, now, error=error)
+        elif primary is None and others[0].has_joined:
+            # It is out of sync: only a new incarnation, with a checkpoint, can become primary.
+            why = f"is not in sync, and {record.label} will not come back"
+            actions += self.handle_death(others[0], why, now)
         return actions

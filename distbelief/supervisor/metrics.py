@@ -1,7 +1,6 @@
-"""The figures of a running job: samples, losses, rates, the curve, messages.
+"""Metrics of a running job: samples, losses, rates, the curve, messages to the user.
 
-Loss of training is a mean over the samples between two points of the curve, weighted by
-samples over all replicas.
+The training loss is a mean over the samples between two points of the curve, over all replicas.
 """
 
 import math
@@ -23,51 +22,33 @@ Level = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousTotals:
-    """What former lives of this run have come to.
+    """Totals of the previous sessions of this run."""
 
-    Attributes:
-        seconds: How long they ran.
-        training_seconds: The part of it in which replicas trained.
-        step: Steps of all replicas together.
-        samples: Of each replica, in the values of all shards.
-        clocks: Pushes in each shard's newest snapshot.
-        pushes_applied: As last shown; counts where a coordinator drives the shards.
-        pushes_lost: At least so many were in a shard's values, and are no more; None:
-            that is unknown.
-        pushes_refused: Too late, for a shard.
-        bytes_in: Received by all shards.
-        bytes_out: Sent by all shards.
-        restarts: Of each role.
-        loss: Of training, last.
-        metric: Held out, last measured.
-        held_out_loss: Likewise.
-        best_metric: Best held-out metric so far.
-        best_metric_seconds: When that was measured.
-        history: The curve.
-    """
-
-    seconds: Seconds = 0.0
-    training_seconds: Seconds = 0.0
-    step: int = 0
+    seconds: Seconds = 0.0  # how long they ran
+    training_seconds: Seconds = 0.0  # the part of it in which replicas trained
+    step: int = 0  # steps of all replicas together
+    # Of each replica, in the values of all shards
     samples: Mapping[str, int] = field(default_factory=dict)
+    # Pushes in each shard's newest checkpoint
     clocks: Mapping[str, int] = field(default_factory=dict)
-    pushes_applied: int = 0
+    pushes_applied: int = 0  # as last shown; counts where a coordinator drives the shards
+    # Lower bound of pushes that were in a shard's values and no longer are; None if unknown
     pushes_lost: int | None = 0
-    pushes_refused: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
+    pushes_refused: int = 0  # pushes that came too late for a shard
+    bytes_in: int = 0  # received by all shards
+    bytes_out: int = 0  # sent by all shards
     restarts: Mapping[str, int] = field(default_factory=dict)
     loss: float | None = None
     metric: float | None = None
     held_out_loss: float | None = None
     best_metric: float | None = None
-    best_metric_seconds: Seconds | None = None
+    best_metric_seconds: Seconds | None = None  # when `best_metric` was measured
     history: tuple[Point, ...] = ()
 
 
 @final
 class JobMetrics:
-    """What is known of the job as a whole."""
+    """Metrics of the job as a whole, previous sessions included."""
 
     def __init__(self, *, metric_name: str, higher_is_better: bool, before: PreviousTotals) -> None:
         self.metric_name = metric_name
@@ -92,36 +73,31 @@ class JobMetrics:
 
     @property
     def samples(self) -> int:
-        """Of all replicas together."""
         return sum(self._samples.values())
 
     def samples_of(self, name: str) -> int:
-        """Of this replica, as far as it has reported."""
         return self._samples.get(name, 0)
 
     def has_trained(self, name: str, samples: int) -> None:
-        """A report of this replica is lost; it has trained so many samples."""
-        self._samples[name] = samples
+        self._samples[name] = samples  # its last report was lost
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over the last few seconds."""
         return self._rate.per_second
 
     def seconds(self, now: Seconds) -> Seconds:
-        """Return how long the job has run, former lives included."""
+        """Return how long the job has run, previous sessions included."""
         end = now if self.ended_at is None else self.ended_at
         return self.before.seconds + end - self.started_at
 
     def training_seconds(self, now: Seconds) -> Seconds:
-        """Return how long of that replicas have trained."""
+        """Return how long replicas have trained, previous sessions included."""
         if self.training_since is None:
             return self.before.training_seconds
         end = now if self.ended_at is None else self.ended_at
         return self.before.training_seconds + end - self.training_since
 
     def reached(self, now: Seconds) -> Reached:
-        """Return what stop rules look at."""
         return Reached(
             samples=self.samples,
             seconds=self.training_seconds(now),
@@ -131,21 +107,20 @@ class JobMetrics:
             loss=self.loss,
         )
 
-    # -------------------------------------------------------------------- events
-
     def progress(self, record: RoleRecord, message: Progress, now: Seconds) -> None:
-        """A replica has taken steps, or a coordinator an iteration."""
+        """Add the steps of a replica, or the iteration of a coordinator."""
         if self.training_since is None:
             began = now - message.seconds_computing - message.seconds_waiting
             self.training_since = max(began, self.started_at)
         before = self._samples.get(record.name, 0)
         n_new = message.samples - before if record.progressed else 0
         weight = max(n_new, 1)
-        if record.kind == "coordinator":  # its loss is of the whole batch, and its
-            self._loss_sum, self._n_in_sum = 0.0, 0  # figures are of all lives
+        if record.kind == "coordinator":
+            # Its loss is that of the whole batch, and its step counts all incarnations.
+            self._loss_sum, self._n_in_sum = 0.0, 0
             self.loss = message.loss if math.isfinite(message.loss) else self.loss
             self.step = record.step = message.step
-        if math.isfinite(message.loss):  # else nothing of it was learnt, either
+        if math.isfinite(message.loss):  # nothing is learned from a step with another loss
             self._loss_sum += weight * message.loss
             self._n_in_sum += weight
         self._samples[record.name] = message.samples
@@ -155,7 +130,7 @@ class JobMetrics:
         self._rate.add(now, self.samples)
 
     def measured(self, message: EvaluationDone, now: Seconds) -> None:
-        """The evaluator has measured, the usual subset or all held-out samples."""
+        """Store an evaluation, on the usual subset or on all held-out samples."""
         self.metric, self.held_out_loss = message.metric, message.loss
         if not math.isfinite(message.metric):
             return
@@ -166,7 +141,7 @@ class JobMetrics:
             self.best_metric_seconds = self.seconds(now)
 
     def close_interval(self, now: Seconds) -> Point:
-        """Add a point to the curve, and begin the mean of the loss anew."""
+        """Add a point to the curve and start a new mean of the loss."""
         if self._n_in_sum:
             self.loss = self._loss_sum / self._n_in_sum
         point = Point(
@@ -182,9 +157,9 @@ class JobMetrics:
             del self.history[1:-1:2]  # every other one; first and last stay
         return point
 
-    def tell(self, text: str, now: Seconds, level: Level = "info") -> Report:
-        """Keep a message for the user; return it as a line of the log."""
-        text = formatting.harmless(text)  # others' words may be in it
+    def report(self, text: str, now: Seconds, level: Level = "info") -> Report:
+        """Store a message for the user; return it as a log line."""
+        text = formatting.harmless(text)  # may contain text from other processes
         self._n_messages += 1
         self.messages.append(
             Message(number=self._n_messages, seconds=self.seconds(now), text=text, level=level)

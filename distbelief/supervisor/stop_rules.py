@@ -1,7 +1,7 @@
-"""When a job ends: the rules of table [stop], whichever is met first.
+"""Stop rules of a job: the rules of table [stop], whichever is met first.
 
-Samples are those of all replicas together; an epoch is as many of them as there are
-training samples, whoever read which.
+Samples are those of all replicas together. An epoch is as many samples as the training data has,
+whichever replica read them.
 """
 
 import math
@@ -15,7 +15,7 @@ from distbelief.roles.role import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """How far a job has come; None where nobody has measured yet."""
+    """Progress of a job; None where nothing was measured yet."""
 
     samples: int
     seconds: Seconds  # of training
@@ -33,7 +33,7 @@ class StopRules:
         table: As in the job file.
         n_train: Training samples, for epochs.
         metric_name: What `accuracy` is compared with.
-        higher_is_better: Of that metric; else it is to fall to `accuracy`.
+        higher_is_better: If False, the metric must fall to `accuracy`.
         has_test: Whether `loss` means the held-out one.
     """
 
@@ -81,7 +81,7 @@ class StopRules:
         return metric >= goal if self._higher_is_better else metric <= goal
 
     def progress(self, reached: Reached) -> float | None:
-        """Return the share of the job that is done, 0 to 1, if samples or time tell."""
+        """Return the share of the job that is done, 0 to 1; None without a rule that tells."""
         shares = []
         if self.total_samples is not None:
             shares.append(reached.samples / self.total_samples)
@@ -90,7 +90,7 @@ class StopRules:
         return min(max(shares), 1.0) if shares else None
 
     def eta_seconds(self, reached: Reached) -> Seconds | None:
-        """Return an estimate of the time left, if samples or time allow one."""
+        """Return an estimate of the time left; None without a rule on samples or time."""
         times = []
         if self.total_samples is not None and reached.samples_per_second:
             left = self.total_samples - reached.samples

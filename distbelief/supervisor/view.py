@@ -1,56 +1,53 @@
-"""What the supervisor shows of a running job: one frozen picture, made once a second.
+"""View of a running job: a frozen picture that the supervisor makes once a second.
 
-The supervisor makes it, `progress` draws it, `metrics` and `summary` keep parts of it,
-and as JSON it lies in `status.json`, where `distbelief status` reads it. Nothing in it
-is guessed: a figure that nobody has measured yet is None.
+The display draws it, metrics and summary keep parts of it, and as JSON it is `status.json`, which
+`distbelief status` reads. It contains no estimate in place of a measurement: what was not measured
+yet is None.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 
-Seconds = float  # `roles` has this name too, but its import takes a quarter second
+Seconds = float  # as in `roles`, whose import takes a quarter second
 
 Phase = Literal[
-    "waiting for machines",  # others are to join first
+    "waiting for hosts",  # hosts must join first
     "starting",  # nobody trains yet
     "resuming",  # nobody trains now, but something was trained before
     "warm start",  # one replica trains
     "training",
     "stopping",  # replicas finish, or roles end
-    "saving",  # the last snapshot, and the evaluation of all held-out samples
+    "saving",  # the last checkpoint, and the evaluation of all held-out samples
     "done",
     "interrupted",
     "failed",
 ]
 
-HISTORY_MAX = 400
-"""Points of a view's history, at most; a supervisor that has more thins them out."""
-
-MESSAGES_MAX = 50
-"""Messages of a view, at most: the latest ones."""
+HISTORY_MAX = 400  # points of the curve; with more, every other one is dropped
+MESSAGES_MAX = 50  # the latest ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleView:
-    """One role as the supervisor last heard of it."""
+    """One role."""
 
     name: str  # "shard-0"
-    state: str  # its own word ("computing"), or the supervisor's ("restarting")
+    state: str  # as it reports it ("computing"), or the supervisor's view ("restarting")
     rate: float | None = None  # samples/s of a replica, pushes applied/s of a shard
     last_heartbeat_age: Seconds | None = None
     restarts: int = 0
     pid: int | None = None  # of its process, on its own host; once it has joined
     counters: dict[str, float] = field(default_factory=dict)  # of its heartbeat
-    at: str = ""  # the machine that it runs on, if that is another one
+    at: str = ""  # the host that it runs on, if that is another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostView:
-    """One machine that has joined."""
+    """One host that has joined."""
 
     name: str  # "host-3f2a9c01"
-    label: str  # what people call it
+    label: str  # for display
     cores: int
     state: str  # "preparing", "ready", "leaving", "gone"
     memory_bytes: int = 0
@@ -60,7 +57,7 @@ class HostView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One moment of the curve."""
+    """One point of the curve."""
 
     seconds: Seconds  # of the job, as in `JobView`
     samples: int
@@ -71,10 +68,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One thing worth telling the user at once.
+    """One message to the user.
 
-    `number` rises by one from message to message, over the whole job, so that a
-    display knows which ones it has shown.
+    `number` rises by one from message to message over the whole job, so that a display knows which
+    ones it has shown.
     """
 
     number: int
@@ -85,72 +82,44 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """The whole job at one moment.
+    """The whole job at one moment."""
 
-    Attributes:
-        now: The supervisor's clock; only differences mean anything.
-        seconds: How long the job has run, the lives before a resume included.
-        training_seconds: The part of `seconds` since the first replica began to train
-            in each life; what samples are divided by for a mean rate.
-        phase: What the job as a whole is doing.
-        stop_reason: Why it is stopping, or has stopped.
-        error: Why it has failed, if it has.
-        samples: Samples trained on, by all replicas together.
-        total_samples: How many there will be, if a stop rule says so.
-        eta_seconds: Estimate of the time left, over all stop rules that allow one.
-        progress: Share of the job done, 0 to 1, if known (by samples or by time).
-        step: Steps of all replicas together.
-        samples_per_second: Over the last few seconds.
-        loss: Of training, mean since the view before.
-        metric_name: "accuracy", ...
-        metric: Held out, last measured.
-        held_out_loss: Held out, last measured.
-        best_metric: Best held-out metric of all evaluations so far.
-        best_metric_seconds: When that was measured.
-        bytes_in: Received by all shards.
-        bytes_out: Sent by all shards.
-        pushes_applied: In the values of every shard. A push is one push, however many
-            shards it goes to, and however many machines of a replica push parts of it.
-        pushes_refused: Of a former life of a replica, and too late, for a shard; at
-            least so many.
-        pushes_lost: Acknowledged, and missing in the values of a shard that had to be
-            restarted; at least so many. None: unknown, for the status file of an
-             earlier life was damaged.
-        figures: What else the algorithm counts, by name.
-        roles: One entry per role, in roster order.
-        hosts: Machines that have joined, those that are gone, too.
-        history: At most `HISTORY_MAX` points, oldest first.
-        messages: The latest `MESSAGES_MAX` messages, oldest first.
-    """
-
-    now: Seconds = 0.0
-    seconds: Seconds = 0.0
+    now: Seconds = 0.0  # the supervisor's clock; only differences mean anything
+    seconds: Seconds = 0.0  # how long the job has run, previous sessions included
+    # The part of `seconds` since the first replica began to train in each session; samples are
+    # divided by it for a mean rate
     training_seconds: Seconds = 0.0
     phase: Phase = "starting"
-    stop_reason: str | None = None
-    error: str | None = None
-    samples: int = 0
-    total_samples: int | None = None
+    stop_reason: str | None = None  # why it is stopping, or has stopped
+    error: str | None = None  # why it has failed, if it has
+    samples: int = 0  # samples trained on, by all replicas together
+    total_samples: int | None = None  # how many there will be, if a stop rule says so
+    # Estimate of the time left, over all stop rules that allow one
     eta_seconds: Seconds | None = None
-    progress: float | None = None
-    step: int = 0
-    samples_per_second: float | None = None
-    loss: float | None = None
+    progress: float | None = None  # share of the job done, 0 to 1, if known (by samples or by time)
+    step: int = 0  # steps of all replicas together
+    samples_per_second: float | None = None  # over the last few seconds
+    loss: float | None = None  # of training, mean since the view before
     metric_name: str = "accuracy"
-    metric: float | None = None
-    held_out_loss: float | None = None
-    best_metric: float | None = None
-    best_metric_seconds: Seconds | None = None
+    metric: float | None = None  # held out, last measured
+    held_out_loss: float | None = None  # held out, last measured
+    best_metric: float | None = None  # best held-out metric of all evaluations so far
+    best_metric_seconds: Seconds | None = None  # when that was measured
     staleness_mean: float | None = None
     staleness_p95: float | None = None
     staleness_max: float | None = None
-    bytes_in: int = 0
-    bytes_out: int = 0
+    bytes_in: int = 0  # received by all shards
+    bytes_out: int = 0  # sent by all shards
+    # In the values of every shard. A push is one push, however many shards it goes to, and however
+    # many ranks of a replica push parts of it.
     pushes_applied: int = 0
-    pushes_refused: int = 0
+    pushes_refused: int = 0  # lower bound: from an earlier incarnation of a replica, or too late
+    # Lower bound: acknowledged, and missing in the values of a shard that was restarted. None if
+    # unknown, because the status file of an earlier session was damaged.
     pushes_lost: int | None = 0
+    # What else the algorithm counts, by name
     figures: dict[str, float] = field(default_factory=dict)
-    roles: tuple[RoleView, ...] = ()
-    hosts: tuple[HostView, ...] = ()
-    history: tuple[Point, ...] = ()
-    messages: tuple[Message, ...] = ()
+    roles: tuple[RoleView, ...] = ()  # one entry per role, in roster order
+    hosts: tuple[HostView, ...] = ()  # hosts that have joined, those that are gone included
+    history: tuple[Point, ...] = ()  # at most `HISTORY_MAX` points, oldest first
+    messages: tuple[Message, ...] = ()  # the latest `MESSAGES_MAX` messages, oldest first

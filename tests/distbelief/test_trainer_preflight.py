@@ -29,8 +29,10 @@ def test_what_takes_too_long_is_told_with_the_end_of_its_log(
     monkeypatch.setattr(trainer, "CHECK_SECONDS_MAX", 0.0)
     log = tmp_path / "check.log"
     log.write_text("downloading the data ...\n")
-    with pytest.raises(JobError, match=r"tried out in 0 s.*ends:\ndownload") as caught:
-        trainer.try_out(
+    with pytest.raises(
+        JobError, match=r"check of model and data took more than 0 s.*ends:\ndownload"
+    ) as caught:
+        trainer.run_preflight(
             speech(),
             launcher,
             directory=tmp_path,

@@ -88,21 +88,21 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         yield Desk(tmp_path, stack)
 
 
-def test_a_life_begins_with_a_line_in_the_log(desk: Desk) -> None:
+def test_a_session_begins_with_a_line_in_the_log(desk: Desk) -> None:
     with desk.life:
         pass
     log = desk.run.log_file("supervisor").read_text()
     assert log.endswith(f"supervisor info: begins in {desk.run.path}\n")
 
 
-def test_a_log_that_finds_no_room_ends_nothing_and_is_told_of_once(desk: Desk) -> None:
+def test_a_log_that_finds_no_room_ends_nothing_and_is_reported_once(desk: Desk) -> None:
     desk.run.logs.rmdir()  # now nothing can be written there
-    desk.life._voice.log("info", "a word")
-    desk.life._voice.warn("another")
+    desk.life._log.log("info", "a word")
+    desk.life._log.warn("another")
     (line,) = desk.screen().splitlines()
     log = desk.run.log_file("supervisor")
     assert line.startswith(f"cannot write {log}: ")
-    assert line.endswith("The job goes on without this log")
+    assert line.endswith("The job continues without this log")
 
 
 def test_a_log_that_all_may_read_has_no_secret_in_it(desk: Desk) -> None:
@@ -111,7 +111,7 @@ def test_a_log_that_all_may_read_has_no_secret_in_it(desk: Desk) -> None:
     address = JobAddress(host="10.0.0.1", port=7700, secret=secret)
     hosting = JoinServer(reach=ListenConfig(host="10.0.0.1", secret=secret))
     with ExitStack() as lent:
-        desk.life._invite(hosting, address, lent)
+        desk.life._accept_hosts(hosting, address, lent)
         file = desk.run.path / "address"
         assert JobAddress.parse(file.read_text().strip()).secret == secret
         assert file.stat().st_mode & 0o777 == 0o600
@@ -126,7 +126,7 @@ def test_a_screen_that_finds_no_room_ends_nothing_either(desk: Desk) -> None:
     """`distbelief train ... > a.log`, on the same disk."""
     desk.console.file = Full()
     desk.run.logs.rmdir()
-    desk.life._voice.log("info", "a word")
+    desk.life._log.log("info", "a word")
 
 
 def test_what_every_shard_has_kept_becomes_the_model(desk: Desk) -> None:
@@ -139,13 +139,13 @@ def test_what_every_shard_has_kept_becomes_the_model(desk: Desk) -> None:
     assert tensors.keys() == net().state_dict().keys()
 
 
-def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> None:
+def test_without_a_checkpoint_of_each_shard_no_model_is_a_failure(desk: Desk) -> None:
     desk.save(0)
     desk.run.model_file.write_bytes(b"of an earlier life")
     summary = desk.life.conclude()
     why = (
-        f"no model was written: there is no whole snapshot of shard-1 in "
-        f"{desk.run.snapshots}, and {desk.run.model_file} is of an earlier life"
+        f"no model was written: there is no intact checkpoint of shard-1 in "
+        f"{desk.run.snapshots}, and {desk.run.model_file} is from an earlier session"
     )
     assert summary.error == summary.model_error == why
     assert desk.life.exit_code == 1
@@ -155,18 +155,18 @@ def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> N
     assert (status.ended, status.error) == (True, why)
     desk.console.print(final_table(summary))
     assert desk.screen().count(why) == 1
-    with pytest.raises(StorageError, match="no whole snapshot of shard-1"):
+    with pytest.raises(StorageError, match="no intact checkpoint of shard-1"):
         _ = Run(desk.run.path, summary, 1, desk.job).model
 
 
-def test_who_interrupts_before_the_first_snapshot_is_told_so_too(desk: Desk) -> None:
+def test_who_interrupts_before_the_first_checkpoint_is_told_so_too(desk: Desk) -> None:
     desk.life.exit_code = 130
     summary = desk.life.conclude()
     assert desk.life.exit_code in EXIT_CODES.values()
     assert summary.error is None
     assert summary.model_error is not None
     desk.console.print(final_table(summary))
-    assert "no whole snapshot of shard-0, shard-1" in desk.screen()
+    assert "no intact checkpoint of shard-0, shard-1" in desk.screen()
 
 
 def block_model(run: RunDirectory) -> Path:

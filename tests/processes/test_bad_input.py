@@ -382,7 +382,7 @@ def test_a_full_disk_keeps_earlier_snapshots_and_the_job_goes_on(folder: Path) -
     try:
         with train(folder, *options, *sets("stop.seconds=2 s"), *LONG) as command:
             assert command.wait() == 1
-            assert "could not save its snapshot" in command.output
+            assert "could not save its checkpoint" in command.output
             assert "there is no space left: free some" in command.output
             assert_nothing_is_left(command)
         assert_snapshots_are_whole(disk / "run")

@@ -27,15 +27,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def copies(command: Command) -> dict[str, str]:
-    """Return the names of the copies by what they do: {"leading": "shard-0", ...}."""
+    """Return the names of the copies by what they do: {"primary": "shard-0", ...}."""
     rows = command.roles().items()
     return {str(row["state"]): name for name, row in rows if name.startswith("shard")}
 
 
 def leader_of(command: Command) -> str:
     """Wait until the job trains on a shard of which both copies are whole."""
-    poll(lambda: command.is_training() and {"leading", "second"} <= {*copies(command)})
-    return copies(command)["leading"]
+    poll(lambda: command.is_training() and {"primary", "backup"} <= {*copies(command)})
+    return copies(command)["primary"]
 
 
 @pytest.mark.untraced
@@ -57,12 +57,12 @@ def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(
     )
     with train(folder, *options) as command:
         leader = leader_of(command)
-        other = copies(command)["second"]
+        other = copies(command)["backup"]
         before = command.samples()
         os.kill(command.pids(leader)[-1], blow)
-        poll(lambda: copies(command).get("leading") == other, seconds=60.0)
+        poll(lambda: copies(command).get("primary") == other, seconds=60.0)
         poll(lambda: command.samples() > before + 1000)
-        poll(lambda: copies(command).get("second") == leader)  # as soon as it is back
+        poll(lambda: copies(command).get("backup") == leader)  # as soon as it is back
         assert command.wait() == 0, command.output
         assert not alive(command.all_pids())
         assert not command.shared_memory()
@@ -95,7 +95,7 @@ def test_a_loop_of_ones_own_goes_on_without_its_leader(tmp_path: Path) -> None:
     def n_times_whole() -> int:
         log = tmp_path / "supervisor.log"
         text = log.read_text() if log.is_file() else ""
-        return text.count("holds all that its leader has acknowledged")
+        return text.count("is in sync: it holds every acknowledged push")
 
     with distbelief.ParameterServer(
         model.parameters(),

@@ -149,7 +149,7 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
         poll(lambda: says(command, "replica 1 has left with"))
-        poll(lambda: told(command).count("replica 1 waits for a machine") >= 2)
+        poll(lambda: told(command).count("replica 1 waits for a host") >= 2)
         with land.joined(command) as machine:
             poll(lambda: told(command).count("replica 1: on ") == 2)
             _goes_on(command)
@@ -164,7 +164,7 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
             assert machine.wait() == 0, machine.said
     summary = json.loads((command.run / "summary.json").read_text())
     states = [host["state"] for host in summary["hosts"]]
-    assert sorted(states) == ["gone", "gone", "of no use", "ready"]
+    assert sorted(states) == ["gone", "gone", "ready", "rejected"]
 
 
 def _refused_for_its_imports(land: Land, command: Command) -> None:
@@ -202,7 +202,7 @@ def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
         poll(lambda: says(command, "replica 1 has left with"))
         KeyFiles(land.here / "keys").revoke("host")
         with land.joined(command) as machine:
-            poll(lambda: "does not let this machine in" in machine.said)
+            poll(lambda: "rejects the key of this host" in machine.said)
             allow(land.here, land.there, "host")  # it tries again by itself
             poll(lambda: "ready" in machine.said)
         command.signal(signal.SIGINT)

@@ -150,6 +150,6 @@ def test_a_job_does_without_a_host_that_is_cut_off_for_good(tmp_path: Path) -> N
         job.start("--set", "cluster.replicas=4", *LONG)
         poll(job.command.is_training)
         job.lan.cut(job.lan.hosts[-1])
-        poll(lambda: job.says("waits for a machine"), seconds=40)
+        poll(lambda: job.says("waits for a host"), seconds=40)
         job.goes_on()
         job.end()

@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(tmp_path: Pa
     more = n_first + 1000
     second = go_on(tmp_path, 3, 3, f"stop.samples={more}", "stop.epochs=1000000")
     told = " ".join(second.output.split())
-    assert "shards: 2 before, 3 now; snapshots are cut anew in runs/tiny/" in told
+    assert "shards: 2 before, 3 now; checkpoints are resharded into runs/tiny/" in told
     assert f"replicas: 2 before, 3 now; of the {n_first:,} samples so far" in told
     assert figures(second)["n_shards"] == figures(second)["n_replicas"] == 3
     n_second = samples(second)
@@ -98,7 +98,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
         assert command.wait() == 2
     assert "[data.train] has changed" in command.output
     assert "n = 1500" in command.output
-    assert "Leave the data as they were" in command.output
+    assert "Restore the data" in command.output
     assert len(command.output.strip().splitlines()) == 1
     assert (first.run / "job.toml").read_text() == job
     assert snapshots(first) == before
@@ -123,7 +123,7 @@ def test_a_run_of_which_all_is_damaged_goes_on_only_from_scratch(tmp_path: Path)
     assert snapshots(first) == before
     with train(tmp_path, *RESUME, "--from-scratch", job=()) as command:
         assert command.wait() == 0, command.output
-    assert "begins anew; what was saved before is in runs/tiny/aside-1" in (command.output)
+    assert "starting from scratch; earlier files are in runs/tiny/aside-1" in (command.output)
     aside = command.run / "aside-1" / "snapshots"
     assert all((aside / name).is_file() for name in before)
     assert figures(command)["pushes_lost"] == 0

@@ -38,7 +38,7 @@ def options(n_copies: int) -> tuple[str, ...]:
 
 def is_whole(command: Command, n_copies: int) -> bool:
     states = [str(role["state"]) for role in command.roles().values()]
-    return command.is_training() and states.count("second") == 2 * (n_copies - 1)
+    return command.is_training() and states.count("backup") == 2 * (n_copies - 1)
 
 
 def check(command: Command, pids: list[int], *, applied: dict[str, int]) -> None:

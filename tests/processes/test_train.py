@@ -136,7 +136,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     other = ("--set", "model.arguments.width=8")
     with train(folder, *resume, *other, job=()) as command:
         assert command.wait() == 2
-        assert "changed [model]: the snapshots are of another model" in command.output
+        assert "changed [model]: the checkpoints are of another model" in command.output
     # A little more than was done: had it begun anew, it would take longer.
     goal = f"stop.samples={first['samples'] + 1000}"
     with train(folder, *resume, "--set", goal, "--set", "stop.epochs=1000000", job=()) as command:
@@ -168,7 +168,7 @@ def test_sigterm_to_all_processes_ends_a_job_in_order(folder: Path) -> None:
             os.kill(pid, signal.SIGTERM)
         command.signal(signal.SIGTERM)
         assert command.wait() == 143, command.output
-        assert "not done in time" not in command.output
+        assert "did not answer in time" not in command.output
         assert not alive(command.all_pids())
         assert not command.shared_memory()
     assert (command.run / "model.safetensors").is_file()
@@ -192,7 +192,7 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
         assert not command.shared_memory()
     for sentence in (
         "replica 1 was ended by signal SIGKILL (out of memory?): restarting it",
-        "restarting it from snapshot ",
+        "restarting it from checkpoint ",
     ):
         assert sentence in command.output
 

@@ -149,7 +149,7 @@ class Overseer:
 
     def _lost(self, name: Address, now: Seconds) -> list[Action]:
         pairing = self.pairings[name]
-        self.n_takeovers += name == pairing.leader and pairing.is_whole
+        self.n_takeovers += name == pairing.primary and pairing.in_sync
         self.lives[name] += 1
         again = Launch(name=name, incarnation=self.lives[name])
         return [again, *self._follow(pairing.lost(name, now))]
@@ -160,19 +160,19 @@ class Overseer:
             case Heartbeat(counters=counters):
                 return self._follow(pairing.heard(sender, counters, now))
             case BackupInSync(pairing=number):
-                return self._follow(pairing.whole(sender, number, now))
+                return self._follow(pairing.backup_in_sync(sender, number, now))
             case BackupUnresponsive(pairing=number):
                 self.n_alone += 1
-                return self._follow(pairing.alone(sender, number, now))
+                return self._follow(pairing.backup_unresponsive(sender, number, now))
             case _:
                 return []
 
     def _follow(self, decision: Decision) -> list[Action]:
         actions: list[Action] = [*decision.sends]
-        if decision.deposed is not None:
+        if decision.demoted is not None:
             self.n_takeovers += 1
             if self.terminates:
-                actions.append(Terminate(name=decision.deposed))
+                actions.append(Terminate(name=decision.demoted))
         return actions
 
 
@@ -376,7 +376,7 @@ class Run:
 
     def until_whole(self, index: int = 0) -> None:
         pairing = self.pairing(index)
-        self.cluster.run_until(lambda: pairing.is_whole, within=10.0)
+        self.cluster.run_until(lambda: pairing.in_sync, within=10.0)
 
     def save(self, label: str, index: int = 0) -> None:
         message = SaveCheckpoint(label=label)
@@ -389,7 +389,7 @@ class Run:
         return self.overseer.pairings[self.copies[index][0]]
 
     def leader(self, index: int = 0) -> Address:
-        leader = self.pairing(index).leader
+        leader = self.pairing(index).primary
         assert leader is not None
         return leader
 

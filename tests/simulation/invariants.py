@@ -89,9 +89,9 @@ class Scene:
         if following is None or not following.follows:
             return True
         pairing = self.pairings[name]
-        if pairing.leader == name:
+        if pairing.primary == name:
             return True  # it is to lead, and may not know yet
-        return pairing.second == name and pairing.number == following.pairing
+        return pairing.backup == name and pairing.term == following.pairing
 
     def links(self) -> Iterator[ShardLink]:
         """Yield what each worker knows of each shard."""

@@ -186,14 +186,14 @@ class JobCluster:
         return {role.name: role.state for role in self.view.roles}[name]
 
     def copy_that_is(self, part: str, shard_index: int = 0) -> Address:
-        """Return the copy of this shard in state "leading" or "second"."""
+        """Return the copy of this shard that is "primary", or its "backup"."""
         names = copy_names(shard_index, self._shard_copies)
         return next(name for name in names if self.state(name) == part)
 
     def is_paired(self) -> bool:
-        """Return whether a backup of every shard could take over now."""
+        """Whether a backup of every shard could take over now."""
         parts = [role.state for role in self.view.roles if role.name in self.copies]
-        return sorted(parts) == sorted(["leading", "second"] * len(self.shards))
+        return sorted(parts) == sorted(["primary", "backup"] * len(self.shards))
 
     def restarts(self, name: str) -> int:
         return {role.name: role.restarts for role in self.view.roles}[name]

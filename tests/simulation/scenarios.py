@@ -344,7 +344,7 @@ class LateOverseer(Overseer):
 
     def leader(self, names: Sequence[Address]) -> Address | None:
         """Return who leads, of these copies."""
-        return names[0] if len(names) == 1 else self.pairings[names[0]].leader
+        return names[0] if len(names) == 1 else self.pairings[names[0]].primary
 
     @override
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:

@@ -103,7 +103,7 @@ SLOW_SUPERVISOR = [Pause(at=float(second), role=SUPERVISOR, seconds=0.9) for sec
 def test_no_more_samples_are_trained_than_the_job_asks_for(
     n_replicas: int, faults: list[Fault]
 ) -> None:
-    """What the supervisor learnt late it stopped late: up to 16 % too many."""
+    """A late report made a late stop: up to 16 % too many samples."""
     job = JobCluster(
         stop=StopTable(epochs=20),
         n_replicas=n_replicas,
@@ -130,7 +130,7 @@ def test_no_more_samples_are_trained_than_the_job_asks_for(
     ids=["words lost", "killed", "killed late", "away for a while", "gone"],
 )
 def test_what_a_lost_replica_was_to_train_the_others_train(fault: Fault) -> None:
-    """Nobody waits for ever, and hardly anything is trained twice."""
+    """No replica waits forever, and hardly any sample is trained twice."""
     job = JobCluster(stop=StopTable(epochs=20), n_replicas=3, faults=[fault])
     assert job.run() is None
     assert job.view.stop_reason == "20 epochs done"
@@ -140,7 +140,7 @@ def test_what_a_lost_replica_was_to_train_the_others_train(fault: Fault) -> None
 
 
 def test_a_replica_that_is_late_has_something_left_to_train() -> None:
-    """It waited for a machine while the others trained."""
+    """It waited for a host while the others trained."""
     job = JobCluster(
         stop=StopTable(epochs=20),
         n_replicas=2,
@@ -193,14 +193,14 @@ def test_a_job_that_has_lost_every_replica_fails() -> None:
 
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
-def test_a_shard_that_dies_comes_back_from_its_snapshot(host: str) -> None:
+def test_a_shard_that_dies_comes_back_from_its_checkpoint(host: str) -> None:
     job = JobCluster(stop=StopTable(samples=2000), host=host)
     job.run_until(lambda: job.simulation.disk.newest(job.shards[0]) is not None)
     job.simulation.run(until=job.simulation.now + 1.0)
     job.simulation.kill(job.shards[0])
     job.run_until(lambda: job.restarts("shard-0") == 1)
     said = [text for text in job.told if "shard 0" in text]
-    assert "restarting it from snapshot 00001 (1." in said[0]
+    assert "restarting it from checkpoint 00001 (1." in said[0]
     assert "acknowledged pushes will be lost" in said[0]
     assert job.run() is None
     assert job.view.pushes_lost
@@ -223,7 +223,7 @@ def test_pushes_of_a_replica_that_died_with_the_shard_are_lost() -> None:
     assert view.pushes_applied == min(clocks)
 
 
-def test_a_shard_that_dies_before_its_first_snapshot_begins_anew() -> None:
+def test_a_shard_that_dies_before_its_first_checkpoint_starts_from_scratch() -> None:
     job = JobCluster(stop=StopTable(samples=400), snapshot_every=1e3)
     job.run_until(lambda: job.view.samples > 40)
     job.simulation.kill(job.shards[1])
@@ -263,7 +263,7 @@ def test_a_role_silent_for_long_is_ended_and_restarted() -> None:
     job.run_until(lambda: job.view.samples > before + 100)
 
 
-def test_a_supervisor_that_stood_still_blames_nobody() -> None:
+def test_a_suspended_supervisor_blames_nobody() -> None:
     pause = Pause(at=5.0, role=SUPERVISOR, seconds=12.0)
     job = JobCluster(stop=LONG, faults=[pause])
     job.simulation.run(until=25.0)
@@ -307,11 +307,11 @@ def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
     assert [role.name for role in view.roles if role.restarts] == []
     assert not [text for text in job.told if "silent" in text or "restart" in text]
     if shard_copies == 2:  # nobody was deposed
-        assert {roles["shard-0"], roles["shard-0b"]} == {"leading", "second"}
+        assert {roles["shard-0"], roles["shard-0b"]} == {"primary", "backup"}
         assert {name: job.state(name) for name in job.copies} == {
             name: roles[name] for name in job.copies
         }
-    job.supervisor.wind_up("enough")
+    job.supervisor.request_stop("enough")
     assert job.run() is None
     view = job.view
     assert view.pushes_lost == 0
@@ -319,14 +319,14 @@ def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
 
 
 @pytest.mark.parametrize("shard_copies", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_leader_that_dies_while_the_supervisor_is_stopped(shard_copies: int) -> None:
-    """With two copies nothing is lost; with one, what came after its snapshot."""
+def test_a_primary_that_dies_while_the_supervisor_is_stopped(shard_copies: int) -> None:
+    """With two copies nothing is lost; with one, the pushes after its checkpoint."""
     pause = Pause(at=5.0, role=SUPERVISOR, seconds=10.0)
     job = JobCluster(stop=LONG, faults=[pause], n_shards=1, shard_copies=shard_copies)
     job.simulation.run(until=4.0)
-    leader = job.copy_that_is("leading") if shard_copies == 2 else job.shards[0]
-    job.simulation.inject(Kill(at=10.0, role=leader))
-    job.run_until(lambda: job.restarts(leader) == 1)
+    primary = job.copy_that_is("primary") if shard_copies == 2 else job.shards[0]
+    job.simulation.inject(Kill(at=10.0, role=primary))
+    job.run_until(lambda: job.restarts(primary) == 1)
     before = job.view.samples
     job.run_until(lambda: job.view.samples > before + 100)
     assert (job.view.pushes_lost == 0) is (shard_copies == 2)
@@ -348,11 +348,11 @@ class Acknowledged:
 
     @property
     def n(self) -> int:
-        """How many there are, if each replica has lived but once."""
+        """How many there are, if no replica was restarted."""
         return sum(sequence % (1 << 32) for sequence in self.newest.values())
 
     def n_missing(self, disk: Disk) -> int:
-        """Return how many of them are in no snapshot."""
+        """Return how many of them are in no checkpoint."""
         n = 0
         for (shard, replica), sequence in self.newest.items():
             snapshot = disk.newest(shard)
@@ -397,7 +397,7 @@ def test_shards_save_before_they_end_without_a_supervisor(shard_copies: int, hos
 
 @copies
 def test_a_job_goes_on_after_a_silence_beyond_its_patience(shard_copies: int) -> None:
-    """What the shards had acknowledged when they ended is in their next lives."""
+    """Their next incarnations have everything that the shards had acknowledged."""
     job = JobCluster(
         stop=StopTable(samples=2500),
         faults=[Pause(at=5.0, role=SUPERVISOR, seconds=10.0)],
@@ -420,9 +420,9 @@ def test_a_job_goes_on_after_a_silence_beyond_its_patience(shard_copies: int) ->
     assert not any("will be lost" in text for text in job.told)
 
 
-def test_a_snapshot_that_nobody_asked_for_is_never_ahead_of_the_next_one() -> None:
+def test_a_checkpoint_without_a_request_is_never_ahead_of_the_next_one() -> None:
     """If it took the next number, a shard that ended so twice in a row would be two
-    ahead of its supervisor, whose next snapshot would be taken for an older one."""
+    ahead of its supervisor, whose next checkpoint would look older."""
     pauses = [Pause(at=at, role=SUPERVISOR, seconds=8.0) for at in (5.0, 18.0)]
     job = JobCluster(stop=LONG, faults=pauses, patience=4.0, snapshot_every=30.0)
     job.simulation.run(until=29.0)
@@ -457,15 +457,15 @@ def test_a_job_survives_whatever_heals(seed: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
-def test_a_leader_that_dies_costs_nothing(host: str) -> None:
+def test_a_primary_that_dies_costs_nothing(host: str) -> None:
     job = JobCluster(stop=StopTable(samples=1200), shard_copies=2, host=host)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 200)
-    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
-    job.simulation.kill(leader)
-    job.run_until(lambda: job.state(second) == "leading", within=1.0)
+    primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
+    job.simulation.kill(primary)
+    job.run_until(lambda: job.state(backup) == "primary", within=1.0)
     job.run_until(job.is_paired)
-    assert job.copy_that_is("second") == leader
+    assert job.copy_that_is("backup") == primary
     assert job.run() is None
     assert any("takes over, nothing acknowledged is lost" in text for text in job.told)
     view = job.view
@@ -474,13 +474,13 @@ def test_a_leader_that_dies_costs_nothing(host: str) -> None:
     assert sum(role.restarts for role in view.roles) == 1
 
 
-def test_leaders_die_one_after_the_other_and_nothing_is_lost() -> None:
+def test_primaries_die_one_after_the_other_and_nothing_is_lost() -> None:
     job = JobCluster(stop=LONG, shard_copies=2, snapshot_every=1e3)
     for n in range(8):
         job.run_until(job.is_paired)
         job.simulation.run(until=job.simulation.now + 0.3)
         if job.is_paired():
-            job.simulation.kill(job.copy_that_is("leading", n % 2))
+            job.simulation.kill(job.copy_that_is("primary", n % 2))
     before = job.view.samples
     job.run_until(lambda: job.view.samples > before + 200)
     assert job.view.pushes_lost == 0
@@ -488,36 +488,36 @@ def test_leaders_die_one_after_the_other_and_nothing_is_lost() -> None:
     assert job.run() == "interrupted"
 
 
-def test_a_leader_that_stands_still_is_replaced_within_two_seconds() -> None:
+def test_a_primary_that_is_paused_is_replaced_within_two_seconds() -> None:
     job = JobCluster(stop=LONG, shard_copies=2)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 40)
-    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
-    pause = Pause(at=job.simulation.now, role=leader, seconds=3.0)
+    primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
+    pause = Pause(at=job.simulation.now, role=primary, seconds=3.0)
     job.simulation.inject(pause)
-    job.run_until(lambda: job.state(second) == "leading", within=2.0)
+    job.run_until(lambda: job.state(backup) == "primary", within=2.0)
     before = job.view.samples
     job.run_until(lambda: job.view.samples > before + 40, within=2.0)
     job.run_until(job.is_paired)
-    assert job.restarts(leader) == 1
+    assert job.restarts(primary) == 1
     assert job.view.pushes_lost == 0
 
 
-def test_a_second_that_stands_still_holds_nobody_up_for_long() -> None:
+def test_a_backup_that_is_paused_holds_nobody_up_for_long() -> None:
     job = JobCluster(stop=LONG, shard_copies=2)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 40)
-    second = job.copy_that_is("second")
-    pause = Pause(at=job.simulation.now, role=second, seconds=5.0)
+    backup = job.copy_that_is("backup")
+    pause = Pause(at=job.simulation.now, role=backup, seconds=5.0)
     job.simulation.inject(pause)
     before = job.view.samples
     job.run_until(lambda: job.view.samples > before + 100, within=6.0)
     job.run_until(job.is_paired)
-    assert job.restarts(second) == 0
+    assert job.restarts(backup) == 0
     assert job.view.pushes_lost == 0
 
 
-def test_a_shard_that_loses_both_copies_comes_back_from_its_snapshot() -> None:
+def test_a_shard_that_loses_both_copies_comes_back_from_its_checkpoint() -> None:
     job = JobCluster(stop=StopTable(samples=2000), shard_copies=2)
     job.run_until(lambda: job.simulation.disk.newest(job.shards[0]) is not None)
     job.simulation.run(until=job.simulation.now + 1.0)
@@ -528,24 +528,24 @@ def test_a_shard_that_loses_both_copies_comes_back_from_its_snapshot() -> None:
     assert job.view.samples >= 2000
 
 
-def test_two_copies_that_stand_still_and_come_back_have_lost_nothing() -> None:
-    """Both were put down after 10 s, each with a promise of what the other holds."""
+def test_two_paused_copies_that_wake_up_and_come_back_have_lost_nothing() -> None:
+    """Both were killed after 10 s, each because the other one held everything."""
     job = JobCluster(stop=LONG, shard_copies=2, snapshot_every=1e3)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 40)
-    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
-    for copy in (leader, second):
+    primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
+    for copy in (primary, backup):
         pause = Pause(at=job.simulation.now, role=copy, seconds=16.0)
         job.simulation.inject(pause)
     before = job.view.samples
     job.run_until(lambda: job.view.samples > before + 100)
     job.run_until(job.is_paired)
-    assert (job.restarts(leader), job.restarts(second)) == (0, 1)
+    assert (job.restarts(primary), job.restarts(backup)) == (0, 1)
     assert job.view.pushes_lost == 0
     assert not any("nothing acknowledged is lost" in text for text in job.told)
 
 
-def test_two_copies_that_stand_still_for_good_come_back_from_a_snapshot() -> None:
+def test_two_copies_that_are_silent_for_good_come_back_from_a_checkpoint() -> None:
     job = JobCluster(stop=StopTable(samples=800), shard_copies=2, snapshot_every=1e3)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.view.samples > 200)
@@ -581,7 +581,7 @@ def test_an_interrupted_job_with_two_copies_is_saved_within_two_seconds() -> Non
 
 def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
     job = JobCluster(stop=StopTable(samples=400), faults=[DiskFull(at=1.0, seconds=1000.0)])
-    assert "the last snapshot of shard 0 could not be saved" in (job.run() or "")
+    assert "the last checkpoint of shard 0 could not be saved" in (job.run() or "")
 
 
 # ------------------------------------------------------------------------- the user
@@ -632,7 +632,7 @@ def test_a_job_can_be_interrupted_while_it_starts(at: float) -> None:
 # ------------------------------------------------------------------- the user's code
 
 
-def test_a_factory_that_fails_in_one_process_ends_the_job_with_its_words() -> None:
+def test_a_factory_that_fails_in_one_process_ends_the_job_with_its_error() -> None:
     bad = msgspec.structs.replace(
         TASK,
         model=msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""A job that goes on with another number of shards is the job that it was."""
+"""A job that resumes with another number of shards gives the same result."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ RULES: tuple[UpdateRule, ...] = (
 
 
 def normed_net() -> nn.Module:
-    """Return a net of tensors that are cut, that go whole, and buffers of both."""
+    """Return a net with tensors that are split, tensors that are not, and buffers of both kinds."""
     return nn.Sequential(nn.Linear(40, 200), nn.BatchNorm1d(200), nn.Tanh(), nn.Linear(200, 2))
 
 
@@ -41,13 +41,13 @@ TASK = TaskSpec(
 def trained(
     settings: DownpourSettings, n_shards: int, *, begin: CheckpointStore | None = None
 ) -> Cluster:
-    """Run one replica to its end, from these snapshots if there are any."""
+    """Run one replica to its end, from these checkpoints if there are any."""
     cluster = Cluster(TASK, settings, n_shards=n_shards)
     for name in cluster.shards if begin is not None else ():
         assert begin is not None
         snapshot = begin.newest(name)
         assert snapshot is not None
-        # A new simulation counts lives from 1.
+        # A new simulation counts incarnations from 1.
         facts = {**snapshot.facts, "incarnation": "0"}
         cluster.simulation.disk.save(name, replace(snapshot, facts=facts))
     cluster.run()
@@ -55,7 +55,7 @@ def trained(
 
 
 def saved(cluster: Cluster, store: CheckpointStore) -> CheckpointStore:
-    """Have every shard save itself; keep that in `store`."""
+    """Let every shard save a checkpoint into `store`."""
     save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00007"))
     for name in cluster.shards:
         cluster.simulation.post(name, save)

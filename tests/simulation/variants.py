@@ -367,18 +367,18 @@ def second_takes_over_that_is_not_whole(patch: Patch) -> None:
     The supervisor's rule alone does no harm if it is broken: a second that is not whole
     ends its life when it is told to lead.
     """
-    whole, fence = PrimaryElection._lead, Backup.lead
+    whole, fence = PrimaryElection._promote, Backup.lead
 
-    def decide(self: PrimaryElection, leader: Address, *, second: Address | None) -> Decision:
-        decision = whole(self, leader, second=second)
-        self.is_whole = second is not None
+    def decide(self: PrimaryElection, primary: Address, *, backup: Address | None) -> Decision:
+        decision = whole(self, primary, backup=backup)
+        self.in_sync = backup is not None
         return decision
 
     def lead(self: Backup, pairing: int) -> bool:
         fence(self, pairing)
         return True
 
-    patch.setattr(PrimaryElection, "_lead", decide)
+    patch.setattr(PrimaryElection, "_promote", decide)
     patch.setattr(Backup, "lead", lead)
 
 

@@ -19,7 +19,7 @@ MISTAKEN = 2
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["join", "nowhere"], "is no address of a job"),
+        (["join", "nowhere"], "is not a job address"),
         (["join", "tcp://h:7700?key=abc"], "not a public key"),
         (["join", "tcp://127.0.0.1:7700"], "distbelief keys new"),
         (["join", "tcp://127.0.0.1:7700", "--keys", "none"], "distbelief keys new"),

@@ -52,7 +52,7 @@ class Site:
         self.wrong = wrong
         self.patience = patience
 
-    def furnish(self, brief: bytes) -> float:
+    def store_job_spec(self, brief: bytes) -> float:
         self.brief = brief
         return self.patience
 
@@ -109,7 +109,7 @@ class Town:
     ) -> Machine:
         """A machine joins; the job has this patience."""
         config = config or HostAgentConfig(label=name, cores=cores, memory_bytes=1 << 30)
-        host = HostAgent(config, site=Site(wrong, patience=patience))
+        host = HostAgent(config, storage=Site(wrong, patience=patience))
         machine = self._begin(Address(f"host-{name}"), host)
         self.pass_time(2.0)
         return machine
@@ -118,7 +118,7 @@ class Town:
         """A supervisor begins; at the place of the one before, if there was one."""
         stop = StopRules(StopTable(epochs=1e9), n_train=100)
         self.supervisor = Supervisor(
-            SupervisorConfig(roster=tuple(roster), stop=stop, settled_seconds=1.0)
+            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0)
         )
         self.hosted = ClusterSupervisor(self.supervisor, config)
         self.here = self._begin(HERE, self.hosted)
@@ -180,7 +180,7 @@ class Town:
 
     @property
     def said(self) -> list[str]:
-        return [m.text for m in self.supervisor.books.figures.messages]
+        return [m.text for m in self.supervisor.job.metrics.messages]
 
     # ---------------------------------------------------------------------- inside
 
@@ -273,7 +273,7 @@ def config_of(
 ) -> ClusterConfig:
     return ClusterConfig(
         run=run,
-        brief=b"b" * 10,
+        job_spec=b"b" * 10,
         n_hosts=n_hosts,
         hosts_seconds_max=hosts_seconds_max,
         slots_here=slots_here,

@@ -46,7 +46,7 @@ def test_half_of_it_will_do() -> None:
     ],
 )
 def test_what_is_no_address_is_named(text: str) -> None:
-    with pytest.raises(JobError, match="is no address of a job"):
+    with pytest.raises(JobError, match="is not a job address"):
         JobAddress.parse(text)
     with pytest.raises(JobError, match="not a public key"):
         JobAddress.parse("tcp://h:1?key=abc")

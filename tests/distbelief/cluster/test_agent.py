@@ -52,54 +52,54 @@ def site_of(code: Path, *allowed: str) -> AgentStorage:
     return AgentStorage(config, launcher=LocalLauncher())
 
 
-def told(site: AgentStorage, code: Path) -> str | None:
+def told(storage: AgentStorage, code: Path) -> str | None:
     """Let it be told of a run, and tried out; return the verdict."""
     plan = code / "plan.json"
     plan.write_text("{}")
     overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
-    site.furnish(write_job_spec(spec_of(*overrides), plan=plan))
-    assert preflight.prepare_main("prepare", 1, str(site._spec)) == 0
-    return site.verdict()
+    storage.store_job_spec(write_job_spec(spec_of(*overrides), plan=plan))
+    assert preflight.prepare_main("prepare", 1, str(storage._spec)) == 0
+    return storage.verdict()
 
 
-def test_two_machines_may_join_from_the_same_folder(
+def test_two_hosts_may_join_from_the_same_folder(
     code: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both looked for the next free number, and the second to make it was refused."""
     monkeypatch.setattr(Path, "exists", lambda _: False)  # as if both looked at once
     sites = [site_of(code, "letters") for _ in range(2)]
     brief = write_job_spec(spec_of(*FACTORIES), plan=None)
-    for site in sites:
-        site.furnish(brief)
-        site.clear()
+    for storage in sites:
+        storage.store_job_spec(brief)
+        storage.clear()
     made = {path.name for path in (code / "joined").iterdir()}
     assert made == {"1", "2"}
 
 
-def test_what_roles_read_is_of_this_machine(code: Path) -> None:
-    site = site_of(code, "letters")
-    told(site, code)
-    spec = read_spec(str(site._spec))
+def test_what_roles_read_is_of_this_host(code: Path) -> None:
+    storage = site_of(code, "letters")
+    told(storage, code)
+    spec = read_spec(str(storage._spec))
     assert spec.supervisor == "tcp://127.0.0.1:7"
     assert spec.allowed == ("letters",)
     assert spec.snapshots == str(code / "joined" / "1" / "snapshots")
     assert spec.plan is not None
     assert Path(spec.plan).read_text() == "{}"
-    assert Path(spec.memory) == site._spec.parent
-    assert site._spec.parent.stat().st_mode & 0o777 == 0o700
-    site.clear()
-    assert not site._spec.exists()
+    assert Path(spec.memory) == storage._spec.parent
+    assert storage._spec.parent.stat().st_mode & 0o777 == 0o700
+    storage.clear()
+    assert not storage._spec.exists()
 
 
 def test_a_host_says_what_is_wrong_with_a_run(code: Path) -> None:
-    site = site_of(code)
-    assert "--allow-import letters" in str(told(site, code))
-    site.clear()
-    site = site_of(code, "letters")
-    assert "no letters here" in str(told(site, code))
+    storage = site_of(code)
+    assert "--allow-import letters" in str(told(storage, code))
+    storage.clear()
+    storage = site_of(code, "letters")
+    assert "no letters here" in str(told(storage, code))
     (code / "letters.py").write_text(LETTERS.replace("prepare", "other"))
     sys.modules.pop("letters")
-    assert told(site, code) is None
-    preflight.verdict_file(site._spec).unlink()
-    assert "trying out the job failed" in str(site.verdict())
-    site.clear()
+    assert told(storage, code) is None
+    preflight.verdict_file(storage._spec).unlink()
+    assert "trying out the job failed" in str(storage.verdict())
+    storage.clear()

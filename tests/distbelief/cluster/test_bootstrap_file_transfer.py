@@ -40,7 +40,7 @@ def test_a_slow_link_does_not_fill_with_the_same_piece(piece_seconds: float) -> 
     Of each piece there were more than of the one before, and all else that a machine
     waits for came after them.
     """
-    content, beat_seconds, free_at, n_sent = bytes(6 * PIECE_BYTES_MAX), 0.5, 0.0, 0
+    content, heartbeat_seconds, free_at, n_sent = bytes(6 * PIECE_BYTES_MAX), 0.5, 0.0, 0
     reading = FileDownload("d")
     coming: deque[tuple[float, FileChunk]] = deque()
 
@@ -50,8 +50,8 @@ def test_a_slow_link_does_not_fill_with_the_same_piece(piece_seconds: float) -> 
         coming.append((free_at, chunk_of("d", content, ask.offset)))
 
     send(reading.ask(), 0.0)
-    for beat in range(round(30 * piece_seconds / beat_seconds)):
-        now = beat * beat_seconds
+    for beat in range(round(30 * piece_seconds / heartbeat_seconds)):
+        now = beat * heartbeat_seconds
         while coming and coming[0][0] <= now:
             at, piece = coming.popleft()
             if reading.take(piece) and reading.content is None:

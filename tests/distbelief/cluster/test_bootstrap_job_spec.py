@@ -42,14 +42,14 @@ def test_a_brief_has_the_plan_and_no_path_of_the_supervisors(tmp_path: Path) -> 
     assert not read_job_spec(write_job_spec(spec_of(memory=""), plan=None)).shares
 
 
-def test_a_machine_knows_from_the_brief_how_long_to_wait_for_the_supervisor() -> None:
+def test_a_host_knows_from_the_job_spec_how_long_to_wait_for_the_supervisor() -> None:
     assert patience_of(spec_of().job) == 600.0
     assert patience_of(spec_of("cluster.patience=90 s").job) == 90.0
-    with pytest.raises(JobError, match="sent no job"):
+    with pytest.raises(JobError, match="job cannot be read"):
         patience_of(msgspec.Raw(b"[1"))
 
 
-def test_a_job_looks_for_its_files_where_the_machine_has_them(tmp_path: Path) -> None:
+def test_a_job_looks_for_its_files_where_the_host_has_them(tmp_path: Path) -> None:
     spec = spec_of('data.train.arguments={ files = ["./a.npy", "../b.npy"], other = "/data/c" }')
     job = job_from_json(bytes(relocated(spec.job, tmp_path)))
     here = str(tmp_path)
@@ -62,12 +62,12 @@ def test_a_job_looks_for_its_files_where_the_machine_has_them(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"spec":{"job":1}}', b"\xff"])
-def test_what_is_no_brief_is_refused(content: bytes) -> None:
+def test_an_invalid_job_spec_is_rejected(content: bytes) -> None:
     with pytest.raises(JobError, match="same version"):
         read_job_spec(content)
 
 
 @pytest.mark.parametrize("job", [b"1", b"{}", b'{"source":{"import_paths":[1]}}', b'{"\xd8":1}'])
-def test_what_is_no_job_is_refused(job: bytes) -> None:
-    with pytest.raises(JobError, match="sent no job"):
+def test_an_invalid_job_is_rejected(job: bytes) -> None:
+    with pytest.raises(JobError, match="job cannot be read"):
         relocated(msgspec.Raw(job), Path())

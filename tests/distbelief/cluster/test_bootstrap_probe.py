@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.cluster.bootstrap import (
-    N_PIECES_MAX,
-    PIECE_BYTES,
+    CHUNK_BYTES,
+    N_CHUNKS_MAX,
     SECONDS_MAX,
     BandwidthProbe,
     probe_chunk,
@@ -23,7 +23,7 @@ def run(*, bandwidth: float, latency: float = 0.0) -> tuple[BandwidthProbe, floa
         now += latency
         more: list[FileRequest] = []
         for ask in asks:
-            now += PIECE_BYTES / bandwidth
+            now += CHUNK_BYTES / bandwidth
             more = probe.take(probe_chunk(ask.offset), now)
         asks = more
     return probe, now
@@ -47,28 +47,28 @@ def test_a_turn_of_another_program_is_not_the_rate_of_the_link() -> None:
     probe = BandwidthProbe(begun_at=0.0)
     probe.ask(0.0)
     assert probe.take(probe_chunk(0), 0.08)  # a long turn
-    probe.take(probe_chunk(PIECE_BYTES), 0.081)
-    assert probe.take(probe_chunk(2 * PIECE_BYTES), 0.082)
-    assert probe.rate == pytest.approx(2 * PIECE_BYTES / 0.002)
+    probe.take(probe_chunk(CHUNK_BYTES), 0.081)
+    assert probe.take(probe_chunk(2 * CHUNK_BYTES), 0.082)
+    assert probe.rate == pytest.approx(2 * CHUNK_BYTES / 0.002)
     assert not probe.is_over
 
 
 def test_a_link_without_an_end_is_asked_for_no_more_than_there_is() -> None:
     probe, _ = run(bandwidth=1e15)
     assert probe.is_over
-    with pytest.raises(RemoteProtocolError, match="there is none"):
-        probe_chunk(N_PIECES_MAX * PIECE_BYTES)
-    with pytest.raises(RemoteProtocolError, match="a piece of probe at 1:"):
+    with pytest.raises(RemoteProtocolError, match="probe has no chunk"):
+        probe_chunk(N_CHUNKS_MAX * CHUNK_BYTES)
+    with pytest.raises(RemoteProtocolError, match="probe has no chunk at offset 1"):
         probe_chunk(1)
 
 
 def test_what_comes_twice_or_out_of_turn_does_not_count() -> None:
     probe = BandwidthProbe(begun_at=0.0)
     probe.ask(0.0)
-    assert not probe.take(probe_chunk(PIECE_BYTES), 0.001)
+    assert not probe.take(probe_chunk(CHUNK_BYTES), 0.001)
     assert len(probe.take(probe_chunk(0), 0.001)) == 2
     assert not probe.take(probe_chunk(0), 0.002)
-    assert probe.rate == pytest.approx(PIECE_BYTES / 0.001)
+    assert probe.rate == pytest.approx(CHUNK_BYTES / 0.001)
 
 
 def test_a_link_on_which_something_is_lost_is_given_up() -> None:

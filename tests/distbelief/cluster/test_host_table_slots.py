@@ -38,7 +38,7 @@ def test_faster_rooms_are_filled_first_and_unknown_ones_count_as_fast() -> None:
     assert found == [B, HERE, B, A, A, A]
 
 
-def test_machines_of_one_replica_stay_together_where_they_can() -> None:
+def test_hosts_of_one_replica_stay_together_where_they_can() -> None:
     places = SlotTable(slots_here=1)
     places.open(A, slots=2)
     places.open(B, slots=3)
@@ -48,7 +48,7 @@ def test_machines_of_one_replica_stay_together_where_they_can() -> None:
     assert places.find(names(*"1234567"), must=True) == [B, B, B, A, A, HERE, B]
 
 
-def test_who_is_started_again_goes_where_he_was() -> None:
+def test_a_restarted_role_goes_back_to_its_host() -> None:
     places = SlotTable(slots_here=4)
     places.open(A, slots=2)
     places.put(Address("r"), A, slots=1)
@@ -61,7 +61,7 @@ def test_who_is_started_again_goes_where_he_was() -> None:
     assert places.find(names("r")) == [HERE]
 
 
-def test_what_ran_on_a_machine_that_is_gone_is_nowhere() -> None:
+def test_what_ran_on_a_host_that_is_gone_is_nowhere() -> None:
     places = SlotTable(slots_here=0)
     places.open(A, slots=1)
     places.put(Address("r"), A, slots=1)

@@ -19,13 +19,13 @@ def test_a_large_batch_goes_by_the_processor_and_a_small_one_by_the_link() -> No
         assert (quick < near) == is_processor
 
 
-def test_machines_that_hardly_differ_are_alike() -> None:
+def test_hosts_that_hardly_differ_are_alike() -> None:
     step = StepTime(operations=6.0 * 256, n_bytes=8.0)
     grades = {step.grade(flops=FAST * f, bandwidth=GIGABIT) for f in (0.99, 1.0, 1.01)}
     assert len(grades) == 1
 
 
-def test_of_what_nobody_has_measured_there_is_no_grade() -> None:
+def test_an_unmeasured_host_has_no_grade() -> None:
     step = StepTime(operations=6.0, n_bytes=8.0)
     assert step.grade(flops=0.0, bandwidth=GIGABIT) is None
     assert step.grade(flops=FAST, bandwidth=0.0) == StepTime(operations=6.0).grade(
@@ -34,7 +34,7 @@ def test_of_what_nobody_has_measured_there_is_no_grade() -> None:
 
 
 @given(flops=st.floats(0.0, 1e18), bandwidth=st.floats(0.0, 1e18))
-def test_whatever_a_machine_says_of_itself_is_some_grade(flops: float, bandwidth: float) -> None:
+def test_any_reported_speed_gives_a_grade(flops: float, bandwidth: float) -> None:
     """5e-324 operations a second took infinitely long, and the supervisor down."""
     grade = StepTime(operations=6.0, n_bytes=8.0).grade(flops=flops, bandwidth=bandwidth)
     assert (grade is None) == (flops == 0.0)

@@ -87,7 +87,7 @@ def join(head: Head, directory: Path) -> tuple[int, list[str]]:
         return join_module.join(wanted, tell=said.append), said
 
 
-def test_a_job_that_ends_as_a_machine_begins_anew_is_over_for_it(
+def test_a_job_that_ends_as_a_host_restarts_is_over_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited as long for the next one as if it had never been of any."""
@@ -106,7 +106,7 @@ def test_a_job_that_ends_as_a_machine_begins_anew_is_over_for_it(
     assert "the job is over" in said[-1]
 
 
-def test_a_machine_whose_address_changes_offers_the_new_one(
+def test_a_host_whose_address_changes_offers_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It went on offering, and listening at, the one that it had begun with."""
@@ -124,7 +124,7 @@ def test_a_machine_whose_address_changes_offers_the_new_one(
     head = Head(answer)
     exit_code, said = join(head, tmp_path)
     assert exit_code == 0, said
-    assert any("offering it anew" in text for text in said)
+    assert any("offering it again" in text for text in said)
 
 
 def test_a_supervisor_that_has_another_address_is_found_by_its_name(
@@ -156,10 +156,10 @@ def test_a_supervisor_that_has_another_address_is_found_by_its_name(
             wait_seconds=SECONDS_MAX,
         )
         assert join_module.join(wanted, tell=tell) == 0
-    assert "trainer is at 127.0.0.3 no longer: offering it anew" in said
+    assert "trainer is no longer at 127.0.0.3: offering it again" in said
 
 
-def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> None:
+def test_a_host_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> None:
     """It said that it waits for a job, and nothing else for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = int(reserved.getsockname()[1])
@@ -174,5 +174,5 @@ def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) ->
     assert join_module.join(wanted, tell=said.append) == 1
     assert said[1:] == [
         f"nothing listens at tcp://127.0.0.1:{port} so far",
-        "no job has taken this machine in 3 s",
+        "no job has taken this host in 3 s",
     ]

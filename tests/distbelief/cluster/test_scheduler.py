@@ -5,8 +5,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
-from distbelief.cluster.agent import BRIEF, HostAgent, HostAgentConfig
-from distbelief.cluster.bootstrap import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_chunk
+from distbelief.cluster.agent import JOB_SPEC, HostAgent, HostAgentConfig
+from distbelief.cluster.bootstrap import CHUNK_BYTES, N_CHUNKS_MAX, PROBE, probe_chunk
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
     Blob,
@@ -50,7 +50,7 @@ def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
     return [("shard-0", "shard"), *replicas, ("evaluator", "evaluator")]
 
 
-def test_a_job_waits_for_its_machines_and_uses_them() -> None:
+def test_a_job_waits_for_its_hosts_and_uses_them() -> None:
     town = Town(roster(3), config_of(n_hosts=1))
     town.pass_time(30.0)
     assert town.runs() == {"here": []}
@@ -63,7 +63,7 @@ def test_a_job_waits_for_its_machines_and_uses_them() -> None:
     assert "replica 1, replica 2: on a (host-a)" in town.said
 
 
-def test_a_machine_tells_its_speed_and_its_link_is_tried() -> None:
+def test_a_host_tells_its_speed_and_its_link_is_tried() -> None:
     town = Town(roster(2))
     config = HostAgentConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
     town.come("a", config=config)
@@ -75,7 +75,7 @@ def test_a_machine_tells_its_speed_and_its_link_is_tried() -> None:
     assert told.endswith("/s from here")
 
 
-def test_a_machine_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -> None:
+def test_a_host_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -> None:
     town = Town(roster(2))
     town.lossy = PROBE
     town.come("a")
@@ -84,22 +84,22 @@ def test_a_machine_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -
     assert "a (host-a) is ready: not measured" in town.said
 
 
-def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
+def test_repeated_bandwidth_probes_get_no_answer() -> None:
     town = Town(roster(1))
     town.come("a")
     ask = FileRequest(document=PROBE, offset=0)
     event = Received(sender=Address("host-a"), incarnation=1, message=ask)
-    answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_PIECES_MAX)]
-    assert sum(map(bool, answers)) < N_PIECES_MAX
+    answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_CHUNKS_MAX)]
+    assert sum(map(bool, answers)) < N_CHUNKS_MAX
 
 
-def test_what_machines_ask_for_is_not_copied_for_each() -> None:
+def test_what_hosts_ask_for_is_not_copied_for_each() -> None:
     """Who has a key and many names, and reads nothing, fills no memory."""
     town = Town(roster(1))
     contents = []
     for name in ("a", "b"):
         town.come(name)
-        ask = FileRequest(document=BRIEF, offset=0)
+        ask = FileRequest(document=JOB_SPEC, offset=0)
         event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
         (send,) = town.hosted.handle(event, town.now)
         assert isinstance(send, Send)
@@ -107,10 +107,10 @@ def test_what_machines_ask_for_is_not_copied_for_each() -> None:
         assert send.lent
         contents.append(send.message.content.content.obj)
     assert contents[0] is contents[1]
-    assert probe_chunk(0).content is probe_chunk(PIECE_BYTES).content
+    assert probe_chunk(0).content is probe_chunk(CHUNK_BYTES).content
 
 
-def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
+def test_a_host_that_has_second_thoughts_is_left_by_its_roles() -> None:
     """Its room stayed open: roles went there, and never began."""
     town = Town(roster(2), config_of(n_hosts=1))
     machine = town.come("a")
@@ -121,12 +121,12 @@ def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
     machine.is_cut = True
     town.pass_time(2.0)
     states = {r.name: r.state for r in town.hosted.view(town.now).roles}
-    assert states["replica-1"] == "waiting for a machine"
+    assert states["replica-1"] == "waiting for a host"
     town.come("b")
     assert town.runs()["host-b"] == ["replica-1"]
 
 
-def test_a_machine_on_which_roles_die_at_once_gets_no_more() -> None:
+def test_a_host_on_which_roles_die_at_once_gets_no_more() -> None:
     """It took one replica after the other, until none was left."""
     town = Town(roster(3), config_of(n_hosts=2))
     bad, good = town.come("bad", cores=8), town.come("good", cores=1)
@@ -142,10 +142,10 @@ def test_a_machine_on_which_roles_die_at_once_gets_no_more() -> None:
     assert sorted(everywhere) == ["evaluator", *ALL_THREE, "shard-0"]
     assert "replica-0" not in [*good.processes, *bad.processes]
     (state,) = [h.state for h in town.hosted.view(town.now).hosts if h.label == "bad"]
-    assert state == "avoided"
+    assert state == "blocked"
 
 
-def test_the_only_machine_is_not_avoided_and_its_replicas_are_left_out() -> None:
+def test_the_only_host_is_not_blocked_and_its_replicas_are_left_out() -> None:
     town = Town(roster(3), config_of(n_hosts=1, slots_here=0))
     machine = town.come("a", cores=3)
     for _ in range(40):
@@ -156,7 +156,7 @@ def test_the_only_machine_is_not_avoided_and_its_replicas_are_left_out() -> None
     assert any("left out after 3 restarts" in text for text in town.said)
 
 
-def test_a_machine_that_begins_anew_in_every_message_fills_no_log() -> None:
+def test_a_host_that_restarts_with_every_message_fills_no_log() -> None:
     """2.7 MB of it in 40 s, by one who may join."""
     town = Town(roster(1))
     for life in range(1, 1001):
@@ -170,16 +170,16 @@ def test_it_does_not_wait_for_ever() -> None:
     town = Town(roster(2), config_of(n_hosts=2, hosts_seconds_max=10.0, slots_here=2))
     town.pass_time(11.0)
     assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
-    assert "0 of 2 machines came within 10 s: beginning" in town.said
+    assert "0 of 2 hosts came within 10 s: beginning" in town.said
 
 
 def test_replicas_without_a_core_wait_for_who_comes_late() -> None:
     town = Town(roster(4))
     town.pass_time(100.0)
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
-    assert "replica 3 waits for a machine with free cores (distbelief join)" in town.said
+    assert "replica 3 waits for a host with free cores (distbelief join)" in town.said
     states = {r.name: r.state for r in town.supervisor.view(town.now).roles}
-    assert states["replica-3"] == "waiting for a machine"
+    assert states["replica-3"] == "waiting for a host"
     town.come("a")
     town.come("b")
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
@@ -188,7 +188,7 @@ def test_replicas_without_a_core_wait_for_who_comes_late() -> None:
     assert not any("restart" in text for text in town.said)
 
 
-def test_a_machine_that_dies_takes_its_roles_along_for_a_while_only() -> None:
+def test_a_host_that_dies_takes_its_roles_along_for_a_while_only() -> None:
     town = Town(roster(4), config_of(slots_here=2, n_hosts=1))
     one = town.come("a")
     assert len(one.processes) == 2
@@ -202,7 +202,7 @@ def test_a_machine_that_dies_takes_its_roles_along_for_a_while_only() -> None:
 
 
 @pytest.mark.parametrize("seconds", [2.0, 12.0, 40.0])
-def test_a_machine_that_was_cut_off_is_used_again(seconds: float) -> None:
+def test_a_host_that_was_cut_off_is_used_again(seconds: float) -> None:
     """Short: nothing happens. Longer: it begins anew, on either side."""
     town = Town(roster(3), config_of(n_hosts=1))
     machine = town.come("a")
@@ -217,7 +217,7 @@ def test_a_machine_that_was_cut_off_is_used_again(seconds: float) -> None:
     assert any("is lost" in text for text in town.said) == (seconds > 8.0)
 
 
-def test_a_role_that_dies_on_a_machine_is_started_there_again() -> None:
+def test_a_role_that_dies_on_a_host_is_started_there_again() -> None:
     town = Town(roster(2), config_of(n_hosts=1, slots_here=0))
     machine = town.come("a")
     town.pass_time(5.0)
@@ -227,7 +227,7 @@ def test_a_role_that_dies_on_a_machine_is_started_there_again() -> None:
     assert "replica 1 died on a: restarting it" in town.said
 
 
-def test_a_machine_that_leaves_is_left_in_good_order() -> None:
+def test_a_host_that_leaves_is_left_in_good_order() -> None:
     town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
     machine = town.come("a")
     town.pass_time(5.0)
@@ -257,7 +257,7 @@ def test_a_replica_that_moves_is_not_taken_for_one_that_is_done() -> None:
     assert any("has left with a: restarting it" in text for text in town.said)
 
 
-def test_machines_of_one_model_leave_at_once() -> None:
+def test_hosts_of_one_model_leave_at_once() -> None:
     town = Town(roster(1, 2), config_of(n_hosts=1, slots_here=0))
     machine = town.come("a")
     town.pass_time(5.0)
@@ -269,7 +269,7 @@ def test_machines_of_one_model_leave_at_once() -> None:
     assert town.runs()["host-b"] == ["replica-0.0", "replica-0.1"]
 
 
-def test_one_model_goes_to_one_machine_if_it_fits() -> None:
+def test_one_model_goes_to_one_host_if_it_fits() -> None:
     town = Town(roster(2, 2), config_of(n_hosts=2, slots_here=0))
     town.come("a")
     town.come("b")
@@ -277,7 +277,7 @@ def test_one_model_goes_to_one_machine_if_it_fits() -> None:
     assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
 
 
-def test_one_model_over_two_machines_loses_one_of_them() -> None:
+def test_one_model_over_two_hosts_loses_one_of_them() -> None:
     town = Town(roster(1, 2), config_of(n_hosts=2, slots_here=0))
     one, two = town.come("a", cores=1), town.come("b", cores=1)
     assert len(one.processes) == len(two.processes) == 1
@@ -287,7 +287,7 @@ def test_one_model_over_two_machines_loses_one_of_them() -> None:
     assert sorted(two.processes) == ["replica-0.0", "replica-0.1"]
 
 
-def test_whom_the_job_is_not_for_goes_and_says_why() -> None:
+def test_a_host_that_cannot_serve_the_job_leaves_and_says_why() -> None:
     town = Town(roster(2))
     machine = town.come("a", wrong="no such module")
     assert machine.halted
@@ -296,13 +296,13 @@ def test_whom_the_job_is_not_for_goes_and_says_why() -> None:
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
 
 
-def test_a_machine_without_the_data_does_not_end_the_job() -> None:
+def test_a_host_without_the_data_does_not_end_the_job() -> None:
     """One that joined after hours, without its data, ended it for all the others."""
     town = Town(roster(3))
     machine = town.come("a")
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
     for name in ("replica-1", "replica-2"):
-        record = town.supervisor.books.members.get(Address(name))
+        record = town.supervisor.job.members.get(Address(name))
         assert record is not None
         record.counters = {}  # it has not trained
     town.fail("replica-1", "no such file: frames.npy")
@@ -314,17 +314,17 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
     town.come("b", cores=2)
     assert town.runs()["host-b"] == ["replica-1", "replica-2"]
-    assert town.supervisor.books.ending.error is None
+    assert town.supervisor.job.shutdown.error is None
 
 
-def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
+def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostAgentConfig(label="b", cores=2, memory_bytes=1, stays=True)
-    host = HostAgent(config, site=Site(patience=600.0))
+    host = HostAgent(config, storage=Site(patience=600.0))
     sent_away = Release(life=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
     said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
-    assert said == Report(text="sent away: no such file; waiting for another job", level="warning")
+    assert said == Report(text="rejected: no such file; waiting for another job", level="warning")
     assert not any(isinstance(action, Exit) for action in others)
 
 
@@ -332,31 +332,31 @@ def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
     for name, samples in (("replica-0", 0.0), ("replica-1", 5.0)):
         town = Town(roster(2))
         town.come("a")
-        record = town.supervisor.books.members.get(Address(name))
+        record = town.supervisor.job.members.get(Address(name))
         assert record is not None
         record.counters = {"samples": samples}
         town.fail(name, "a gradient is NaN")
-        assert "a gradient is NaN" in str(town.supervisor.books.ending.error)
+        assert "a gradient is NaN" in str(town.supervisor.job.shutdown.error)
 
 
 def test_what_fails_where_another_trains_is_the_job() -> None:
     town = Town(roster(3))
     town.come("a")
     for name, samples in (("replica-1", 0.0), ("replica-2", 64.0)):
-        record = town.supervisor.books.members.get(Address(name))
+        record = town.supervisor.job.members.get(Address(name))
         assert record is not None
         record.counters = {"samples": samples}
     town.fail("replica-1", "sample 7 is spoilt")
-    assert "sample 7 is spoilt" in str(town.supervisor.books.ending.error)
+    assert "sample 7 is spoilt" in str(town.supervisor.job.shutdown.error)
 
 
-def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
+def test_who_cannot_reach_a_shard_is_reported_once_with_the_likely_cause() -> None:
     """A firewall let machines call the supervisor only: nobody said a word for 60 s."""
     town = Town(roster(2))
     town.come("a")
-    record = town.supervisor.books.members.get(Address("replica-1"))
+    record = town.supervisor.job.members.get(Address("replica-1"))
     assert record is not None
-    cause = "replica 1 on a and shard 0 do not reach each other: a firewall has to let"
+    cause = "replica 1 on a and shard 0 cannot connect: let the firewall"
 
     def told_within(seconds: float, state: str) -> int:
         for _ in range(round(4 * seconds)):
@@ -369,7 +369,7 @@ def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
     assert told_within(20.0, "waiting for shard-0") == 1
 
 
-def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
+def test_the_end_of_the_job_is_the_end_of_its_hosts() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
@@ -384,16 +384,16 @@ def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
     assert not stays.processes
 
 
-def test_a_machine_without_a_job_goes_after_a_while() -> None:
+def test_a_host_without_a_job_goes_after_a_while() -> None:
     town = Town(roster(1))
     town.here.is_dead = True
     machine = town.come("a")
     town.pass_time(599.0)
     assert machine.halted
-    assert machine.error == "no job has taken this machine in 600 s"
+    assert machine.error == "no job has taken this host in 600 s"
 
 
-def test_a_machine_ends_what_it_runs_when_its_job_has_no_head() -> None:
+def test_a_host_ends_what_it_runs_when_its_job_has_no_supervisor() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     assert machine.processes
@@ -428,7 +428,7 @@ def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[Action]:
     return []
 
 
-def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
+def test_a_host_that_restarts_as_its_job_ends_ends_too() -> None:
     """It was told so in a life that was over, and waited 600 s for the next job."""
     town = Town(roster(3))
     machine = town.come("a")
@@ -436,11 +436,11 @@ def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
     assert not tell_lost(town, machine, seconds=59)
     report, *_, halt = tell_lost(town, machine, seconds=3)
     assert isinstance(report, Report)
-    assert report.text == f"{LOST.reason}: the job is over; how it ended is not known here"
+    assert report.text == f"{LOST.reason}: the job is over; this host does not know how it ended"
     assert halt == Exit(error=None)
 
 
-def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
+def test_a_host_whose_link_is_cut_waits_for_its_job() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     begin_anew(town, machine)
@@ -448,7 +448,7 @@ def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
     assert not machine.halted
 
 
-def test_a_machine_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> None:
+def test_a_host_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> None:
     """After 15 s it ended all its roles: the supervisor had only stood still."""
     town = Town(roster(3))
     machine = town.come("a", patience=60.0)
@@ -462,7 +462,7 @@ def test_a_machine_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> No
     assert not machine.halted
 
 
-def test_a_supervisor_that_was_stopped_finds_its_machines_at_work() -> None:
+def test_a_supervisor_that_was_stopped_finds_its_hosts_at_work() -> None:
     town = Town(roster(3))
     machine = town.come("a", patience=600.0)
     town.pass_time(5.0)
@@ -496,7 +496,7 @@ def test_what_runs_there_ends_with_it() -> None:
     assert actions[-1] == Exit(error=None)
 
 
-def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
+def test_a_host_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
     town = Town(roster(1))
     config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
     stays = town.come("b", config=config)
@@ -507,13 +507,13 @@ def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -
         assert not machine.halted
 
 
-def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
+def test_chunks_that_come_twice_show_that_the_supervisor_is_there() -> None:
     """A machine at a slow link gave up its job while the brief was still coming in."""
     town = Town(roster(2))
-    town.lossy = BRIEF
+    town.lossy = JOB_SPEC
     machine = town.come("a")
     town.kill(town.here)
-    piece = FileChunk(document=BRIEF, offset=9, n_bytes=99, content=Blob(b"x"))
+    piece = FileChunk(document=JOB_SPEC, offset=9, n_bytes=99, content=Blob(b"x"))
     for _ in range(20):
         town.pass_time(1.0)
         again = Received(sender=SUPERVISOR, incarnation=1, message=piece)
@@ -522,7 +522,7 @@ def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
     assert state == "preparing"
 
 
-def test_words_that_nobody_should_say_are_refused() -> None:
+def test_unexpected_messages_are_rejected() -> None:
     town = Town(roster(1))
     town.come("a")
     host = Address("host-a")
@@ -599,7 +599,7 @@ class Machines(RuleBasedStateMachine):
         self.town.pass_time(120.0)
         expected = {
             (record.name, record.incarnation)
-            for record in self.town.supervisor.books.members
+            for record in self.town.supervisor.job.members
             if record.is_alive and record.presence is not Presence.WAITING
         }
         lives = [

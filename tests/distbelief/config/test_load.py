@@ -229,7 +229,7 @@ def test_a_mistake_names_table_key_value_and_mend(override: str, message: str) -
         ("batch_size = 256", "[algorithm] lacks the key 'batch_size': give it a whole"),
         ('factory = "speech.model:net"', "[model] lacks the key 'factory'"),
         ('name = "downpour"', "[algorithm] lacks the key 'name'"),
-        ("epochs = 1", "[stop] has no rule, so the job would never end: add epochs = 1"),
+        ("epochs = 1", "[stop] is empty, so the job would never end: add epochs = 1"),
         ("[stop]\nepochs = 1", "there is no table [stop]: add one"),
         (
             SPEECH[SPEECH.index("[data.train]") : SPEECH.index("[data.test]")],
@@ -274,7 +274,7 @@ def test_a_file_that_is_not_there_names_one_that_is(tmp_path: Path) -> None:
 
 
 def test_what_is_no_job_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobFileError, match=r"is a directory; .*--resume"):
+    with pytest.raises(JobFileError, match=r"is a directory: .*--resume"):
         load_job(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(JobFileError, match="is not UTF-8 text"):

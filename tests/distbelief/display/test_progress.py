@@ -19,7 +19,7 @@ NOON = dt.datetime(2026, 11, 21, 12, 0, tzinfo=dt.UTC)
 LOST = Message(
     number=1,
     seconds=70.0,
-    text="shard 1 silent for 3.0 s: restarting it from snapshot 00412",
+    text="shard 1 silent for 3.0 s: restarting it from checkpoint 00412",
     level="warning",
 )
 
@@ -144,10 +144,10 @@ def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
 
 MACHINES = """\
 
-machine   state   cores    memory       a core   link from here
-───────────────────────────────────────────────────────────────
-lab-2     ready       8   16.0 GB   42 GFLOP/s         117 MB/s
-lab-3     gone        2       0 B            -                -
+host    state   cores    memory       a core   link from here
+─────────────────────────────────────────────────────────────
+lab-2   ready       8   16.0 GB   42 GFLOP/s         117 MB/s
+lab-3   gone        2       0 B            -                -
 """
 
 
@@ -258,7 +258,7 @@ def in_a_pipe(*views: JobView, report_every: float = 2.0) -> list[str]:
 
 def test_in_a_pipe_each_report_is_one_unbroken_line() -> None:
     message, report = in_a_pipe(VIEW)
-    assert message == ("11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412")
+    assert message == ("11:59:58  shard 1 silent for 3.0 s: restarting it from checkpoint 00412")
     assert report == (
         "12:00:00  training  43 %  305,000 samples  78,912/s  loss 2.21  held-out "
         "accuracy 39.8 %  staleness mean 0.9, p95 2  about 1 m 41 s left"
@@ -320,7 +320,7 @@ def test_on_a_terminal_messages_stay_and_the_screen_vanishes() -> None:
     assert out.count("shard 1 silent for 3.0 s") == 1
     assert "\x1b[33m" in out  # a warning is yellow
     left = left_on_terminal(out)
-    assert left == ["11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412"]
+    assert left == ["11:59:58  shard 1 silent for 3.0 s: restarting it from checkpoint 00412"]
 
 
 def left_on_terminal(out: str) -> list[str]:

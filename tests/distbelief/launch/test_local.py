@@ -45,7 +45,7 @@ def next_losses(launcher: LocalLauncher) -> list[PeerLost]:
     return losses
 
 
-def test_a_process_that_fails_is_told_once_with_its_log(
+def test_a_process_that_fails_is_reported_once_with_its_log(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
     launcher.launch(ONE, 3)
@@ -84,7 +84,7 @@ def test_a_server_that_is_busy_importing_is_not_waited_for(
     been asked for, so the server, which had not heard of that yet, was waited for."""
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(forkserver, "MODULES_OF_MACHINES", ("endless",))
+    monkeypatch.setattr(forkserver, "MODULES_OF_RANKS", ("endless",))
     module = "distbelief.launch.local.CLOSE_SECONDS_MAX"
     monkeypatch.setattr(module, 3600.0)
     # A server that starts now has the path of this moment.
@@ -93,7 +93,7 @@ def test_a_server_that_is_busy_importing_is_not_waited_for(
         slow.serve(
             spec=tmp_path / "none.json",
             log_of=lambda name: tmp_path / f"{name}.log",
-            has_machines=True,
+            has_ranks=True,
         )
         slow.launch(ONE, 1)
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.launch import forkserver, role_process
-from distbelief.launch.role_process import RoleSpec, SharedShelf
+from distbelief.launch.role_process import RoleSpec, SharedCheckpoints
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import (
     CheckpointSaved,
@@ -143,9 +143,9 @@ def test_a_shard_lives_from_join_to_stop(
     assert "shard-0#2 info: ends: as planned" in capsys.readouterr().out
 
 
-def test_copies_of_a_shard_keep_their_snapshots_in_one_place(tmp_path: Path) -> None:
+def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, report=pytest.fail)
-    shelf = SharedShelf(store)
+    shelf = SharedCheckpoints(store)
     for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
         values = np.zeros(3, np.float32)
         snapshot = Snapshot(label=label, arrays={"values": values}, facts={})
@@ -178,7 +178,7 @@ def test_a_role_that_cannot_be_built_says_why(
     assert replica.status == 1
 
 
-def test_damage_to_a_snapshot_is_told_not_suffered(tmp_path: Path) -> None:
+def test_damage_to_a_checkpoint_is_told_not_suffered(tmp_path: Path) -> None:
     """A snapshot of another model: the shard ends, and says what to do."""
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():

@@ -166,10 +166,10 @@ def test_an_impossible_pin_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["cluster.pins=['0']"], "'0', which pins nothing: write LAYER=SPLIT"),
+        (["cluster.pins=['0']"], "'0': write LAYER=SPLIT"),
         (["cluster.pins=['0=whole', '0=whole@1']"], "'0' twice"),
         (["cluster.pins=['0=whole']", "cluster.partitions=1"], "partitions = 1"),
-        (["cluster.pins=['0=whole']", "cluster.plan=plan.json"], "beside plan"),
+        (["cluster.pins=['0=whole']", "cluster.plan=plan.json"], "and plan"),
     ],
 )
 def test_pins_that_pin_nothing_are_rejected(overrides: list[str], why: str) -> None:

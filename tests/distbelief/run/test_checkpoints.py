@@ -49,7 +49,7 @@ def assert_same(one: Snapshot | None, other: Snapshot) -> None:
 # ------------------------------------------------------------------ snapshots
 
 
-def test_the_newest_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     for label in ("00001", "00002"):
         store.save("shard-0", snapshot(label))
@@ -58,7 +58,7 @@ def test_the_newest_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_a_snapshot_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_path: Path) -> None:
+def test_a_checkpoint_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_path: Path) -> None:
     """So the next label of the supervisor, who knows nothing of it, is above it."""
     store, told = store_at(tmp_path)
     store.save("shard-0", replace(snapshot("00009"), label=NEWEST))
@@ -82,7 +82,7 @@ def test_every_element_type_that_travels_can_be_kept(
     assert_same(store.newest("shard-0"), kept)
 
 
-def test_another_program_can_read_a_snapshot(tmp_path: Path) -> None:
+def test_another_program_can_read_a_checkpoint(tmp_path: Path) -> None:
     store, _ = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     path = tmp_path / "snapshots" / "shard-0" / "00001.safetensors"
@@ -127,7 +127,7 @@ def test_a_single_changed_bit_is_noticed(
 
 
 @given(share=st.floats(0, 0.999))
-def test_a_snapshot_cut_anywhere_is_passed_over_reported_and_kept(
+def test_a_checkpoint_cut_anywhere_is_passed_over_reported_and_kept(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
     store, told = store_at(tmp_path_factory.mktemp("store"))
@@ -137,11 +137,11 @@ def test_a_snapshot_cut_anywhere_is_passed_over_reported_and_kept(
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert len(told) == 1
-    assert told[0].startswith(f"snapshot {path} is damaged and passed over (")
+    assert told[0].startswith(f"checkpoint {path} is damaged and skipped (")
     assert path.exists()
 
 
-def test_a_damaged_snapshot_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
     store, _ = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     store.save("shard-0", snapshot("00002"))
@@ -151,11 +151,11 @@ def test_a_damaged_snapshot_is_neither_counted_nor_deleted(tmp_path: Path) -> No
     assert store.labels("shard-0") == ["00002", "00003", "00004", "00005"]
 
 
-def test_a_snapshot_moved_to_another_label_is_not_trusted(tmp_path: Path) -> None:
+def test_a_checkpoint_moved_to_another_label_is_not_trusted(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     store.path("shard-0", "00001").rename(store.path("shard-0", "00009"))
-    with pytest.raises(StorageError, match="its checksum is another"):
+    with pytest.raises(StorageError, match="its checksum does not match"):
         store.newest("shard-0")
     assert told == []
 
@@ -196,7 +196,7 @@ def test_where_all_are_damaged_that_is_an_error_that_names_them(
     with pytest.raises(StorageError) as caught:
         store.newest("shard-0")
     text = str(caught.value)
-    assert text.startswith("no snapshot of shard-0 is whole: ")
+    assert text.startswith("all checkpoints of shard-0 are damaged: ")
     assert all(f"{store.path('shard-0', f'0000{n}')} (" in text for n in (1, 2))
     assert told == []
 
@@ -210,9 +210,8 @@ def test_it_is_told_which_older_one_is_used_and_what_that_costs(tmp_path: Path) 
     store.newest("shard-0")
     (line,) = told
     assert line == (
-        f"snapshot {damaged} is damaged and passed over (its checksum is another); "
-        "00007.safetensors is used instead, 2 pushes older, and the damaged one left "
-        "where it is"
+        f"checkpoint {damaged} is damaged and skipped (its checksum does not match); "
+        "00007.safetensors is used instead, 2 pushes older"
     )
 
 
@@ -224,12 +223,12 @@ def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path:
     unreadable.mkdir()  # may be read by nobody, not even by root
     with pytest.raises(StorageError, match=f"cannot read {unreadable}: Is a directory"):
         store.newest("shard-0")
-    with pytest.raises(StorageError, match="it need not be damaged"):
+    with pytest.raises(StorageError, match="it may be intact"):
         store.is_whole("shard-0", "00002")
     assert told == []
 
 
-def test_a_file_that_no_snapshot_can_be_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_no_checkpoint_can_be_is_left_alone(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     path = store.path("shard-0", "00001")
@@ -238,7 +237,7 @@ def test_a_file_that_no_snapshot_can_be_is_left_alone(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_without_room_the_old_snapshots_stay_and_the_path_is_named(tmp_path: Path) -> None:
+def test_without_room_the_old_checkpoints_stay_and_the_path_is_named(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     with largest_file(4096), pytest.raises(StorageError) as caught:
@@ -250,7 +249,7 @@ def test_without_room_the_old_snapshots_stay_and_the_path_is_named(tmp_path: Pat
     assert told == []
 
 
-def test_what_a_dying_writer_left_is_no_snapshot(tmp_path: Path) -> None:
+def test_what_a_dying_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     path = store.path("shard-0", "00002")
@@ -270,5 +269,5 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", ["", "../x", "a/b", ".hidden", "x" * 200])
 def test_a_label_cannot_lead_out_of_the_directory(tmp_path: Path, label: str) -> None:
     store, _ = store_at(tmp_path)
-    with pytest.raises(LocalProtocolError, match="cannot name a snapshot's file"):
+    with pytest.raises(LocalProtocolError, match="cannot name a checkpoint file"):
         store.path("shard-0", label)

@@ -108,7 +108,7 @@ def test_a_loss_that_is_no_number_changes_nothing(desk: Desk) -> None:
     assert desk.supervisor.view(desk.now).loss == 2.0
 
 
-def test_a_new_life_of_it_goes_on_counting(desk: Desk) -> None:
+def test_a_new_incarnation_goes_on_counting(desk: Desk) -> None:
     iterate(desk, 4)
     desk.die("coordinator")
     assert desk.told[-1] == "coordinator was ended by signal SIGKILL: restarting it"
@@ -117,14 +117,14 @@ def test_a_new_life_of_it_goes_on_counting(desk: Desk) -> None:
     assert desk.supervisor.view(desk.now).step == 5
 
 
-def test_it_is_asked_for_snapshots_as_long_as_it_lives(desk: Desk) -> None:
+def test_it_is_asked_for_checkpoints_as_long_as_it_lives(desk: Desk) -> None:
     iterate(desk, 1)
     actions = desk.pass_time(31.0, beats=[name for name, _ in ROSTER])
     assert sent(actions, SaveCheckpoint)
     assert set(sent(actions, SaveCheckpoint)) == {"coordinator"}
     desk.hear("coordinator", CheckpointSaved(label="00001", clock=1, error=None))
     desk.die("shard-0")
-    assert "restarting it from snapshot 00001" in desk.told[-1]
+    assert "restarting it from checkpoint 00001" in desk.told[-1]
     assert "the run goes on from there" in desk.told[-1]
     assert "lost" not in desk.told[-1]
 
@@ -159,8 +159,8 @@ def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:
 
 def test_what_a_watcher_wants_is_done_at_the_next_tick(desk: Desk) -> None:
     iterate(desk, 1)
-    desk.supervisor.wind_up("enough")
-    desk.supervisor.wind_up("too late")
+    desk.supervisor.request_stop("enough")
+    desk.supervisor.request_stop("too late")
     assert sent(desk.pass_time(0.25), Stop) == ["coordinator", "replica-0", "replica-1"]
     assert desk.supervisor.view(desk.now).stop_reason == "enough"
     assert not desk.supervisor.interrupted
@@ -168,13 +168,13 @@ def test_what_a_watcher_wants_is_done_at_the_next_tick(desk: Desk) -> None:
 
 def test_if_it_did_not_end_in_order_no_point_on_trial_is_saved(desk: Desk) -> None:
     iterate(desk, 1)
-    desk.supervisor.wind_up("enough")
+    desk.supervisor.request_stop("enough")
     desk.pass_time(0.25)
     desk.die("coordinator")
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
     assert not sent(actions, SaveCheckpoint)
-    assert "the run is as its last snapshot has it" in desk.told[-1]
+    assert "the run resumes from its last checkpoint" in desk.told[-1]
     assert desk.supervisor.error is not None
     assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
 
@@ -207,7 +207,7 @@ def save(store: CheckpointStore, role: str, label: str, **facts: str) -> None:
     store.save(role, Snapshot(label=label, arrays=arrays, facts=facts))
 
 
-def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
+def test_only_checkpoints_of_one_round_fit_together(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, report=print)
     shards = ["shard-0", "shard-1"]
     assert set_aside(store, shards) == ()
@@ -220,15 +220,17 @@ def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
     store.path("shard-1", "00002").write_bytes(b"cut short")
     (told,) = set_aside(store, shards)
     lacks = store.path("shard-1", "00003")
-    assert told.startswith(f"snapshot 00003 is not whole: {lacks} (it is not there)")
-    assert "the run goes on from 00001, the newest that all have" in told
+    assert told.startswith(f"checkpoint 00003 is incomplete: {lacks} (it is missing)")
+    assert "the run resumes from 00001, the newest complete one" in told
     assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
     left = store.path("shard-0", "00003")
     assert left.with_name(f"{left.name}{SET_ASIDE}").is_file()
     assert set_aside(store, shards) == ()
 
 
-def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(tmp_path: Path) -> None:
+def test_without_one_shards_checkpoints_those_of_the_others_are_not_put_away(
+    tmp_path: Path,
+) -> None:
     """A directory was deleted: the run began anew, and put the others' away."""
     store = CheckpointStore(tmp_path, report=print)
     for label in ("00001", "00002"):
@@ -236,15 +238,15 @@ def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(tmp_p
     with pytest.raises(StorageError) as caught:
         set_aside(store, ["shard-0", "shard-1"])
     lacks = store.path("shard-1", "00002")
-    assert f"{lacks} (it is not there)" in str(caught.value)
+    assert f"{lacks} (it is missing)" in str(caught.value)
     assert store.labels("shard-0") == ["00001", "00002"]
 
 
-def test_a_first_round_that_a_kill_cut_short_begins_anew(tmp_path: Path) -> None:
+def test_a_run_killed_in_its_first_round_starts_from_scratch(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, report=print)
     save(store, "shard-0", "00001")
     (told,) = set_aside(store, ["shard-0", "shard-1"])
-    assert "it was the first, so the run begins anew" in told
+    assert "it was the first, so the run starts from scratch" in told
     assert not store.labels("shard-0")
 
 
@@ -259,7 +261,7 @@ def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
     assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
 
 
-def test_a_run_goes_on_above_all_lives_of_its_coordinator(tmp_path: Path) -> None:
+def test_a_run_goes_on_above_all_incarnations_of_its_coordinator(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
     store = CheckpointStore(run.snapshots, report=print)
     save(store, "shard-0", "00004", incarnation="1", clock="9")

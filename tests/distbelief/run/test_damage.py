@@ -8,7 +8,7 @@ import pytest
 from distbelief.errors import StorageError
 from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.resume import begin_anew, read_previous_run
+from distbelief.run.resume import read_previous_run, start_from_scratch
 from tests.distbelief.run.test_reshard import Run, damage, job
 
 
@@ -31,7 +31,7 @@ def refusal(run: Run) -> str:
         run.take_up(job())
     assert run.files() == before
     text = str(caught.value)
-    assert "begin anew" in text
+    assert "--from-scratch" in text
     assert "--from-scratch" in text
     return text
 
@@ -71,22 +71,22 @@ def test_what_is_gone_is_missed(run: Run, remove: Callable[[Run], None]) -> None
     assert str(run.directory.snapshots) in refusal(run)
 
 
-def test_from_scratch_begins_anew_and_keeps_what_was_saved(run: Run) -> None:
+def test_from_scratch_keeps_what_was_saved(run: Run) -> None:
     damage(path(run, "shard-0"))
     run.directory.metrics_file.write_text("{}\n")
     files = [path(run, shard) for shard in ("shard-0", "shard-1")]
     contents = [file.read_bytes() for file in files]
-    told = begin_anew(job(), run.directory)
+    told = start_from_scratch(job(), run.directory)
     aside = run.directory.path / "aside-1"
-    assert told == f"begins anew; what was saved before is in {aside}"
+    assert told == f"starting from scratch; earlier files are in {aside}"
     resumed = run.take_up(job(3, 2))  # with other numbers, too
-    assert resumed.legacy.before.samples == {}
-    assert resumed.legacy.missing == ("shard-0", "shard-1", "shard-2")
+    assert resumed.previous.before.samples == {}
+    assert resumed.previous.missing == ("shard-0", "shard-1", "shard-2")
     kept = [aside / file.relative_to(run.directory.path) for file in files]
     assert [file.read_bytes() for file in kept] == contents
     assert (aside / "metrics.jsonl").read_text() == "{}\n"
     assert not run.directory.metrics_file.exists()
-    begin_anew(job(), run.directory)
+    start_from_scratch(job(), run.directory)
     assert (run.directory.path / "aside-2").is_dir()
     assert [file.read_bytes() for file in kept] == contents
 
@@ -99,13 +99,13 @@ def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> 
     damage(journal)
 
     def read() -> int:
-        legacy = read_previous_run(run.directory, store, n_shards=2, coordinator="coordinator")
-        return len(legacy.restored)
+        previous = read_previous_run(run.directory, store, n_shards=2, coordinator="coordinator")
+        return len(previous.restored)
 
     with pytest.raises(StorageError) as caught:
         read()
     assert str(journal) in str(caught.value)
-    assert f"Or move {journal.parent} away: then the run goes on" in str(caught.value)
+    assert f"Or move {journal.parent} away: then the run resumes" in str(caught.value)
     journal.parent.rename(run.directory.path / "elsewhere")
     assert read() == 2
 
@@ -114,7 +114,7 @@ def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> 
 def test_what_was_lost_before_a_damaged_status_is_unknown_not_none(run: Run, content: str) -> None:
     run.directory.status_file.write_text(content)
     resumed = run.take_up(job())
-    assert resumed.legacy.before.pushes_lost is None
-    (told,) = resumed.told
+    assert resumed.previous.before.pushes_lost is None
+    (told,) = resumed.notes
     assert told.startswith(f"{run.directory.status_file} is damaged")
-    assert told.endswith("time, steps and lost pushes of the lives before are unknown")
+    assert told.endswith("time, steps and lost pushes of previous sessions are unknown")

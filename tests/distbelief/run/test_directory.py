@@ -77,7 +77,7 @@ def test_an_empty_directory_is_taken_and_a_file_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["iterdir", "open"])
-def test_a_directory_that_another_run_takes_along_is_made_anew(
+def test_a_directory_that_another_run_takes_along_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Two jobs of one name began at once, and both had a mistake.
@@ -102,7 +102,7 @@ def test_a_directory_that_another_run_takes_along_is_made_anew(
         assert (run.path, n_left) == (place, 0)
 
 
-def test_a_place_that_cannot_be_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "demo"
     with pytest.raises(StorageError) as caught:
@@ -142,7 +142,7 @@ def test_two_processes_cannot_go_on_with_one_run(tmp_path: Path) -> None:
     with a_run(tmp_path / "demo") as run:
         said = locked_by_another(run.path)
         assert said == (
-            f"{run.path} is still running: process {os.getpid()} writes it. Wait for "
+            f"{run.path} is still running (process {os.getpid()}): wait for "
             f"its end, or stop it: kill -INT {os.getpid()}"
         )
         assert run.writer_pid() == os.getpid()
@@ -168,7 +168,7 @@ def test_reading_the_lock_does_not_take_it(tmp_path: Path) -> None:
 def test_what_is_no_run_directory_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no such directory"):
         RunDirectory.open(tmp_path / "none")
-    with pytest.raises(JobError, match=r"is not a run directory: it has no job\.toml"):
+    with pytest.raises(JobError, match=r"is not a run directory \(no job\.toml\)"):
         RunDirectory.open(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

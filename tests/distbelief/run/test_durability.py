@@ -78,7 +78,7 @@ def newest(directory: Path) -> str | None:
 
 
 @pytest.mark.parametrize("n_saved", [1, 2, 5])
-def test_a_snapshot_that_was_saved_survives(tmp_path: Path, disk: Disk, n_saved: int) -> None:
+def test_a_checkpoint_that_was_saved_survives(tmp_path: Path, disk: Disk, n_saved: int) -> None:
     """Both calls of fsync could be left out, and every test passed.
 
     From then on its pushes are acknowledged as safe. It has to be there with its

@@ -54,7 +54,7 @@ def test_a_cut_last_line_is_ignored_and_then_replaced(
     assert read_metrics(path) == [measurement(1), measurement(3)]
 
 
-def test_a_file_without_any_whole_line_is_begun_anew(tmp_path: Path) -> None:
+def test_a_file_without_any_whole_line_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"time":')
     with MetricsFile(path) as metrics:

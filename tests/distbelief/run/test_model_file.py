@@ -83,16 +83,16 @@ def test_without_a_module_all_tensors_are_of_the_layouts_type(tmp_path: Path) ->
     assert tuple(tensors["weight"].shape) == (5,)
 
 
-def test_snapshots_of_another_number_of_shards_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_another_number_of_shards_are_refused(tmp_path: Path) -> None:
     layout, snapshots = saved(tmp_path, nn.Linear(2, 2), 2)
-    with pytest.raises(ValueError, match="1 snapshots of 2 shards"):
+    with pytest.raises(ValueError, match="got 1 checkpoints of 2 shards"):
         write_model_file(tmp_path / "m.safetensors", layout, snapshots[:1])
 
 
-def test_a_snapshot_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     layout, snapshots = saved(tmp_path, nn.Linear(2, 2), 1)
     snapshots[0].write_bytes(b"cut")
-    with pytest.raises(StorageError, match="a snapshot cannot be read"):
+    with pytest.raises(StorageError, match="a checkpoint cannot be read"):
         write_model_file(tmp_path / "m.safetensors", layout, snapshots)
 
 

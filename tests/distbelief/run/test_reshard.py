@@ -97,7 +97,7 @@ class Run:
         values = np.zeros(cut.shard_size(k), np.float32)
         cut.gather(k, tensors, values)
         sums = stream.random(cut.n_gradient(k)).astype(np.float32)
-        lives = resumed.legacy.incarnation
+        lives = resumed.previous.incarnation
         state = ShardState(
             incarnation=lives,
             clock=30 + k,
@@ -115,7 +115,7 @@ class Run:
             steps=StepCounts(30 + k),
         )
         identity = ShardIdentity(index=k, layout=cut, rule=RULE)
-        label = f"{resumed.legacy.label:05d}"
+        label = f"{resumed.previous.label:05d}"
         resumed.store.save(f"shard-{k}", take(label, state, identity=identity))
 
     def files(self) -> list[str]:
@@ -147,10 +147,10 @@ def damage(path: Path) -> None:
 # ------------------------------------------------------------------------- other cuts
 
 
-def test_the_first_life_finds_nothing_and_says_what_its_snapshots_are(run: Run) -> None:
+def test_the_first_session_finds_nothing_and_says_what_its_checkpoints_are(run: Run) -> None:
     resumed = run.take_up(job())
-    assert resumed.legacy.missing == ("shard-0", "shard-1")
-    assert resumed.told == ()
+    assert resumed.previous.missing == ("shard-0", "shard-1")
+    assert resumed.notes == ()
     assert resumed.store.directory == run.directory.snapshots
     assert newest_checkpoint_set(run.directory) == (
         run.directory.snapshots,
@@ -163,27 +163,27 @@ def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
     before = run.files()
     resumed = run.take_up(job(2, 2, "cluster.shard_copies=2"))
     assert run.files() == before
-    assert resumed.told == ()
-    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert resumed.notes == ()
+    assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
 
 
 def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> None:
     run.train(run.take_up(job()), 40, 52)
     before = values(run.take_up(job()).store, 2)
     split = run.take_up(job(), plan=plan_of(2, 0, 1))
-    assert split.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
-    (line,) = split.told
-    assert line.startswith("machines of each replica: 1 before, 2 now; each goes on")
+    assert split.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    (line,) = split.notes
+    assert line.startswith("ranks of each replica: 1 before, 2 now; each replica keeps")
     assert values(split.store, 2) == before
     snapshot = split.store.newest("shard-0")
     assert snapshot is not None
     for name in ("replica-0.0", "replica-0.1", "replica-1.1"):
         assert f'"{name}"' in snapshot.facts["clients"]
-    assert run.take_up(job(), plan=plan_of(2, 0, 1)).told == ()
+    assert run.take_up(job(), plan=plan_of(2, 0, 1)).notes == ()
     again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
-    assert again.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert again.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     whole = run.take_up(job(3, 2))
-    assert whole.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert whole.previous.before.samples == {"replica-0": 40, "replica-1": 52}
 
 
 def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
@@ -199,11 +199,11 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run:
         run.save(resumed, k, 40, 52, cut=cut, names=names)
     before = values(resumed.store, 2)
     same = run.take_up(job(), plan=plan_of(2, 0, 0))
-    assert same.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
-    assert same.told == ()
+    assert same.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert same.notes == ()
     other = run.take_up(job(), plan=plan_of(2, 0, 1))
-    assert other.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
-    (line,) = other.told
+    assert other.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    (line,) = other.notes
     assert line.startswith("plan: another one than before")
     assert values(other.store, 2) == before
     snapshot = other.store.newest("shard-1")
@@ -215,7 +215,7 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run:
         "replica-1.0": 52,
         "replica-1.1": 52,
     }
-    assert run.take_up(job(), plan=plan_of(2, 0, 1)).told == ()
+    assert run.take_up(job(), plan=plan_of(2, 0, 1)).notes == ()
 
 
 def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
@@ -228,9 +228,9 @@ def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
     assert cut is not None
     write_checkpoint_set(directory, msgspec.structs.replace(cut, plan=None))
     resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
-    assert resumed.told == ()
+    assert resumed.notes == ()
     assert resumed.store.directory == directory
-    assert resumed.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert resumed.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
 
 
 def test_a_machine_that_has_nothing_on_a_shard_is_not_missed(run: Run) -> None:
@@ -239,28 +239,28 @@ def test_a_machine_that_has_nothing_on_a_shard_is_not_missed(run: Run) -> None:
     run.save(resumed, 0, 40, 52, cut=cut, names=("replica-0.0", "replica-0.1"))
     run.save(resumed, 1, 44, cut=cut, names=("replica-0.1",))
     resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
-    assert resumed.legacy.before.samples == {"replica-0.0": 44}
+    assert resumed.previous.before.samples == {"replica-0.0": 44}
 
 
-def test_another_order_of_the_samples_is_told(run: Run) -> None:
+def test_another_order_of_the_samples_is_reported(run: Run) -> None:
     seed = "algorithm.seed=7"
     resumed = run.take_up(job(2, 2, seed))
-    assert resumed.told == ()
+    assert resumed.notes == ()
     run.train(resumed, 40, 52)
     line = (
-        "[algorithm] seed: 7 before, 0 now; replicas keep their places in another "
+        "[algorithm] seed: 7 before, 0 now; replicas keep their positions in another "
         "order of the samples, so in this pass some are read twice and some not"
     )
-    assert run.take_up(job()).told == (line,)
-    assert run.take_up(job()).told == ()
+    assert run.take_up(job()).notes == (line,)
+    assert run.take_up(job()).notes == ()
     line = line.replace("7 before, 0 now", "0 before, 7 now")
-    assert run.take_up(job(3, 2, seed)).told[1:] == (line,)
+    assert run.take_up(job(3, 2, seed)).notes[1:] == (line,)
 
 
 def test_a_seed_that_has_changed_before_anything_was_trained_is_not_told(run: Run) -> None:
     run.train(run.take_up(job()))  # saved at once
-    assert run.take_up(job(2, 2, "algorithm.seed=7")).told == ()
-    assert len(run.take_up(job(3, 2)).told) == 1
+    assert run.take_up(job(2, 2, "algorithm.seed=7")).notes == ()
+    assert len(run.take_up(job(3, 2)).notes) == 1
 
 
 def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> None:
@@ -269,24 +269,24 @@ def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> 
     before = run.files()
     resumed = run.take_up(job(shards=3))
     assert values(resumed.store, 3) == values(first.store, 2)
-    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
     assert set(before) < set(run.files())  # nothing saved is lost
     assert resumed.store.directory == run.directory.snapshots / "cut-00002"
-    assert resumed.legacy.restored == dict.fromkeys(("shard-0", "shard-1", "shard-2"), "00002")
-    assert resumed.legacy.label == 3
-    assert resumed.legacy.incarnation > first.legacy.incarnation + 1
-    (line,) = resumed.told
+    assert resumed.previous.restored == dict.fromkeys(("shard-0", "shard-1", "shard-2"), "00002")
+    assert resumed.previous.label == 3
+    assert resumed.previous.incarnation > first.previous.incarnation + 1
+    (line,) = resumed.notes
     assert line.startswith("shards: 2 before, 3 now; ")
 
 
 def test_other_replicas_share_out_what_was_consumed(run: Run) -> None:
     run.train(run.take_up(job()), 40, 53)
     resumed = run.take_up(job(replicas=3))
-    samples = resumed.legacy.before.samples
+    samples = resumed.previous.before.samples
     assert samples == {"replica-0": 30, "replica-1": 31, "replica-2": 32}
     assert sum(samples.values()) == 93
-    (line,) = resumed.told
-    assert line.startswith("replicas: 2 before, 3 now; of the 93 samples so far each ")
+    (line,) = resumed.notes
+    assert line.startswith("replicas: 2 before, 3 now; each skips its share of the 93 samples ")
     snapshot = resumed.store.newest("shard-1")
     assert snapshot is not None
     assert snapshot.facts["clock"] == "31"  # these shards are as they were
@@ -297,10 +297,10 @@ def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
     there = run.take_up(job(3, 4))
     run.train(there, 30, 30, 30, 30, n_shards=3)
     back = run.take_up(job())
-    assert sum(back.legacy.before.samples.values()) == 120
+    assert sum(back.previous.before.samples.values()) == 120
     assert back.store.directory.name == "cut-00004"
     assert values(back.store, 2) == values(there.store, 3)
-    assert back.legacy.before.samples == run.take_up(job()).legacy.before.samples
+    assert back.previous.before.samples == run.take_up(job()).previous.before.samples
 
 
 # -------------------------------------------------------------- ends in between, damage
@@ -314,7 +314,7 @@ def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
     (half / "00002.safetensors").write_bytes(b"half")
     resumed = run.take_up(job())
     assert resumed.store.directory == run.directory.snapshots
-    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
     resumed = run.take_up(job(shards=1))
     assert values(resumed.store, 1) == values(first.store, 2)
     assert not [name for name in run.files() if ".tmp" in name]
@@ -342,11 +342,11 @@ def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -
     run.take_up(job(3, 3))
     run.directory.job_file.write_text(job_file)
     resumed = run.take_up(job())
-    assert sum(resumed.legacy.before.samples.values()) == 93
-    assert resumed.legacy.missing == ()
+    assert sum(resumed.previous.before.samples.values()) == 93
+    assert resumed.previous.missing == ()
 
 
-def test_what_is_not_all_there_is_not_cut_anew(run: Run) -> None:
+def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
     first = run.take_up(job())
     run.train(first, 40, 52)
     first.store.path("shard-1", "00001").unlink()
@@ -354,37 +354,37 @@ def test_what_is_not_all_there_is_not_cut_anew(run: Run) -> None:
     with pytest.raises(JobError) as caught:
         run.take_up(job(shards=3))
     assert str(caught.value) == (
-        f"--resume {run.directory.path}: its snapshots cannot be cut for 3 shards and "
-        f"2 replicas: there is no whole one of shard-1 in {run.directory.snapshots}. "
-        "Put it back, or go on with 2 shards and 2 replicas, where shard-1 begins anew"
+        f"--resume {run.directory.path}: its checkpoints cannot be resharded for 3 shards and "
+        f"2 replicas: there is no intact one of shard-1 in {run.directory.snapshots}. "
+        "Restore it, or resume with 2 shards and 2 replicas, where shard-1 starts from scratch"
     )
     assert run.files() == before
-    (line,) = run.take_up(job()).told
-    assert line.startswith("shard-1: no whole snapshot in ")
+    (line,) = run.take_up(job()).notes
+    assert line.startswith("shard-1: no intact checkpoint in ")
     assert run.reports == []
 
 
-def test_an_older_whole_snapshot_will_do(run: Run) -> None:
+def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
     run.train(run.take_up(job()), 40, 52)
     second = run.take_up(job())
     run.train(second, 60, 72)
     damage(second.store.path("shard-0", "00002"))
     resumed = run.take_up(job(shards=1))
-    assert resumed.legacy.before.samples == {"replica-0": 44, "replica-1": 52}
-    assert resumed.legacy.label == 4
-    assert "is damaged and passed over" in run.reports[0]
+    assert resumed.previous.before.samples == {"replica-0": 44, "replica-1": 52}
+    assert resumed.previous.label == 4
+    assert "is damaged and skipped" in run.reports[0]
 
 
 def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
     run.take_up(job())
     resumed = run.take_up(job(3, 4))
-    assert resumed.legacy.missing == ("shard-0", "shard-1", "shard-2")
+    assert resumed.previous.missing == ("shard-0", "shard-1", "shard-2")
     assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(
         n_shards=3, n_replicas=4, train=TRAIN
     )
 
 
-def test_snapshots_of_another_model_are_not_cut_anew(run: Run) -> None:
+def test_checkpoints_of_another_model_are_not_resharded(run: Run) -> None:
     first = run.take_up(job())
     other = Layout.of([TensorSpec(name="w", shape=(500,))], n_shards=2)
     for k in range(2):
@@ -407,10 +407,8 @@ def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
     with pytest.raises(StorageError) as caught:
         run.take_up(job())
     assert str(caught.value) == (
-        f"{file} is damaged (Input data was truncated): without it nobody knows what "
-        f"the snapshots beside it are of. If [cluster] in {run.directory.job_file} has "
-        "the numbers of shards and replicas that the run had last, remove cut.json, "
-        "and those count"
+        f"{file} is damaged (Input data was truncated): if [cluster] in "
+        f"{run.directory.job_file} has the last numbers of shards and replicas, remove cut.json"
     )
 
 
@@ -420,10 +418,10 @@ def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
         (0, 2, "Expected `int` >= 1 - at `$.n_shards`"),
         (2, -2, "Expected `int` >= 1 - at `$.n_replicas`"),
         (10**9, 2, "Expected `int` <= 4096 - at `$.n_shards`"),
-        (1, 2, "n_shards is 1, but there are snapshots of shard-1"),
+        (1, 2, "n_shards is 1, but there are checkpoints of shard-1"),
     ],
 )
-def test_a_cut_that_cannot_be_is_named_with_the_mend(
+def test_a_cut_that_cannot_be_is_named_with_the_fix(
     run: Run, n_shards: int, n_replicas: int, why: str
 ) -> None:
     file = cut_file(run, f'{{"n_shards": {n_shards}, "n_replicas": {n_replicas}}}')
@@ -432,7 +430,7 @@ def test_a_cut_that_cannot_be_is_named_with_the_mend(
     assert str(caught.value).startswith(f"{file} is damaged ({why}): ")
     assert "remove cut.json" in str(caught.value)
     file.unlink()
-    assert run.take_up(job()).legacy.missing == ()
+    assert run.take_up(job()).previous.missing == ()
 
 
 def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) -> None:
@@ -476,15 +474,14 @@ def test_other_data_are_refused_once_anything_was_trained(
     first = run.take_up(job())
     run.train(first)
     changed = job(2, 2, override)
-    assert run.take_up(changed, train=train).legacy.restored  # nothing was trained
+    assert run.take_up(changed, train=train).previous.restored  # nothing was trained
     run.train(run.take_up(job()), 40, 52)
     for numbers in ((2, 2), (3, 3)):
         with pytest.raises(JobError) as caught:
             run.take_up(job(*numbers, override), train=train)
         assert str(caught.value) == (
-            f"--resume {run.directory.path}: [data.train] has changed, and the places "
-            f"of the replicas in it would be of other samples: {told}. Leave the data "
-            "as they were, or begin a new run"
+            f"--resume {run.directory.path}: [data.train] has changed: {told}. "
+            "Restore the data, or start a new run"
         )
     run.directory.model_file.touch()
     with pytest.raises(JobError, match=r"with model\.initial=.*model\.safetensors"):
@@ -493,4 +490,4 @@ def test_other_data_are_refused_once_anything_was_trained(
 
 def test_data_without_fingerprint_are_known_by_their_size(run: Run) -> None:
     run.train(run.take_up(job(), train=DataFacts(n_samples=100)), 40, 52)
-    assert run.take_up(job()).legacy.trained
+    assert run.take_up(job()).previous.trained

@@ -45,10 +45,10 @@ def store(run: RunDirectory) -> CheckpointStore:
 
 
 def test_a_new_run_inherits_nothing(run: RunDirectory, store: CheckpointStore) -> None:
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert (legacy.incarnation, legacy.label) == (1, 1)
-    assert legacy.missing == ("shard-0", "shard-1")
-    assert legacy.before.samples == {}
+    previous = read_previous_run(run, store, n_shards=2)
+    assert (previous.incarnation, previous.label) == (1, 1)
+    assert previous.missing == ("shard-0", "shard-1")
+    assert previous.before.samples == {}
 
 
 def test_a_resumed_run_goes_on_from_what_every_shard_has(
@@ -67,23 +67,23 @@ def test_a_resumed_run_goes_on_from_what_every_shard_has(
         history=history,
     )
     run.write_status(Status(name="x", pid=1, written=0.0, view=view))
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert legacy.restored == {"shard-0": "00007", "shard-1": "00006"}
-    assert legacy.label == 8
-    assert legacy.incarnation == 6
-    before = legacy.before
+    previous = read_previous_run(run, store, n_shards=2)
+    assert previous.restored == {"shard-0": "00007", "shard-1": "00006"}
+    assert previous.label == 8
+    assert previous.incarnation == 6
+    before = previous.before
     assert before.samples == {"replica-0": 60, "replica-1": 50}
     assert (before.seconds, before.training_seconds, before.step) == (20.0, 15.0, 30)
     assert (before.best_metric, before.history) == (0.5, history)
 
 
-def test_a_replica_that_a_shard_knows_nothing_of_begins_anew(
+def test_a_replica_that_a_shard_knows_nothing_of_starts_from_scratch(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
     store.save("shard-1", snapshot("00001", clients(replica_0=70, replica_1=50)))
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert legacy.before.samples == {"replica-0": 70, "replica-1": 0}
+    previous = read_previous_run(run, store, n_shards=2)
+    assert previous.before.samples == {"replica-0": 70, "replica-1": 0}
 
 
 def counted(*names: str, pushes_applied: int, pushes_lost: int = 7) -> Status:
@@ -104,7 +104,7 @@ def at_clock(clock: int) -> Snapshot:
     return replace(whole, facts={**whole.facts, "clock": str(clock)})
 
 
-def test_pushes_and_restarts_are_counted_over_all_lives(
+def test_pushes_and_restarts_are_counted_over_all_incarnations(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     """Samples and seconds were of all lives, and these of the last one only."""
@@ -119,7 +119,7 @@ def test_pushes_and_restarts_are_counted_over_all_lives(
     assert before.restarts == dict.fromkeys(names, 4)
 
 
-def test_what_was_applied_after_the_snapshots_of_a_killed_job_is_lost(
+def test_what_was_applied_after_the_checkpoints_of_a_killed_job_is_lost(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", at_clock(100))
@@ -129,7 +129,7 @@ def test_what_was_applied_after_the_snapshots_of_a_killed_job_is_lost(
     assert before.pushes_lost == 7 + 25
 
 
-def test_clocks_of_shards_cut_anew_tell_nothing_of_what_is_lost(
+def test_clocks_of_shards_resharded_tell_nothing_of_what_is_lost(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     """A new shard begins at the largest clock of those that it is cut from."""
@@ -143,9 +143,9 @@ def test_where_a_shard_has_nothing_no_sample_counts(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
-    legacy = read_previous_run(run, store, n_shards=2)
-    assert legacy.missing == ("shard-1",)
-    assert legacy.before.samples == {"replica-0": 0}
+    previous = read_previous_run(run, store, n_shards=2)
+    assert previous.missing == ("shard-1",)
+    assert previous.before.samples == {"replica-0": 0}
 
 
 def measured(samples: int) -> Status:
@@ -155,7 +155,7 @@ def measured(samples: int) -> Status:
     return Status(name="x", pid=1, written=0.0, view=view)
 
 
-def test_a_metric_of_the_values_in_the_snapshots_is_kept(
+def test_a_metric_of_the_values_in_the_checkpoints_is_kept(
     run: RunDirectory, store: CheckpointStore
 ) -> None:
     for k in range(2):
@@ -184,10 +184,10 @@ def test_a_damaged_status_is_as_good_as_none(
     """It holds figures; what a run goes on with is in its snapshots."""
     store.save("shard-0", snapshot("00001", clients(replica_0=70)))
     run.status_file.write_text(content)
-    legacy = read_previous_run(run, store, n_shards=1)
-    assert legacy.restored == {"shard-0": "00001"}
-    assert legacy.before.samples == {"replica-0": 70}
-    assert legacy.before.seconds == 0.0
+    previous = read_previous_run(run, store, n_shards=1)
+    assert previous.restored == {"shard-0": "00001"}
+    assert previous.before.samples == {"replica-0": 70}
+    assert previous.before.seconds == 0.0
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_job_may_go_on_with_other_ends_and_on_other_machines(override: str) ->
         ('algorithm.rule={name="sgd", learning_rate=0.1}', "[algorithm] rule"),
     ],
 )
-def test_what_the_snapshots_do_not_fit_is_refused(override: str, told: str) -> None:
+def test_what_the_checkpoints_do_not_fit_is_refused(override: str, told: str) -> None:
     with pytest.raises(JobError) as caught:
         check_same(speech(override), speech(), directory="runs/x")
     assert told in str(caught.value)

@@ -68,7 +68,7 @@ def shown(summary: Summary, *, width: int) -> list[str]:
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def test_shards_in_two_copies_are_told_of() -> None:
+def test_shards_in_two_copies_are_reported() -> None:
     job = speech("cluster.shard_copies=2")
     summary = summarise(job, VIEW, directory="runs/a", task=FACTS)
     assert summary.shard_copies == 2

@@ -145,7 +145,7 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
         saved.write_bytes(b"")
     with pytest.raises(StorageError) as caught:
         server_process.serve(request, lambda _node, _supervisor, _ready: None)
-    assert f"no snapshot of shard-0 is whole: {snapshots}" in str(caught.value)
+    assert f"all checkpoints of shard-0 are damaged: {snapshots}" in str(caught.value)
     assert "--from-scratch" in str(caught.value)
 
 

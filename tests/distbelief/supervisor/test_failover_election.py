@@ -11,8 +11,8 @@ from distbelief.supervisor.failover import REST_SECONDS, Decision, PrimaryElecti
 A, B = Address("shard-0"), Address("shard-0b")
 
 
-def told(decision: Decision) -> list[tuple[str, int, str]]:
-    """Return receiver, number and second of each Lead."""
+def promoted(decision: Decision) -> list[tuple[str, int, str]]:
+    """Return receiver, term and backup of each `Promote`."""
     found: list[tuple[str, int, str]] = []
     for send in decision.sends:
         assert isinstance(send.message, Promote)
@@ -20,8 +20,8 @@ def told(decision: Decision) -> list[tuple[str, int, str]]:
     return found
 
 
-def lives(decision: Decision) -> list[tuple[int, int]]:
-    """Return the life of receiver and second of each Lead."""
+def incarnations(decision: Decision) -> list[tuple[int, int]]:
+    """Return the incarnations of receiver and backup of each `Promote`."""
     return [
         (send.message.receiver_incarnation, send.message.second_incarnation)
         for send in decision.sends
@@ -30,131 +30,131 @@ def lives(decision: Decision) -> list[tuple[int, int]]:
 
 
 def paired() -> PrimaryElection:
-    pairing = PrimaryElection((A, B), first=1)
-    pairing.joined(A, 1, 0.0)
-    pairing.joined(B, 1, 0.0)
-    return pairing
+    election = PrimaryElection((A, B), first=1)
+    election.joined(A, 1, 0.0)
+    election.joined(B, 1, 0.0)
+    return election
 
 
-def test_who_joins_first_leads_and_the_other_one_is_its_second() -> None:
-    pairing = PrimaryElection((A, B), first=7)
-    assert told(pairing.joined(B, 1, 0.0)) == [(B, 7, "")]
-    assert told(pairing.joined(A, 1, 0.1)) == [(B, 8, A)]
-    assert (pairing.leader, pairing.second, pairing.is_whole) == (B, A, False)
+def test_the_first_to_join_is_primary_and_the_other_one_its_backup() -> None:
+    election = PrimaryElection((A, B), first=7)
+    assert promoted(election.joined(B, 1, 0.0)) == [(B, 7, "")]
+    assert promoted(election.joined(A, 1, 0.1)) == [(B, 8, A)]
+    assert (election.primary, election.backup, election.in_sync) == (B, A, False)
 
 
-def test_a_whole_second_takes_over_and_the_old_leader_comes_back_as_its_second() -> None:
-    pairing = paired()
-    pairing.whole(B, 2, 0.2)
-    assert told(pairing.lost(A, 0.5)) == [(B, 3, "")]
-    assert told(pairing.joined(A, 2, 1.0)) == [(B, 4, A)]
-    assert not pairing.is_whole
+def test_a_backup_in_sync_takes_over_and_the_old_primary_comes_back_as_its_backup() -> None:
+    election = paired()
+    election.backup_in_sync(B, 2, 0.2)
+    assert promoted(election.lost(A, 0.5)) == [(B, 3, "")]
+    assert promoted(election.joined(A, 2, 1.0)) == [(B, 4, A)]
+    assert not election.in_sync
 
 
-def test_a_second_that_is_not_whole_does_not_take_over() -> None:
-    pairing = paired()
-    pairing.whole(B, 1, 0.2)  # of an earlier pairing
-    pairing.whole(A, 2, 0.2)  # not the second
-    assert told(pairing.lost(A, 0.5)) == []
-    assert pairing.leader is None
-    assert told(pairing.joined(A, 2, 1.0)) == [(A, 3, "")]
-    assert told(pairing.heard(B, {}, 1.1)) == [(A, 4, B)]
+def test_a_backup_that_is_not_in_sync_does_not_take_over() -> None:
+    election = paired()
+    election.backup_in_sync(B, 1, 0.2)  # of an earlier term
+    election.backup_in_sync(A, 2, 0.2)  # not the backup
+    assert promoted(election.lost(A, 0.5)) == []
+    assert election.primary is None
+    assert promoted(election.joined(A, 2, 1.0)) == [(A, 3, "")]
+    assert promoted(election.heard(B, {}, 1.1)) == [(A, 4, B)]
 
 
-def test_without_its_second_a_leader_goes_on_alone_until_there_is_one_again() -> None:
-    pairing = paired()
-    pairing.whole(B, 2, 0.2)
-    assert told(pairing.lost(B, 0.5)) == [(A, 3, "")]
-    assert told(pairing.joined(B, 2, 1.0)) == [(A, 4, B)]
+def test_a_primary_serves_without_a_backup_until_there_is_one_again() -> None:
+    election = paired()
+    election.backup_in_sync(B, 2, 0.2)
+    assert promoted(election.lost(B, 0.5)) == [(A, 3, "")]
+    assert promoted(election.joined(B, 2, 1.0)) == [(A, 4, B)]
 
 
-def test_a_second_that_does_not_answer_is_let_go_for_a_while() -> None:
-    pairing = paired()
-    assert told(pairing.alone(A, 1, 0.3)) == [(A, 2, B)]  # of an earlier pairing
-    assert told(pairing.alone(A, 2, 5.0)) == [(A, 3, "")]
-    assert told(pairing.alone(A, 2, 5.1)) == [(A, 3, "")]
-    assert told(pairing.heard(B, {}, 5.0 + 0.9 * REST_SECONDS)) == []
-    assert told(pairing.heard(B, {}, 5.0 + REST_SECONDS)) == [(A, 4, B)]
+def test_a_backup_that_does_not_answer_is_dropped_for_a_while() -> None:
+    election = paired()
+    assert promoted(election.backup_unresponsive(A, 1, 0.3)) == [(A, 2, B)]  # of an earlier term
+    assert promoted(election.backup_unresponsive(A, 2, 5.0)) == [(A, 3, "")]
+    assert promoted(election.backup_unresponsive(A, 2, 5.1)) == [(A, 3, "")]
+    assert promoted(election.heard(B, {}, 5.0 + 0.9 * REST_SECONDS)) == []
+    assert promoted(election.heard(B, {}, 5.0 + REST_SECONDS)) == [(A, 4, B)]
 
 
-def test_a_lead_that_was_lost_is_repeated_and_wholeness_is_heard_twice() -> None:
-    pairing = paired()
-    assert told(pairing.heard(A, {"pairing": 1.0}, 0.5)) == [(A, 2, B)]
-    assert told(pairing.heard(A, {"pairing": 2.0}, 0.6)) == []
-    assert told(pairing.heard(B, {"pairing": 2.0, "whole": 2.0}, 0.7)) == []
-    assert pairing.is_whole
+def test_a_lost_promote_is_repeated_and_in_sync_may_come_by_heartbeat() -> None:
+    election = paired()
+    assert promoted(election.heard(A, {"pairing": 1.0}, 0.5)) == [(A, 2, B)]
+    assert promoted(election.heard(A, {"pairing": 2.0}, 0.6)) == []
+    assert promoted(election.heard(B, {"pairing": 2.0, "whole": 2.0}, 0.7)) == []
+    assert election.in_sync
 
 
-def test_a_silent_leader_is_deposed_if_its_second_talks_and_is_whole() -> None:
-    pairing = paired()
+def test_a_silent_primary_is_demoted_if_its_backup_answers_and_is_in_sync() -> None:
+    election = paired()
     for tenth in range(1, 8):
-        assert pairing.heard(B, {"whole": 2.0}, 0.1 * tenth) == Decision()
-        assert pairing.tick(0.1 * tenth) == Decision()
-    pairing.heard(B, {"whole": 2.0}, 1.0)
-    decision = pairing.tick(1.0)
-    assert told(decision) == [(B, 3, "")]
-    assert decision.deposed == A
-    # It may come to its senses before it is ended: it is not there until it joins.
-    assert pairing.heard(A, {"pairing": 2.0}, 1.1) == Decision()
-    assert pairing.alone(A, 2, 1.1) == Decision()
-    assert pairing.lost(A, 1.2) == Decision()
-    assert told(pairing.joined(A, 2, 1.5)) == [(B, 4, A)]
+        assert election.heard(B, {"whole": 2.0}, 0.1 * tenth) == Decision()
+        assert election.tick(0.1 * tenth) == Decision()
+    election.heard(B, {"whole": 2.0}, 1.0)
+    decision = election.tick(1.0)
+    assert promoted(decision) == [(B, 3, "")]
+    assert decision.demoted == A
+    # It may wake up before it is killed; it does not count until it joins.
+    assert election.heard(A, {"pairing": 2.0}, 1.1) == Decision()
+    assert election.backup_unresponsive(A, 2, 1.1) == Decision()
+    assert election.lost(A, 1.2) == Decision()
+    assert promoted(election.joined(A, 2, 1.5)) == [(B, 4, A)]
 
 
-def test_a_silent_leader_stays_if_nobody_could_take_its_place() -> None:
-    pairing = paired()
+def test_a_silent_primary_stays_if_no_backup_could_take_over() -> None:
+    election = paired()
     for tenth in range(1, 30):
-        pairing.heard(B, {}, 0.1 * tenth)  # not whole
-        assert pairing.tick(0.1 * tenth) == Decision()
-    assert pairing.silent(A, 3.0) == Decision()
-    pairing.whole(B, 2, 3.0)
-    assert pairing.silent(B, 3.0) == Decision()
-    assert pairing.silent(A, 9.0) == Decision()  # nor does its second talk
-    assert pairing.leader == A
+        election.heard(B, {}, 0.1 * tenth)  # not in sync
+        assert election.tick(0.1 * tenth) == Decision()
+    assert election.silent(A, 3.0) == Decision()
+    election.backup_in_sync(B, 2, 3.0)
+    assert election.silent(B, 3.0) == Decision()
+    assert election.silent(A, 9.0) == Decision()  # its backup is silent too
+    assert election.primary == A
 
 
-def test_a_supervisor_that_did_not_listen_deposes_nobody() -> None:
-    pairing = paired()
-    pairing.whole(B, 2, 0.1)
-    pairing.tick(0.1)
-    assert pairing.tick(5.0) == Decision()
-    assert pairing.leader == A
+def test_a_suspended_supervisor_demotes_nobody() -> None:
+    election = paired()
+    election.backup_in_sync(B, 2, 0.1)
+    election.tick(0.1)
+    assert election.tick(5.0) == Decision()
+    assert election.primary == A
 
 
-def test_a_second_that_is_mute_is_not_taken_back_before_it_talks() -> None:
-    pairing = paired()
-    pairing.alone(A, 2, 0.1)
+def test_a_mute_backup_is_not_taken_back_before_it_is_heard() -> None:
+    election = paired()
+    election.backup_unresponsive(A, 2, 0.1)
     for tenth in range(2, 30):
-        pairing.heard(A, {"pairing": 3.0}, 0.1 * tenth)
-        assert pairing.tick(0.1 * tenth) == Decision()
-    assert told(pairing.heard(B, {}, 3.0)) == [(A, 4, B)]
+        election.heard(A, {"pairing": 3.0}, 0.1 * tenth)
+        assert election.tick(0.1 * tenth) == Decision()
+    assert promoted(election.heard(B, {}, 3.0)) == [(A, 4, B)]
 
 
-def test_a_life_that_nobody_saw_end_is_over_when_the_next_one_joins() -> None:
-    pairing = paired()
-    pairing.whole(B, 2, 0.1)
-    assert told(pairing.joined(A, 2, 0.2)) == [(B, 4, A)]
+def test_an_incarnation_is_over_when_the_next_one_joins() -> None:
+    election = paired()
+    election.backup_in_sync(B, 2, 0.1)
+    assert promoted(election.joined(A, 2, 0.2)) == [(B, 4, A)]
 
 
-def test_each_lead_names_the_lives_that_it_is_about() -> None:
-    """A late one was obeyed by the next life of its receiver (seed 7237)."""
-    pairing = PrimaryElection((A, B), first=1)
-    assert lives(pairing.joined(A, 3, 0.0)) == [(3, 0)]
-    assert lives(pairing.joined(B, 1, 0.0)) == [(3, 1)]
-    assert lives(pairing.heard(A, {"pairing": 1.0}, 0.1)) == [(3, 1)]
-    assert lives(pairing.joined(B, 2, 0.2)) == [(3, 2)]
-    pairing.lost(A, 0.3)
-    assert lives(pairing.joined(A, 4, 0.4)) == [(4, 0)]
+def test_each_promote_names_its_incarnations() -> None:
+    """A late one was obeyed by the next incarnation of its receiver (seed 7237)."""
+    election = PrimaryElection((A, B), first=1)
+    assert incarnations(election.joined(A, 3, 0.0)) == [(3, 0)]
+    assert incarnations(election.joined(B, 1, 0.0)) == [(3, 1)]
+    assert incarnations(election.heard(A, {"pairing": 1.0}, 0.1)) == [(3, 1)]
+    assert incarnations(election.joined(B, 2, 0.2)) == [(3, 2)]
+    election.lost(A, 0.3)
+    assert incarnations(election.joined(A, 4, 0.4)) == [(4, 0)]
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_impossible_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="both copies are called 'shard-0'"):
         PrimaryElection((A, A), first=1)
     with pytest.raises(ValueError, match="first is 0"):
         PrimaryElection((A, B), first=0)
     with pytest.raises(ValueError, match=r"takeover_seconds is 0\.0"):
         PrimaryElection((A, B), first=1, takeover_seconds=0.0)
-    with pytest.raises(ValueError, match="'shard-1' is no copy of this shard"):
+    with pytest.raises(ValueError, match="'shard-1' is not a copy of this shard"):
         paired().lost(Address("shard-1"), 0.0)
 
 
@@ -164,28 +164,28 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         max_size=40,
     )
 )
-def test_numbers_rise_and_only_a_present_copy_leads_or_follows(
+def test_terms_rise_and_only_a_present_copy_is_primary_or_backup(
     story: list[tuple[str, Address]],
 ) -> None:
-    pairing, present, numbers = PrimaryElection((A, B), first=1), set[Address](), [0]
+    election, present, terms = PrimaryElection((A, B), first=1), set[Address](), [0]
     for step, (what, copy) in enumerate(story):
         now = 0.7 * step
         match what:
             case "join" if copy not in present:
                 present.add(copy)
-                decision = pairing.joined(copy, 1, now)
+                decision = election.joined(copy, 1, now)
             case "lose":
                 present.discard(copy)
-                decision = pairing.lost(copy, now)
+                decision = election.lost(copy, now)
             case "whole":
-                decision = pairing.whole(copy, pairing.number, now)
+                decision = election.backup_in_sync(copy, election.term, now)
             case _:
-                decision = pairing.alone(copy, pairing.number, now)
-        for receiver, number, second in told(decision):
-            assert number >= numbers[-1]  # the latest is repeated
+                decision = election.backup_unresponsive(copy, election.term, now)
+        for receiver, term, backup in promoted(decision):
+            assert term >= terms[-1]  # the latest is repeated
             assert receiver in present
-            assert second in {"", *present} - {receiver}
-            numbers.append(number)
-        assert pairing.leader is None or pairing.leader in present
-        assert pairing.second is None or pairing.second in present - {pairing.leader}
-        assert not pairing.is_whole or pairing.second is not None
+            assert backup in {"", *present} - {receiver}
+            terms.append(term)
+        assert election.primary is None or election.primary in present
+        assert election.backup is None or election.backup in present - {election.primary}
+        assert not election.in_sync or election.backup is not None

@@ -89,7 +89,7 @@ def test_a_machine_that_is_silent_at_the_end_is_named_and_ended_and_others_told(
     """It was said to be restarted, and the others of its replica waited on: 40 s."""
     desk.join()
     desk.progress("replica-0.0")
-    desk.supervisor.wind_up("enough")
+    desk.supervisor.request_stop("enough")
     lively = [name for name in EVERYBODY if name != "replica-0.1"]
     actions = desk.pass_time(3.5, beats=lively)
     assert desk.told[-1] == ("replica 0.1 silent for 3.2 s: in 7 s ending without it")
@@ -114,7 +114,7 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
     """In the last stage nobody was named before 15 s were over."""
     desk.join()
     desk.progress("replica-0.0")
-    desk.supervisor.wind_up("enough")
+    desk.supervisor.request_stop("enough")
     desk.pass_time(0.25, beats=EVERYBODY)
     for replica in range(2):
         for machine in range(2):

@@ -82,7 +82,7 @@ class Desk:
         self.run = run
         self.terminal = Terminal()
         console = Console(file=self.terminal)
-        self.voice = RunLog(console, run)
+        self.log = RunLog(console, run)
         metrics = stack.enter_context(MetricsFile(run.metrics_file))
         stop = StopRules(StopTable(epochs=1), n_train=1)
         supervisor = Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=stop))
@@ -94,7 +94,7 @@ class Desk:
             metrics=metrics,
             run=run,
             name="demo",
-            voice=self.voice,
+            log=self.log,
             watch=None,
         )
         sockets = Path(stack.enter_context(TemporaryDirectory()))
@@ -110,8 +110,8 @@ class Desk:
         echo = Echo()
         late = threading.Timer(PATIENCE_SECONDS, until)
         late.start()
-        with self.voice.apart():
-            node = RoleRunner(echo, transport=self._transport, log=self.voice.log)
+        with self.log.in_threads():
+            node = RoleRunner(echo, transport=self._transport, log=self.log.log)
             error = node.run(self._watching.tick, tick_seconds=0.0)
             hung = late.is_alive()
             late.cancel()

@@ -272,15 +272,15 @@ def test_begin_is_said_again_until_it_is_done(desk: Desk) -> None:
     assert sent(desk.beat("replica-0", samples_allowed=bound), StartTraining) == []
 
 
-def test_words_of_strangers_and_former_lives_are_not_heard(desk: Desk) -> None:
-    with pytest.raises(RemoteProtocolError, match="stranger is no member"):
+def test_messages_of_strangers_and_earlier_incarnations_are_ignored(desk: Desk) -> None:
+    with pytest.raises(RemoteProtocolError, match="is not a member"):
         desk.join("stranger")
     desk.join()
     desk.die("replica-0")
     assert desk.hear("replica-0", StartTraining(), incarnation=1) == []
 
 
-def test_what_roles_never_say_is_refused(desk: Desk) -> None:
+def test_messages_that_roles_never_send_are_rejected(desk: Desk) -> None:
     desk.join()
     with pytest.raises(RemoteProtocolError, match="shard-0 sent the supervisor StartTraining"):
         desk.hear("shard-0", StartTraining())
@@ -302,18 +302,18 @@ def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
     assert desk.supervisor.view(desk.now).metric == 1.0
 
 
-def test_a_role_that_never_says_a_word_is_started_again(desk: Desk) -> None:
+def test_a_role_that_never_sends_anything_is_started_again(desk: Desk) -> None:
     names = EVERYBODY[:-1]
     desk.join(*names)
     actions = desk.pass_time(61.0, beats=names)
     assert Launch(name=Address("evaluator"), incarnation=2) in actions
-    assert any("has not said a word in 60 s" in text for text in desk.told)
+    assert any("has sent nothing for 60 s" in text for text in desk.told)
 
 
 # ----------------------------------------------------------------- now and then
 
 
-def test_it_asks_for_evaluations_and_snapshots_once_training_has_begun(desk: Desk) -> None:
+def test_it_asks_for_evaluations_and_checkpoints_once_training_has_begun(desk: Desk) -> None:
     desk.join()
     assert sent(desk.pass_time(40.0, beats=EVERYBODY), SaveCheckpoint) == []
     desk.progress()
@@ -383,13 +383,13 @@ def test_the_best_metric_is_the_best_of_all_that_were_measured(
     assert (view.metric, view.best_metric) == (metrics[-1], best)
 
 
-def test_a_snapshot_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None:
+def test_a_checkpoint_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None:
     desk.join()
     desk.progress()
     desk.pass_time(30.0, beats=EVERYBODY)
     saved = CheckpointSaved(label="00001", clock=3, error="no space left")
     desk.hear("shard-1", saved)
-    assert desk.told == ["shard 1 could not save its snapshot: no space left"]
+    assert desk.told == ["shard 1 could not save its checkpoint: no space left"]
     assert desk.supervisor.view(desk.now).phase == "training"
 
 
@@ -494,7 +494,7 @@ def test_what_replicas_and_shards_know_to_be_lost_is_counted_once(desk: Desk) ->
     assert pushes(desk) == (150, 61)
 
 
-def test_last_words_of_a_shard_are_counted(desk: Desk) -> None:
+def test_last_counters_of_a_shard_are_counted(desk: Desk) -> None:
     desk.join()
     desk.beat("shard-0", clock=7.0, pushes_applied=7.0)
     desk.hear("shard-0", Finished(counters={"clock": 9.0, "pushes_applied": 9.0}))
@@ -527,7 +527,7 @@ def test_the_curve_stays_short(desk: Desk) -> None:
 # ---------------------------------------------------------------------------- deaths
 
 
-def test_a_dead_role_is_started_anew_and_the_others_are_told(desk: Desk) -> None:
+def test_a_dead_role_is_restarted_and_the_others_are_notified(desk: Desk) -> None:
     desk.join()
     actions = desk.die("shard-1")
     assert Launch(name=Address("shard-1"), incarnation=2) in actions
@@ -546,7 +546,7 @@ def test_a_replica_that_says_finished_has_not_died(desk: Desk) -> None:
     assert desk.told == []
 
 
-def test_a_role_that_failed_is_named_with_its_own_words(desk: Desk) -> None:
+def test_a_role_that_failed_is_named_with_its_own_error(desk: Desk) -> None:
     desk.join()
     desk.hear("replica-1", Failed(error="no memory", culprit_is_job=False))
     desk.die("replica-1", "ended with status 1")
@@ -571,7 +571,7 @@ def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
     assert actions[-1] == Exit(error="replica 1: the loss is NaN")
 
 
-def test_words_of_others_are_no_commands_to_a_terminal(desk: Desk) -> None:
+def test_text_of_others_is_no_command_to_a_terminal(desk: Desk) -> None:
     """A replica of another machine could clear the screen, and set its title."""
     desk.join()
     desk.beat("replica-0", "\x1b[2Jbusy\x9b")
@@ -584,7 +584,7 @@ def test_words_of_others_are_no_commands_to_a_terminal(desk: Desk) -> None:
     assert not any(set("\x1b\x07\x9b") & set(text) for text in shown)
 
 
-def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(desk: Desk) -> None:
+def test_a_replica_left_out_is_reported_with_how_long_it_lasted(desk: Desk) -> None:
     desk.join()
     desk.progress()
     for _ in range(4):
@@ -597,7 +597,7 @@ def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(desk: Desk) 
     )
 
 
-def test_a_life_that_lasts_forgives_those_before(desk: Desk) -> None:
+def test_a_stable_incarnation_resets_the_restart_count(desk: Desk) -> None:
     desk.join()
     desk.progress()
     for _ in range(10):
@@ -613,7 +613,7 @@ def test_a_life_that_lasts_forgives_those_before(desk: Desk) -> None:
     assert not any("left out" in text for text in desk.told)
 
 
-def test_a_life_that_never_got_past_joining_forgives_nothing(desk: Desk) -> None:
+def test_an_incarnation_that_never_joined_resets_nothing(desk: Desk) -> None:
     desk.join()
     desk.progress()
     others = [name for name in EVERYBODY if name != "replica-1"]
@@ -677,7 +677,7 @@ def test_a_replica_that_never_ends_is_named_and_ended_by_force(desk: Desk) -> No
     actions = desk.pass_time(121.0, beats=EVERYBODY)
     assert Terminate(name=Address("replica-1")) in actions
     assert sent(actions, SaveCheckpoint) != []
-    text = "replica 1 takes too long for its last step and push: ended by force"
+    text = "replica 1 takes too long for its last step and push: killed"
     assert text in desk.told
 
 
@@ -713,8 +713,8 @@ def test_a_job_whose_end_is_not_saved_has_failed(desk: Desk, *, answers: bool) -
         why = "no space left"
     else:
         desk.pass_time(1801.0, beats=EVERYBODY)
-        why = "it has not answered in time"
-    assert desk.supervisor.error == (f"the last snapshot of shard 1 could not be saved: {why}")
+        why = "it did not answer in time"
+    assert desk.supervisor.error == (f"the last checkpoint of shard 1 could not be saved: {why}")
 
 
 def test_the_deadline_of_each_stage_has_a_timer(desk: Desk) -> None:
@@ -751,7 +751,7 @@ def test_a_silent_guest_is_neither_ended_nor_restarted(server: Desk) -> None:
     assert set(sent(actions, Peers)) >= {"shard-0", "shard-1"}  # it is there again
 
 
-def test_a_guest_that_comes_again_is_a_new_life(server: Desk) -> None:
+def test_a_guest_that_comes_again_is_a_new_incarnation(server: Desk) -> None:
     server.join("worker-1")
     join = Join(endpoint="elsewhere", host="h", pid=2)
     actions = server.hear("worker-1", join, incarnation=5)
@@ -767,7 +767,7 @@ def test_a_guest_that_is_done_is_forgotten(server: Desk) -> None:
     assert names == ["shard-0", "shard-1"]
 
 
-def test_who_comes_late_is_let_in_however_many_were_there(
+def test_a_late_guest_is_admitted_however_many_were_there(
     server: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that had seen 4,096 loops let in no other until its end."""
@@ -779,13 +779,13 @@ def test_who_comes_late_is_let_in_however_many_were_there(
     actions = server.join("worker-3")
     assert sent(actions, Peers) == ["shard-0", "shard-1", "worker-3"]
     server.beat("worker-2")  # is back
-    with pytest.raises(RemoteProtocolError, match="worker-4 is no member"):
+    with pytest.raises(RemoteProtocolError, match="is not a member"):
         server.join("worker-4")
     names = [role.name for role in server.supervisor.view(server.now).roles]
     assert names == ["shard-0", "shard-1", "worker-2", "worker-3"]
 
 
-def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
+def test_as_many_guests_as_there_may_be_fit_into_one_message() -> None:
     """By 700 of them, with long names, one worker ended the server."""
     n = membership.N_GUESTS_MAX
     last = (1 << 63) - 1
@@ -794,8 +794,8 @@ def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
     Codec(run="t" * 128).encode(message, sender="s" * 128, incarnation=last)
 
 
-def test_whom_nobody_could_be_told_of_is_not_let_in(server: Desk) -> None:
-    with pytest.raises(RemoteProtocolError, match="is no member"):
+def test_a_guest_with_an_invalid_endpoint_is_rejected(server: Desk) -> None:
+    with pytest.raises(RemoteProtocolError, match="is not a member"):
         server.join("worker-\N{SNOWMAN}")
     join = Join(endpoint="at-\N{SNOWMAN}", host="h", pid=1)
     with pytest.raises(RemoteProtocolError, match=r"worker-1 joins from 'at-"):
@@ -878,7 +878,7 @@ def test_a_resumed_job_goes_on_counting() -> None:
         ({"roster": ROSTER[2:]}, "at least one shard"),
         ({"report_every": 0.0}, "report_every is 0.0"),
         ({"dead_seconds": 1.0}, "dead_seconds is 1.0"),
-        ({"settled_seconds": 0.0}, "settled_seconds is 0.0"),
+        ({"stable_seconds": 0.0}, "stable_seconds is 0.0"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
@@ -886,7 +886,7 @@ def test_a_config_that_cannot_be_is_refused(options: dict[str, object], message:
         SupervisorConfig(**{"roster": ROSTER, "stop": None} | options)  # type: ignore[arg-type]
 
 
-def test_what_a_restarted_shard_found_damaged_is_told_once() -> None:
+def test_what_a_restarted_shard_found_damaged_is_reported_once() -> None:
     """It stood in the shard's own log, and the screen said nothing."""
     desk = Desk()
     desk.join()

@@ -689,7 +689,7 @@ def a_supervisor() -> Role:
 
 def a_host() -> Role:
     config = HostAgentConfig(label="lab", cores=1, memory_bytes=1)
-    return HostAgent(config, site=AgentStorage.__new__(AgentStorage))
+    return HostAgent(config, storage=AgentStorage.__new__(AgentStorage))
 
 
 @pytest.mark.parametrize("make_role", [a_supervisor, a_host])
