@@ -13,14 +13,14 @@ def test_a_warning_of_the_links_is_said_once_and_a_flood_of_them_not_at_all(tmp_
     """Machines were not let in, and the screen said "waiting for 1 machine"."""
     screen = StringIO()
     with RunDirectory.create(tmp_path / "run") as run:
-        log = RunLog(Console(file=screen), run)
-        log.log_link("info", "nothing to see")
+        run_log = RunLog(Console(file=screen), run)
+        run_log.log_link("info", "nothing to see")
         for n in (1, 2, 4):
-            log.log_link("warning", f"refused 10.0.0.7: unknown key (so far {n})")
+            run_log.log_link("warning", f"rejected 10.0.0.7: unknown key (so far {n})")
         for n in range(100):
-            log.log_link("warning", f"refused 10.0.0.7: key {n}")
+            run_log.log_link("warning", f"rejected 10.0.0.7: key {n}")
         said = screen.getvalue().splitlines()
         log = run.log_file("supervisor").read_text().splitlines()
-    assert said[0].startswith("refused 10.0.0.7: unknown key (the supervisor's log has all")
+    assert said[0].startswith("rejected 10.0.0.7: unknown key (the supervisor's log has all")
     assert len(said) == SHOWN_MAX
     assert len(log) == 104
