@@ -234,10 +234,10 @@ class Books:
 
     def _is_abandoned(self, shard: Shard) -> bool:
         """Whether its leader goes on without it: what it reads may be anything."""
-        if shard._standing.leads or self._leader is None:
+        if shard._replica.is_primary or self._leader is None:
             return False
         number = shard.status()[1]["pairing"]
-        return number < self._leader._service.forwarding.pairing
+        return number < self._leader._service.primary.pairing
 
     def _check_fence(self, happening: HandledEvent) -> None:
         """Whoever led before acknowledges nothing that its successor lacks."""
@@ -277,7 +277,7 @@ def small(*, block_bytes: int = 1024, window_pieces: int = 1) -> Iterator[None]:
     """Let blocks and windows be so small that a shard of marks has several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors, "BLOCK_BYTES", block_bytes)
-        patch.setattr(replication, "WINDOW_PIECES", window_pieces)
+        patch.setattr(replication, "WINDOW_STATE_BLOCKS", window_pieces)
         yield
 
 

@@ -27,7 +27,7 @@ from typing_extensions import override
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.link import ShardLink
-from distbelief.parameter_server.session_state import N_SLOTS
+from distbelief.parameter_server.session_state import N_PUSH_BUFFERS
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
@@ -85,13 +85,13 @@ class Scene:
         Nobody does on those of a second that was let go: it may still hear its leader's
         old words, of slots that are in use for something else by now.
         """
-        following = shard._standing._following
-        if following is None or not following.follows:
+        backup = shard._replica._backup
+        if backup is None or not backup.has_primary:
             return True
         pairing = self.pairings[name]
         if pairing.leader == name:
             return True  # it is to lead, and may not know yet
-        return pairing.second == name and pairing.number == following.pairing
+        return pairing.second == name and pairing.number == backup.pairing
 
     def links(self) -> Iterator[ShardLink]:
         """Yield what each worker knows of each shard."""
@@ -141,7 +141,7 @@ class ExactlyOnce(Invariant):
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if self.scene.counts(happening.name, shard):
             values = shard._values
-            n_here = values._pieces.n_elements(values.n_held)
+            n_here = values._state_blocks.n_elements(values.n_held)
             times = -Unreadable.read(values)[:n_here]  # by element, as it holds a prefix
             check_marks(happening.name, times)
 
@@ -209,7 +209,7 @@ class MissingIsCounted(Invariant):
         for index, name in scene.leaders.items():
             links = [link for link in scene.links() if link.index == index]
             newest = scene.leads_as[index][-1]
-            if not all(x.welcome and x._ranking.number == newest for x in links):
+            if not all(x.is_open and x._tracker.term == newest for x in links):
                 continue  # it had ended when this leader began: nobody told it
             counted = sum(link.pushing.n_lost for link in links)
             if not scene.broken_lives:
@@ -296,12 +296,12 @@ class Bounded(Invariant):
         service = shard._service
         queue = service.pushes._queue
         assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
-        assert len(service._held) <= n_workers, f"{service._held}"
+        assert len(service._deferred) <= n_workers, f"{service._deferred}"
         assert len(service.clients) <= n_workers, f"{service.clients}"
-        n_forwarded = len(service.forwarding._outstanding)
-        assert n_forwarded <= N_SLOTS * n_workers, f"{n_forwarded} pushes forwarded"
-        if shard._standing._following is not None:
-            assert len(shard._standing._following._queue) <= N_SLOTS * n_workers
+        n_forwarded = len(service.primary._outstanding)
+        assert n_forwarded <= N_PUSH_BUFFERS * n_workers, f"{n_forwarded} pushes forwarded"
+        if shard._replica._backup is not None:
+            assert len(shard._replica._backup._queue) <= N_PUSH_BUFFERS * n_workers
         taken = self.scene.cluster.memory(happening.name).n_bytes
         assert taken <= self.scene.host_bytes_max, f"{taken} bytes on a host"
 
@@ -365,11 +365,11 @@ class TwinsAreEqual(Invariant):
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if not is_whole(shard) or not self.scene.counts(happening.name, shard):
             return
-        index, following = self.scene.shards[happening.name], shard._standing._following
-        if following is None:
+        index, backup = self.scene.shards[happening.name], shard._replica._backup
+        if backup is None:
             leads_as = shard._service.incarnation
-        elif following.follows:
-            leads_as = self.scene.leader_under(index, following.pairing)
+        elif backup.has_primary:
+            leads_as = self.scene.leader_under(index, backup.pairing)
         else:
             return
         key = index, leads_as, shard._values.clock
@@ -424,10 +424,10 @@ class Observer:
         """Note who serves, and whether that one could know what was acknowledged."""
         scene, index = self.scene, self.scene.shards[happening.name]
         number = shard._service.incarnation
-        if number <= scene.leads_as[index][-1] or shard._standing._following is not None:
+        if number <= scene.leads_as[index][-1] or shard._replica._backup is not None:
             return
         # The first to lead has nothing to know; a second has it from its leader.
-        if len(scene.leads_as[index]) > 1 and shard._standing._followed is None:
+        if len(scene.leads_as[index]) > 1 and shard._replica._former_primary is None:
             scene.forgetful.add(index)
         scene.leads_as[index].append(number)
         scene.serves[index] = happening.name, happening.incarnation

@@ -99,7 +99,7 @@ class Scenario:
     block_bytes: int
     latency_seconds: Seconds
     shard_bytes_per_second: float  # how long applying takes
-    lease_seconds_max: Seconds
+    pin_seconds_max: Seconds
     n_copies: int  # of the values, lent to readers
     client: ClientConfig
     saves: tuple[Seconds, ...]
@@ -175,7 +175,7 @@ def scenario_of(seed: int) -> Scenario:
         block_bytes=draw.pick(768, 1024, 1536, 1 << 20),
         latency_seconds=draw.pick(50e-6, 5e-4, 3e-3),
         shard_bytes_per_second=draw.pick(1e10, 2e6, 1e6),
-        lease_seconds_max=draw.pick(0.01, 0.03, 2.0),
+        pin_seconds_max=draw.pick(0.01, 0.03, 2.0),
         n_copies=draw.integer(1, 3),
         client=ClientConfig(
             pushes=True,
@@ -395,7 +395,7 @@ class Play:
                 index,
                 layout,
                 rule=scenario.rule,
-                lease_seconds_max=scenario.lease_seconds_max,
+                pin_seconds_max=scenario.pin_seconds_max,
                 n_copies=scenario.n_copies,
                 name=name,
                 waits_for_lead=scenario.n_twins > 1,
@@ -541,11 +541,11 @@ def set_for(scenario: Scenario) -> Iterator[None]:
     """Let blocks be smaller than a megabyte, and whoever waits for a twin hasty."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors, "BLOCK_BYTES", scenario.block_bytes)
-        patch.setattr(replication, "WINDOW_PIECES", 1)
+        patch.setattr(replication, "WINDOW_STATE_BLOCKS", 1)
         patch.setattr(replication, "WINDOW_BLOCKS", 1 + scenario.seed % 3)
         patch.setattr(copies, "BEAT_SECONDS", max(0.03, copies.BEAT_SECONDS * scenario.haste))
         patch.setattr(copies, "TICK_SECONDS", max(0.02, copies.TICK_SECONDS * scenario.haste))
-        for name in ("TICK", "SILENCE", "STALL", "ALONE"):
+        for name in ("TICK", "SILENCE", "STALL", "REPORT"):
             seconds = getattr(replication, f"{name}_SECONDS")
             patch.setattr(replication, f"{name}_SECONDS", seconds * scenario.haste)
         patch.setattr(failover, "REST_SECONDS", failover.REST_SECONDS * scenario.haste)

@@ -102,11 +102,11 @@ class Unreadable:
             pushed: Vector,
             *,
             n_clients: int,
-            holding: ShardSlice | None = None,
+            shard_slice: ShardSlice | None = None,
             touched: ShardSlice | None = None,
         ) -> tuple[Callable[[], None], Cost]:
             work, cost = harsh._begin_push(
-                pushed, n_clients=n_clients, holding=holding, touched=touched
+                pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched
             )
             arrays = arrays_of(values)
             saved = harsh.saved = tuple(array.copy() for array in arrays)

@@ -84,7 +84,7 @@ def shard_of(
     *,
     index: int = 0,
     rule: UpdateRule = PLUS_ONE,
-    lease_seconds_max: Seconds = 10.0,
+    pin_seconds_max: Seconds = 10.0,
     n_copies: int = 2,
     n_clients_max: int = 4096,
     initialise: Callable[[], Vector] | None = None,
@@ -93,7 +93,7 @@ def shard_of(
         index=index,
         layout=layout,
         rule=rule,
-        lease_seconds_max=lease_seconds_max,
+        pin_seconds_max=pin_seconds_max,
         n_copies=n_copies,
         n_clients_max=n_clients_max,
     )
@@ -162,7 +162,7 @@ class Bench:
         memory: Memory | None = None,
         rule: UpdateRule = PLUS_ONE,
         n_copies: int = 2,
-        lease_seconds_max: Seconds = 10.0,
+        pin_seconds_max: Seconds = 10.0,
         n_clients_max: int = 4096,
         initialise: Callable[[], Vector] | None = None,
     ) -> Shard:
@@ -172,7 +172,7 @@ class Bench:
             index=int(name.removeprefix("shard-")),
             rule=rule,
             n_copies=n_copies,
-            lease_seconds_max=lease_seconds_max,
+            pin_seconds_max=pin_seconds_max,
             n_clients_max=n_clients_max,
             initialise=initialise,
         )

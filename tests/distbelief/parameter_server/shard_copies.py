@@ -174,7 +174,7 @@ class OneCopy:
         return self.shard._values.vector
 
     @property
-    def word(self) -> str:
+    def activity(self) -> str:
         return self.shard.status()[0]
 
     def counters(self) -> dict[str, float]:

@@ -108,7 +108,7 @@ def pushed(actions: Sequence[Action]) -> list[tuple[Address, int, int, float]]:
 
 
 def test_there_is_a_second_copy_of_each_shard_or_of_none() -> None:
-    with pytest.raises(ValueError, match="2 second copies are given for 1 shards"):
+    with pytest.raises(ValueError, match="2 backups are given for 1 shards"):
         Alone(second_copies=[SECOND, Address("shard-1b")])
 
 
@@ -263,7 +263,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     assert welcomed(alone, 4, SECOND, **regions) == []  # type: ignore[arg-type]
     assert not alone.ready()
     second.create("slots-c", n_bytes=8)
-    with pytest.raises(RemoteProtocolError, match="a region of slots has 8 bytes"):
+    with pytest.raises(RemoteProtocolError, match="a region of push buffers has 8 bytes"):
         welcomed(alone, 4, SECOND, slots_region="slots-c")
     slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     (push,) = sent(welcomed(alone, 4, SECOND, **regions), Push)  # type: ignore[arg-type]
@@ -319,14 +319,14 @@ class Pair:
     snapshot: int = 0  # likewise
 
     def __post_init__(self) -> None:
-        self.begin_to_lead()
+        self.become_primary()
 
-    def begin_to_lead(self) -> None:
+    def become_primary(self) -> None:
         self.memory: LentMemory = self.host.lend()
         self.values: dict[int, Vector] = {}  # by slot
         self.waits: set[int] = set()
         self.region = ""
-        self.greeted = False
+        self.opened = False
         if self.shared:
             self.region = f"slots-{self.number}"
             n_bytes = push_buffer_bytes(N, itemsize=8)
@@ -360,18 +360,18 @@ class Pair:
         self.number += int(self.stream.integers(1, 3))
         self.shared = bool(self.stream.random() < 0.5)
         self.memory.release_all()  # as of a killed life
-        self.begin_to_lead()
+        self.become_primary()
 
     def answer(self, receiver: Address, message: Message) -> Message | None:
         if receiver != self.leader:
             return None
         if isinstance(message, OpenSession):
-            self.greeted = True
+            self.opened = True
             self.watermark = max(self.watermark, message.next_sequence - 1)
             return self.welcome()
         assert isinstance(message, PushBlock | Push)
-        if message.shard_incarnation != self.number or not self.greeted:
-            return SessionRefused(reason="say OpenSession first", for_good=False)
+        if message.shard_incarnation != self.number or not self.opened:
+            return SessionRefused(reason="open a session first", for_good=False)
         if message.sequence <= self.watermark:
             return self.acknowledge()
         assert message.sequence <= self.watermark + 2

@@ -119,7 +119,7 @@ def answers_in(actions: Sequence[Action]) -> list[CommandDone]:
 
 
 def drives(bench: Bench) -> bool:
-    return bench.shard._orders.drives
+    return bench.shard._commands.is_driven
 
 
 MEASURE = Execute(commands=(Dot(x="parameters", y="parameters"),))
@@ -213,14 +213,14 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
     assert opened is not None
     assert opened.clock == 1
     assert bench.shard._values.vector[0] == 3.0
-    assert bench.shard.status()[1]["orders"] == 3.0
+    assert bench.shard.status()[1]["commands"] == 3.0
     missing = bench.order(4, Commit(sets=(GrantedChunk(set_index=0, grant=1),), void=(2,)))
     assert missing is not None
     assert missing.error is not None
     short = bench.order(5, FinishEvaluation(gradient="g", n_examples=4, after=()))
     assert short is not None
     assert short.error is not None
-    assert "sealed with 4 examples; this shard counts 0" in short.error
+    assert "must end with 4 examples; this shard has 0" in short.error
     after = (Dot(x="g", y="g"),)
     sealed = bench.order(6, FinishEvaluation(gradient="g", n_examples=0, after=after))
     assert sealed is not None
@@ -232,7 +232,7 @@ def test_what_is_not_there_cannot_be_published() -> None:
     answer = bench.order(3, Publish(point="trial"))
     assert answer is not None
     assert answer.error is not None
-    assert "'trial' is to be published" in answer.error
+    assert "cannot publish vector 'trial'" in answer.error
 
 
 def test_who_is_told_the_last_order_is_free() -> None:
@@ -285,14 +285,14 @@ def test_one_of_two_copies_cannot_be_driven() -> None:
 
 def test_a_push_of_no_evaluation_is_taken_and_forgotten() -> None:
     bench = Bench()
-    assert "sets_refused" not in bench.shard.status()[1]
-    orders = bench.begun().shard._orders
+    assert "chunks_refused" not in bench.shard.status()[1]
+    commands = bench.begun().shard._commands
     push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, grant=5)
     client = Session(name=Address("replica-0"), incarnation=1)
-    work, _ = orders.collecting(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
+    work, _ = commands.stage_work(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
     work()
-    assert bench.shard.status()[1]["sets_refused"] == 1.0
-    assert bench.shard.status()[1]["set_vectors"] == 0.0
+    assert bench.shard.status()[1]["chunks_refused"] == 1.0
+    assert bench.shard.status()[1]["sum_vectors"] == 0.0
 
 
 def test_no_order_is_begun_after_stop() -> None:

@@ -320,7 +320,7 @@ def test_many_readers_share_few_copies() -> None:
             tensors = [torch.zeros(300_000).double()]
             outcome = bench.install(tensors, name)
             assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
-    assert shard._service.fetches._leases.n_copies <= 2
+    assert shard._service.fetches._pins.n_copies <= 2
 
 
 # -------------------------------------------------------------------- deaths
@@ -458,10 +458,10 @@ def test_who_was_gone_until_its_slots_were_taken_back_loses_no_push(*, shared: b
     bench.deliver(SHARD, PeerLost(peer=CLIENT, incarnation=1, reason="cut off"))
     bench.settle()
     bench.advance(ABSENCE_SECONDS_MAX - 1.0)
-    slots = bench.counters()["slots_bytes"]
+    slots = bench.counters()["push_buffer_bytes"]
     bench.advance(2.0 + shared * ABSENCE_SECONDS_MAX)
     assert slots == 2 * 300_032 * 8
-    assert bench.counters()["slots_bytes"] == 0
+    assert bench.counters()["push_buffer_bytes"] == 0
     if shared:
         with pytest.raises(MemoryGoneError):
             bench.memory.attach("shard-0.1.slots-0")

@@ -113,15 +113,15 @@ def pushed(copy: OneCopy, clock: int, *, watermark: int = 1) -> list[Action]:
 
 def test_it_says_nothing_to_clients_until_it_leads_and_then_to_all() -> None:
     copy = OneCopy(B)
-    assert copy.word == "waiting"
+    assert copy.activity == "waiting"
     assert copy.hello() == []
     assert copy.push(1, number=1) == []
     follow(copy, clients=[record_of(), record_of(OTHER)])
     piece(copy)
-    assert copy.word == "following"
+    assert copy.activity == "following"
     assert copy.hello() == []
     actions = copy.lead(3)
-    assert copy.word == "serving"
+    assert copy.activity == "serving"
     welcome = only(actions, SessionOpened)
     assert (welcome.shard_incarnation, welcome.clock) == (3, 5)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (1, 1, 10)
@@ -348,12 +348,12 @@ def test_who_has_never_followed_leads_with_what_it_began_with() -> None:
     first = OneCopy(A, ready=False)
     assert first.lead(1) == []
     first.work()
-    assert first.word == "serving"
+    assert first.activity == "serving"
     first.receive(SaveCheckpoint(label="1"))
     assert only(first.work(), CheckpointSaved).error is None
     copy = OneCopy(B, restored=first.snapshots[0])
     copy.lead(2)
-    assert copy.word == "serving"
+    assert copy.activity == "serving"
 
 
 def test_a_snapshot_of_a_later_pairing_is_not_led_with() -> None:
@@ -362,7 +362,7 @@ def test_a_snapshot_of_a_later_pairing_is_not_led_with() -> None:
     first.receive(SaveCheckpoint(label="1"))
     first.work()
     copy = OneCopy(B, restored=first.snapshots[0])
-    with pytest.raises(StorageError, match="of pairing 7, and it is told to lead as 7"):
+    with pytest.raises(StorageError, match="has term 7, but Promote has term 7"):
         copy.lead(7)
 
 
@@ -378,12 +378,12 @@ def test_where_all_snapshots_are_damaged_a_copy_follows_but_does_not_lead() -> N
 def test_who_is_not_whole_cannot_lead_and_its_life_is_over() -> None:
     copy = OneCopy(B)
     follow(copy)
-    with pytest.raises(DistBeliefError, match="holds 0 of 1 pieces of what shard-0"):
+    with pytest.raises(DistBeliefError, match="with 0 of 1 state blocks of shard-0"):
         copy.lead(3)
     copy = whole_second()
     pushed(copy, 5)
     follow(copy, 4)
-    with pytest.raises(DistBeliefError, match="told to lead"):
+    with pytest.raises(DistBeliefError, match="cannot become primary"):
         copy.lead(5)
 
 
@@ -392,14 +392,14 @@ def test_after_it_leads_its_former_leader_is_not_heard() -> None:
     copy.lead(3)
     for message in (forward(5), block(5), following(2, clock=9)):
         assert copy.receive(message, A) == []
-    with pytest.raises(DistBeliefError, match="leads as pairing 4 where shard-0b led"):
+    with pytest.raises(DistBeliefError, match="primary in term 4 and shard-0b was"):
         follow(copy, 4)
 
 
 def test_a_lead_that_was_overtaken_is_not_obeyed() -> None:
     copy = whole_second()
     assert copy.lead(2) == []
-    assert copy.word == "following"
+    assert copy.activity == "following"
     copy.lead(5)
     assert copy.lead(4, A) == []
     assert copy.counters()["pairing"] == 5
@@ -411,10 +411,10 @@ def test_what_was_told_a_former_life_is_not_obeyed() -> None:
     assert copy.lead(6, life=2) == []
     assert copy.counters()["pairing"] == 0
     assert copy.receive(following(6, clock=9, life=2), A) == []
-    assert copy.word == "waiting"
+    assert copy.activity == "waiting"
     # It would have given up the snapshot it began from.
     copy.lead(7)
-    assert copy.word == "serving"
+    assert copy.activity == "serving"
     assert copy.lead(8, A, life=2) == []
     assert copy.counters()["pairing"] == 7
 
@@ -439,7 +439,7 @@ def test_a_second_that_is_asked_for_a_snapshot_says_whom_to_ask() -> None:
     copy = whole_second()
     saved = only(copy.receive(SaveCheckpoint(label="1")), CheckpointSaved)
     assert saved.error is not None
-    assert "ask the one that does" in saved.error
+    assert "send the request to the primary" in saved.error
 
 
 @pytest.mark.parametrize(

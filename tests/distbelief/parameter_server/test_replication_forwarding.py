@@ -6,7 +6,7 @@ import pytest
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.replication import (
-    ALONE_SECONDS,
+    REPORT_SECONDS,
     SILENCE_SECONDS,
     STALL_SECONDS,
     TICK_SECONDS,
@@ -104,7 +104,7 @@ def test_between_two_windows_one_push_is_applied_at_the_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distbelief.core.vectors.BLOCK_BYTES", 512)
-    monkeypatch.setattr("distbelief.parameter_server.replication.WINDOW_PIECES", 1)
+    monkeypatch.setattr("distbelief.parameter_server.replication.WINDOW_STATE_BLOCKS", 1)
     copy = leader(whole=False)
     assert N == 192
     actions = credit(copy, 0)
@@ -185,10 +185,10 @@ def test_who_is_gone_keeps_its_slots_until_nothing_of_it_is_held() -> None:
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
     copy._note(copy.shard.handle(lost, copy.now))
     copy.wait(ABSENCE_SECONDS_MAX + 1.0)
-    assert copy.counters()["slots_bytes"] > 0
+    assert copy.counters()["push_buffer_bytes"] > 0
     acknowledge(copy, 0)
     copy.wait(ABSENCE_SECONDS_MAX + 1.0)
-    assert copy.counters()["slots_bytes"] == 0
+    assert copy.counters()["push_buffer_bytes"] == 0
 
 
 def test_a_new_life_of_a_client_waits_until_nothing_of_the_old_one_is_held() -> None:
@@ -225,9 +225,9 @@ def test_blocks_go_out_as_far_as_the_second_has_taken_them() -> None:
     copy.lead(1)
     copy.hello()
     copy.lead(2, B)
-    n_pieces = copy.shard._values.n_pieces
+    n_state_blocks = copy.shard._values.n_state_blocks
     credit(copy, 0)
-    credit(copy, n_pieces)
+    credit(copy, n_state_blocks)
     actions = pushed(copy, 1)
     assert kinds(actions, B) == ["PushBlock"] * 3 + ["ReplicatePush"]
     taken = PushBlockAck(sequence=1, shard_incarnation=2, received=2)
@@ -273,7 +273,7 @@ def test_a_silent_second_is_asked_again_and_then_complained_of() -> None:
     actions = copy.wait(SILENCE_SECONDS - 0.01)
     assert len(sent(actions, ReplicatePush)) >= 2
     assert sent(actions, BackupUnresponsive) == []
-    actions = copy.wait(2 * ALONE_SECONDS)
+    actions = copy.wait(2 * REPORT_SECONDS)
     assert [alone.pairing for alone in sent(actions, BackupUnresponsive)] == [2, 2]
     assert kinds(actions, SUPERVISOR) == ["BackupUnresponsive", "BackupUnresponsive"]
     assert kinds(actions, CLIENT) == []  # until the supervisor says so

@@ -84,7 +84,7 @@ class Alone:
         ready: bool = True,
         n_copies: int = 2,
         n_clients_max: int = 4096,
-        lease_seconds_max: Seconds = 10.0,
+        pin_seconds_max: Seconds = 10.0,
         initialise: Callable[[], Vector] | None = None,
         restored: Snapshot | None = None,
         incarnation: int = 1,
@@ -97,7 +97,7 @@ class Alone:
             self.memory,
             n_copies=n_copies,
             n_clients_max=n_clients_max,
-            lease_seconds_max=lease_seconds_max,
+            pin_seconds_max=pin_seconds_max,
             initialise=initialise,
         )
         self.incarnation = incarnation
@@ -230,7 +230,7 @@ def indices(actions: Sequence[Action]) -> list[int]:
     ("changes", "message"),
     [
         ({"index": 1}, "index is 1; the layout has 1 shards"),
-        ({"lease_seconds_max": 0.0}, "lease_seconds_max is 0.0; use more than 0"),
+        ({"pin_seconds_max": 0.0}, "pin_seconds_max is 0.0; use more than 0"),
         ({"absence_seconds_max": 0.0}, "absence_seconds_max is 0.0; use more than 0"),
         ({"n_copies": 0}, "n_copies is 0; use at least 1"),
         ({"n_clients_max": 0}, "n_clients_max is 0"),
@@ -295,7 +295,7 @@ def test_work_that_fails_ends_the_role() -> None:
 
 def test_an_answer_to_work_never_asked_for_is_a_bug() -> None:
     alone = Alone()
-    with pytest.raises(AssertionError, match="was not asked for"):
+    with pytest.raises(AssertionError, match="unexpected result of apply"):
         alone.shard.handle(Computed(name="apply"), 0.0)
 
 
@@ -324,7 +324,7 @@ def test_without_room_for_shared_values_clients_are_served_by_blocks() -> None:
     (welcome,) = sent(actions, SessionOpened)
     assert (welcome.parameters_region, welcome.slots_region) == ("", "")
     (report,) = [a for a in actions if isinstance(a, Report)]
-    assert "has to push by messages: no room" in report.text
+    assert "pushes by messages, not shared memory: no room" in report.text
     assert sent(alone.work_all(alone.push(1)), PushApplied)
 
 
@@ -463,7 +463,7 @@ def test_a_repeated_hello_does_not_wait_for_the_clients_own_push() -> None:
 def test_strangers_are_asked_to_say_hello(message: Message) -> None:
     refused = only(Alone().receive(message), SessionRefused)
     assert not refused.for_good
-    assert "say OpenSession first" in refused.reason
+    assert "open a session first" in refused.reason
 
 
 def test_messages_for_another_life_of_the_shard_are_put_off() -> None:
@@ -475,7 +475,7 @@ def test_messages_for_another_life_of_the_shard_are_put_off() -> None:
 
 
 def test_messages_that_are_not_for_shards_are_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck to a shard"):
+    with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck, which a shard"):
         Alone().receive(HeartbeatAck())
 
 
@@ -555,7 +555,7 @@ def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
 def test_nobody_fetched_at_a_clock_to_come() -> None:
     alone = Alone()
     alone.hello()
-    with pytest.raises(RemoteProtocolError, match="at clock 5; the shard has come to"):
+    with pytest.raises(RemoteProtocolError, match="fetched_clock 5; the shard's clock is"):
         alone.receive(said(1, fetched_clock=5))
 
 
@@ -578,9 +578,9 @@ def test_who_shares_memory_sends_no_blocks_and_readers_do_not_push() -> None:
     alone = Alone()
     alone.hello(host="here")
     alone.hello(READER, pushes=False)
-    with pytest.raises(RemoteProtocolError, match="slots lie in shared memory"):
+    with pytest.raises(RemoteProtocolError, match="push buffers are in shared memory"):
         alone.receive(block(1, 0, np.ones(N)))
-    with pytest.raises(RemoteProtocolError, match="said at the handshake that it"):
+    with pytest.raises(RemoteProtocolError, match="its OpenSession has pushes = false"):
         alone.receive(said(1), READER)
 
 
@@ -666,15 +666,15 @@ def test_slots_of_who_is_gone_are_taken_back_after_minutes() -> None:
     alone = Alone()
     alone.hello()
     alone.work(alone.push(1))
-    n_bytes = alone.counters()["slots_bytes"]
+    n_bytes = alone.counters()["push_buffer_bytes"]
     assert n_bytes == 2 * 8 * LAYOUT.shard_size(0)
     at = absence(alone, 7.0)
     assert at == 7.0 + ABSENCE_SECONDS_MAX
-    assert alone.counters()["slots_bytes"] == n_bytes
+    assert alone.counters()["push_buffer_bytes"] == n_bytes
     (report,) = alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
     assert isinstance(report, Report)
     assert "replica-0 has been gone for 300 s" in report.text
-    assert alone.counters()["slots_bytes"] == 0
+    assert alone.counters()["push_buffer_bytes"] == 0
     assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
     only(alone.push(2), SessionRefused)
     welcome = only(alone.hello(), SessionOpened)
@@ -711,7 +711,7 @@ def test_a_push_that_is_being_applied_keeps_its_slot() -> None:
     assert again == SetTimer(name=f"absent:{CLIENT}", at=at + ABSENCE_SECONDS_MAX)
     alone.work(applying)
     alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
-    assert alone.counters()["slots_bytes"] == 0
+    assert alone.counters()["push_buffer_bytes"] == 0
     assert alone.counters()["pushes_applied"] == 1
 
 
@@ -791,12 +791,12 @@ def test_an_idle_lease_ends_and_the_client_is_told_to_begin_anew() -> None:
     # The client may still take what is on its way to it: nobody writes there any more.
     assert not np.isnan(first.values).any()
     assert not np.shares_memory(
-        first.values, alone.shard._service.fetches._leases._copies[0].values
+        first.values, alone.shard._service.fetches._pins._versions[0].values
     )
     for message in (credit(1), fetch()):
         refused = only(alone.receive(message), SessionRefused)
         assert not refused.for_good
-        assert "fetch anew" in refused.reason
+        assert "fetch again" in refused.reason
     assert indices(alone.work(alone.receive(fetch(2)))) == [0, 1, 2]
     assert alone.shard.handle(TimerFired(name="lease:nobody"), 16.0) == []
 
@@ -810,7 +810,7 @@ def test_fetches_share_a_copy_of_the_present_clock() -> None:
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
     assert indices(alone.receive(fetch(), READER)) == [0, 1, 2]  # still the same clock
-    assert alone.shard._service.fetches._leases.n_copies == 1
+    assert alone.shard._service.fetches._pins.n_copies == 1
 
 
 def test_a_fetch_waits_if_no_copy_is_free_and_all_that_wait_share_the_next() -> None:
@@ -826,7 +826,7 @@ def test_a_fetch_waits_if_no_copy_is_free_and_all_that_wait_share_the_next() -> 
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
     assert {b.clock for b in sent(actions, ParameterBlock)} == {1}
-    assert alone.shard._service.fetches._leases.n_copies == 1
+    assert alone.shard._service.fetches._pins.n_copies == 1
 
 
 def test_a_new_fetch_ends_the_lease_of_the_last_one() -> None:
@@ -931,7 +931,7 @@ def test_snapshots_wait_for_the_work_and_not_for_ever_many() -> None:
         assert alone.receive(SaveCheckpoint(label=str(n)), TEST) == []  # asked again
     error = only(alone.receive(SaveCheckpoint(label="more"), TEST), CheckpointSaved).error
     assert error is not None
-    assert "wait to be taken already" in error
+    assert "checkpoints are waiting already" in error
     saved = sent(alone.work_all(applying), CheckpointSaved)
     assert [s.label for s in saved] == [str(n) for n in range(N_SAVES_MAX)]
 

@@ -246,10 +246,10 @@ def test_a_shard_without_parameters_measures_nothing() -> None:
         ((Scale(target="x", a=2.0), Copy(target="t", x="y")), "needs vector 'y'"),
         ((Scale(target="x", a=2.0), Scale(target="y", a=2.0)), "needs vector 'y'"),
         ((Drop(names=("x",)), Dot(x="x", y="x")), "command 1 of 2, Dot"),
-        ((Scale(target="x", a=2.0), Drop(names=("kept",))), "are the shard's"),
+        ((Scale(target="x", a=2.0), Drop(names=("kept",))), "belong to the shard"),
         (
             (Scale(target="x", a=2.0), Fill(target="y", a=0.0), Fill(target="z", a=0.0)),
-            "bound of 2",
+            "the most is 2",
         ),
         (
             (Scale(target="x", a=2.0), Gram(rows=("x",) * 129, columns=("x",) * 128)),
@@ -275,7 +275,7 @@ def test_vectors_made_from_within_count_as_well() -> None:
     algebra = VectorStore(layout, 0, n_vectors_max=1)
     algebra.vector("x")
     algebra.vector("x")
-    with pytest.raises(RemoteProtocolError, match="bound of 1"):
+    with pytest.raises(RemoteProtocolError, match="the most is 1"):
         algebra.vector("y")
 
 
