@@ -221,8 +221,8 @@ class CheckpointWriter:
         if event.error is None:
             self._last, self._clock = label, clock
         saved = _saved(requester, label, clock=clock, error=event.error)
-        said = [_report_unsaved(event, clock=clock)] if label == NEWEST else []
-        return [*said, saved]
+        report = [_report_unsaved(event, clock=clock)] if label == NEWEST else []
+        return [*report, saved]
 
 
 def _report_unsaved(event: Persisted, *, clock: int) -> Report:
@@ -399,7 +399,7 @@ class _Reader:
             return StepCounts(self._count("clock"))
         try:
             words = msgspec.json.decode(text, type=list[_Word])
-            return StepCounts.from_wire(np.array(words, np.int64), size=size)
+            return StepCounts.read(np.array(words, np.int64), size=size)
         except (msgspec.MsgspecError, RemoteProtocolError) as error:
             raise self._error(
                 f"steps cannot be read ({error}); delete it to use the one before"

@@ -63,7 +63,7 @@ class ClientService:
         self._n_deferred_max = config.n_clients_max
         self._absence_seconds_max = config.absence_seconds_max
         self._deferred: dict[Address, tuple[Received, OpenSession]] = {}
-        self._leads = not config.waits_for_lead
+        self._is_primary = not config.waits_for_lead
         self._open = False
         self._closed = False
 
@@ -92,7 +92,7 @@ class ClientService:
     def start(self, incarnation: int) -> None:
         """Begin an incarnation; nobody is served yet."""
         self._incarnation = incarnation
-        if self._leads:
+        if self._is_primary:
             self._replies.incarnation = incarnation
 
     def open(self, clients: Iterable[Session]) -> list[Action]:
@@ -103,7 +103,7 @@ class ClientService:
 
     def promote(self, pairing: int, clients: Iterable[Session]) -> list[Action]:
         """Serve as primary. These clients of the former primary get `PrimaryChanged`."""
-        self._leads, self._replies.incarnation = True, pairing
+        self._is_primary, self._replies.incarnation = True, pairing
         clients = tuple(clients)
         unheard = [client for client in clients if client.name not in self._deferred]
         return [
@@ -153,12 +153,12 @@ class ClientService:
         at = now + self._absence_seconds_max
         return SetTimer(name=f"{_ABSENT}{client.name}", at=at)
 
-    # ------------------------------------------------------------------ handshake
+    # ------------------------------------------------------------------- sessions
 
     def open_session(self, event: Received, request: OpenSession) -> list[Action]:
         """Answer OpenSession, now or as soon as possible."""
         sender, clients = event.sender, self._clients
-        if not self._leads:
+        if not self._is_primary:
             self._defer(event, request)
             return []
         if self._closed or clients.is_older(sender, event.incarnation):
@@ -199,8 +199,8 @@ class ClientService:
         if not self._open:
             return True
         client = self._clients.get(event.sender)
-        is_held = client is not None and client.n_unconfirmed > 0
-        return (is_held or self.pushes.is_applying(event.sender)) and self._clients.changes(
+        is_unconfirmed = client is not None and client.n_unconfirmed > 0
+        return (is_unconfirmed or self.pushes.is_applying(event.sender)) and self._clients.changes(
             event.sender, event.incarnation, request
         )
 
@@ -214,7 +214,7 @@ class ClientService:
     # -------------------------------------------------------------------- serving
 
     def _accepts(self, event: Received, message: ClientMessage) -> bool:
-        if not self._leads or self._closed:
+        if not self._is_primary or self._closed:
             return False
         # Count pushes of former incarnations, which come too late.
         is_older = self._clients.is_older(event.sender, event.incarnation)

@@ -117,9 +117,9 @@ class CommandExecutor:
 
         def work() -> None:
             if saved is not None:
-                cuts = Savepoints(self._vector_store, base_clock=0)
-                cuts.restore(saved)
-                self._savepoints = cuts
+                savepoints = Savepoints(self._vector_store, base_clock=0)
+                savepoints.restore(saved)
+                self._savepoints = savepoints
 
         return plain, work
 
@@ -207,10 +207,10 @@ class CommandExecutor:
         It is if the vectors are exactly at a savepoint and the coordinator has left. Then a run
         can resume with its optimizer history.
         """
-        cuts = self._savepoints
-        if self.is_driven or cuts is None or cuts.current is None:
+        savepoints = self._savepoints
+        if self.is_driven or savepoints is None or savepoints.current is None:
             return snapshot
-        return cuts.extend(snapshot, cut=cuts.current)
+        return savepoints.extend(snapshot, cut=savepoints.current)
 
     def _save(self, command: ShardCommand, snapshot: Callable[[str], Snapshot]) -> Action:
         task = command.task
@@ -279,10 +279,10 @@ class CommandExecutor:
                 assert_never(task)
 
     def _commit(self, task: Commit) -> None:
-        sets = [(one.set_index, one.grant) for one in task.sets]
-        self._sums.check(sets)
+        chunks = [(one.set_index, one.grant) for one in task.sets]
+        self._sums.check(chunks)
         self._sums.forget(task.void)
-        for set_index, grant in sets:
+        for set_index, grant in chunks:
             self._sums.commit(set_index, grant)
 
     def _replace(self, task: Publish | Checkpoint) -> None:

@@ -150,9 +150,9 @@ class GradientSums:
 
     # -------------------------------------------------------------------- committing
 
-    def check(self, sets: Collection[tuple[int, int]]) -> None:
+    def check(self, chunks: Collection[tuple[int, int]]) -> None:
         """Raise RemoteProtocolError unless all (chunk index, commit token) can be committed."""
-        for set_index, grant in sets:
+        for set_index, grant in chunks:
             if grant not in self._staged:
                 raise RemoteProtocolError(
                     f"cannot commit chunk {set_index} with token {grant}: this shard has "

@@ -199,7 +199,7 @@ class StepCounts:
         self._parts: dict[bytes, _SliceCount] = {}
 
     @classmethod
-    def from_wire(cls, words: Vector, *, size: int) -> "StepCounts":
+    def read(cls, words: Vector, *, size: int) -> "StepCounts":
         """Return counts that another incarnation or copy wrote, or raise RemoteProtocolError."""
         if words.dtype != np.int64 or len(words) < 2 or words[1] != 0:
             raise RemoteProtocolError(f"{len(words)} numbers of {words.dtype} are not push counts")

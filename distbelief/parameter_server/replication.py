@@ -354,7 +354,7 @@ class Backup:
     def _steps(self, message: StartSync) -> StepCounts:
         if message.steps is None:
             return StepCounts(message.clock)
-        return StepCounts.from_wire(message.steps, size=len(self._values.vector))
+        return StepCounts.read(message.steps, size=len(self._values.vector))
 
     def _own_buffers(self) -> tuple[PushBuffer, PushBuffer]:
         if self._push_buffers is None:

@@ -87,7 +87,9 @@ class Savepoints:
         self._base_clock: int | None = base_clock  # until the first restore
 
     def records(self) -> tuple[CheckpointRecord, ...]:
-        records = [CheckpointRecord(cut=cut.cut, whole=True, clock=0) for cut in self._live]
+        records = [
+            CheckpointRecord(cut=savepoint.cut, whole=True, clock=0) for savepoint in self._live
+        ]
         records += [
             CheckpointRecord(cut=kept.cut, whole=False, clock=kept.clock) for kept in self._kept
         ]
@@ -113,8 +115,8 @@ class Savepoints:
         self._live.append(_Savepoint(mark.cut, mark.vectors))
 
     def drop_before(self, settled: int) -> None:
-        if any(cut.cut == settled for cut in self._live):
-            self._live = [cut for cut in self._live if cut.cut >= settled]
+        if any(savepoint.cut == settled for savepoint in self._live):
+            self._live = [savepoint for savepoint in self._live if savepoint.cut >= settled]
 
     def forget(self, on_disk: int) -> None:
         """Drop the parameters of savepoints before this one, which every shard has on disk."""
@@ -126,13 +128,15 @@ class Savepoints:
         wanted = {
             name
             for name in names
-            if any(name in cut.names and name not in cut.saved for cut in self._live)
+            if any(
+                name in savepoint.names and name not in savepoint.saved for savepoint in self._live
+            )
         }
         for name, vector in self._vector_store.export(tuple(wanted)).items():
             copy = vector.copy()
-            for cut in self._live:
-                if name in cut.names:
-                    cut.saved.setdefault(name, copy)
+            for savepoint in self._live:
+                if name in savepoint.names:
+                    savepoint.saved.setdefault(name, copy)
 
     # ---------------------------------------------------------------------- return
 
@@ -174,8 +178,8 @@ class Savepoints:
                 return
         raise self._unknown(cut)
 
-    def _vectors_of(self, cut: _Savepoint) -> Mapping[str, Vector]:
-        return self._vector_store.export(tuple(cut.names)) | cut.saved
+    def _vectors_of(self, savepoint: _Savepoint) -> Mapping[str, Vector]:
+        return self._vector_store.export(tuple(savepoint.names)) | savepoint.saved
 
     def _unknown(self, cut: int) -> RemoteProtocolError:
         held = [(record.cut, record.whole) for record in self.records()]

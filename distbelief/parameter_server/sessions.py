@@ -56,7 +56,7 @@ class SessionTable:
         n_clients_max: int,
     ) -> None:
         self._fingerprint = identity.layout.fingerprint
-        self._holdings = slice_table
+        self._slice_table = slice_table
         self._n_gradient = identity.layout.n_gradient(identity.index)
         self._memory = memory
         self._n_clients_max = n_clients_max
@@ -90,7 +90,7 @@ class SessionTable:
         ]
         if all(other.key == shard_slice.key for other in pushing):
             return len(pushing)
-        buffers = (self._n_gradient, self._holdings.whole.n_elements)
+        buffers = (self._n_gradient, self._slice_table.whole.n_elements)
         inner = shard_slice.within(*buffers)
         all_ranges = [inner, *(other.within(*buffers) for other in pushing)]
         ends = [end for one in all_ranges for end in (one.starts, one.stops)]
@@ -116,7 +116,7 @@ class SessionTable:
                 "use the same model and number of shards on both sides"
             )
         try:
-            shard_slice = self._holdings.get(request.holds)
+            shard_slice = self._slice_table.get(request.holds)
         except RemoteProtocolError as error:
             return f"the elements that you hold are invalid: {error}"
         client = self._clients.get(name)
@@ -172,7 +172,7 @@ class SessionTable:
                 self._take_back(client)
             client = Session(name=name, incarnation=incarnation, samples=samples, queued=queued)
             self._clients[name] = client
-        client.shard_slice = self._holdings.get(request.holds)
+        client.shard_slice = self._slice_table.get(request.holds)
         warning = None
         if self._needs_push_buffers(client, request):
             self._take_back(client)
@@ -188,6 +188,7 @@ class SessionTable:
 
     @property
     def _oldest_gone(self) -> Address | None:
+        # Dicts keep their order: the first client that has neither a session nor a push here.
         return next(
             (
                 client.name

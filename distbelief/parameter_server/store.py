@@ -70,13 +70,13 @@ class SliceUpdate:
     def __init__(self, target: IndexRanges, source: IndexRanges) -> None:
         self.target = target
         self.n_elements = target.n_elements
-        self._state_blocks = tuple(_state_blocks(target, source))
-        copied = [p.n_elements for p in self._state_blocks if isinstance(p.target, RangeCopier)]
+        self._pieces = tuple(_pieces(target, source))
+        copied = [p.n_elements for p in self._pieces if isinstance(p.target, RangeCopier)]
         self._n_copied = max(copied, default=0)
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
         room = np.zeros((len(vectors) + 1, _padded(self._n_copied)), pushed.dtype)
-        for piece in self._state_blocks:
+        for piece in self._pieces:
             n, target, source = piece.n_elements, piece.target, piece.source
             if isinstance(target, int) and isinstance(source, int):
                 parts = [vector[target : target + n] for vector in vectors]
@@ -113,7 +113,7 @@ def _apply_to_copies(
         target.scatter(part, whole)
 
 
-def _state_blocks(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
+def _pieces(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
     lengths = target.stops - target.starts
     in_place = lengths >= _IN_PLACE_MIN
     if len(lengths) == 1 and target.n_elements % ALIGNMENT == 0:

@@ -367,13 +367,13 @@ class ShardLink:
 
     def wait(self, now: Seconds) -> list[Action]:
         """Run the timer if something is awaited; call after every change."""
-        awaits = self._is_waiting
-        begins = awaits and not self._awaited
-        self._awaited = awaits
+        is_waiting = self._is_waiting
+        begins = is_waiting and not self._awaited
+        self._awaited = is_waiting
         if begins:
             self._heard_at = self._progress_at = self._sent_at = now
             self._delay = self._config.retry_seconds
-        if not awaits:
+        if not is_waiting:
             return []
         due = now + self._delay
         runs = self._timer_at is not None and (not begins or self._timer_at <= due)

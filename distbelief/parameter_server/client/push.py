@@ -214,13 +214,11 @@ class ShardPush:
 
     def _move(self, in_flight: _InFlight) -> None:
         assert self._push_buffers is not None
-        push, push_buffers = (
-            in_flight.push,
-            self._push_buffers[in_flight.push.sequence % N_PUSH_BUFFERS],
-        )
-        if in_flight.values is not push_buffers:
-            push_buffers[:] = in_flight.values
-            in_flight.values = push_buffers
+        push = in_flight.push
+        buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
+        if in_flight.values is not buffer:
+            buffer[:] = in_flight.values
+            in_flight.values = buffer
             in_flight.received = 0
         if push.shard_incarnation != self._shard_incarnation:
             # Staleness is counted within one incarnation of the shard.

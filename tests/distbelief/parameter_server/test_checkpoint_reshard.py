@@ -1,4 +1,4 @@
-"""Another number of shards: every bit of every element goes along, and nothing else."""
+"""Resharding to another number of shards keeps every bit of every element."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""A snapshot gives back every bit, or says what is wrong with it."""
+"""A snapshot restores every bit, or the error names what is wrong with it."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int)
 
 
 def test_what_was_pushed_in_parts_is_counted_on() -> None:
-    steps = StepCounts.from_wire(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
+    steps = StepCounts.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
     back = restore(snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3)
     assert back.steps.to_wire().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
 

@@ -1,4 +1,4 @@
-"""Sets of portions, staged and folded into one tree."""
+"""Gradient sums of chunks, staged and committed into one tree."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_the_sum_has_the_same_bits_in_every_order(order: list[int]) -> None:
 
 
 @given(order=st.permutations(range(32)))
-def test_memory_is_bounded_by_half_the_sets_and_their_logarithm(order: list[int]) -> None:
+def test_memory_is_bounded_by_half_the_chunks_and_their_logarithm(order: list[int]) -> None:
     sums, most = collecting(), 0
     for set_index in order:
         stage(sums, 10 + set_index)
@@ -128,7 +128,7 @@ def test_a_part_of_a_gradient_or_another_type_is_not_staged() -> None:
     assert sums.n_refused == 2
 
 
-def test_a_set_that_is_not_held_or_counts_already_cannot_be_counted() -> None:
+def test_a_chunk_that_is_not_staged_or_is_committed_cannot_be_committed() -> None:
     sums = collecting()
     stage(sums, 10)
     sums.check([(0, 10)])
@@ -166,7 +166,7 @@ def stage_part(sums: GradientSums, part: ShardSlice, whole: Vector, *, grant: in
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_parts_of_a_set_are_put_together(first: int) -> None:
+def test_parts_of_a_chunk_are_put_together(first: int) -> None:
     sums = collecting()
     whole = pushed(1)
     stage(sums, 12)
@@ -191,7 +191,7 @@ def test_what_no_part_has_is_zero_and_buffers_stay_as_they_are() -> None:
     np.testing.assert_array_equal(total[72:], whole[72:])
 
 
-def test_a_part_counts_once_and_none_comes_under_the_grant_of_a_whole() -> None:
+def test_a_part_counts_once_and_none_is_added_to_a_whole_push() -> None:
     sums, (one, other), whole = collecting(), parts(), pushed(1)
     stage_part(sums, one, whole, grant=10)
     values = np.zeros(one.n_elements, np.float32)

@@ -68,9 +68,9 @@ def test_every_element_has_its_own_count(
 
 
 @given(pushes)
-def test_what_is_written_down_is_read_again(pushed: list[ShardSlice]) -> None:
+def test_written_counts_are_read_back(pushed: list[ShardSlice]) -> None:
     steps, _ = counted(pushed)
-    read = StepCounts.from_wire(steps.to_wire(), size=SIZE)
+    read = StepCounts.read(steps.to_wire(), size=SIZE)
     assert read.to_wire().tolist() == steps.to_wire().tolist()
     assert read.n_whole == steps.n_whole == pushed.count(WHOLE)
 
@@ -82,7 +82,7 @@ def test_clients_that_hold_the_same_are_counted_together() -> None:
     assert steps.to_wire().tolist() == [0, 0, 2, 1, 0, 10, 10, 1]
 
 
-def test_who_never_pushed_is_not_written_down() -> None:
+def test_clients_that_never_pushed_are_not_written() -> None:
     steps = StepCounts(3)
     assert steps.register(held((0, 10))) is None
     assert steps.register(held((0, 10))) is None
@@ -90,7 +90,7 @@ def test_who_never_pushed_is_not_written_down() -> None:
     assert steps.to_wire().tolist() == [3, 0]
 
 
-def test_there_is_a_bound_to_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_written_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "N_STRIPES_MAX", 1)
     steps = StepCounts()
     steps.add(held((0, 10)))
@@ -147,5 +147,5 @@ def test_a_push_of_several_parts_is_one_push_once_all_are_there() -> None:
     assert steps.n_pushes == 2
     steps.add(second)
     assert steps.n_pushes == 3
-    again = StepCounts.from_wire(steps.to_wire(), size=SIZE)
+    again = StepCounts.read(steps.to_wire(), size=SIZE)
     assert again.n_pushes == 3

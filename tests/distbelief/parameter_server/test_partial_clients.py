@@ -316,7 +316,7 @@ def hello_of(machines: Machines, words: list[int]) -> OpenSession:
         ([0, 9, 9, 1, 8, 1, 1, 1], "stripes overlap"),
     ],
 )
-def test_ranges_that_cannot_be_are_refused_for_good(words: list[int], what: str) -> None:
+def test_invalid_ranges_are_refused_for_good(words: list[int], what: str) -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False, pushers=[])
     machines.bench.add_client(LEFT)
     machines.bench.messages.clear()
@@ -325,21 +325,21 @@ def test_ranges_that_cannot_be_are_refused_for_good(words: list[int], what: str)
         machines.bench.settle()
 
 
-def test_a_client_holds_the_same_as_long_as_it_lives() -> None:
+def test_an_incarnation_of_a_client_cannot_change_its_part() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False)
     machines.bench.send(LEFT, SHARD, hello_of(machines, [0, 9, 9, 1]))
     with pytest.raises(JobError, match="now hold 9 others"):
         machines.bench.settle()
 
 
-def test_a_new_life_may_hold_something_else() -> None:
+def test_a_new_incarnation_may_have_another_part() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False)
     machines.push(LEFT, machines.noise(0))
     machines.add(LEFT, ITEMS[RIGHT])
     assert machines.bench.client(LEFT).ready
 
 
-def test_a_shard_that_would_have_to_write_too_much_down_refuses(
+def test_a_shard_refuses_parts_whose_counts_need_too_much_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 4)
@@ -367,7 +367,7 @@ def test_counts_of_pushes_outlive_a_shard(rule: UpdateRule, *, shared: bool) -> 
     two.bench.settle()
     (snapshot,) = two.bench.snapshots
     two.bench.add_shard(rule=rule, restored=snapshot)
-    for name in (LEFT, RIGHT, CLIENT):  # each meets the new life
+    for name in (LEFT, RIGHT, CLIENT):  # each meets the new incarnation
         two.bench.deliver(name, PeerJoined(peer=SHARD, incarnation=2))
     two.bench.settle()
     for machines in (one, two):
@@ -424,7 +424,7 @@ def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
         n = machines.layout.n_gradient(0)
         return [float(v) for v in machines.shard()._values.vector[n : n + 5]]
 
-    assert buffers_after(LEFT) == [4.0, 4.0, 0.0, 0.0, 0.0]  # nobody else holds these
+    assert buffers_after(LEFT) == [4.0, 4.0, 0.0, 0.0, 0.0]  # no one else holds these
     machines.add(CLIENT)
     machines.shard()._values.vector[machines.layout.n_gradient(0) :] = 0.0
     assert buffers_after(RIGHT) == [0.0, 0.0, 2.0, 2.0, 2.0]  # two hold them

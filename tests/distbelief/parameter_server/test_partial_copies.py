@@ -70,7 +70,7 @@ class Pair:
                 waiting += [(action.receiver, reply) for reply in replies]
 
     def follow(self) -> None:
-        """Let the second become the leader's copy."""
+        """Let the backup become the primary's copy."""
         self.pump(self.a.lead(2, B))
 
     def push(self, name: Address, seed: int, *, touches: Vector | None = None) -> list[Action]:
@@ -116,7 +116,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_second_counts_what_each_element_has_met_as_its_leader_does(*, shared: bool) -> None:
+def test_a_backup_counts_pushes_per_element_as_its_primary_does(*, shared: bool) -> None:
     pair = Pair(shared=shared)
     order = [Address(n) for n in ("left", "whole", "left", "middle", "right")]
     for seed, name in enumerate(order[:3]):
@@ -151,7 +151,7 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
 # ------------------------------------------------------------------ what is refused
 
 
-def test_who_holds_a_part_cannot_name_what_a_push_changes() -> None:
+def test_a_client_with_a_part_cannot_limit_what_a_push_changes() -> None:
     pair = Pair(shared=False)
     before = pair.a.shard._values.vector.copy()
     actions = pair.push(Address("left"), 0, touches=np.array([0, 64, 64, 1], np.int64))
@@ -207,7 +207,7 @@ def block(n_elements: int, index: int = 0) -> PushBlock:
     )
 
 
-def test_a_part_that_is_forwarded_changes_that_part() -> None:
+def test_a_replicated_part_changes_that_part() -> None:
     copy = second()
     copy.receive(block(7), A)
     copy.receive(forward([10, 7, 7, 1]), A)
@@ -217,7 +217,7 @@ def test_a_part_that_is_forwarded_changes_that_part() -> None:
     assert steps.to_wire().tolist() == [5, 0, 1, 1, 10, 7, 7, 1]
 
 
-def test_without_word_of_parts_every_element_has_met_all_pushes() -> None:
+def test_without_counts_of_parts_every_element_has_received_all_pushes() -> None:
     copy = OneCopy(B)
     copy.receive(follow(None), A)
     assert copy.shard._values.steps.to_wire().tolist() == [5, 0]
@@ -236,16 +236,14 @@ def test_without_word_of_parts_every_element_has_met_all_pushes() -> None:
         ([5, 0, 1, 1, N, 1, 1, 1], "does not fit a vector"),
     ],
 )
-def test_counts_that_cannot_be_are_refused_before_anything_is_given_up(
-    words: list[int], what: str
-) -> None:
+def test_invalid_counts_are_refused_before_anything_is_dropped(words: list[int], what: str) -> None:
     copy = OneCopy(B)
     with pytest.raises(RemoteProtocolError, match=what):
         copy.receive(follow(words), A)
     assert copy.activity == "waiting"
 
 
-def test_parts_that_cannot_be_are_refused() -> None:
+def test_invalid_parts_are_refused() -> None:
     copy = second()
     copy.receive(block(7), A)
     with pytest.raises(RemoteProtocolError, match="does not fit a vector"):
@@ -256,7 +254,9 @@ def test_parts_that_cannot_be_are_refused() -> None:
         second().receive(block(N + 1), A)
 
 
-def test_a_second_writes_no_more_down_than_a_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backup_has_the_same_limit_of_counts_as_a_primary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 1)
     copy = second()
     copy.receive(block(3), A)

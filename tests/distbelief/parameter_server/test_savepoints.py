@@ -1,4 +1,4 @@
-"""Cuts of one shard: marked, changed after, recalled."""
+"""Savepoints of one shard: created, changed afterwards, restored."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ class Shard:
         return [(record.cut, record.whole) for record in self.cuts.records()]
 
 
-def test_before_the_first_order_there_is_cut_0_at_its_clock() -> None:
+def test_before_the_first_command_there_is_savepoint_0() -> None:
     shard = Shard()
     (record,) = shard.cuts.records()
     assert (record.cut, record.whole, record.clock) == (0, False, 7)
@@ -54,7 +54,7 @@ def test_before_the_first_order_there_is_cut_0_at_its_clock() -> None:
     assert shard.at(PARAMETERS) == 1.0
 
 
-def test_a_cut_holds_its_vectors_as_they_were_and_no_others() -> None:
+def test_a_savepoint_keeps_its_vectors_as_they_were_and_no_others() -> None:
     shard = Shard().begin()
     shard.do(Fill(target="s0", a=3.0))
     shard.mark(5, PARAMETERS, "s0")
@@ -68,7 +68,7 @@ def test_a_cut_holds_its_vectors_as_they_were_and_no_others() -> None:
     assert shard.at("s0") == 3.0
 
 
-def test_two_cuts_are_held_until_the_newer_is_settled() -> None:
+def test_two_savepoints_are_kept_until_the_newer_is_settled() -> None:
     shard = Shard().begin()
     shard.mark(5, PARAMETERS)
     shard.do(Fill(target=PARAMETERS, a=2.0))
@@ -84,18 +84,18 @@ def test_two_cuts_are_held_until_the_newer_is_settled() -> None:
     assert shard.held == [(0, False)]
 
 
-def test_a_mark_names_what_is_there() -> None:
+def test_a_savepoint_names_existing_vectors() -> None:
     with pytest.raises(RemoteProtocolError, match=r"names vectors \['s0'\]"):
         Shard().begin().mark(5, PARAMETERS, "s0")
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_is_not_held_cannot_be_recalled(whole: bool) -> None:  # noqa: FBT001 -- a case
+def test_an_unknown_savepoint_cannot_be_restored(whole: bool) -> None:  # noqa: FBT001 -- a case
     with pytest.raises(RemoteProtocolError, match="no savepoint 3 here"):
         Shard().begin().return_to(3, whole=whole)
 
 
-def test_cut_0_can_be_recalled_until_all_have_one_on_disk() -> None:
+def test_savepoint_0_exists_until_all_shards_have_one_on_disk() -> None:
     shard = Shard().begin()
     shard.do(Fill(target=PARAMETERS, a=2.0))
     shard.mark(5, PARAMETERS)
@@ -106,7 +106,7 @@ def test_cut_0_can_be_recalled_until_all_have_one_on_disk() -> None:
     assert shard.held == [(5, True), (5, False)]
 
 
-def test_no_more_than_three_points_are_kept() -> None:
+def test_at_most_three_savepoints_are_kept() -> None:
     """The oldest may be all that another shard has."""
     shard = Shard().begin()
     for cut in (5, 6, 7):
@@ -124,7 +124,7 @@ def test_no_more_than_three_points_are_kept() -> None:
 PLAIN = Snapshot(label="3", arrays={"values": np.ones(64)}, facts={"clock": "3"})
 
 
-def test_a_saved_cut_comes_back_bit_for_bit() -> None:
+def test_a_saved_savepoint_comes_back_bit_for_bit() -> None:
     shard = Shard().begin()
     shard.do(Fill(target="s0", a=0.1))
     shard.mark(5, PARAMETERS, "s0")
@@ -140,7 +140,7 @@ def test_a_saved_cut_comes_back_bit_for_bit() -> None:
     assert (other.at(PARAMETERS), other.at("s0")) == (1.0, 0.1)
 
 
-def test_a_saved_cut_holds_what_all_shards_share_besides() -> None:
+def test_a_saved_savepoint_includes_the_one_that_all_shards_have() -> None:
     """Two shards died around a save that one of them had finished (seed 4642).
 
     The one was at the cut it had just saved, the other, whose save was torn, where the
@@ -174,7 +174,7 @@ def test_a_saved_cut_holds_what_all_shards_share_besides() -> None:
     assert other.at(PARAMETERS) == 2.0
 
 
-def test_the_cut_that_all_share_is_not_saved_twice() -> None:
+def test_the_common_savepoint_is_not_saved_twice() -> None:
     shard = Shard().begin()
     shard.mark(5, PARAMETERS)
     shard.cuts.on_disk(5)
@@ -183,7 +183,7 @@ def test_the_cut_that_all_share_is_not_saved_twice() -> None:
     assert sorted(again.arrays) == ["values", "vector.parameters"]
 
 
-def test_only_the_present_can_be_saved() -> None:
+def test_only_the_current_savepoint_can_be_saved() -> None:
     shard = Shard().begin()
     with pytest.raises(RemoteProtocolError, match="vectors have changed since"):
         shard.cuts.check_current(5)
@@ -193,7 +193,7 @@ def test_only_the_present_can_be_saved() -> None:
         shard.cuts.check_current(5)
 
 
-def test_a_snapshot_without_a_cut_is_the_shards_alone() -> None:
+def test_a_snapshot_without_a_savepoint_has_the_shards_own_state() -> None:
     assert split(PLAIN) == (PLAIN, None)
 
 

@@ -1,4 +1,4 @@
-"""Selections against brute force: every element's place, one by one."""
+"""Partial views against brute force: the position of every element, one by one."""
 
 import math
 
@@ -87,7 +87,7 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
             part.copier_in_place(filled).gather(tensors)
             indices = indices_of(part)
             times[indices] += 1
-            # What goes over the wire is the same, in rising order.
+            # What goes over the codec is the same, in rising order.
             compact = np.full(part.shard_slice.n_elements, np.nan, np.float32)
             part.exchange(compact).gather(tensors)
             assert np.array_equal(compact, wanted[indices])

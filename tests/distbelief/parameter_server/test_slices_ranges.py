@@ -143,7 +143,7 @@ def test_ranges_that_overlap_are_refused() -> None:
         ([0, 4, 4, 1, 3, 1, 1, 1], "overlap"),
     ],
 )
-def test_stripes_that_cannot_be_are_refused(words: list[int], what: str) -> None:
+def test_invalid_stripes_are_refused(words: list[int], what: str) -> None:
     with pytest.raises(RemoteProtocolError, match=what):
         IndexRanges.from_wire(np.array(words, np.int64), size=SIZE)
 
@@ -158,7 +158,7 @@ def test_too_many_ranges_are_refused_before_they_are_made() -> None:
         IndexRanges.from_wire(np.array([0, 1, 2, 1 << 40]), size=1 << 60)
 
 
-def test_of_an_empty_vector_nothing_is_held() -> None:
+def test_an_empty_vector_has_no_stripes() -> None:
     assert IndexRanges.from_wire(np.zeros(0, np.int64), size=0).n_elements == 0
     assert IndexRanges.whole(3, 3).stripes().tolist() == []
     with pytest.raises(RemoteProtocolError, match="does not fit"):
