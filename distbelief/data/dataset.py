@@ -1,9 +1,9 @@
 """Map-style data sets, read a batch at a time.
 
-A data set is whatever has a length and answers `dataset[index]` with a pair (input,
-target), as in torch. If it has torch's `__getitems__` a whole batch is asked for at
-once: it may return the samples in a list, or the finished batch in a tuple (inputs,
-targets), which saves cutting an array into samples only to join them again.
+A data set has a length and returns a pair (input, target) for `dataset[index]`, as in torch. With
+torch's `__getitems__`, it is asked for a whole batch at once. It may return a list of samples, or
+the finished batch as a tuple (inputs, targets), which avoids splitting an array into samples and
+joining them again.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Dataset(Protocol):
     """A map-style data set of pairs (input, target)."""
 
-    def __len__(self) -> int:
-        """Return how many samples there are."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> object:
-        """Return sample `index` as a pair of tensors, arrays or numbers."""
-        ...
+    def __getitem__(self, index: int, /) -> object: ...
 
 
 @runtime_checkable
@@ -41,12 +37,12 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
     """Return the samples of these indices, joined in this order.
 
     Args:
-        dataset: Where they are.
+        dataset: The data set.
         indices: At least one, each in [0, len(dataset)).
         table: Table of the job file that names the data set, for messages.
 
     Raises:
-        JobError: the data set fails, or its samples are no pairs, or do not join.
+        JobError: The data set fails, or its samples are not pairs or do not join.
     """
     wanted = [int(index) for index in indices]
     try:
@@ -54,7 +50,7 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
             read = dataset.__getitems__(wanted)
         else:
             read = [dataset[index] for index in wanted]
-    except Exception as error:  # the data set is the user's: anything may come
+    except Exception as error:  # the user's code may raise anything
         raise JobError(
             f"[{table}] reading samples {_shown(wanted)} failed: {type(error).__name__}: {error}"
         ) from error
@@ -102,8 +98,8 @@ def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batc
     return _tensor(inputs, "inputs", table), _tensor(targets, "targets", table)
 
 
+# Names the first two samples with different shapes, which torch's own error does not.
 def _misfit(samples: list[object], wanted: Sequence[int]) -> str | None:
-    """Return a sentence on the first two samples whose shapes differ, if any do."""
     shapes: dict[int, tuple[int, object]] = {}
     for index, sample in zip(wanted, samples, strict=True):
         assert isinstance(sample, tuple | list)
@@ -126,8 +122,7 @@ def _tensor(value: object, name: str, table: str) -> torch.Tensor:
         return torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError) as error:
         raise JobError(
-            f"[{table}] {name} are {_kind(value)}, which is no tensor and cannot be "
-            f"made one: {error}"
+            f"[{table}] {name} are {_kind(value)}, which torch cannot turn into a tensor: {error}"
         ) from error
 
 

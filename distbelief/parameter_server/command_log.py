@@ -1,20 +1,14 @@
-"""A shard under a coordinator: orders, each performed once, in the order given.
+"""Shard commands: a coordinator's numbered commands, each executed once and in order.
 
-    Order n of this epoch, n = last + 1   performed, as one piece of work -> Performed
-    Order n = last                        the same answer again
-    Order of an older epoch               answered by the present one: you are over
-    Attach of a higher epoch              whatever another epoch began is given up
-    any other Order of a higher epoch     answered by what is known here: attach first
+    command n of this epoch, n = last + 1     executed as one piece of work -> CommandDone
+    command n = last                          the same answer again
+    command of an older epoch                 answered with the current epoch: you are replaced
+    BeginEpoch of a higher epoch              drops what another epoch started
+    other command of a higher epoch           answered with the known epoch: begin it first
 
-Rules:
-
-* One order is performed at a time, and none is begun before the one before it ended.
-* An order that cannot be performed changes nothing, and the answer says why.
-* The published values are replaced by `BeginEvaluation`, `Publish` and `Checkpoint` alone:
-  between two of those everybody reads one version of them (DB-16).
-* While a coordinator drives the shard nothing else may change its values: pushes
-  without a grant are refused. `Publish` ends that, until another attaches.
-* An order that waits or is performed is answered by what was said last: a sign of life.
+A command that fails changes nothing, and the answer has the error. The published values change by
+`BeginEvaluation`, `Publish` and `Checkpoint` only, so between two of them every reader sees one
+version (DB-16). Until `Publish`, pushes without a commit token are refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,147 +56,133 @@ from distbelief.roles.role import (
 @final
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the work of an order came to."""
-
     scalars: Scalars = ()
     error: str | None = None
 
 
 @final
 class CommandExecutor:
-    """What a coordinator has made of one life of a shard.
+    """The state of one shard incarnation under a coordinator.
 
     Args:
-        config: Of the shard.
-        values: What everybody reads.
+        config: Settings of the shard.
+        values: The published values.
     """
 
     def __init__(self, config: ShardConfig, values: ShardStore) -> None:
         layout, index = config.layout, config.index
         self._name = config.name
-        self._has_other = config.waits_for_lead
+        self._is_replicated = config.waits_for_lead
         self._values = values
         self._n_gradient = layout.n_gradient(index)
-        self._algebra = VectorStore(layout, index, n_vectors_max=config.n_vectors_max)
-        self._collecting = GradientSums(
+        self._vector_store = VectorStore(layout, index, n_vectors_max=config.n_vectors_max)
+        self._sums = GradientSums(
             n_elements=layout.shard_size(index), n_gradient=self._n_gradient, dtype=layout.dtype
         )
-        self._cuts: Savepoints | None = None  # once the values are there
-        self._buffers: Vector | None = None  # of the last set, for the next `BeginEvaluation`
+        self._savepoints: Savepoints | None = None  # set when the values are there
+        self._buffers: Vector | None = None  # of the last chunk, for the next `BeginEvaluation`
         self._epoch = 0
-        self._is_free = True
+        self._is_idle = True
         self._answer = CommandDone(epoch=0, number=0)
         self._next: tuple[Address, ShardCommand] | None = None
         self._running: tuple[Address, ShardCommand] | None = None
 
     @property
-    def drives(self) -> bool:
-        """Does a coordinator decide what the values are?"""
-        return not self._is_free
+    def is_driven(self) -> bool:
+        return not self._is_idle
 
     @property
-    def were_given(self) -> bool:
-        """Has a coordinator driven this shard, in this life?"""
+    def was_driven(self) -> bool:
         return bool(self._epoch)
 
     def counters(self) -> Mapping[str, float]:
-        """Return figures for the role's status, if there is a coordinator."""
         if not self._epoch:
             return {}
         return {
             "epoch": float(self._epoch),
-            "orders": float(self._answer.number),
-            "sets_folded": float(self._collecting.n_folded),
-            "sets_refused": float(self._collecting.n_refused),
-            "set_vectors": float(self._collecting.n_vectors),
+            "commands": float(self._answer.number),
+            "chunks_committed": float(self._sums.n_committed),
+            "chunks_refused": float(self._sums.n_refused),
+            "sum_vectors": float(self._sums.n_vectors),
         }
 
-    # ------------------------------------------------------------------------- life
+    # ---------------------------------------------------------------------- restore
 
-    def restoring(self, snapshot: Snapshot | None) -> tuple[Snapshot | None, Callable[[], None]]:
-        """Return what of a snapshot is the shard's, and the work that restores ours.
+    def restore_work(self, snapshot: Snapshot | None) -> tuple[Snapshot | None, Callable[[], None]]:
+        """Split a snapshot: return the shard's own part, and the work that restores the vectors.
 
-        The work is to be done when the values are there.
-
-        Raises:
-            StorageError: the snapshot is damaged; so does the work.
+        Run the work when the values are there. Both raise StorageError if the snapshot is damaged.
         """
         plain, saved = (None, None) if snapshot is None else split(snapshot)
 
         def work() -> None:
             if saved is not None:
-                cuts = Savepoints(self._algebra, base_clock=0)
-                cuts.restore(saved)
-                self._cuts = cuts
+                savepoints = Savepoints(self._vector_store, base_clock=0)
+                savepoints.restore(saved)
+                self._savepoints = savepoints
 
         return plain, work
 
     def ready(self) -> None:
-        """The values are there."""
-        if self._cuts is None:
-            self._cuts = Savepoints(self._algebra, base_clock=self._values.clock)
+        if self._savepoints is None:
+            self._savepoints = Savepoints(self._vector_store, base_clock=self._values.clock)
 
     # --------------------------------------------------------------------- messages
 
-    def take(self, event: Received, order: ShardCommand) -> list[Action]:
-        """Let an order wait for its turn, or answer it at once."""
+    def take(self, event: Received, command: ShardCommand) -> list[Action]:
         sender = event.sender
-        if self._has_other:
+        if self._is_replicated:
             text = (
-                f"{self._name} is one of two copies of its shard, and vectors have "
-                "none: set shard_copies = 1"
+                f"{self._name} has two copies, and named vectors are not replicated: "
+                "set shard_copies = 1"
             )
-            refusal = CommandDone(epoch=order.epoch, number=order.number, error=text)
+            refusal = CommandDone(epoch=command.epoch, number=command.number, error=text)
             return [Send(receiver=sender, message=refusal)]
-        if order.epoch > self._epoch and isinstance(order.task, BeginEpoch):
-            self._epoch, self._is_free = order.epoch, False
-            self._answer = CommandDone(epoch=order.epoch, number=0)
-            self._next = sender, order
+        if command.epoch > self._epoch and isinstance(command.task, BeginEpoch):
+            self._epoch, self._is_idle = command.epoch, False
+            self._answer = CommandDone(epoch=command.epoch, number=0)
+            self._next = sender, command
             return []
-        if order.epoch == self._epoch and order.number == self._answer.number + 1:
-            if self._knows(order):
+        # A repetition of the pending or running command gets the last answer: a sign of life.
+        if command.epoch == self._epoch and command.number == self._answer.number + 1:
+            if self._is_pending(command):
                 return [Send(receiver=sender, message=self._answer)]
-            self._next = sender, order
+            self._next = sender, command
             return []
-        if order.epoch == self._epoch and order.number != self._answer.number:
+        if command.epoch == self._epoch and command.number != self._answer.number:
             return []
         return [Send(receiver=sender, message=self._answer)]
 
-    def _knows(self, order: ShardCommand) -> bool:
-        """Return whether it waits or is performed already."""
+    def _is_pending(self, command: ShardCommand) -> bool:
         return any(
-            known is not None and known[1].epoch == order.epoch
+            known is not None and known[1].epoch == command.epoch
             for known in (self._next, self._running)
         )
 
     # ------------------------------------------------------------------------- work
 
     def begin_next(self, snapshot: Callable[[str], Snapshot]) -> Action | None:
-        """Begin the order that waits, if one does.
-
-        Args:
-            snapshot: Returns a snapshot of all that is the shard's, under a label.
-        """
-        if self._running is not None:  # a `Checkpoint`, of which the second half is due
+        """Start the pending command, if any; `snapshot` makes the shard's own snapshot."""
+        if self._running is not None:  # the second half of a `Checkpoint`: write to disk
             return self._save(self._running[1], snapshot)
         if self._next is None:
             return None
         self._running, self._next = self._next, None
-        order = self._running[1]
-        cost = self._cost(order.task)
-        if isinstance(order.task, BeginEvaluation | Publish | Checkpoint):
-            self._values.begin_replacing()
+        command = self._running[1]
+        cost = self._cost(command.task)
+        if isinstance(command.task, BeginEvaluation | Publish | Checkpoint):
+            self._values.begin_replace()
 
         def work() -> _Outcome:
             try:
-                return _Outcome(self._perform(order))
+                return _Outcome(self._execute(command))
             except RemoteProtocolError as error:
                 return _Outcome(error=str(error))
 
         return Compute(name="order", work=work, cost=cost)
 
     def computed(self, event: Computed) -> list[Action]:
-        """The work is done: answer, unless something is to be saved first."""
+        """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
         assert self._running is not None
         assert isinstance(event.result, _Outcome), event.result
         task = self._running[1].task
@@ -213,81 +193,75 @@ class CommandExecutor:
         return self._end(event.result)
 
     def persisted(self, event: Persisted) -> list[Action]:
-        """The cut is on disk, or is not."""
         assert self._running is not None
         task = self._running[1].task
         assert isinstance(task, Checkpoint)
-        assert self._cuts is not None
+        assert self._savepoints is not None
         if event.error is None:
-            self._cuts.on_disk(task.cut)
+            self._savepoints.on_disk(task.cut)
         return self._end(_Outcome(error=event.error))
 
-    def extended(self, snapshot: Snapshot) -> Snapshot:
-        """Return a snapshot that no coordinator asked for, with all vectors, or not.
+    def with_vectors(self, snapshot: Snapshot) -> Snapshot:
+        """Add the named vectors to a snapshot that no coordinator requested, if that is consistent.
 
-        With them if the present is a cut, which its coordinator has left behind: then a
-        run can go on from it with its history.
+        It is if the vectors are exactly at a savepoint and the coordinator has left. Then a run
+        can resume with its optimizer history.
         """
-        cuts = self._cuts
-        if self.drives or cuts is None or cuts.present is None:
+        savepoints = self._savepoints
+        if self.is_driven or savepoints is None or savepoints.current is None:
             return snapshot
-        return cuts.extend(snapshot, cut=cuts.present)
+        return savepoints.extend(snapshot, cut=savepoints.current)
 
-    def _save(self, order: ShardCommand, snapshot: Callable[[str], Snapshot]) -> Action:
-        task = order.task
+    def _save(self, command: ShardCommand, snapshot: Callable[[str], Snapshot]) -> Action:
+        task = command.task
         assert isinstance(task, Checkpoint)
-        assert self._cuts is not None
-        return Persist(snapshot=self._cuts.extend(snapshot(task.label), cut=task.cut))
+        assert self._savepoints is not None
+        return Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
 
     def _end(self, outcome: _Outcome) -> list[Action]:
         assert self._running is not None
-        assert self._cuts is not None
-        (sender, order), self._running = self._running, None
-        if order.epoch != self._epoch:
-            return []  # who gave it is over
-        if isinstance(order.task, Publish):
-            self._is_free = True
-        collecting = self._collecting
+        assert self._savepoints is not None
+        (sender, command), self._running = self._running, None
+        if command.epoch != self._epoch:
+            return []  # its coordinator was replaced
+        if isinstance(command.task, Publish):
+            self._is_idle = True
+        collecting = self._sums
         self._answer = CommandDone(
-            epoch=order.epoch,
-            number=order.number,
+            epoch=command.epoch,
+            number=command.number,
             clock=self._values.clock,
             scalars=outcome.scalars,
-            n_sets=collecting.n_folded,
+            n_sets=collecting.n_committed,
             n_examples=collecting.n_examples,
             digest=collecting.digest,
-            cuts=self._cuts.records() if isinstance(order.task, BeginEpoch) else (),
+            cuts=self._savepoints.records() if isinstance(command.task, BeginEpoch) else (),
             error=outcome.error,
         )
         return [Send(receiver=sender, message=self._answer)]
 
     # ------------------------------------------------------------------- performing
 
-    def _perform(self, order: ShardCommand) -> Scalars:
-        """Perform an order, in the compute lane.
-
-        Raises:
-            RemoteProtocolError: it cannot be performed.
-        """
-        assert self._cuts is not None
-        self._cuts.forget(order.on_disk)
-        if order.mark is not None:
-            self._cuts.mark(order.mark, settled=order.settled)
+    def _execute(self, command: ShardCommand) -> Scalars:
+        assert self._savepoints is not None
+        self._savepoints.forget(command.on_disk)
+        if command.mark is not None:
+            self._savepoints.mark(command.mark, settled=command.settled)
         else:
-            self._cuts.settle(order.settled)
-        match order.task:
+            self._savepoints.drop_before(command.settled)
+        match command.task:
             case Execute() | BeginEvaluation() | FinishEvaluation():
-                return self._measure(order.task)
+                return self._measure(command.task)
             case BeginEpoch():
-                self._collecting.close()
+                self._sums.close()
             case Restore(cut=cut, whole=whole):
-                self._cuts.recall(cut, whole=whole, values=self._parameters)
+                self._savepoints.return_to(cut, whole=whole, values=self._parameters)
             case Commit():
-                self._fold(order.task)
+                self._commit(command.task)
             case Publish() | Checkpoint():
-                self._replace(order.task)
+                self._replace(command.task)
             case _:
-                assert_never(order.task)
+                assert_never(command.task)
         return ()
 
     def _measure(self, task: Execute | BeginEvaluation | FinishEvaluation) -> Scalars:
@@ -297,69 +271,70 @@ class CommandExecutor:
             case BeginEvaluation():
                 scalars = self._run(task.before)
                 self._publish(task.point)
-                self._collecting.open(first_grant=task.first_grant, n_staged_max=task.n_staged_max)
+                self._sums.open(first_grant=task.first_grant, n_staged_max=task.n_staged_max)
                 return scalars
             case FinishEvaluation():
-                return self._seal(task)
+                return self._finish_evaluation(task)
             case _:
                 assert_never(task)
 
-    def _fold(self, task: Commit) -> None:
-        sets = [(one.set_index, one.grant) for one in task.sets]
-        self._collecting.check(sets)
-        self._collecting.forget(task.void)
-        for set_index, grant in sets:
-            self._collecting.fold(set_index, grant)
+    def _commit(self, task: Commit) -> None:
+        chunks = [(one.set_index, one.grant) for one in task.sets]
+        self._sums.check(chunks)
+        self._sums.forget(task.void)
+        for set_index, grant in chunks:
+            self._sums.commit(set_index, grant)
 
     def _replace(self, task: Publish | Checkpoint) -> None:
-        assert self._cuts is not None
+        assert self._savepoints is not None
         if isinstance(task, Publish):
             self._publish(task.point)
         else:
-            self._cuts.check_present(task.cut)
+            self._savepoints.check_current(task.cut)
             self._publish(PARAMETERS)
 
     def _run(self, commands: Batch) -> Scalars:
-        assert self._cuts is not None
-        self._algebra.check(commands)
-        self._cuts.touch(targets(commands))
-        return self._algebra.perform(commands)
+        assert self._savepoints is not None
+        self._vector_store.check(commands)
+        self._savepoints.copy_before_write(targets(commands))
+        return self._vector_store.perform(commands)
 
     def _parameters(self) -> Vector:
         return self._values.vector[: self._n_gradient]
 
     def _publish(self, point: str) -> None:
-        vectors = self._algebra.export((point,))
+        vectors = self._vector_store.export((point,))
         if point not in vectors:
             raise RemoteProtocolError(
-                f"vector {point!r} is to be published, and this shard holds {self._algebra.names()}"
+                f"cannot publish vector {point!r}: this shard has {self._vector_store.names()}"
             )
         self._parameters()[:] = vectors[point]
         if self._buffers is not None:
             self._values.vector[self._n_gradient :] = self._buffers
 
-    def _seal(self, task: FinishEvaluation) -> Scalars:
-        assert self._cuts is not None
-        n, collecting = self._n_gradient, self._collecting
+    def _finish_evaluation(self, task: FinishEvaluation) -> Scalars:
+        assert self._savepoints is not None
+        n, collecting = self._n_gradient, self._sums
         if task.n_examples == 0:
+            # The loss of zero examples is undefined.
             unknown = Fill(target=task.gradient, a=float("nan"))
             return self._run((unknown, *task.after))
         if task.n_examples != collecting.n_examples:
             raise RemoteProtocolError(
-                f"the evaluation is to be sealed with {task.n_examples} examples; this "
-                f"shard counts {collecting.n_examples}, in {collecting.n_folded} sets"
+                f"the evaluation must end with {task.n_examples} examples; this shard "
+                f"has {collecting.n_examples}, in {collecting.n_committed} chunks"
             )
-        self._cuts.touch((task.gradient,))
+        self._savepoints.copy_before_write((task.gradient,))
         total = collecting.total()
         assert total is not None
-        np.divide(total[:n], task.n_examples, out=self._algebra.vector(task.gradient))
+        np.divide(total[:n], task.n_examples, out=self._vector_store.vector(task.gradient))
         self._buffers = total[n:].copy()
         return self._run(task.after)
 
     def _cost(self, task: Task) -> Cost:
         match task:
             case Execute(commands=commands):
-                return self._algebra.cost(commands)
+                return self._vector_store.cost(commands)
             case BeginEpoch():
                 return Cost()
             case Commit(sets=sets):
@@ -372,17 +347,17 @@ class CommandExecutor:
 
     # ---------------------------------------------------------------------- pushes
 
-    def collecting(self, applying: PushInProgress) -> tuple[Callable[[], None], Cost]:
-        """Return the work that stages what was pushed under a grant, if it counts."""
-        push, values = applying.push, applying.slot.values
-        holding, collecting = applying.client.holding, self._collecting
-        if not collecting.wants(values, grant=push.grant, holding=holding):
+    def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], Cost]:
+        """Return the work that stages a pushed chunk gradient, or work that does nothing."""
+        push, values = applying.push, applying.push_buffer.values
+        shard_slice, collecting = applying.client.shard_slice, self._sums
+        if not collecting.wants(values, grant=push.grant, shard_slice=shard_slice):
             return _nothing, Cost()
-        work = collecting.staging(
+        work = collecting.stage_work(
             values,
             grant=push.grant,
             n_examples=push.samples,
-            holding=holding,
+            shard_slice=shard_slice,
             buffers=self._values.vector[self._n_gradient :],
         )
         return work, Cost(n_bytes=2.0 * values.nbytes)

@@ -1,4 +1,4 @@
-"""What a shard is to be, as numbers and rules."""
+"""Settings of a shard."""
 
 from dataclasses import dataclass
 from typing import Final, final
@@ -10,32 +10,30 @@ from distbelief.roles.role import Seconds
 
 
 ABSENCE_SECONDS_MAX: Final = 300.0
-"""How long a client that is gone keeps its slots. One's own loop says nothing while it
-is not in a step: it measures, or writes a file, for minutes, and is taken for gone
-meanwhile. If it comes back later, a handshake lends it others, and what it had not
-been told of goes there; so the bound may be short beside a run that lasts for days."""
+"""How long an absent client keeps its push buffers. A user's own training loop is silent for
+minutes while it evaluates or writes a file. If it returns later, a new session gives it others."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
-    """What a shard is to be.
+    """Settings of a shard.
 
-    Its memory is bounded by its values, the rule's state, `n_copies` more copies of the
-    values, and two per client that pushes. The second of two copies of a shard has of
-    these only the first two; and two vectors more if its leader lies on another host.
+    Its memory: the values, the rule's state, `n_copies` pinned versions, and two push buffers per
+    client that pushes. A backup has only the first two, and two push buffers if its primary is on
+    another host.
     """
 
     index: int
     layout: Layout
     rule: UpdateRule
-    lease_seconds_max: Seconds = 10.0  # without progress
-    absence_seconds_max: Seconds = ABSENCE_SECONDS_MAX  # then its slots are taken back
-    n_copies: int = 2  # lent to those who fetch by blocks
+    pin_seconds_max: Seconds = 10.0  # without progress of the reader
+    absence_seconds_max: Seconds = ABSENCE_SECONDS_MAX  # of a client
+    n_copies: int = 2  # pinned versions, for fetches by blocks
     n_clients_max: int = 4096
-    n_vectors_max: int = 64  # that a coordinator may make here
+    n_vectors_max: int = 64  # named vectors of a coordinator
     name: str = ""  # of the role; by default "shard-INDEX"
-    waits_for_lead: bool = False  # one of two copies: the supervisor says which leads
+    waits_for_lead: bool = False  # one of two copies: the supervisor promotes one
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -45,7 +43,7 @@ class ShardConfig:
                 f"index is {self.index}; the layout has {self.layout.n_shards} shards, "
                 "counted from 0"
             )
-        for name in ("lease_seconds_max", "absence_seconds_max"):
+        for name in ("pin_seconds_max", "absence_seconds_max"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
         for name in ("n_copies", "n_clients_max", "n_vectors_max"):
@@ -54,5 +52,4 @@ class ShardConfig:
 
     @property
     def identity(self) -> ShardIdentity:
-        """What a snapshot of this shard must agree with."""
         return ShardIdentity(index=self.index, layout=self.layout, rule=self.rule)

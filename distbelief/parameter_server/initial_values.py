@@ -1,13 +1,9 @@
-"""Initial values, drawn where they will live.
+"""Initial values, drawn by each shard for its own elements.
 
-Element e of a tensor is a function of (seed, tensor name, e) and of nothing else: the
-counter-based generator Philox4x64-10 (Salmon et al. 2011), keyed by seed and name, is
-asked for its e-th number alone. So every shard draws just its own part, no process has
-to build the whole net, and the values are the same bits for any number of shards and
-any cut. Normals come from one uniform each, by the inverse of the distribution function
-(the usual methods take a varying number of uniforms, and would need all before e).
-
-Values are computed in float64 and rounded once: float32 gets float64's draw, rounded.
+Element e of a tensor is a function of (seed, tensor name, e) only: the counter-based generator
+Philox4x64-10 (Salmon et al. 2011), keyed by seed and name, yields its e-th number. So no process
+builds the whole model, and values are bit-identical for any number of shards. Values are computed
+in float64 and rounded once.
 """
 
 import hashlib
@@ -32,20 +28,16 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "normal": ("mean", "std"),
     "constant": ("value",),
 }
-_DRAWS_PER_COUNT = 4  # Philox4x64 makes four numbers of each value of its counter
-_PIECE = 1 << 18  # elements drawn at a time: bounds the temporary float64 arrays
+_DRAWS_PER_COUNT = 4  # Philox4x64 yields four numbers per value of its counter
+_PIECE = 1 << 18  # elements per draw, which bounds the temporary float64 arrays
 
 
 @final
 class Initial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How each element of a tensor is drawn.
+    """The distribution of a tensor's elements."""
 
-    Attributes:
-        distribution: "uniform" from `low` to `high`, "normal" with `mean` and standard
-            deviation `std`, or "constant": all are `value`. The numbers that another
-            distribution has stay 0.
-    """
-
+    # "uniform" from `low` to `high`, "normal" with `mean` and standard deviation `std`, or
+    # "constant": all are `value`. Fields of other distributions stay 0.
     distribution: Distribution
     low: float = 0.0
     high: float = 0.0
@@ -78,10 +70,10 @@ def draw(
     """Return elements [start, stop) of `tensor`, flat and row-major.
 
     Args:
-        initial: How they are drawn.
+        initial: Their distribution.
         seed: Any integer.
-        tensor: Its name in the layout.
-        start: First element wanted, at least 0.
+        tensor: Name of the tensor in the layout.
+        start: First element, at least 0.
         stop: One beyond the last.
         dtype: float32 or float64.
 
@@ -107,8 +99,8 @@ def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, see
     """Return shard k's vector before the first push.
 
     Args:
-        layout: What lies where.
-        k: The shard.
+        layout: Layout of the tensors.
+        k: Index of the shard.
         initials: By tensor name, for every tensor of the layout.
         seed: The same for all shards of a job.
 
@@ -116,7 +108,7 @@ def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, see
         (shard_size(k),) of the layout's dtype, padding zero.
 
     Raises:
-        ValueError: a tensor has no entry in `initials`.
+        ValueError: A tensor has no entry in `initials`.
     """
     missing = [spec.name for spec in layout.tensors if spec.name not in initials]
     if missing:
@@ -134,11 +126,11 @@ def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, see
 
 
 def shard_values_from(layout: Layout, k: int, read: Callable[[str, int, int], Vector]) -> Vector:
-    """Return shard k's vector, its values read from elsewhere (a file of weights).
+    """Return shard k's vector with values read from elsewhere, such as a file of weights.
 
     Args:
-        layout: What lies where.
-        k: The shard.
+        layout: Layout of the tensors.
+        k: Index of the shard.
         read: Given (name, start, stop), returns these elements of that tensor, flat and
             row-major, (stop - start,) of any real dtype; called once per segment.
 
@@ -173,7 +165,7 @@ def _uniforms(
 
 
 def _standard_normals(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the normal of each uniform, at most 8.3 from 0."""
-    # A uniform may be 0, whose normal is -inf: take half the smallest other.
+    # The inverse distribution function takes one uniform per normal; other methods need a varying
+    # number, and so all elements before e. A uniform of 0 would give -inf: use 2**-54 for it.
     normals: NDArray[np.float64] = ndtri(np.maximum(uniforms, 2.0**-54))
     return normals

@@ -1,10 +1,4 @@
-"""Which shard holds which element, and where: one flat parameter space, cut S ways.
-
-Tensors are sorted by name; the elements of each, row-major, are cut into S contiguous
-ranges, and shard k holds the k-th range of *every* tensor in one vector. So all shards
-are loaded alike however a client walks through the layers, and whatever is done
-element by element needs no word between shards (Dean et al. 2012, section 4.1: each of
-10 shards stores, and applies updates to, 1/10 of the parameters).
+"""The layout of the tensors on the shards: which shard holds which element, and where.
 
     "a" (parameter, 300 elements)   [0 ........ 128)[128 ............. 300)
     "b" (parameter,   5 elements)   [0 5)                  (small: goes whole)
@@ -14,15 +8,7 @@ element by element needs no word between shards (Dean et al. 2012, section 4.1: 
     shard 1   a[128:300] 0........0                        offsets   0
               ^ parameters, n_gradient ^^ buffers  ^
 
-Rules that every layout keeps:
-
-* Each element of each tensor lies on exactly one shard, and nothing else decides where
-  than names, shapes, kinds and S: not the order in which tensors are given.
-* Cuts and offsets are multiples of `ALIGNMENT`, so that vectorised kernels (which
-  treat the last few elements of an array otherwise) round alike for any S.
-* Between segments lie zeros. `gather` writes them, update rules keep them.
-* All parameters of a shard come before all its buffers: what a rule updates is one
-  slice, `vector[:n_gradient]`.
+Names, shapes, kinds and the number of shards alone decide it. Parameters precede buffers.
 """
 
 import hashlib
@@ -42,16 +28,16 @@ from distbelief.core.vectors import ALIGNMENT, Vector
 __all__ = ["ElementType", "Layout", "LayoutSpec", "Segment", "TensorSpec"]
 
 
-# The tensors of a model as the shards see them: names, shapes, kinds.
+# --- tensors ---
 
 Kind = Literal["parameter", "buffer"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of a model: its name, its shape, and what it is to the shards.
+    """One tensor of a model: name, shape and kind.
 
-    A "parameter" is updated by gradients; a "buffer" (BatchNorm's statistics, a frozen
-    parameter) is averaged over the clients.
+    Gradients update a "parameter"; a "buffer" (BatchNorm statistics, a frozen parameter) is
+    averaged over the clients.
     """
 
     name: str
@@ -60,7 +46,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ValueError("a tensor has no name; every tensor needs its own")
+            raise ValueError("a tensor has no name; give each tensor its own")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more")
         if self.kind not in {"parameter", "buffer"}:
@@ -70,16 +56,11 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def n_elements(self) -> int:
-        """Product of the sizes: 1 for a scalar."""
         return math.prod(self.shape)
 
 
 def check_tensors(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Check that these are the flat tensors of `specs`.
-
-    Raises:
-        ValueError: one is missing, or has another shape.
-    """
+    """Raise ValueError unless these are the flat tensors of `specs`."""
     if len(tensors) != len(specs):
         raise ValueError(
             f"{len(tensors)} tensors given, the layout has {len(specs)}: "
@@ -90,18 +71,13 @@ def check_tensors(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | 
 
 
 def check_tensor(spec: TensorSpec, tensor: torch.Tensor | None) -> None:
-    """Check that this is the flat tensor of `spec`; None is always right.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """Raise ValueError unless this is the flat tensor of `spec`; None is always valid."""
     if tensor is None:
         return
     if tensor.shape != (spec.n_elements,):
         raise ValueError(
-            f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; its "
-            f"{spec.n_elements} elements are needed in one dimension: flatten "
-            "it, and give the tensors in the layout's order (whole ones: by name)"
+            f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; flatten it to "
+            f"({spec.n_elements},), and give tensors in the layout's order (by name)"
         )
     if tensor.is_complex():
         raise ValueError(
@@ -111,28 +87,22 @@ def check_tensor(spec: TensorSpec, tensor: torch.Tensor | None) -> None:
 
 
 def as_tensor(vector: Vector) -> torch.Tensor:
-    """Return the same memory as a tensor.
-
-    Of a read-only array too, at which torch would warn: it knows no read-only tensors.
-    """
+    """Return the same memory as a tensor, without torch's warning about read-only arrays."""
     if vector.flags.writeable:
         return torch.from_numpy(vector)
     return torch.from_numpy(np.asarray(_Writeable(vector)))
 
 
 @final
+# Torch has no read-only tensors and warns about read-only arrays.
 class _Writeable:
-    """Presents an array's memory as if it could be written."""
-
     def __init__(self, vector: Vector) -> None:
         address, _ = vector.__array_interface__["data"]
         self._vector = vector  # keeps the memory alive
         self.__array_interface__ = vector.__array_interface__ | {"data": (address, False)}
 
 
-# How tensors are cut, and how the pieces of one shard lie behind one another.
-#
-# `layout` has the rules that this keeps.
+# --- cuts ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +116,15 @@ class Segment:
 
     @property
     def n_elements(self) -> int:
-        """How many elements of the tensor these are; never 0."""
         return self.stop - self.start
 
 
 def cut(tensors: Sequence[TensorSpec], *, n_shards: int) -> list[list[tuple[int, int, int]]]:
-    """Return per shard what it holds: (tensor index, start, stop)."""
+    """Return what each shard holds: (tensor index, start, stop).
+
+    Each shard gets a range of *every* large tensor, so all shards have equal load whichever layer a
+    client reads (Dean et al. 2012, section 4.1: each of 10 shards stores 1/10 of the parameters).
+    """
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(n_shards)]
     loads = [0] * n_shards
     small: list[int] = []
@@ -176,17 +149,19 @@ def cut(tensors: Sequence[TensorSpec], *, n_shards: int) -> list[list[tuple[int,
 
 
 def _cut_at(n_elements: int, k: int, *, n_shards: int) -> int:
-    """Return the multiple of 64 nearest to k/S of the elements (k = S: all of them)."""
     if k == n_shards:
         return n_elements
     unit = ALIGNMENT * n_shards
+    # The multiple of 64 nearest to k/S of the elements. With aligned cuts, vectorised kernels
+    # (which treat the last elements of an array differently) round alike for any number of
+    # shards.
     return (2 * k * n_elements + unit) // (2 * unit) * ALIGNMENT
 
 
 def place(
     tensors: Sequence[TensorSpec], pieces: Sequence[tuple[int, int, int]]
 ) -> tuple[tuple[Segment, ...], int, int]:
-    """Return the segments of one shard, the end of its parameters, its size."""
+    """Return the segments of one shard, the end of its parameters, and its size."""
     segments: list[Segment] = []
     ends: list[int] = []
     offset = 0
@@ -201,21 +176,20 @@ def place(
 
 
 def padded(n_elements: int) -> int:
-    """Return the next multiple of 64."""
     return -(-n_elements // ALIGNMENT) * ALIGNMENT
 
 
-# Copies between a model's tensors and one shard's vector of them, made often.
+# --- copies ---
 
 
 @final
 class TensorCopier:
-    """One shard's vector, cut once into views for copies made again and again.
+    """Copies between a model's tensors and one shard's vector; made once for many copies.
 
     Args:
         tensors: All tensors, in the layout's order.
         segments: What the vector holds of them.
-        vector: (shard_size,) may be read-only if nothing is gathered into it.
+        vector: (shard_size,); may be read-only if nothing is gathered into it.
     """
 
     def __init__(
@@ -223,7 +197,7 @@ class TensorCopier:
     ) -> None:
         whole = as_tensor(vector)
         self._tensors = tensors
-        self._views = {  # by tensor, of which a shard has one segment at the most
+        self._views = {  # by tensor; a shard has at most one segment of each
             segment.tensor_index: (
                 segment,
                 whole[segment.offset : segment.offset + segment.n_elements],
@@ -240,11 +214,10 @@ class TensorCopier:
         """Copy this shard's part of `tensors` into the vector, and zero its padding.
 
         Args:
-            tensors: Each (n_elements,), in the layout's order, of any real dtype;
-                None stands for zeros.
+            tensors: Each (n_elements,), in the layout's order, of any real dtype; None for zeros.
 
         Raises:
-            ValueError: a tensor is missing, or has another shape.
+            ValueError: A tensor is missing, or has another shape.
         """
         check_tensors(self._tensors, tensors)
         for index in self._views:
@@ -267,19 +240,19 @@ class TensorCopier:
                 view.copy_(tensor[segment.start : segment.stop])
 
     def zero_padding(self) -> None:
-        """Fill what lies between the segments with zeros."""
+        """Fill the gaps between segments with zeros; update rules keep them zero."""
         for view in self._padding:
             view.zero_()
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the vector's elements into `tensors`, which keep all others.
+        """Copy the vector's elements into `tensors`; other elements stay.
 
         Args:
-            tensors: Each (n_elements,), in the layout's order. Tensors of integers
-                receive the nearest integer: averages of counts are none.
+            tensors: Each (n_elements,), in the layout's order. Integer tensors get the nearest
+                integer, because averages of counts are not integers.
 
         Raises:
-            ValueError: a tensor is missing, or has another shape.
+            ValueError: A tensor is missing, or has another shape.
         """
         check_tensors(self._tensors, tensors)
         for segment, view in self._views.values():
@@ -297,12 +270,12 @@ def scatter_blocks(
     blocks: Sequence[Vector],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Copy a vector that lies in consecutive blocks; see `Exchange.scatter`.
+    """Copy a vector that comes in consecutive blocks; see `TensorCopier.scatter`.
 
     Args:
         specs: All tensors, in the layout's order.
         segments: What the vector holds of them.
-        blocks: Together (shard_size,); they may be read-only.
+        blocks: Together (shard_size,); may be read-only.
         tensors: Each (n_elements,), in the layout's order.
     """
     check_tensors(specs, tensors)
@@ -315,7 +288,7 @@ def scatter_blocks(
             segment = left[0]
             first = max(begin, segment.offset)
             last = min(end, segment.offset + segment.n_elements)
-            # `first` may lie beyond `last`, in padding that begins a block.
+            # In padding at the start of a block, `first` lies beyond `last`.
             at = segment.start - segment.offset
             if first < last:
                 tensor = tensors[segment.tensor_index][first + at : last + at]
@@ -328,12 +301,12 @@ def scatter_blocks(
 ElementType = Literal["float32", "float64"]
 
 _CUTTING = 1
-"""Number of the rules by which this module cuts. Another one makes other fingerprints,
-so that nobody reads a vector under rules it was not cut by."""
+"""Version of the layout rules; part of the fingerprint, so that no vector is read with rules
+other than its own."""
 
 
 class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that determines a layout; as JSON it tells another process how to cut."""
+    """Everything that determines a layout; it travels as JSON."""
 
     tensors: tuple[TensorSpec, ...]
     n_shards: int
@@ -355,15 +328,11 @@ class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @final
 class Layout:
-    """Where every element of every tensor lies.
-
-    Attributes:
-        spec: What it was made from, tensors sorted by name.
-        fingerprint: 16 hexadecimal digits; equal for equal layouts only.
-    """
+    """Where every element of every tensor lies."""
 
     def __init__(self, spec: LayoutSpec) -> None:
         tensors = tuple(sorted(spec.tensors, key=lambda tensor: tensor.name))
+        # What it was made from, with tensors sorted by name.
         self.spec = msgspec.structs.replace(spec, tensors=tensors)
         pieces = cut(tensors, n_shards=spec.n_shards)
         placed = [place(tensors, pieces[k]) for k in range(spec.n_shards)]
@@ -371,39 +340,36 @@ class Layout:
         self._n_gradient = [n_gradient for _, n_gradient, _ in placed]
         self._shard_size = [shard_size for _, _, shard_size in placed]
         text = msgspec.json.encode([_CUTTING, ALIGNMENT, self.spec])
+        # 16 hexadecimal digits, equal for equal layouts only.
         self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
 
     @classmethod
     def of(
         cls, tensors: Sequence[TensorSpec], *, n_shards: int, dtype: ElementType = "float32"
     ) -> "Layout":
-        """Return the layout of these tensors, in whatever order they are given.
+        """Return the layout of these tensors, given in any order.
 
         Raises:
-            ValueError: a name is given twice, or `n_shards` or `dtype` cannot be.
+            ValueError: A name occurs twice, or `n_shards` or `dtype` is invalid.
         """
         return cls(LayoutSpec(tensors=tuple(tensors), n_shards=n_shards, dtype=dtype))
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All tensors, sorted by name."""
         return self.spec.tensors
 
     @property
     def n_shards(self) -> int:
-        """S."""
         return self.spec.n_shards
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float64]:
-        """Element type of every shard's vector."""
         if self.spec.dtype == "float64":
             return np.dtype(np.float64)
         return np.dtype(np.float32)
 
     @property
     def n_parameters(self) -> int:
-        """Elements of all parameters, over all shards, without padding."""
         return sum(t.n_elements for t in self.tensors if t.kind == "parameter")
 
     def shard_size(self, k: int) -> int:
@@ -419,11 +385,7 @@ class Layout:
         return self._segments[k]
 
     def exchange(self, k: int, vector: Vector) -> TensorCopier:
-        """Return shard k's vector, cut for copies.
-
-        Raises:
-            ValueError: `vector` has another size or dtype.
-        """
+        """Return a copier for shard k's vector, which must have its size and dtype."""
         size = self.shard_size(k)
         if vector.shape != (size,) or vector.dtype != self.dtype:
             raise ValueError(
@@ -434,9 +396,9 @@ class Layout:
         return TensorCopier(self.tensors, self.segments(k), vector)
 
     def gather(self, k: int, tensors: Sequence[torch.Tensor | None], out: Vector) -> None:
-        """Copy shard k's part of `tensors` into `out`; see `Exchange.gather`."""
+        """Copy shard k's part of `tensors` into `out`; see `TensorCopier.gather`."""
         self.exchange(k, out).gather(tensors)
 
     def scatter(self, k: int, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `vector` to where its elements belong; see `Exchange.scatter`."""
+        """Copy `vector` into `tensors`; see `TensorCopier.scatter`."""
         self.exchange(k, vector).scatter(tensors)

@@ -1,11 +1,10 @@
-"""Which pushes the values of a shard have lost, by their number in the order of pushes.
+"""Lost pushes, by their number in the order of a client's pushes.
 
     number   1  2  3  4  5  6  7  8       seen = 8
-    kept     x  x  x        x  x  x       4 and 5 went with a shard that had to restart
+    kept     x  x  x        x  x  x       4 and 5 were lost by a shard that restarted
 
-A shard that restarts from a snapshot loses the newest pushes that it had. Another shard
-may have lost the same ones: a push that is lost is one push, however many shards miss
-it.
+A shard that restarts from a snapshot loses its newest pushes. A push lost by several shards counts
+as one lost push.
 """
 
 from collections.abc import Iterable
@@ -15,12 +14,12 @@ Lost = tuple[range, ...]  # of numbers, rising, without overlaps
 
 
 def lost_after(lost: Lost, *, seen: int, kept: int) -> Lost:
-    """Return what is lost if `kept` of the pushes seen so far are in the values.
+    """Return the lost pushes if `kept` of the pushes seen so far are in the values.
 
     Args:
-        lost: What was lost before.
+        lost: Pushes lost before.
         seen: Number of the newest push that ever was in the values.
-        kept: How many of them are.
+        kept: How many pushes are in the values.
     """
     if kept + n_lost([lost]) > seen:  # another copy of the shard had them after all
         lost = ()
@@ -34,7 +33,7 @@ def lost_after(lost: Lost, *, seen: int, kept: int) -> Lost:
 
 
 def n_lost(of_shards: Iterable[Lost]) -> int:
-    """Return how many pushes at least one of these has lost."""
+    """Return how many pushes at least one of these shards has lost."""
     parts = sorted((part.start, part.stop) for lost in of_shards for part in lost)
     n, end = 0, 0
     for start, stop in parts:

@@ -1,15 +1,4 @@
-"""Update rules: what a shard does with a gradient that was pushed to it.
-
-Every rule works element by element, in place, on the parameter part of a shard's
-vector, with as many vectors of state as its method needs. So a rule applied on S
-shards gives the very bits it gives on one (DB-13): `layout` cuts at multiples of 64
-elements, where torch's vectorised kernels leave no remainder that would be rounded
-otherwise. For the same reason the rules are torch's own kernels where they exist: one
-pass over the memory, and the result of `torch.optim` with `fused=True`, to the bit.
-
-Symbols: w parameters, g gradient (the *sum* of raw gradients pushed: DB-7), r learning
-rate times `schedules` factor, d weight decay. The gradient is clipped to
-[-clip_value, clip_value], then d w is added to it (but see `Adam`), then:
+"""Update rules: how a shard applies a pushed gradient, and learning rate schedules.
 
     "sgd"       w -= r g                                       Robbins & Monro 1951
     "momentum"  b = m b + (1 - dampening) g; w -= r b          Polyak 1964
@@ -17,11 +6,9 @@ rate times `schedules` factor, d weight decay. The gradient is clipped to
     "rmsprop"   s = a s + (1 - a) g^2; w -= r g / (sqrt(s) + epsilon)   Hinton 2012
     "adam"      Algorithm 1 of Kingma & Ba 2015, bias corrected
 
-A zero gradient that meets zero state would be 0/0 at epsilon = 0: the quotient's
-denominator is never taken below `_denominator_min`, so w stays as it is there. Padding
-(w = g = 0) stays zero under every rule, weight decay included.
-
-In a job file: `rule = { name = "adagrad", learning_rate = 0.02 }`.
+w parameters, g *sum* of raw gradients (DB-7), r learning rate times schedule factor. First g is
+clipped to [-clip_value, clip_value], then weight decay is added (but see `Adam`). Rules work
+element by element with torch's fused kernels, so S shards give the bits of one (DB-13).
 """
 
 import math
@@ -42,12 +29,7 @@ from distbelief.parameter_server import slices
 from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice
 
 
-# Schedules: by what factor the learning rate is multiplied as a shard's clock rises.
-#
-# A factor depends on nothing but the clock: the number of pushes that this shard applied
-# before the one at hand. Shards therefore agree without a word, and a shard restored from
-# a snapshot goes on where the snapshot was taken. With N replicas pushing after every
-# step, a clock rises N times as fast as each replica's step.
+# --- schedules ---
 #
 #     name            factor(c), c = clock - n_warm_up
 #     "constant"      1
@@ -57,17 +39,17 @@ from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice
 #     "cosine"        floor + (1 - floor) (1 + cos(pi c / n_pushes)) / 2, then floor
 #                                             Loshchilov & Hutter 2017, no restarts
 #
-# Before any of them may come a linear warm-up (Goyal et al. 2017, section 2.2): pushes
+# Before any of them comes an optional linear warm-up (Goyal et al. 2017, section 2.2): pushes
 # 0, 1, ... n_warm_up - 1 have the factors 1/n_warm_up, 2/n_warm_up, ... 1.
 #
-# In a job file: `schedule = { name = "step", n_pushes = 10000, decay = 0.5 }`.
+# A factor depends on the shard's clock only, so shards agree without messages, and a restored
+# shard continues where its snapshot was taken. With N replicas the clock rises N times as fast
+# as each replica's steps.
 
 
 class _Schedule(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
-    """What every schedule has."""
-
     n_warm_up: int = 0  # pushes over which the rate first rises
 
 
@@ -79,13 +61,12 @@ class Constant(_Schedule, frozen=True, tag="constant"):
         _check_count(self, "n_warm_up", self.n_warm_up, least=0)
 
     def factor(self, clock: int) -> float:
-        """Return the factor for the push that finds the shard at `clock`."""
         return _warm_up(clock, self.n_warm_up)
 
 
 @final
 class Step(_Schedule, frozen=True, tag="step"):
-    """Multiplied by `decay` after every `n_pushes`."""
+    """The rate falls by `decay` after every `n_pushes`."""
 
     n_pushes: int
     decay: float
@@ -96,7 +77,6 @@ class Step(_Schedule, frozen=True, tag="step"):
         _check_decay(self, self.decay)
 
     def factor(self, clock: int) -> float:
-        """Return the factor for the push that finds the shard at `clock`."""
         if clock < self.n_warm_up:
             return _warm_up(clock, self.n_warm_up)
         return float(self.decay ** ((clock - self.n_warm_up) // self.n_pushes))
@@ -104,7 +84,7 @@ class Step(_Schedule, frozen=True, tag="step"):
 
 @final
 class Exponential(_Schedule, frozen=True, tag="exponential"):
-    """Multiplied by `decay` over every `n_pushes`, smoothly."""
+    """The rate falls smoothly by `decay` over every `n_pushes`."""
 
     n_pushes: int
     decay: float
@@ -115,7 +95,6 @@ class Exponential(_Schedule, frozen=True, tag="exponential"):
         _check_decay(self, self.decay)
 
     def factor(self, clock: int) -> float:
-        """Return the factor for the push that finds the shard at `clock`."""
         if clock < self.n_warm_up:
             return _warm_up(clock, self.n_warm_up)
         return float(self.decay ** ((clock - self.n_warm_up) / self.n_pushes))
@@ -123,7 +102,7 @@ class Exponential(_Schedule, frozen=True, tag="exponential"):
 
 @final
 class InverseTime(_Schedule, frozen=True, tag="inverse_time"):
-    """Halved after `n_pushes`, a third after twice as many, and so on."""
+    """Half the rate after `n_pushes`, a third after twice as many, and so on."""
 
     n_pushes: int
 
@@ -132,7 +111,6 @@ class InverseTime(_Schedule, frozen=True, tag="inverse_time"):
         _check_count(self, "n_pushes", self.n_pushes, least=1)
 
     def factor(self, clock: int) -> float:
-        """Return the factor for the push that finds the shard at `clock`."""
         if clock < self.n_warm_up:
             return _warm_up(clock, self.n_warm_up)
         return 1.0 / (1.0 + (clock - self.n_warm_up) / self.n_pushes)
@@ -140,7 +118,7 @@ class InverseTime(_Schedule, frozen=True, tag="inverse_time"):
 
 @final
 class Cosine(_Schedule, frozen=True, tag="cosine"):
-    """Half a cosine wave down to `floor` over `n_pushes`, then `floor` for ever."""
+    """Half a cosine wave down to `floor` over `n_pushes`, then `floor`."""
 
     n_pushes: int
     floor: float = 0.0
@@ -152,7 +130,6 @@ class Cosine(_Schedule, frozen=True, tag="cosine"):
             raise ValueError(f"schedule 'cosine': floor is {self.floor}; use a number from 0 to 1")
 
     def factor(self, clock: int) -> float:
-        """Return the factor for the push that finds the shard at `clock`."""
         if clock < self.n_warm_up:
             return _warm_up(clock, self.n_warm_up)
         done = min((clock - self.n_warm_up) / self.n_pushes, 1.0)
@@ -163,7 +140,6 @@ Schedule = Constant | Step | Exponential | InverseTime | Cosine
 
 
 def _warm_up(clock: int, n_warm_up: int) -> float:
-    """Return 1/n, 2/n, ... 1, 1, 1 ...: the first push has a rate above zero."""
     return min((clock + 1) / n_warm_up, 1.0) if n_warm_up else 1.0
 
 
@@ -183,27 +159,17 @@ def _check_decay(schedule: _Schedule, value: float) -> None:
         )
 
 
-# How many pushes each element of a shard has met: the clock of its own update rule.
-#
-# A shard's clock counts the pushes of all its clients. As long as every push is of the
-# whole vector, that is what each element has met. If clients hold parts, it is not: of
-# four machines of a replica each pushes its part, and the shard's clock rises by four
-# while every element meets one. Adam's correction of its bias, and a schedule of the
-# learning rate, then have to go by the element: so a replica trains alike, to the bit,
-# whether one machine pushes everything or several push a part each.
+# --- push counts per element ---
 #
 #     pushes of everything          3
-#     pushes of [0, 64)             2      an element of [0, 64) has met 5
+#     pushes of [0, 64)             2      an element of [0, 64) has received 5
 #     pushes of [64, 128)           1
 #
-# Elements are not counted one by one, but what was pushed, by what its client held: an
-# element has met the sum over all that hold it.
-#
-# On the wire and in snapshots: per holding the count, its number of stripes, the stripes;
-# what is whole comes first, with none.
+# On the wire and in snapshots: per part its count, its number of stripes and the stripes; the
+# whole vector comes first, with no stripes.
 
 N_STRIPES_MAX = 1 << 14
-"""Of all holdings together: with their counts they fit into one array frame."""
+"""Limit of all parts together: with their counts they fit into one array frame."""
 
 _N_PUSHES_MAX = 1 << 53
 
@@ -211,9 +177,7 @@ _WORDS = 4  # of a stripe
 
 
 @final
-class _Part:
-    """Pushes of one holding."""
-
+class _SliceCount:
     def __init__(self, stripes: Indices, ranges: IndexRanges, n_pushes: int) -> None:
         self.stripes = stripes
         self.ranges = ranges
@@ -222,27 +186,23 @@ class _Part:
 
 @final
 class StepCounts:
-    """What the elements of one shard have met.
+    """How many pushes each element of a shard has received.
 
-    Attributes:
-        n_whole: Pushes of everything.
+    This is the clock of the update rule. The shard's clock counts all pushes, but the ranks of a
+    partitioned replica push parts: the shard's clock rises with each while every element receives
+    one. Adam's bias correction and schedules therefore count per element, so that a replica
+    trains bit-identically on one machine or several.
     """
 
     def __init__(self, n_whole: int = 0) -> None:
-        self.n_whole = n_whole
-        self._parts: dict[bytes, _Part] = {}
+        self.n_whole = n_whole  # pushes of the whole vector
+        self._parts: dict[bytes, _SliceCount] = {}
 
     @classmethod
     def read(cls, words: Vector, *, size: int) -> "StepCounts":
-        """Return what another life, or copy, of the shard wrote.
-
-        Raises:
-            RemoteProtocolError: it cannot be of a shard of `size` elements.
-        """
+        """Return counts that another incarnation or copy wrote, or raise RemoteProtocolError."""
         if words.dtype != np.int64 or len(words) < 2 or words[1] != 0:
-            raise RemoteProtocolError(
-                f"{len(words)} numbers of {words.dtype} are no counts of pushes"
-            )
+            raise RemoteProtocolError(f"{len(words)} numbers of {words.dtype} are not push counts")
         steps = cls(_count(int(words[0])))
         at = 2
         while at < len(words):
@@ -250,14 +210,13 @@ class StepCounts:
             n_words = int(words[at + 1]) * _WORDS if at + 1 < len(words) else 0
             stripes = words[at + 2 : at + 2 + max(n_words, 0)]
             if n_words <= 0 or len(stripes) < n_words:
-                raise RemoteProtocolError("counts of pushes end within a holding")
-            held = IndexRanges.read(stripes, size=size)
-            steps._parts[held.key] = _Part(held.stripes(), held, n_pushes)
+                raise RemoteProtocolError("push counts end in the middle of a part")
+            held = IndexRanges.from_wire(stripes, size=size)
+            steps._parts[held.key] = _SliceCount(held.stripes(), held, n_pushes)
             at += 2 + n_words
         return steps
 
-    def words(self) -> Indices:
-        """Return it as on the wire."""
+    def to_wire(self) -> Indices:
         words = [np.array([self.n_whole, 0], np.int64)]
         for part in self._parts.values():
             if part.n_pushes:
@@ -267,15 +226,12 @@ class StepCounts:
 
     @property
     def parts(self) -> tuple[tuple[IndexRanges, int], ...]:
-        """What was pushed in parts: the ranges, and how often."""
         return tuple((part.ranges, part.n_pushes) for part in self._parts.values() if part.n_pushes)
 
     @property
     def n_pushes(self) -> int:
-        """Pushes that are whole: what each element has met that was ever pushed.
-
-        Of a replica of several machines that is one, though each pushes its part.
-        """
+        # A push by all ranks of a partitioned replica counts once: the minimum over the elements
+        # that were ever pushed.
         parts = self.parts
         if not parts:
             return self.n_whole
@@ -283,45 +239,44 @@ class StepCounts:
         bounds = np.unique(np.concatenate(ends))
         counts = np.zeros(len(bounds) - 1, np.int64)
         for held, n_pushes in parts:
-            counts += n_pushes * held.marks(bounds)
+            counts += n_pushes * held.mask(bounds)
         return self.n_whole + int(counts[counts > 0].min())
 
-    def know(self, holding: ShardSlice) -> str | None:
-        """A client with this holding may push from now on; return why not, if so."""
-        if not holding.n_elements or holding.ranges is None:
+    def register(self, shard_slice: ShardSlice) -> str | None:
+        """Admit pushes of a client with this part; return the reason if that is impossible."""
+        if not shard_slice.n_elements or shard_slice.ranges is None:
             return None
-        part = self._part(holding)
+        part = self._part(shard_slice)
         n = sum(len(part.stripes) // _WORDS for part in self._parts.values())
         if n <= N_STRIPES_MAX and len(part.stripes) // _WORDS <= slices.N_STRIPES_MAX:
             return None
         if not part.n_pushes:
-            del self._parts[holding.key]
+            del self._parts[shard_slice.key]
         return (
-            f"what its clients hold or held takes {n} stripes to write down; the most "
-            f"is {N_STRIPES_MAX}, and {slices.N_STRIPES_MAX} of one client: cut the "
-            "model alike for all replicas, or use more shards"
+            f"the parts of its clients need {n} stripes; the most is {N_STRIPES_MAX}, and "
+            f"{slices.N_STRIPES_MAX} for one client: partition all replicas alike, or use "
+            "more shards"
         )
 
-    def add(self, holding: ShardSlice, *, n_pushes: int = 1) -> None:
-        """Something was pushed by a client with this holding."""
-        if holding.ranges is None:
+    def add(self, shard_slice: ShardSlice, *, n_pushes: int = 1) -> None:
+        if shard_slice.ranges is None:
             self.n_whole += n_pushes
-        elif holding.n_elements:
-            self._part(holding).n_pushes += n_pushes
+        elif shard_slice.n_elements:
+            self._part(shard_slice).n_pushes += n_pushes
 
-    def at(self, inner: IndexRanges, *, holding: ShardSlice) -> list[tuple[int, IndexRanges]]:
-        """Return these elements by how many pushes they have met, fewest first.
+    def at(self, inner: IndexRanges, *, shard_slice: ShardSlice) -> list[tuple[int, IndexRanges]]:
+        """Return these elements grouped by how many pushes they have received, fewest first.
 
         Args:
-            inner: Some of what the client holds.
-            holding: All of that.
+            inner: Some of the client's elements.
+            shard_slice: All of the client's elements.
         """
         n_pushes = self.n_whole
-        others: list[_Part] = []
+        others: list[_SliceCount] = []
         for key, part in self._parts.items():
-            if key == holding.key:
+            if key == shard_slice.key:
                 n_pushes += part.n_pushes
-            elif part.n_pushes and inner.meets(part.ranges):
+            elif part.n_pushes and inner.overlaps(part.ranges):
                 others.append(part)
         if not others:
             return [(n_pushes, inner)] if inner.n_elements else []
@@ -330,19 +285,19 @@ class StepCounts:
         bounds = np.unique(np.concatenate(ends))
         counts = np.full(len(bounds) - 1, n_pushes)
         for part in others:
-            counts += part.n_pushes * part.ranges.marks(bounds)
-        inside = inner.marks(bounds)
+            counts += part.n_pushes * part.ranges.mask(bounds)
+        inside = inner.mask(bounds)
         return [
             (int(count), _where(inside & (counts == count), bounds))
             for count in np.unique(counts[inside])
         ]
 
-    def _part(self, holding: ShardSlice) -> _Part:
-        part = self._parts.get(holding.key)
+    def _part(self, shard_slice: ShardSlice) -> _SliceCount:
+        part = self._parts.get(shard_slice.key)
         if part is None:
-            assert holding.ranges is not None
-            part = _Part(holding.ranges.stripes(), holding.ranges, 0)
-            self._parts[holding.key] = part
+            assert shard_slice.ranges is not None
+            part = _SliceCount(shard_slice.ranges.stripes(), shard_slice.ranges, 0)
+            self._parts[shard_slice.key] = part
         return part
 
 
@@ -360,19 +315,16 @@ State = dict[str, Vector]  # by name; each (n,), n as the parameters
 Tensors = Mapping[str, Tensor]  # a state, or a piece of it
 
 _PIECE = 1 << 18
-"""Elements handled at a time where a rule takes more than one pass: few enough to stay
-in the processor's cache between passes, enough to make the cost of a call small. A
-multiple of `ALIGNMENT`."""
+"""Elements per step of a rule with several passes: few enough to stay in the cache, enough to
+make the cost of a call small. A multiple of `ALIGNMENT`."""
 
 
 class _Rule(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
-    """What every rule has."""
-
-    adaptive: ClassVar[bool] = False  # does each element have a rate of its own?
-    several_passes: ClassVar[bool] = False  # over the memory, for want of a kernel
-    counts_pushes: ClassVar[bool] = False  # whatever the schedule?
+    adaptive: ClassVar[bool] = False  # each element has its own rate
+    several_passes: ClassVar[bool] = False  # over the memory: there is no fused kernel
+    counts_pushes: ClassVar[bool] = False  # the rule itself needs the clock
 
     learning_rate: float
     schedule: Schedule = Constant()
@@ -381,16 +333,13 @@ class _Rule(
 
     @property
     def name(self) -> str:
-        """As in the job file."""
         return str(self.__struct_config__.tag)
 
     @property
     def needs_clock(self) -> bool:
-        """Does an update depend on how many there were before?"""
         return self.counts_pushes or not isinstance(self.schedule, Constant)
 
     def rate(self, clock: int) -> float:
-        """Return the learning rate of the push that finds the shard at `clock`."""
         return self.learning_rate * self.schedule.factor(clock)
 
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
@@ -404,13 +353,12 @@ class _Rule(
 
         Args:
             parameters: (n,), n a multiple of 64; float32 or float64.
-            gradient: (n,), of the same dtype; left as it is.
+            gradient: (n,), of the same dtype; not changed.
             state: As `state` returned it, or as the last `apply` left it.
-            clock: Pushes applied to these parameters before this one. If clients push
-                parts, that is not the shard's (`steps`).
+            clock: Earlier pushes of these parameters (`StepCounts`).
 
         Raises:
-            ValueError: sizes or dtypes differ.
+            ValueError: Sizes or dtypes differ.
         """
         _check_vectors(self, parameters, gradient, state)
         n = len(parameters)
@@ -429,20 +377,18 @@ class _Rule(
             )
 
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        """Update one piece in place; g is clipped already, and is left as it is."""
         raise NotImplementedError
 
 
 @final
 class SGD(_Rule, frozen=True, tag="sgd"):
-    """Stochastic gradient descent, as `torch.optim.SGD`: no state."""
+    """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
     def __post_init__(self) -> None:
         _check_common(self)
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        """Return the state of n parameters before the first push: none."""
         del n, dtype
         return {}
 
@@ -464,14 +410,13 @@ class SGD(_Rule, frozen=True, tag="sgd"):
 
 @final
 class Momentum(_Rule, frozen=True, tag="momentum"):
-    """Heavy-ball momentum (Polyak 1964), or Nesterov's, as `torch.optim.SGD` has it.
+    """Heavy-ball momentum (Polyak 1964) or Nesterov's, as in `torch.optim.SGD`.
 
-    torch's definition: the velocity begins as the first gradient, undampened; the rate
-    multiplies the velocity when it is used, not the gradient when it is added
-    (Sutskever et al. 2013 do the latter).
+    The velocity starts as the first gradient, undampened. The rate multiplies the velocity when
+    it is used, not the gradient when it is added (Sutskever et al. 2013 do the latter).
     """
 
-    counts_pushes: ClassVar[bool] = True  # the first one is special
+    counts_pushes: ClassVar[bool] = True  # the first push sets the velocity
 
     momentum: float = 0.9
     dampening: float = 0.0
@@ -492,7 +437,6 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        """Return the state of n parameters before the first push."""
         return {"velocity": np.zeros(n, dtype)}
 
     @override
@@ -515,10 +459,9 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
 class Adagrad(_Rule, frozen=True, tag="adagrad"):
     """A rate per parameter that falls with the gradients seen (Duchi et al. 2011).
 
-    Dean et al. 2012, section 4.1: "eta_i,K = gamma / sqrt(sum_j=1..K dw_i,j^2)", one
-    accumulator per parameter, where the parameter lies; gamma is `learning_rate`,
-    "generally larger (perhaps by an order of magnitude)" than the best fixed rate. The
-    paper has no epsilon; 0 gives its formula, and the default is torch's.
+    Dean et al. 2012, section 4.1: "eta_i,K = gamma / sqrt(sum_j=1..K dw_i,j^2)"; gamma is
+    `learning_rate`, "generally larger (perhaps by an order of magnitude)" than the best fixed
+    rate. The paper has no epsilon: 0 gives its formula, the default is torch's.
     """
 
     adaptive: ClassVar[bool] = True
@@ -533,7 +476,6 @@ class Adagrad(_Rule, frozen=True, tag="adagrad"):
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        """Return the state of n parameters before the first push."""
         return {"sum_of_squares": np.full(n, self.initial_accumulator, dtype)}
 
     @override
@@ -554,9 +496,9 @@ class Adagrad(_Rule, frozen=True, tag="adagrad"):
 
 @final
 class RMSprop(_Rule, frozen=True, tag="rmsprop"):
-    """Adagrad with a fading memory (Tieleman & Hinton 2012), as `torch.optim.RMSprop`.
+    """Adagrad with a decaying average (Tieleman & Hinton 2012), as in `torch.optim.RMSprop`.
 
-    torch has no fused kernel for it: five passes, over pieces that stay in the cache.
+    Torch has no fused kernel for it: five passes, over pieces that stay in the cache.
     """
 
     adaptive: ClassVar[bool] = True
@@ -574,7 +516,6 @@ class RMSprop(_Rule, frozen=True, tag="rmsprop"):
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        """Return the state of n parameters before the first push."""
         state: State = {"mean_square": np.zeros(n, dtype)}
         if self.momentum:
             state["velocity"] = np.zeros(n, dtype)
@@ -596,15 +537,14 @@ class RMSprop(_Rule, frozen=True, tag="rmsprop"):
 
 @final
 class Adam(_Rule, frozen=True, tag="adam"):
-    """Adaptive moments (Kingma & Ba 2015, Algorithm 1), as `torch.optim.Adam`.
+    """Adaptive moments (Kingma & Ba 2015, Algorithm 1), as in `torch.optim.Adam`.
 
-    The clock is the step t of the bias correction. With
-    `decoupled_weight_decay` the parameters shrink by r d w instead of d w joining the
-    gradient: AdamW (Loshchilov & Hutter 2019).
+    The clock is the step t of the bias correction. With `decoupled_weight_decay` the parameters
+    shrink by r d w, and d w is not added to the gradient: AdamW (Loshchilov & Hutter 2019).
     """
 
     adaptive: ClassVar[bool] = True
-    counts_pushes: ClassVar[bool] = True  # the bias has to be corrected
+    counts_pushes: ClassVar[bool] = True  # for the bias correction
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -619,7 +559,6 @@ class Adam(_Rule, frozen=True, tag="adam"):
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
-        """Return the state of n parameters before the first push."""
         return {"mean": np.zeros(n, dtype), "mean_square": np.zeros(n, dtype)}
 
     @override
@@ -647,12 +586,9 @@ UpdateRule = SGD | Momentum | Adagrad | RMSprop | Adam
 
 
 def _denominator_min(dtype: torch.dtype) -> float:
-    """Return the root of the smallest normal number: about 1e-19, or 1e-154.
-
-    Added to the root of a sum of squares, it changes no bit of it unless all gradients
-    were below some 1e-12 (float32). Gradients whose squares vanish altogether move
-    their parameter by far less than the learning rate, instead of by infinity.
-    """
+    # Zero state and gradient would give 0/0 at epsilon = 0. The root of the smallest normal
+    # number (about 1e-19 or 1e-154) changes no bit of a root of squares unless all gradients were
+    # below 1e-12 (float32), and then keeps the step far below the learning rate.
     return math.sqrt(torch.finfo(dtype).tiny)
 
 
@@ -669,8 +605,8 @@ def _check_vectors(
             )
     if n % ALIGNMENT:
         raise ValueError(
-            f"rule {rule.name!r}: {n} parameters; a shard's vector has a multiple of "
-            f"{ALIGNMENT}, so that results do not depend on the number of shards"
+            f"rule {rule.name!r}: {n} parameters; use a multiple of {ALIGNMENT}, so that "
+            "results do not depend on the number of shards"
         )
 
 

@@ -1,20 +1,12 @@
-"""Copies of a shard's values, lent to those who read them block by block.
+"""Pinned versions: copies of a shard's values that readers fetch block by block.
 
-    values, clock 41   ->   copy (clock 40): replica-3, replica-7 read it
-    (updated meanwhile)     copy (clock 38): the evaluator, over a slow link
+    values, clock 41      ->  version (clock 40): read by replica-3, replica-7
+    (updated meanwhile)       version (clock 38): read by the evaluator over a slow link
 
-Rules:
-
-* A lease is of one whole version. Updates go on while it is read.
-* There are at most `n_copies` copies. A fetch shares a copy that is of the present
-  clock; else it waits, and all that wait share the next copy.
-* A lease ends when its reader has every block, fetches anew, is gone, or has made no
-  progress for `seconds_max`. The copy is then free once nobody else reads it: it is
-  retired, so that a late reader is caught, and used again.
-* Blocks on their way are not copied again. Those of a lease that ended mean nothing,
-  unless it ended for want of progress: its reader may still take them. Then the copy's
-  memory is left to them, and another is used from then on.
-* Blocks go out in order, at most `CREDIT_BLOCKS_MAX` beyond those received.
+A pin keeps one whole version while updates go on. There are at most `n_copies` versions. A fetch
+shares a version of the current clock; otherwise it waits, and all waiting fetches share the next
+version. A pin ends when its reader has every block, fetches again, is gone, or makes no progress
+for `seconds_max`.
 """
 
 from collections.abc import Iterator
@@ -32,28 +24,24 @@ from distbelief.roles.role import Address, Seconds
 
 
 CREDIT_BLOCKS_MAX = 64
-"""Blocks under way to one reader, whatever it asks for."""
+"""Limit of the blocks under way to one reader."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Version:
-    """One version of the values."""
-
     values: Vector  # (shard_size,)
     clock: int = 0
     n_readers: int = 0
     filling: bool = False
-    is_on_its_way: bool = False  # to a reader whose lease has ended
+    in_flight: bool = False  # blocks are under way to a reader whose pin has expired
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pin:
-    """One reader of a copy."""
-
-    copy: Version
-    holding: ShardSlice  # what the reader wants of it
+    version: Version
+    shard_slice: ShardSlice  # what the reader wants of it
     request: int
     limit: int  # blocks [0, limit) may be sent
     expires: Seconds
@@ -62,16 +50,16 @@ class Pin:
 
     def blocks(self) -> Iterator[tuple[int, Vector]]:
         """Yield (block index, values) of each block that may be sent now."""
-        n_blocks = len(self.holding.bounds)
+        n_blocks = len(self.shard_slice.bounds)
         limit = min(self.limit, self.received + CREDIT_BLOCKS_MAX, n_blocks)
         while self.sent < limit:
-            yield self.sent, self.holding.block(self.copy.values, self.sent)
+            yield self.sent, self.shard_slice.block(self.version.values, self.sent)
             self.sent += 1
 
 
 @final
 class PinnedVersions:
-    """All copies of one shard's values and their readers."""
+    """All versions of one shard's values, and their readers."""
 
     def __init__(
         self,
@@ -87,69 +75,60 @@ class PinnedVersions:
         self._n_copies = n_copies
         self._seconds_max = seconds_max
         self._memory = memory
-        self._copies: list[Version] = []
-        self._leases: dict[Address, Pin] = {}
+        self._versions: list[Version] = []
+        self._pins: dict[Address, Pin] = {}
         self._waiting: dict[Address, tuple[Fetch, ShardSlice]] = {}
 
     @property
     def n_copies(self) -> int:
-        """How many copies there are, lent or free."""
-        return len(self._copies)
+        return len(self._versions)
 
     @property
     def wants_copy(self) -> bool:
-        """Does a fetch wait, and is there a copy to be filled for it?"""
         return bool(self._waiting) and (
-            len(self._copies) < self._n_copies or self._free() is not None
+            len(self._versions) < self._n_copies or self._free() is not None
         )
 
     def waits(self, client: Address) -> bool:
-        """Return whether a fetch of this client waits for a copy."""
         return client in self._waiting
 
     def get(self, client: Address) -> Pin | None:
-        """Return the lease of this client, if it has one."""
-        return self._leases.get(client)
+        return self._pins.get(client)
 
     def ask(
-        self, client: Address, fetch: Fetch, *, holding: ShardSlice, clock: int, now: Seconds
+        self, client: Address, fetch: Fetch, *, shard_slice: ShardSlice, clock: int, now: Seconds
     ) -> Pin | None:
-        """Return a lease for a new fetch, or None and let it wait for a copy."""
+        """Return a pin for a new fetch, or None if the fetch waits for a version."""
         self.end(client)
-        for copy in self._copies:
-            if copy.n_readers and copy.clock == clock and not copy.filling:
-                return self._lend(client, fetch, copy, holding=holding, now=now)
-        self._waiting[client] = fetch, holding
+        for version in self._versions:
+            if version.n_readers and version.clock == clock and not version.filling:
+                return self._pin(client, fetch, version, shard_slice=shard_slice, now=now)
+        self._waiting[client] = fetch, shard_slice
         return None
 
     def begin_copy(self) -> Version:
-        """Return a copy to be filled; call only if `wants_copy`."""
-        copy = self._free()
-        if copy is None:
-            assert len(self._copies) < self._n_copies, self._n_copies
-            copy = Version(np.zeros(self._n_elements, self._dtype))
-            self._copies.append(copy)
-        copy.filling = True
-        return copy
+        version = self._free()
+        if version is None:
+            assert len(self._versions) < self._n_copies, self._n_copies
+            version = Version(np.zeros(self._n_elements, self._dtype))
+            self._versions.append(version)
+        version.filling = True
+        return version
 
-    def end_copy(self, copy: Version, *, clock: int, now: Seconds) -> list[Address]:
-        """Lend the filled copy to all that wait; return who they are."""
-        copy.filling = False
-        copy.clock = clock
+    def end_copy(self, version: Version, *, clock: int, now: Seconds) -> list[Address]:
+        """Pin the filled version for all waiting readers; return their names."""
+        version.filling = False
+        version.clock = clock
         waiting, self._waiting = self._waiting, {}
-        for client, (fetch, holding) in waiting.items():
-            self._lend(client, fetch, copy, holding=holding, now=now)
-        if not waiting:  # they left while it was being filled
-            self._memory.retire(copy.values)
+        for client, (fetch, shard_slice) in waiting.items():
+            self._pin(client, fetch, version, shard_slice=shard_slice, now=now)
+        if not waiting:  # the readers left meanwhile
+            self._memory.retire(version.values)
         return list(waiting)
 
-    def credit(self, client: Address, message: FetchAck, *, n_blocks: int, now: Seconds) -> None:
-        """Note what the reader holds; end its lease if that is everything.
-
-        Raises:
-            RemoteProtocolError: it claims more than there is.
-        """
-        lease = self._leases[client]
+    def ack(self, client: Address, message: FetchAck, *, n_blocks: int, now: Seconds) -> None:
+        """Note what the reader has; end its pin if it has everything."""
+        pin = self._pins[client]
         if message.received > n_blocks:
             raise RemoteProtocolError(
                 f"{client} claims {message.received} blocks of a fetch of {n_blocks}"
@@ -157,58 +136,64 @@ class PinnedVersions:
         if message.received == n_blocks:
             self.end(client)
             return
-        if message.received < lease.received:
+        if message.received < pin.received:
             return  # overtaken by a later one
-        if message.received > lease.received:
-            lease.received = message.received
-            lease.expires = now + self._seconds_max
-        lease.limit = max(lease.limit, message.limit)
-        lease.sent = message.received if message.again else max(lease.sent, message.received)
+        if message.received > pin.received:
+            pin.received = message.received
+            pin.expires = now + self._seconds_max
+        pin.limit = max(pin.limit, message.limit)
+        pin.sent = message.received if message.again else max(pin.sent, message.received)
 
     def restart(self, client: Address) -> None:
-        """The reader asked for this fetch again: unless it has some blocks, resend."""
-        lease = self._leases[client]
-        if lease.received == 0:
-            lease.sent = 0
+        """Resend all blocks if the reader, which repeats its request, has none."""
+        pin = self._pins[client]
+        if pin.received == 0:
+            pin.sent = 0
 
     def expire(self, client: Address) -> None:
-        """End this client's lease or wait; it may still take what is on its way."""
-        lease = self._leases.get(client)
-        if lease is not None:
-            lease.copy.is_on_its_way = True
+        """End this client's pin or wait; blocks under way stay valid."""
+        pin = self._pins.get(client)
+        if pin is not None:
+            pin.version.in_flight = True
         self.end(client)
 
     def end(self, client: Address) -> None:
-        """End this client's lease or wait, if it has one."""
         self._waiting.pop(client, None)
-        lease = self._leases.pop(client, None)
-        if lease is not None:
-            lease.copy.n_readers -= 1
-            if lease.copy.n_readers == 0:
-                self._retire(lease.copy)
+        pin = self._pins.pop(client, None)
+        if pin is not None:
+            pin.version.n_readers -= 1
+            if pin.version.n_readers == 0:
+                self._retire(pin.version)
 
-    def _lend(
-        self, client: Address, fetch: Fetch, copy: Version, *, holding: ShardSlice, now: Seconds
+    def _pin(
+        self,
+        client: Address,
+        fetch: Fetch,
+        version: Version,
+        *,
+        shard_slice: ShardSlice,
+        now: Seconds,
     ) -> Pin:
-        copy.n_readers += 1
-        lease = Pin(
-            copy=copy,
-            holding=holding,
+        version.n_readers += 1
+        pin = Pin(
+            version=version,
+            shard_slice=shard_slice,
             request=fetch.request,
             limit=fetch.credit,
             expires=now + self._seconds_max,
         )
-        self._leases[client] = lease
-        return lease
+        self._pins[client] = pin
+        return pin
 
-    def _retire(self, copy: Version) -> None:
-        if copy.is_on_its_way:
-            copy.values = np.zeros_like(copy.values)
-            copy.is_on_its_way = False
-        self._memory.retire(copy.values)
+    def _retire(self, version: Version) -> None:
+        if version.in_flight:
+            # The expired reader may still copy from the old memory, so leave that memory to it.
+            version.values = np.zeros_like(version.values)
+            version.in_flight = False
+        self._memory.retire(version.values)
 
     def _free(self) -> Version | None:
-        for copy in self._copies:
-            if copy.n_readers == 0 and not copy.filling:
-                return copy
+        for version in self._versions:
+            if version.n_readers == 0 and not version.filling:
+                return version
         return None

@@ -1,17 +1,10 @@
-"""A shard's half of the push protocol: what its clients push, until it is applied.
+"""Pushes of a shard: received, queued, applied, acknowledged.
 
-    PushBlock, PushBlock, Push -> slot complete -> queue -> applied -> Acknowledge
+    PushBlock, PushBlock, Push -> buffer complete -> queue -> applied -> PushApplied
 
-Rules:
-
-* If the shard has a second copy, what is applied here is held until it is applied there
-  as well (`forwarding`): until then it is neither acknowledged nor told of.
-* Complete pushes wait in one queue, first come, first served, at most one of each
-  client, so that nobody's second push is before another's first.
-* What was applied before is acknowledged again. What is here but not yet applied is
-  answered by `PushBlockAck`: what is missing, or just a sign of life.
-* Staleness is the clock at application minus the clock at fetch; pushes between them
-  that have no element in common with this one do not count (`meetings`).
+Complete pushes wait in one first-come, first-served queue with at most one entry per client, so
+a client's second push never overtakes another's first. With a backup, a push is acknowledged when
+both copies have applied it. A duplicate is acknowledged again and never applied again.
 """
 
 from collections import deque
@@ -26,69 +19,67 @@ from distbelief.protocol import Push, PushBlock, SessionRecord
 from distbelief.roles.role import Action, Address
 
 
-# Which elements the recent pushes of a shard were of: how stale a push of a part is.
-#
-# A push is as stale as the pushes are many that its elements have met since they were
-# fetched. As long as every push is of the whole vector these are all there were, which
-# the shard's clock counts. Of four machines of a replica each pushes its part: the clock
-# rises by four and no element meets more than one. So pushes of elements that this one
-# has none of are left out, and a replica counts alike on one machine and on several.
+# --- staleness of partial pushes ---
 
 _N_KEPT: Final = 4096
-"""Pushes; what is older counts as if its elements were the same."""
+"""Recent pushes; an older one counts as overlapping."""
 
 _N_KNOWN_MAX: Final = 1 << 14
 
 
 @final
 class PartialStaleness:
-    """The recent pushes of one life of a shard."""
+    """Staleness of pushes that cover a part of the shard.
+
+    A push is as stale as the number of pushes that its own elements received since the fetch. The
+    ranks of a partitioned replica push disjoint parts, so the clock rises once per rank while each
+    element receives one push. Counting overlaps gives the same staleness on one rank or several.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
         self._in_parts = False  # whether any push was not of everything
         self._known: dict[tuple[bytes, bytes], bool] = {}
 
-    def add(self, holding: ShardSlice, *, clock: int) -> None:
-        """A push of what this client holds was applied at that clock, which rose."""
-        self._in_parts |= holding.ranges is not None
-        self._recent.append((clock, holding))
+    def add(self, shard_slice: ShardSlice, *, clock: int) -> None:
+        self._in_parts |= shard_slice.ranges is not None
+        self._recent.append((clock, shard_slice))
 
-    def since(self, holding: ShardSlice, *, fetched_clock: int, clock: int) -> int:
-        """Return how many pushes these elements have met between two clocks."""
-        n_met = clock - fetched_clock
-        if not self._in_parts or n_met <= 0:
-            return n_met
-        for met, other in reversed(self._recent):
-            if met < fetched_clock:
+    def since(self, shard_slice: ShardSlice, *, fetched_clock: int, clock: int) -> int:
+        """Return how many pushes these elements received between two clocks."""
+        n_pushes = clock - fetched_clock
+        # As long as every push covers everything, the clock is exact.
+        if not self._in_parts or n_pushes <= 0:
+            return n_pushes
+        for applied_at, other in reversed(self._recent):
+            if applied_at < fetched_clock:
                 break
-            n_met -= not self._share(holding, other)
-        return n_met
+            n_pushes -= not self._overlap(shard_slice, other)
+        return n_pushes
 
-    def _share(self, one: ShardSlice, other: ShardSlice) -> bool:
-        """Return whether they have an element in common."""
+    def _overlap(self, one: ShardSlice, other: ShardSlice) -> bool:
         if one.key == other.key or one.ranges is None or other.ranges is None:
             return True
         keys = (one.key, other.key)
         if keys not in self._known:
             if len(self._known) >= _N_KNOWN_MAX:
                 self._known.clear()
-            self._known[keys] = one.ranges.meets(other.ranges)
+            self._known[keys] = one.ranges.overlaps(other.ranges)
         return self._known[keys]
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PushInProgress:
-    """A complete push; until it is applied nobody else touches its slot."""
+    """A complete push; its buffer stays unchanged until it is applied."""
 
     client: Session
-    slot: PushBuffer
+    push_buffer: PushBuffer
     push: Push
     staleness: int
 
     def record(self) -> SessionRecord:
-        """Return the client as it will be once this is applied."""
+        """Return the session record as it will be after this push."""
         return SessionRecord(
             name=self.client.name,
             incarnation=self.client.incarnation,
@@ -101,15 +92,13 @@ class PushInProgress:
 
 @final
 class PushHandler:
-    """All pushes of one life of a shard."""
-
     def __init__(self, clients: SessionTable, replies: Replies) -> None:
         self._clients = clients
         self._replies = replies
         self._queue: deque[Address] = deque()  # clients whose next push is complete
         self._applying: PushInProgress | None = None
         self._staleness = Staleness()
-        self._meetings = PartialStaleness()
+        self._partial_staleness = PartialStaleness()
         self._n_applied = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
@@ -117,7 +106,6 @@ class PushHandler:
         self._bytes_in = 0
 
     def counters(self) -> dict[str, float]:
-        """Return figures for the role's status."""
         return {
             "pushes_applied": float(self._n_applied),
             "pushes_refused": float(self._n_refused),
@@ -128,105 +116,96 @@ class PushHandler:
         }
 
     def is_applying(self, name: Address) -> bool:
-        """Return whether a push of this client is being applied."""
         return self._applying is not None and self._applying.client.name == name
 
     def refuse(self, name: Address, push: Push) -> None:
-        """Count a push of a former life of this client, once: it came too late."""
+        """Count a push of a former incarnation of this client, once."""
         if push.sequence > self._refused.get(name, 0):  # sequences rise over all lives
             self._refused[name] = push.sequence
             self._n_refused += 1
 
     def take_block(self, client: Session, message: PushBlock, *, clock: int) -> list[Action]:
-        """Put a block into its slot, and say how far that is filled."""
         sequence = message.sequence
         if sequence <= client.watermark:
-            again = self._again(client, sequence, clock=clock)
+            again = self._answer_duplicate(client, sequence, clock=clock)
             return [again] if message.answer else []
         received = client.take_block(message)
         self._bytes_in += message.values.nbytes
         if received is None:
             return []
-        self._enqueue(client)  # its Push may have come before
+        self._enqueue(client)  # the Push may have overtaken this block
         if not message.answer:
             return []
-        return [self._replies.push_credit(client, sequence=sequence, received=received)]
+        return [self._replies.block_ack(client, sequence=sequence, received=received)]
 
     def take(self, client: Session, message: Push, *, clock: int) -> list[Action]:
-        """Note that a push is made; it is applied in its turn."""
         sequence = message.sequence
         if sequence <= client.watermark:
             self._n_duplicates += 1
-            return [self._again(client, sequence, clock=clock)]
+            return [self._answer_duplicate(client, sequence, clock=clock)]
         if message.fetched_clock > clock:
             raise RemoteProtocolError(
-                f"{client.name} says that it fetched at clock {message.fetched_clock}; "
-                f"the shard has come to {clock}"
+                f"{client.name} sent fetched_clock {message.fetched_clock}; "
+                f"the shard's clock is {clock}"
             )
-        slot = client.take_push(message)
+        push_buffer = client.take_push(message)
         self._enqueue(client)
         n_blocks = client.n_blocks
-        received = n_blocks if client.region else slot.received
-        if slot.push is not message:
+        received = n_blocks if client.region else push_buffer.received
+        if push_buffer.push is not message:
             self._n_duplicates += 1
         elif received == n_blocks:
-            return []  # the answer is its acknowledgement
-        return [self._replies.push_credit(client, sequence=sequence, received=received)]
+            return []  # the client gets PushApplied later
+        return [self._replies.block_ack(client, sequence=sequence, received=received)]
 
     def begin_next(self, *, clock: int) -> PushInProgress | None:
-        """Take the oldest complete push from the queue, to apply it at this clock."""
         while self._queue:
             client = self._clients.get(self._queue.popleft())
             assert client is not None
             client.queued = False
-            slot = client.next_complete()
-            if slot is not None and slot.push is not None:
-                staleness = self._meetings.since(
-                    client.holding, fetched_clock=slot.push.fetched_clock, clock=clock
+            push_buffer = client.next_complete()
+            if push_buffer is not None and push_buffer.push is not None:
+                staleness = self._partial_staleness.since(
+                    client.shard_slice, fetched_clock=push_buffer.push.fetched_clock, clock=clock
                 )
-                self._applying = PushInProgress(client, slot, slot.push, staleness)
+                self._applying = PushInProgress(client, push_buffer, push_buffer.push, staleness)
                 return self._applying
         return None
 
     def end(self, *, clock: int, held: bool, rises: bool = True) -> list[Action]:
-        """The push is in the values, whose clock was `clock` before.
-
-        Unless it is `held` it is acknowledged, and its slot is free again.
+        """Finish the push in progress: acknowledge it, unless the backup does not have it yet.
 
         Args:
-            clock: Before it was applied.
-            held: Whether nobody is to know of it yet.
-            rises: Whether it made the clock rise: what is collected does not.
+            clock: The clock before the push.
+            held: Whether the client must not know yet.
+            rises: Whether the clock rose; a staged chunk gradient does not raise it.
         """
         assert self._applying is not None
         applying, self._applying = self._applying, None
-        client, slot, push = applying.client, applying.slot, applying.push
+        client, push_buffer, push = applying.client, applying.push_buffer, applying.push
         client.count_applied(push, staleness=applying.staleness, held=held)
         self._staleness.add(applying.staleness)
         if rises:
-            self._meetings.add(client.holding, clock=clock)
+            self._partial_staleness.add(client.shard_slice, clock=clock)
         self._n_applied += 1
         if client.region:
-            self._bytes_in += slot.values.nbytes
+            self._bytes_in += push_buffer.values.nbytes
         self._enqueue(client)
-        return [] if held else [self._replies.acknowledge(client, clock=clock + 1)]
+        return [] if held else [self._replies.push_applied(client, clock=clock + 1)]
 
-    def settle(self, applied: PushInProgress, *, staleness: int, clock: int) -> Action:
-        """This push, the oldest of its client that is held, is held no longer."""
-        applied.client.settle(staleness=staleness)
-        return self._replies.acknowledge(applied.client, clock=clock)
+    def confirm(self, applied: PushInProgress, *, staleness: int, clock: int) -> Action:
+        applied.client.confirm(staleness=staleness)
+        return self._replies.push_applied(applied.client, clock=clock)
 
-    def _again(self, client: Session, sequence: int, *, clock: int) -> Action:
-        """Answer word of a push that was applied before."""
-        if sequence <= client.told:
-            return self._replies.acknowledge(client, clock=clock)
+    def _answer_duplicate(self, client: Session, sequence: int, *, clock: int) -> Action:
+        if sequence <= client.confirmed:
+            return self._replies.push_applied(client, clock=clock)
         n_blocks = client.n_blocks
-        return self._replies.push_credit(client, sequence=sequence, received=n_blocks)
+        return self._replies.block_ack(client, sequence=sequence, received=n_blocks)
 
     def _enqueue(self, client: Session) -> None:
-        """Let the client's next push stand in the queue, if it is complete."""
         if client.queued or self.is_applying(client.name):
-            return  # in the second case it will stand there once that one is applied
+            return  # `end` queues the next push of a client whose push is being applied
         if client.next_complete() is not None:
             client.queued = True
             self._queue.append(client.name)

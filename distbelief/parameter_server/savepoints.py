@@ -1,24 +1,14 @@
-"""Points of a run to which a shard can return: cuts.
+"""Savepoints: states of the named vectors to which a coordinator can return a shard.
 
-A coordinator marks a cut where its algorithm could go on from what it has written down,
-and the shards from the vectors they hold; it names those. Marking copies nothing: a
-vector is copied before it is first changed. Of L-BFGS with m pairs, which holds 2m + 3
-vectors, one iteration changes five.
+    savepoint    kept                          until
+    newest       every vector named            the next one is settled
+    the last     every vector named            the newest is settled: the coordinator has
+                                               recorded its own state of it
+    on disk      the parameters                every shard has a newer one on disk
+    0            the parameters                every shard has one on disk
 
-    cut         held                              until
-    newest      whole: every vector named         the next is settled
-    the last    whole                             the newest is settled: the coordinator
-                                                  has its own half of it on disk
-    on disk     the parameters                    every shard has a newer one on disk
-    0           the parameters                    every shard has one on disk
-
-Rules:
-
-* Who returns to a cut holds its vectors and no others.
-* If another shard has lost its memory, this one can still return to the parameters of
-  the newest cut that both have: the last one on disk, or cut 0. A snapshot holds the
-  parameters of that cut too: shards that die around a save which only some of them
-  could finish share it, whatever each of them has on disk.
+Creating a savepoint copies nothing: a vector is copied before its first change. One iteration of
+L-BFGS with m pairs changes five of its 2m + 3 vectors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,13 +36,13 @@ _N_KEPT_MAX = 3
 class _SavepointFacts(msgspec.Struct, frozen=True, kw_only=True):
     cut: int
     vectors: tuple[str, ...]
-    earlier: tuple[int, int] | None = None  # cut and clock of what is kept besides
+    earlier: tuple[int, int] | None = None  # number and clock of the older savepoint
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The parameters of a cut that every shard has on disk, or of cut 0."""
+class KeptParameters:
+    """The parameters of a savepoint that every shard has on disk, or of savepoint 0."""
 
     cut: int
     clock: int
@@ -61,24 +51,16 @@ class Kept:
 
 @final
 @dataclass(frozen=True, slots=True)
-class SavedSavepoint:
-    """What a snapshot holds of cuts.
+class LoadedSavepoint:
+    """The savepoint in a snapshot."""
 
-    Attributes:
-        cut: Its number.
-        vectors: All that the cut named.
-        earlier: Another cut, which every shard has; None: this one is all there is.
-    """
-
-    cut: int
-    vectors: Mapping[str, Vector]
-    earlier: Kept | None = None
+    cut: int  # its number
+    vectors: Mapping[str, Vector]  # all vectors that it names
+    earlier: KeptParameters | None = None  # an older savepoint that every shard has, if any
 
 
 @final
 class _Savepoint:
-    """A marked cut, and what of it was changed since."""
-
     def __init__(self, cut: int, names: Iterable[str]) -> None:
         self.cut = cut
         self.names = frozenset(names)
@@ -87,22 +69,27 @@ class _Savepoint:
 
 @final
 class Savepoints:
-    """All cuts of one shard.
+    """All savepoints of one shard.
+
+    If another shard has lost its memory, this one can still return to the parameters of the
+    newest savepoint that both have on disk, or to savepoint 0. Requests that do not fit the kept
+    savepoints raise RemoteProtocolError.
 
     Args:
-        algebra: Whose vectors they are.
-        base_clock: Of the published values before any order.
+        vector_store: The named vectors.
+        base_clock: Clock of the published values before the first command.
     """
 
-    def __init__(self, algebra: VectorStore, *, base_clock: int) -> None:
-        self._algebra = algebra
+    def __init__(self, vector_store: VectorStore, *, base_clock: int) -> None:
+        self._vector_store = vector_store
         self._live: list[_Savepoint] = []  # the oldest first
-        self._kept: list[Kept] = []  # the oldest first
-        self._base_clock: int | None = base_clock  # until the first order
+        self._kept: list[KeptParameters] = []  # the oldest first
+        self._base_clock: int | None = base_clock  # until the first restore
 
     def records(self) -> tuple[CheckpointRecord, ...]:
-        """Return every cut that can be recalled."""
-        records = [CheckpointRecord(cut=cut.cut, whole=True, clock=0) for cut in self._live]
+        records = [
+            CheckpointRecord(cut=savepoint.cut, whole=True, clock=0) for savepoint in self._live
+        ]
         records += [
             CheckpointRecord(cut=kept.cut, whole=False, clock=kept.clock) for kept in self._kept
         ]
@@ -110,73 +97,66 @@ class Savepoints:
             records.append(CheckpointRecord(cut=0, whole=False, clock=self._base_clock))
         return tuple(records)
 
-    # ------------------------------------------------------------------------ marks
+    # ---------------------------------------------------------------------- create
 
     def mark(self, mark: Savepoint, *, settled: int) -> None:
-        """The vectors are at a new cut; those before `settled` are not needed.
-
-        Raises:
-            RemoteProtocolError: a vector of the cut is not there, or there would be too
-                many cuts.
-        """
-        self.settle(settled)
-        missing = set(mark.vectors) - set(self._algebra.names())
+        """Create a savepoint of the present vectors, and drop those before `settled`."""
+        self.drop_before(settled)
+        missing = set(mark.vectors) - set(self._vector_store.names())
         if missing:
             raise RemoteProtocolError(
-                f"cut {mark.cut} names vectors {sorted(missing)}, which are not here"
+                f"savepoint {mark.cut} names vectors {sorted(missing)}, which do not exist here"
             )
         if len(self._live) >= _N_LIVE_MAX:
             raise RemoteProtocolError(
-                f"cut {mark.cut} is marked while {len(self._live)} others are needed: "
-                "say first which are settled"
+                f"cannot create savepoint {mark.cut} while {len(self._live)} others are kept: "
+                "settle them first"
             )
         self._live.append(_Savepoint(mark.cut, mark.vectors))
 
-    def settle(self, settled: int) -> None:
-        """Forget the cuts before that one, if it is here."""
-        if any(cut.cut == settled for cut in self._live):
-            self._live = [cut for cut in self._live if cut.cut >= settled]
+    def drop_before(self, settled: int) -> None:
+        if any(savepoint.cut == settled for savepoint in self._live):
+            self._live = [savepoint for savepoint in self._live if savepoint.cut >= settled]
 
     def forget(self, on_disk: int) -> None:
-        """Every shard has that cut on disk: nobody returns to what was there before."""
+        """Drop the parameters of savepoints before this one, which every shard has on disk."""
         if any(kept.cut == on_disk for kept in self._kept):
             self._kept = [kept for kept in self._kept if kept.cut >= on_disk]
 
-    def touch(self, names: Iterable[str]) -> None:
-        """These vectors are about to be changed."""
+    def copy_before_write(self, names: Iterable[str]) -> None:
+        """Copy those of these vectors that a savepoint needs unchanged."""
         wanted = {
             name
             for name in names
-            if any(name in cut.names and name not in cut.saved for cut in self._live)
+            if any(
+                name in savepoint.names and name not in savepoint.saved for savepoint in self._live
+            )
         }
-        for name, vector in self._algebra.export(tuple(wanted)).items():
+        for name, vector in self._vector_store.export(tuple(wanted)).items():
             copy = vector.copy()
-            for cut in self._live:
-                if name in cut.names:
-                    cut.saved.setdefault(name, copy)
+            for savepoint in self._live:
+                if name in savepoint.names:
+                    savepoint.saved.setdefault(name, copy)
 
-    # ----------------------------------------------------------------------- recall
+    # ---------------------------------------------------------------------- return
 
-    def recall(self, cut: int, *, whole: bool, values: Callable[[], Vector]) -> None:
-        """Be at that cut again.
+    def return_to(self, cut: int, *, whole: bool, values: Callable[[], Vector]) -> None:
+        """Return to a savepoint; only the vectors of that savepoint remain.
 
         Args:
-            cut: Which.
-            whole: With all of its vectors, or with its parameters only.
-            values: Returns the published parameters, where cut 0 begins.
-
-        Raises:
-            RemoteProtocolError: there is no such cut.
+            cut: Number of the savepoint.
+            whole: Restore all of its vectors, or only the parameters.
+            values: Returns the published parameters, which are savepoint 0.
         """
         if whole:
-            self._recall_whole(cut)
+            self._restore_all(cut)
             return
         if cut == 0 and self._base_clock is not None:
-            self._algebra.restore({PARAMETERS: values()})
+            self._vector_store.restore({PARAMETERS: values()})
             self._keep_parameters(0, clock=self._base_clock)
             self._base_clock = None
         else:
-            self._algebra.restore({PARAMETERS: self._parameters_of(cut)})
+            self._vector_store.restore({PARAMETERS: self._parameters_of(cut)})
         self._live = []
 
     def _parameters_of(self, cut: int) -> Vector:
@@ -188,49 +168,45 @@ class Savepoints:
                 return kept.parameters
         raise self._unknown(cut)
 
-    def _recall_whole(self, cut: int) -> None:
+    def _restore_all(self, cut: int) -> None:
         for live in self._live:
             if live.cut == cut:
                 vectors = self._vectors_of(live)
-                self._algebra.restore(vectors)
+                self._vector_store.restore(vectors)
                 live.saved.clear()
                 self._live = [live]
                 return
         raise self._unknown(cut)
 
-    def _vectors_of(self, cut: _Savepoint) -> Mapping[str, Vector]:
-        return self._algebra.export(tuple(cut.names)) | cut.saved
+    def _vectors_of(self, savepoint: _Savepoint) -> Mapping[str, Vector]:
+        return self._vector_store.export(tuple(savepoint.names)) | savepoint.saved
 
     def _unknown(self, cut: int) -> RemoteProtocolError:
         held = [(record.cut, record.whole) for record in self.records()]
-        return RemoteProtocolError(f"cut {cut} is not here; (cut, whole) are: {held}")
+        return RemoteProtocolError(f"no savepoint {cut} here; (number, whole) are: {held}")
 
     # ------------------------------------------------------------------------- disk
 
-    def check_present(self, cut: int) -> None:
-        """Raise if that is not the present.
-
-        Raises:
-            RemoteProtocolError: another cut is the newest, or something changed since.
-        """
+    def check_current(self, cut: int) -> None:
+        """Raise unless this savepoint is the newest and no vector has changed since."""
         if not self._live or self._live[-1].cut != cut or self._live[-1].saved:
             raise RemoteProtocolError(
-                f"cut {cut} is to be saved, and is not the present: mark it first"
+                f"cannot save savepoint {cut}: vectors have changed since; create it again"
             )
 
     @property
-    def present(self) -> int | None:
-        """The newest cut, if nothing has changed since."""
+    def current(self) -> int | None:
         newest = self._live[-1] if self._live else None
         return None if newest is None or newest.saved else newest.cut
 
     def extend(self, snapshot: Snapshot, *, cut: int) -> Snapshot:
-        """Return the snapshot with the vectors of the newest cut: the present.
+        """Return the snapshot plus the vectors of the newest savepoint, which must be current.
 
-        And with the parameters of the oldest that is kept, which all shards share.
+        Also plus the parameters of the oldest kept savepoint. All shards have that one, so shards
+        that die around a partly failed save still have a common savepoint.
         """
         newest = self._live[-1]
-        vectors = self._algebra.export(tuple(newest.names))
+        vectors = self._vector_store.export(tuple(newest.names))
         shared = self._kept[0] if self._kept and self._kept[0].cut != cut else None
         facts = _SavepointFacts(
             cut=cut,
@@ -248,30 +224,24 @@ class Savepoints:
         )
 
     def on_disk(self, cut: int) -> None:
-        """The newest cut, which is the present, is safe on disk."""
         self._keep_parameters(cut, clock=0)
 
-    def restore(self, saved: SavedSavepoint) -> None:
-        """Be at a cut that was read from disk."""
-        self._algebra.restore(saved.vectors)
+    def restore(self, saved: LoadedSavepoint) -> None:
+        self._vector_store.restore(saved.vectors)
         self._base_clock = None
         self._live = [_Savepoint(saved.cut, saved.vectors)]
         self._kept = [] if saved.earlier is None else [saved.earlier]
         self._keep_parameters(saved.cut, clock=0)
 
     def _keep_parameters(self, cut: int, *, clock: int) -> None:
-        parameters = self._algebra.vector(PARAMETERS).copy()
-        self._kept.append(Kept(cut, clock, parameters))
-        if len(self._kept) > _N_KEPT_MAX:  # another shard's disk fails, and fails
+        parameters = self._vector_store.vector(PARAMETERS).copy()
+        self._kept.append(KeptParameters(cut, clock, parameters))
+        if len(self._kept) > _N_KEPT_MAX:  # another shard's saves fail repeatedly
             del self._kept[1]
 
 
-def split(snapshot: Snapshot) -> tuple[Snapshot, SavedSavepoint | None]:
-    """Return what `extend` was given, and the cut, if it holds one.
-
-    Raises:
-        StorageError: the snapshot is damaged.
-    """
+def split(snapshot: Snapshot) -> tuple[Snapshot, LoadedSavepoint | None]:
+    """Return what `extend` was given, and the savepoint if there is one, or raise StorageError."""
     text = snapshot.facts.get(_FACT)
     if text is None:
         return snapshot, None
@@ -292,28 +262,26 @@ def split(snapshot: Snapshot) -> tuple[Snapshot, SavedSavepoint | None]:
         arrays={name: array for name, array in arrays.items() if name != _EARLIER},
         facts={name: fact for name, fact in snapshot.facts.items() if name != _FACT},
     )
-    saved = SavedSavepoint(facts.cut, vectors, _earlier(snapshot, facts))
+    saved = LoadedSavepoint(facts.cut, vectors, _earlier(snapshot, facts))
     return plain, saved
 
 
-def _earlier(snapshot: Snapshot, facts: _SavepointFacts) -> Kept | None:
+def _earlier(snapshot: Snapshot, facts: _SavepointFacts) -> KeptParameters | None:
     parameters, wanted = snapshot.arrays.get(_EARLIER), facts.earlier
     if (parameters is None) is not (wanted is None):
-        raise _damaged(snapshot, f"array {_EARLIER!r} and what is said of it disagree")
+        raise _damaged(snapshot, f"array {_EARLIER!r} and fact {_FACT!r} disagree")
     if parameters is None or wanted is None:
         return None
-    present = snapshot.arrays[f"{_PREFIX}{PARAMETERS}"]
-    if (parameters.shape, parameters.dtype) != (present.shape, present.dtype):
+    current = snapshot.arrays[f"{_PREFIX}{PARAMETERS}"]
+    if (parameters.shape, parameters.dtype) != (current.shape, current.dtype):
         raise _damaged(
             snapshot,
             f"array {_EARLIER!r} has shape {parameters.shape} and dtype "
-            f"{parameters.dtype}, not {present.shape} and {present.dtype}",
+            f"{parameters.dtype}, not {current.shape} and {current.dtype}",
         )
     cut, clock = wanted
-    return Kept(cut, clock, parameters.copy())
+    return KeptParameters(cut, clock, parameters.copy())
 
 
 def _damaged(snapshot: Snapshot, what: str) -> StorageError:
-    return StorageError(
-        f"snapshot {snapshot.label!r}: {what}; delete it, and the one before is used"
-    )
+    return StorageError(f"snapshot {snapshot.label!r}: {what}; delete it to use the one before")

@@ -1,4 +1,12 @@
-"""How stale pushes were: shard clock at application minus clock at fetch."""
+"""What a shard knows of one client: two push buffers, and how far its pushes are applied.
+
+    sequence           1   2   3   4   5   6
+                       [ applied  ]  |   |       watermark = 3
+    buffer s mod 2                   0   1       room for watermark + 1 and + 2 only
+
+A push is applied when its buffer is complete and its sequence is watermark + 1. So the pushes of
+a client are applied in order, each at most once.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,69 +23,47 @@ from distbelief.protocol import Push, PushBlock, SessionRecord
 from distbelief.roles.role import Address
 
 
-# What a shard knows of one client: its two slots, and how far its pushes have come.
-#
-#     sequence        1   2   3   4   5   6
-#                     [ applied  ]  |   |          watermark = 3
-#     slot s mod 2                  0   1          room for watermark + 1 and + 2, no more
-#
-# Rules:
-#
-# * A push is applied when its slot is complete and its sequence is watermark + 1; the one
-#   after it waits in the other slot. So the pushes of one client are applied in the order
-#   in which it made them, each at most once.
-# * A slot is complete when its `Push` has come and, if the client shares no memory with
-#   the shard, every block before it. Blocks are taken in order only: one that is out of
-#   order is dropped, and the client begins again where the shard says.
-# * The watermark only rises: by an application, or because the client says at the
-#   handshake from which push on it will go (what it gave up is never applied).
-# * A push may be applied and yet be held: nobody is told, and its slot stays as it is,
-#   until a second copy of the shard has it as well (`forwarding`).
-# * A new incarnation of the client begins anew; only `samples` stays, so that it knows
-#   how much of its data is in the values.
+# --- push buffers ---
 
 Bounds = Sequence[tuple[int, int]]  # (start, stop) of each block of a vector
 
-N_SLOTS = 2
+N_PUSH_BUFFERS = 2
 
 
 def push_buffer_bytes(n_elements: int, *, itemsize: int) -> int:
-    """Return the size of a region of two slots; never 0, which no memory can be."""
-    return max(N_SLOTS * n_elements * itemsize, 64)
+    """Return the size of a region of two push buffers; never 0, which no region can have."""
+    return max(N_PUSH_BUFFERS * n_elements * itemsize, 64)
 
 
 def push_buffer_views(
     region: Region, *, n_elements: int, dtype: np.dtype[Element]
 ) -> tuple[Vector, Vector]:
-    """Return both slots of a region, each (n_elements,).
+    """Return both push buffers of a region, each (n_elements,).
 
     Raises:
-        RemoteProtocolError: the region has another size.
+        RemoteProtocolError: The region has another size.
     """
     n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
     if region.nbytes != n_bytes:
         raise RemoteProtocolError(
-            f"a region of slots has {region.nbytes} bytes, not the {n_bytes} of "
-            f"{N_SLOTS} times {n_elements} elements of {dtype}: both sides must use "
-            "one layout"
+            f"a region of push buffers has {region.nbytes} bytes, not the {n_bytes} of "
+            f"{N_PUSH_BUFFERS} times {n_elements} elements of {dtype}: use one layout"
         )
-    whole = region[: N_SLOTS * n_elements * dtype.itemsize].view(dtype)
+    whole = region[: N_PUSH_BUFFERS * n_elements * dtype.itemsize].view(dtype)
     return whole[:n_elements], whole[n_elements:]
 
 
 @final
 @dataclass(slots=True, eq=False)
 class PushBuffer:
-    """Room for one push."""
-
     values: Vector  # (n_elements,) of what the client holds: gradient, then buffers
-    sequence: int = 0  # whose push is in it; 0: nobody's yet
+    sequence: int = 0  # of the push in it; 0 for none
     received: int = 0  # blocks [0, received) are in it
-    n_elements: int = 0  # of those blocks, in a second's slot
-    push: Push | None = None  # once it has come
+    n_elements: int = 0  # of those blocks, on a backup
+    push: Push | None = None  # set when it has come
 
     def lend(self, sequence: int) -> None:
-        """Make room for push `sequence`, unless the slot holds it already."""
+        """Reuse the buffer for push `sequence`, unless it already holds that push."""
         if self.sequence != sequence:
             self.sequence, self.received, self.push = sequence, 0, None
             self.n_elements = 0
@@ -86,48 +72,30 @@ class PushBuffer:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """One client, as a shard sees it.
-
-    Attributes:
-        incarnation: Its present life.
-        watermark: No push up to it is applied from now on.
-        applied: How many pushes of this incarnation the values contain.
-        samples: Its total in the last push applied, of any incarnation.
-        staleness: Of the last push applied.
-        n_held: How many of the last pushes applied nobody is to know of yet.
-        told_staleness: Of the last push that is not held.
-        greeted: Has this incarnation said Hello to this life of the shard?
-        present: Is it there, as far as the shard knows?
-        holding: What it fetches and pushes of the shard's vector.
-        slots: Two if it pushes, none if it only fetches.
-        region: Where they lie; "" in the shard's own memory, filled by blocks.
-        parameters_region: Where it can read the values; "" by blocks only.
-        queued: Does it stand in the shard's queue of complete pushes?
-        request: Its latest fetch.
-        expired: The latest fetch whose lease ended because it was idle.
-    """
+    """One client, as a shard sees it. Invalid messages raise RemoteProtocolError."""
 
     name: Address
-    incarnation: int
-    watermark: int = 0
-    applied: int = 0
-    samples: int = 0
-    staleness: int = 0
-    n_held: int = 0
-    told_staleness: int = 0
-    greeted: bool = False
-    present: bool = True
-    holding: ShardSlice = NOTHING
-    slots: tuple[PushBuffer, ...] = field(default=())
-    region: str = ""
-    parameters_region: str = ""
-    queued: bool = False
-    request: int = 0
-    expired: int = 0
+    incarnation: int  # the client's current incarnation
+    watermark: int = 0  # no push up to it is applied from now on. It only rises
+    applied: int = 0  # pushes of this incarnation in the values
+    samples: int = 0  # the client's total in the last applied push, of any incarnation
+    staleness: int = 0  # of the last applied push
+    n_unconfirmed: int = 0  # last pushes that are applied here but not yet on the backup
+    confirmed_staleness: int = 0  # staleness of the last push that both copies have
+    # Whether this incarnation has opened a session with this shard incarnation.
+    opened: bool = False
+    connected: bool = True  # whether the client is there, as far as the shard knows
+    shard_slice: ShardSlice = NOTHING  # what it fetches and pushes of the shard's vector
+    # Two if it pushes, none if it only fetches.
+    push_buffers: tuple[PushBuffer, ...] = field(default=())
+    region: str = ""  # where they lie; "" for memory of the shard that blocks fill
+    parameters_region: str = ""  # where it can read the values; "" for blocks only
+    queued: bool = False  # whether it is in the queue of complete pushes
+    request: int = 0  # its latest fetch
+    expired: int = 0  # the latest fetch whose pin expired
 
     @classmethod
     def of(cls, record: SessionRecord) -> "Session":
-        """Return the client that another copy, or another life, of the shard knew."""
         return cls(
             name=Address(record.name),
             incarnation=record.incarnation,
@@ -135,12 +103,11 @@ class Session:
             applied=record.applied,
             samples=record.samples,
             staleness=record.staleness,
-            told_staleness=record.staleness,
+            confirmed_staleness=record.staleness,
         )
 
     @property
     def record(self) -> SessionRecord:
-        """What the other copy of the shard has to know."""
         return SessionRecord(
             name=self.name,
             incarnation=self.incarnation,
@@ -151,33 +118,24 @@ class Session:
         )
 
     @property
-    def told(self) -> int:
-        """The watermark, as the client may know it."""
-        return self.watermark - self.n_held
+    def confirmed(self) -> int:
+        return self.watermark - self.n_unconfirmed
 
     @property
-    def slots_bytes(self) -> int:
-        """Memory of the slots that it is lent."""
-        return sum(slot.values.nbytes for slot in self.slots)
+    def push_buffer_nbytes(self) -> int:
+        return sum(push_buffer.values.nbytes for push_buffer in self.push_buffers)
 
     @property
     def n_blocks(self) -> int:
-        """How many make a push, or a fetch."""
-        return len(self.holding.bounds)
+        return len(self.shard_slice.bounds)
 
     def take_block(self, message: PushBlock) -> int | None:
-        """Put a block where it belongs; return how many its slot holds now.
-
-        None says that it was dropped because one before it is missing.
-
-        Raises:
-            RemoteProtocolError: no such block can be.
-        """
-        slot, bounds = self._slot_of(message.sequence), self.holding.bounds
+        """Store a block; return how many its buffer holds, or None if an earlier one is missing."""
+        push_buffer, bounds = self._push_buffer_of(message.sequence), self.shard_slice.bounds
         if self.region:
             raise RemoteProtocolError(
-                f"{self.name} sent a block of push {message.sequence}, but its slots "
-                f"lie in shared memory ({self.region!r})"
+                f"{self.name} sent a block of push {message.sequence}, but its push buffers "
+                f"are in shared memory ({self.region!r})"
             )
         if message.block_index >= len(bounds):
             raise RemoteProtocolError(
@@ -185,70 +143,64 @@ class Session:
                 f"{message.sequence}; a push has {len(bounds)}"
             )
         start, stop = bounds[message.block_index]
-        values, dtype = message.values, slot.values.dtype
+        values, dtype = message.values, push_buffer.values.dtype
         if values.dtype != dtype or values.size != stop - start:
             raise RemoteProtocolError(
                 f"{self.name} sent {values.size} elements of {values.dtype} as block "
                 f"{message.block_index} of push {message.sequence}; that block has "
                 f"{stop - start} of {dtype}"
             )
-        slot.lend(message.sequence)
-        if message.block_index > slot.received:
+        push_buffer.lend(message.sequence)
+        # Blocks are stored in order; the client resends from the first missing one.
+        if message.block_index > push_buffer.received:
             return None
-        if message.block_index == slot.received:
-            slot.values[start:stop] = values
-            slot.received += 1
-        return slot.received
+        if message.block_index == push_buffer.received:
+            push_buffer.values[start:stop] = values
+            push_buffer.received += 1
+        return push_buffer.received
 
     def take_push(self, message: Push) -> PushBuffer:
-        """Note that a push is made; return its slot, with the first such message.
-
-        Raises:
-            RemoteProtocolError: no such push can be.
-        """
-        slot = self._slot_of(message.sequence)
-        slot.lend(message.sequence)
-        if slot.push is None:
-            slot.push = message
-        return slot
+        push_buffer = self._push_buffer_of(message.sequence)
+        push_buffer.lend(message.sequence)
+        if push_buffer.push is None:
+            push_buffer.push = message
+        return push_buffer
 
     def next_complete(self) -> PushBuffer | None:
-        """Return the slot of push watermark + 1 if it is complete."""
-        if not self.slots:
+        if not self.push_buffers:
             return None
-        slot = self.slots[(self.watermark + 1) % N_SLOTS]
-        if slot.sequence != self.watermark + 1 or slot.push is None:
+        push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
+        if push_buffer.sequence != self.watermark + 1 or push_buffer.push is None:
             return None
-        return slot if self.region or slot.received == self.n_blocks else None
+        # In shared memory the client has filled the buffer before it sends Push.
+        return push_buffer if self.region or push_buffer.received == self.n_blocks else None
 
     def count_applied(self, push: Push, *, staleness: int, held: bool) -> None:
-        """`push` is in the values; it is `held` if nobody is to know of it yet."""
+        """Note that `push` is in the values; `held` if the backup does not have it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
         self.samples = push.samples
         self.staleness = staleness
         if held:
-            self.n_held += 1
+            self.n_unconfirmed += 1
         else:
-            self.told_staleness = staleness
+            self.confirmed_staleness = staleness
 
-    def settle(self, *, staleness: int) -> None:
-        """The oldest push that is held, of that staleness, is held no longer."""
-        assert self.n_held > 0, self
-        self.n_held -= 1
-        self.told_staleness = staleness
+    def confirm(self, *, staleness: int) -> None:
+        assert self.n_unconfirmed > 0, self
+        self.n_unconfirmed -= 1
+        self.confirmed_staleness = staleness
 
-    def _slot_of(self, sequence: int) -> PushBuffer:
-        if not self.slots:
+    def _push_buffer_of(self, sequence: int) -> PushBuffer:
+        if not self.push_buffers:
+            raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
+        # An unconfirmed push keeps its buffer, because the backup may still read it there.
+        if not self.watermark < sequence <= self.confirmed + N_PUSH_BUFFERS:
             raise RemoteProtocolError(
-                f"{self.name} pushes, but said at the handshake that it would not"
+                f"{self.name} sent push {sequence}; its buffers have room for pushes "
+                f"{self.watermark + 1} to {self.confirmed + N_PUSH_BUFFERS}"
             )
-        if not self.watermark < sequence <= self.told + N_SLOTS:
-            raise RemoteProtocolError(
-                f"{self.name} sent push {sequence}; its slots have room for pushes "
-                f"{self.watermark + 1} to {self.told + N_SLOTS}"
-            )
-        return self.slots[sequence % N_SLOTS]
+        return self.push_buffers[sequence % N_PUSH_BUFFERS]
 
 
 _N_RECENT = 1024
@@ -256,7 +208,11 @@ _N_RECENT = 1024
 
 @final
 class Staleness:
-    """Mean and maximum over all pushes, 95th percentile over the recent 1024."""
+    """Staleness of pushes: mean and maximum of all, 95th percentile of the last 1024.
+
+    The staleness of a push is the shard's clock when the push is applied, minus its clock when the
+    parameters were fetched.
+    """
 
     def __init__(self) -> None:
         self._n = 0
@@ -265,14 +221,12 @@ class Staleness:
         self._recent: deque[int] = deque(maxlen=_N_RECENT)
 
     def add(self, staleness: int) -> None:
-        """Count one push."""
         self._n += 1
         self._sum += staleness
         self._max = max(self._max, staleness)
         self._recent.append(staleness)
 
     def counters(self) -> dict[str, float]:
-        """Return mean, p95 and max, under the names that roles report them by."""
         recent = sorted(self._recent)
         p95 = recent[(95 * len(recent) - 1) // 100] if recent else 0
         return {

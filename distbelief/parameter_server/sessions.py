@@ -1,4 +1,8 @@
-"""What a shard says to its clients; every reply carries the shard's incarnation."""
+"""The table of a shard's sessions, and the replies to clients.
+
+A session holds what the shard knows of one client: its incarnation, watermark, push buffers and
+the part of the shard that it reads and writes.
+"""
 
 from collections.abc import Iterable
 from typing import final
@@ -31,33 +35,28 @@ from distbelief.protocol import (
 from distbelief.roles.role import Address, Send
 
 
-# The clients of one shard: their lives, and the memory lent to each.
-#
-# Rules:
-#
-# * A Hello may come any number of times, and late: it only raises the watermark, and it
-#   never takes away slots that are in use. A client that could not reach the memory it
-#   was lent says Hello again, without a host, and pushes by blocks from then on.
-# * A new incarnation drops the older one's slots, and what waited in them; only `samples`
-#   stays. An older incarnation is a stranger: an answer would reach its successor.
-# * What a snapshot tells of a client counts once that very incarnation says Hello.
-# * At most `n_clients_max` are known, each with two slots of the size of what it holds
-#   if it pushes. One that is gone keeps them for a while: it may only have been cut off.
-#   Then they are taken back; how far it has come stays known, and Hello lends it others.
-# * Where all are known that may be, one that is gone for so long, and was first known
-#   before all other such ones, makes room for a new one: it is a stranger from then on.
-# * What a client holds is the same as long as it lives.
+# --- sessions ---
 
 
 @final
 class SessionTable:
-    """All clients that one life of a shard knows."""
+    """All clients that one shard incarnation knows, at most `n_clients_max`.
+
+    OpenSession may come repeatedly and late. It only raises the watermark and never takes away push
+    buffers in use. A new incarnation of a client drops the buffers of the old one; only `samples`
+    stays. A client that is gone keeps its buffers for a while, because it may only be cut off.
+    """
 
     def __init__(
-        self, identity: ShardIdentity, *, holdings: SliceTable, memory: Memory, n_clients_max: int
+        self,
+        identity: ShardIdentity,
+        *,
+        slice_table: SliceTable,
+        memory: Memory,
+        n_clients_max: int,
     ) -> None:
         self._fingerprint = identity.layout.fingerprint
-        self._holdings = holdings
+        self._slice_table = slice_table
         self._n_gradient = identity.layout.n_gradient(identity.index)
         self._memory = memory
         self._n_clients_max = n_clients_max
@@ -65,128 +64,122 @@ class SessionTable:
         self._n_regions = 0
 
     def restore(self, clients: Iterable[Session]) -> None:
-        """Know those that a snapshot tells of; none has said Hello yet."""
         self._clients = {client.name: client for client in clients}
 
     def all(self) -> tuple[Session, ...]:
-        """Return every client known."""
         return tuple(self._clients.values())
 
     @property
-    def n_present(self) -> int:
-        """How many said Hello and are not gone."""
-        return sum(c.greeted and c.present for c in self._clients.values())
+    def n_connected(self) -> int:
+        return sum(c.opened and c.connected for c in self._clients.values())
 
     @property
-    def slots_bytes(self) -> int:
-        """Memory of all slots that are lent."""
-        return sum(client.slots_bytes for client in self._clients.values())
+    def push_buffer_nbytes(self) -> int:
+        return sum(client.push_buffer_nbytes for client in self._clients.values())
 
-    def n_averaged(self, holding: ShardSlice) -> int:
-        """Over how many of those buffers are averaged that are pushed by one of them.
+    def n_averaged(self, shard_slice: ShardSlice) -> int:
+        """Return over how many clients the buffers of this part are averaged.
 
-        That is how many push: as many as hold one element of these buffers, at the
-        most. Of replicas of several machines each holds every element once.
+        It is the largest number of pushing clients that hold one and the same buffer element. The
+        ranks of a partitioned replica hold each element once, so they count as one client.
         """
         pushing = [
-            client.holding
+            client.shard_slice
             for client in self.all()
-            if client.greeted and client.present and client.slots
+            if client.opened and client.connected and client.push_buffers
         ]
-        if all(other.key == holding.key for other in pushing):
+        if all(other.key == shard_slice.key for other in pushing):
             return len(pushing)
-        buffers = (self._n_gradient, self._holdings.whole.n_elements)
-        inner = holding.within(*buffers)
+        buffers = (self._n_gradient, self._slice_table.whole.n_elements)
+        inner = shard_slice.within(*buffers)
         all_ranges = [inner, *(other.within(*buffers) for other in pushing)]
         ends = [end for one in all_ranges for end in (one.starts, one.stops)]
         bounds = np.unique(np.concatenate(ends))
         if not inner.n_elements:
             return len(pushing)
-        counts = sum(ranges.marks(bounds).astype(np.int64) for ranges in all_ranges[1:])
-        return int(np.max(counts, where=inner.marks(bounds), initial=0))
+        counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
+        return int(np.max(counts, where=inner.mask(bounds), initial=0))
 
     def get(self, name: Address) -> Session | None:
-        """Return the client of this name, of whatever incarnation."""
         return self._clients.get(name)
 
     def is_older(self, name: Address, incarnation: int) -> bool:
-        """Return whether this is an earlier life of a client known here."""
         client = self._clients.get(name)
         return client is not None and incarnation < client.incarnation
 
     def why_not(
-        self, name: Address, incarnation: int, hello: OpenSession, *, steps: StepCounts
+        self, name: Address, incarnation: int, request: OpenSession, *, steps: StepCounts
     ) -> str | None:
-        """Return why this client can never be welcome, if so."""
-        if hello.layout != self._fingerprint:
+        if request.layout != self._fingerprint:
             return (
-                f"your layout is {hello.layout}, the shard's {self._fingerprint}: "
+                f"your layout is {request.layout}, the shard's {self._fingerprint}: "
                 "use the same model and number of shards on both sides"
             )
         try:
-            holding = self._holdings.get(hello.holds)
+            shard_slice = self._slice_table.get(request.holds)
         except RemoteProtocolError as error:
-            return f"what you hold of it cannot be: {error}"
+            return f"the elements that you hold are invalid: {error}"
         client = self._clients.get(name)
         if (
             client is not None
-            and client.greeted
+            and client.opened
             and client.incarnation == incarnation
-            and client.holding.key != holding.key
+            and client.shard_slice.key != shard_slice.key
         ):
             return (
-                f"you held {client.holding.n_elements} elements of it, and now hold "
-                f"{holding.n_elements} others: what a client holds is the same as long "
-                "as it lives; begin another life of it"
+                f"you held {client.shard_slice.n_elements} elements and now hold "
+                f"{shard_slice.n_elements} others: restart the client to change what it holds"
             )
         if name not in self._clients and self._is_full and self._oldest_gone is None:
             return (
-                f"it serves {len(self._clients)} clients already, all that "
-                "n_clients_max allows: use fewer, or raise it"
+                f"it serves {len(self._clients)} clients, the limit n_clients_max: "
+                "use fewer clients, or raise it"
             )
-        return steps.know(holding) if hello.pushes else None
+        return steps.register(shard_slice) if request.pushes else None
 
-    def changes(self, name: Address, incarnation: int, hello: OpenSession) -> bool:
-        """Return whether this Hello says anything new."""
+    def changes(self, name: Address, incarnation: int, request: OpenSession) -> bool:
         client = self._clients.get(name)
         return (
             client is None
             or incarnation > client.incarnation
-            or hello.next_sequence - 1 > client.watermark
-            or self._needs_slots(client, hello)
+            or request.next_sequence - 1 > client.watermark
+            or self._needs_push_buffers(client, request)
         )
 
     def admit(
-        self, name: Address, incarnation: int, hello: OpenSession, *, region: str
+        self, name: Address, incarnation: int, request: OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
-        """Know this client, and lend it slots if it pushes.
+        """Open a session, with push buffers if the client pushes.
 
         Args:
-            name: Who it is.
-            incarnation: Its life, not older than the one known.
-            hello: What it said.
-            region: Beginning of the name of the memory to lend it.
+            name: Name of the client.
+            incarnation: Its incarnation, at least the known one.
+            request: Its OpenSession.
+            region: Prefix of the name of the memory to lend.
 
         Returns:
-            The client, and why it was lent no memory to share, if that is new.
+            The session, and a warning if shared memory could not be created.
         """
         client = self._clients.get(name)
+        # Make room: the oldest absent client becomes unknown.
         if client is None and self._is_full and self._oldest_gone is not None:
             del self._clients[self._oldest_gone]
         if client is None or incarnation > client.incarnation:
             samples, queued = 0, False
             if client is not None:
-                samples, queued = client.samples, client.queued  # under this name
+                # `samples` tells the new incarnation where to resume; the queue holds the name.
+                samples, queued = client.samples, client.queued
                 self._take_back(client)
             client = Session(name=name, incarnation=incarnation, samples=samples, queued=queued)
             self._clients[name] = client
-        client.holding = self._holdings.get(hello.holds)
+        client.shard_slice = self._slice_table.get(request.holds)
         warning = None
-        if self._needs_slots(client, hello):
+        if self._needs_push_buffers(client, request):
             self._take_back(client)
-            warning = self._lend_slots(client, region, shared=self.shares(hello))
-        client.greeted = client.present = True
-        client.watermark = max(client.watermark, hello.next_sequence - 1)
+            warning = self._lend_push_buffers(client, region, shared=self.shares(request))
+        client.opened = client.connected = True
+        # A late OpenSession must not lower the watermark.
+        client.watermark = max(client.watermark, request.next_sequence - 1)
         return client, warning
 
     @property
@@ -195,40 +188,38 @@ class SessionTable:
 
     @property
     def _oldest_gone(self) -> Address | None:
-        """Of those whose slots have been taken back, or who were of a former life."""
+        # Dicts keep their order: the first client that has neither a session nor a push here.
         return next(
             (
                 client.name
                 for client in self._clients.values()
-                if not (client.greeted or client.queued or client.n_held)
+                if not (client.opened or client.queued or client.n_unconfirmed)
             ),
             None,
         )
 
-    def shares(self, hello: OpenSession) -> bool:
-        """Return whether the client can reach this shard's memory."""
-        return bool(hello.host) and hello.host == self._memory.host
+    def shares(self, request: OpenSession) -> bool:
+        return bool(request.host) and request.host == self._memory.host
 
     def take_back(self, client: Session) -> None:
-        """Take back its slots, and what waits in them; it has to say Hello again."""
+        """Release the push buffers and the pushes in them; the client must open a new session."""
         if client.region:
-            self._memory.disown(client.region)  # it may be alive, and still use it
-        client.slots, client.region = (), ""
-        client.greeted = False
+            self._memory.disown(client.region)  # the client may be alive and still use it
+        client.push_buffers, client.region = (), ""
+        client.opened = False
 
     def release(self) -> None:
-        """Take back everything that was lent."""
         for client in self._clients.values():
             self._take_back(client)
 
-    def _needs_slots(self, client: Session, hello: OpenSession) -> bool:
-        """It has none; or it has some that it cannot reach."""
-        if not hello.pushes:
+    def _needs_push_buffers(self, client: Session, request: OpenSession) -> bool:
+        if not request.pushes:
             return False
-        return not client.slots or (bool(client.region) and not self.shares(hello))
+        # A client without the memory it was lent repeats OpenSession without a host.
+        return not client.push_buffers or (bool(client.region) and not self.shares(request))
 
-    def _lend_slots(self, client: Session, region: str, *, shared: bool) -> str | None:
-        n_elements, dtype = client.holding.n_elements, client.holding.dtype
+    def _lend_push_buffers(self, client: Session, region: str, *, shared: bool) -> str | None:
+        n_elements, dtype = client.shard_slice.n_elements, client.shard_slice.dtype
         n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
         warning = None
         memory = None
@@ -239,81 +230,74 @@ class SessionTable:
                 memory = self._memory.create(name, n_bytes=n_bytes)
                 client.region = name
             except StorageError as error:
-                warning = f"{client.name} has to push by messages: {error}"
+                warning = f"{client.name} pushes by messages, not shared memory: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
         views = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
-        client.slots = (PushBuffer(views[0]), PushBuffer(views[1]))
+        client.push_buffers = (PushBuffer(views[0]), PushBuffer(views[1]))
         return warning
 
     def _take_back(self, client: Session) -> None:
         if client.region:
             self._memory.release(client.region)
-        client.slots, client.region = (), ""
+        client.push_buffers, client.region = (), ""
 
 
 @final
 class Replies:
-    """Replies of one life of a shard.
-
-    Attributes:
-        incarnation: That life; 0 before it has begun.
-    """
+    """Replies of one shard incarnation; each carries the shard's incarnation."""
 
     def __init__(self, *, index: int) -> None:
         self._index = index
-        self.incarnation = 0
+        self.incarnation = 0  # incarnation (or term) in the replies; 0 before the shard serves
 
-    def welcome(self, client: Session, *, clock: int) -> Send:
-        """Answer `OpenSession`; also a sign of life for one whose fetch waits."""
+    def session_opened(self, client: Session, *, clock: int) -> Send:
         return _to(
             client.name,
             SessionOpened(
                 shard_incarnation=self.incarnation,
                 clock=clock,
                 samples=client.samples,
-                watermark=client.told,
-                applied=client.applied - client.n_held,
+                watermark=client.confirmed,
+                applied=client.applied - client.n_unconfirmed,
                 parameters_region=client.parameters_region,
                 slots_region=client.region,
             ),
         )
 
-    def leading(self, receiver: Address) -> Send:
-        """Tell a client of the shard's other copy that this one serves it now."""
+    def primary_changed(self, receiver: Address) -> Send:
+        """Tell a client of the former primary that this copy serves it now."""
         return _to(receiver, PrimaryChanged(shard_incarnation=self.incarnation))
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
-        """Say why not; unless `for_good`, the client says Hello and tries again."""
+        """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""
         text = f"shard {self._index}, incarnation {self.incarnation}: {reason}"
         return _to(receiver, SessionRefused(reason=text, for_good=for_good))
 
-    def acknowledge(self, client: Session, *, clock: int) -> Send:
-        """Every push of this client is settled, save those that are held."""
+    def push_applied(self, client: Session, *, clock: int) -> Send:
         return _to(
             client.name,
             PushApplied(
-                sequence=client.told,
+                sequence=client.confirmed,
                 shard_incarnation=self.incarnation,
                 clock=clock,
-                staleness=client.told_staleness,
+                staleness=client.confirmed_staleness,
             ),
         )
 
-    def push_credit(self, client: Session, *, sequence: int, received: int) -> Send:
-        """That many blocks of this push are here."""
+    def block_ack(self, client: Session, *, sequence: int, received: int) -> Send:
         return _to(
             client.name,
             PushBlockAck(sequence=sequence, shard_incarnation=self.incarnation, received=received),
         )
 
-    def block(self, reader: Address, lease: Pin, index: int, values: Vector) -> Send:
-        """One block of the leased version, lent to the driver as well (`leases`)."""
+    def block(self, reader: Address, pin: Pin, index: int, values: Vector) -> Send:
+        """Return one block of a pinned version; its memory is lent to the driver."""
         message = ParameterBlock(
-            request=lease.request,
+            request=pin.request,
             shard_incarnation=self.incarnation,
             block_index=index,
-            clock=lease.copy.clock,
+            clock=pin.version.clock,
             values=values,
         )
         return Send(receiver=reader, message=message, lent=True)

@@ -1,19 +1,12 @@
-"""A parameter server shard: owns one slice of every vector, and applies what is pushed.
+"""A parameter server shard: owns one slice of every vector and applies the pushed gradients.
 
-No word passes between shards (DB-5). Rules:
+    Shard            dispatches events: sessions, pushes, fetches, shard commands, replication
+      WorkQueue      runs one piece of work at a time: apply, copy, save, command
+      ReplicaState   primary or backup, if the shard has two copies
 
-* `agenda` has what is done next, one piece of work at a time.
-* `standing` has the rules of who leads and who follows, `forwarding` those of a leader
-  with a second, `following` those of a second.
-* `service` has the rules of the handshake, `slots` and `pushes` those of pushes,
-  `leases` and `fetches` those of fetches by blocks.
-* `orders` has the rules of a shard under a coordinator.
-* From the last snapshot on no push is begun: it would be acknowledged, and lost.
-* After `Stop`: complete pushes and snapshots asked for are finished; nothing else is
-  begun, and clients get no answer.
-* Without a supervisor it saves what is in no snapshot, and ends; so what it has
-  acknowledged is not lost. Of points that a coordinator drives to, only those fit
-  together that it has had saved: then nothing is.
+Shards never talk to each other (DB-5). After the last checkpoint request no push starts, because
+it would be acknowledged and then lost. After `Stop` the shard finishes complete pushes and
+requested checkpoints, starts nothing else and answers no client.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +21,7 @@ from distbelief.parameter_server.client_service import ClientMessage, ClientServ
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.push_handler import PushInProgress
-from distbelief.parameter_server.replication import TIMER as SECOND_TIMER, Backup, Replicated
+from distbelief.parameter_server.replication import TIMER as BACKUP_TIMER, Backup, Replicated
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import (
@@ -76,282 +69,241 @@ from distbelief.roles.role import (
 __all__ = ["Shard", "ShardConfig"]
 
 
-# Where a copy of a shard stands: it waits, follows, or leads.
-#
-#     waiting ---- Lead ------------------------------------------------> leading
-#        |                                                                  ^
-#        +--- Follow --> following --- all pieces --> whole ---- Lead ------+
-#
-# Rules:
-#
-# * A shard of one copy leads from the beginning, and hears nothing of all this.
-# * A `Promote` or `StartSync` that is meant for another life of this copy is not obeyed.
-# * Who is told to lead first applies what it has taken. It leads with what it has
-#   followed if it is whole, or with what it began with if it has never followed.
-#   Otherwise its life is over: the next one begins from the newest snapshot.
-# * Who leads never follows again in the same life, for it may have applied what the other
-#   leader never saw: if it hears of one, its life is over.
+# --- primary and backup ---
 
-FromLeader = StartSync | StateBlock | ReplicatePush | PushBlock
-FromSecond = StateAck | PushApplied | PushBlockAck
-CopyMessage = Promote | FromLeader | FromSecond
+FromPrimary = StartSync | StateBlock | ReplicatePush | PushBlock
+FromBackup = StateAck | PushApplied | PushBlockAck
+ReplicationMessage = Promote | FromPrimary | FromBackup
 
 
 @final
 class ReplicaState:
-    """Of one life of one copy."""
+    """The role of one shard copy: waiting, backup, or primary.
+
+        waiting ---- Promote ---------------------------------------------> primary
+           |                                                                   ^
+           +--- StartSync --> backup --- all state blocks --> in sync -- Promote
+
+    A shard with one copy is always primary. A copy that was primary never becomes a backup in the
+    same incarnation: it may have applied pushes that the new primary never saw, so it exits.
+    """
 
     def __init__(
         self, config: ShardConfig, values: ShardStore, service: ClientService, *, memory: Memory
     ) -> None:
         self._name = config.name
-        self._has_other = config.waits_for_lead
+        self._is_replicated = config.waits_for_lead
         self._values = values
         self._service = service
-        self._forwarding = service.forwarding
-        self._following: Backup | None = None  # until it leads
+        self._primary = service.primary
+        # None once this copy is the primary.
+        self._backup: Backup | None = None
         if config.waits_for_lead:
-            self._following = Backup(
+            self._backup = Backup(
                 values, memory=memory, bounds=service.bounds, n_clients_max=config.n_clients_max
             )
-        self._life = 0
-        self._lead: Promote | None = None  # that it is to obey
-        self._restored_pairing = 0  # of the snapshot
-        self._unrestored: str | None = None  # why there is none that can be used
-        self._followed: Address | None = None  # before it led
+        self._incarnation = 0
+        self._promotion: Promote | None = None  # received, but not yet carried out
+        self._restored_term = 0  # recorded in the snapshot
+        self._unrestored: str | None = None  # why no snapshot is usable
+        self._former_primary: Address | None = None  # this copy was its backup
 
     @property
-    def leads(self) -> bool:
-        """Does it serve the clients?"""
-        return self._following is None
+    def is_primary(self) -> bool:
+        return self._backup is None
 
     @property
-    def will_lead(self) -> bool:
-        """Does it, or was it told to?"""
-        return self._following is None or self._lead is not None
+    def will_be_primary(self) -> bool:
+        return self._backup is None or self._promotion is not None
 
     @property
-    def word(self) -> str:
-        """What it is doing if nothing is to be done."""
-        if self._following is None:
+    def activity(self) -> str:
+        if self._backup is None:
             return "serving"
-        return "following" if self._following.follows else "waiting"
+        return "following" if self._backup.has_primary else "waiting"
 
     def counters(self) -> Mapping[str, float]:
-        """Return figures for the role's status, if there is another copy."""
-        if not self._has_other:
+        if not self._is_replicated:
             return {}
-        following = self._following
-        part = self._forwarding if following is None else following
+        backup = self._backup
+        part = self._primary if backup is None else backup
         return {
             "pairing": float(part.pairing),
-            "whole": 0.0 if following is None else float(following.whole_for),
-            "leading": float(following is None),
+            "whole": 0.0 if backup is None else float(backup.in_sync_term),
+            "leading": float(backup is None),
         }
 
     # ------------------------------------------------------------------------- work
 
     def start(self, incarnation: int, *, unrestored: str | None = None) -> None:
-        """The life of this copy begins.
-
-        Args:
-            incarnation: Of it.
-            unrestored: Why none of its snapshots can be used; the other copy may help.
-        """
-        self._life = incarnation
+        """Begin an incarnation; `unrestored` tells why no snapshot is usable."""
+        self._incarnation = incarnation
         self._unrestored = unrestored
 
     def restored(self, state: ShardState) -> list[Action]:
-        """The values are there."""
-        if self._following is None:
+        if self._backup is None:
             return self._service.open(state.clients)
-        self._restored_pairing = state.incarnation
-        return self._following.restored(state.clients)
+        self._restored_term = state.incarnation
+        return self._backup.restored(state.clients)
 
     def begin_next(self) -> Replicated | None:
-        """Take the next push of the leader, to apply it."""
-        return None if self._following is None else self._following.begin_next()
+        return None if self._backup is None else self._backup.begin_next()
 
     def end_push(self) -> list[Action]:
-        """A push is applied: of the leader, or the oldest of the clients'."""
-        if self._following is not None:
-            return self._following.end()
+        if self._backup is not None:
+            return self._backup.end()
         clock = self._values.clock
         self._values.end_push()
-        held = self._forwarding.applied(clock=clock)
+        held = self._primary.applied(clock=clock)
         actions = self._service.pushes.end(clock=clock, held=held)
-        return [*actions, *self._service.greet_held()]
+        return [*actions, *self._service.answer_deferred()]
 
-    def begin_to_lead(self, now: Seconds) -> list[Action]:
-        """Lead, if that is due.
-
-        Raises:
-            StorageError: it would begin from a snapshot of a later leader, or anew
-                where all snapshots are damaged.
-        """
-        following, lead = self._following, self._lead
-        if following is None or lead is None or not following.drained:
+    def become_primary(self, now: Seconds) -> list[Action]:
+        """Become the primary if `Promote` has come and all replicated pushes are applied."""
+        backup, promote = self._backup, self._promotion
+        if backup is None or promote is None or not backup.drained:
             return []
-        if not following.follows and self._unrestored is not None:
+        # A copy that never synced serves its snapshot, so the snapshot must be readable and older
+        # than this term. Otherwise acknowledged pushes would silently disappear.
+        if not backup.has_primary and self._unrestored is not None:
             raise StorageError(self._unrestored)
-        if not following.follows and lead.pairing <= self._restored_pairing:
+        if not backup.has_primary and promote.pairing <= self._restored_term:
             raise StorageError(
-                f"the snapshot of {self._name} is of pairing {self._restored_pairing}, "
-                f"and it is told to lead as {lead.pairing}: a resumed run must go on "
-                "counting pairings where the first ended"
+                f"the snapshot of {self._name} has term {self._restored_term}, but Promote has "
+                f"term {promote.pairing}: continue the count of terms in a resumed run"
             )
-        self._following = self._lead = None
-        self._followed = following.leader
-        following.release()
-        text = f"leads as pairing {lead.pairing}, from clock {self._values.clock}"
+        self._backup = self._promotion = None
+        self._former_primary = backup.primary
+        backup.release()
+        text = f"becomes primary in term {promote.pairing} at clock {self._values.clock}"
         return [
             Report(text=text),
-            *self._service.lead(lead.pairing, following.clients.values()),
-            *self._forwarding.lead(lead, now),
+            *self._service.promote(promote.pairing, backup.clients.values()),
+            *self._primary.promote(promote, now),
         ]
 
     def release(self) -> None:
-        """Let go of all memory that is not the shard's own."""
-        if self._following is not None:
-            self._following.release()
+        if self._backup is not None:
+            self._backup.release()
 
     # --------------------------------------------------------------------- messages
 
-    def receive(self, event: Received, message: CopyMessage, now: Seconds) -> list[Action]:
-        """Take what the supervisor or the other copy says.
+    def receive(self, event: Received, message: ReplicationMessage, now: Seconds) -> list[Action]:
+        """Handle a message of the supervisor or of the other copy.
 
         Raises:
-            RemoteProtocolError: there is no other copy, or it makes no sense.
-            DistBeliefError: this life is over.
+            RemoteProtocolError: The shard has no other copy, or the message is invalid.
+            DistBeliefError: This incarnation cannot continue; the next one restores a snapshot.
         """
-        if not self._has_other:
+        if not self._is_replicated:
             raise RemoteProtocolError(
                 f"{event.sender} sent {type(message).__name__} to {self._name}, which "
                 "is the only copy of its shard"
             )
         match message:
-            case Promote() | StartSync() if message.receiver_incarnation != self._life:
+            # A message for a former incarnation of this copy, delayed in the network.
+            case Promote() | StartSync() if message.receiver_incarnation != self._incarnation:
                 return []
             case Promote():
-                return self._take_lead(message, now)
+                return self._promote(message, now)
             case StartSync() | StateBlock() | ReplicatePush() | PushBlock():
-                return self._from_leader(event.sender, message)
+                return self._from_primary(event.sender, message)
             case StateAck() | PushApplied() | PushBlockAck():
-                return self._from_second(event, message, now)
+                return self._from_backup(event, message, now)
             case _:
                 assert_never(message)
 
-    def is_leader(self, sender: Address) -> bool:
-        """Return whether blocks of this sender come from a leader, not a client."""
-        return self._following is not None or sender == self._followed
+    def is_from_primary(self, sender: Address) -> bool:
+        return self._backup is not None or sender == self._former_primary
 
-    def _take_lead(self, lead: Promote, now: Seconds) -> list[Action]:
-        if self._following is not None:
-            return self._prepare(self._following, lead)
-        if lead.pairing <= self._forwarding.pairing:
+    def _promote(self, promote: Promote, now: Seconds) -> list[Action]:
+        if self._backup is not None:
+            return self._prepare(self._backup, promote)
+        if promote.pairing <= self._primary.pairing:
             return []
-        actions = self._forwarding.lead(lead, now)
-        return [*actions, *self._service.greet_held()]
+        actions = self._primary.promote(promote, now)
+        return [*actions, *self._service.answer_deferred()]
 
-    def _prepare(self, following: Backup, lead: Promote) -> list[Action]:
-        """Lead as soon as what was taken is applied."""
-        if lead.pairing <= following.pairing:
+    def _prepare(self, backup: Backup, promote: Promote) -> list[Action]:
+        if promote.pairing <= backup.pairing:
             return []
-        if not following.lead(lead.pairing):
+        if not backup.promote(promote.pairing):
             raise DistBeliefError(
-                f"{self._name} is told to lead, and holds {self._values.n_held} of "
-                f"{self._values.n_pieces} pieces of what {following.leader} held: its "
-                "next life begins from the newest snapshot"
+                f"{self._name} cannot become primary with {self._values.n_held} of "
+                f"{self._values.n_state_blocks} state blocks of {backup.primary}: restart it "
+                "from the newest snapshot"
             )
-        self._lead = lead
+        self._promotion = promote
         return []
 
-    def _from_leader(self, sender: Address, message: FromLeader) -> list[Action]:
-        following = self._following
-        if following is None:
-            self._check_deposed(sender, message)
+    def _from_primary(self, sender: Address, message: FromPrimary) -> list[Action]:
+        backup = self._backup
+        if backup is None:
+            self._check_demoted(sender, message)
             return []
         match message:
             case StartSync():
-                return following.follow(sender, message)
+                return backup.start_sync(sender, message)
             case StateBlock():
-                return following.take_piece(sender, message)
+                return backup.take_state_block(sender, message)
             case ReplicatePush():
-                return following.forward(sender, message)
+                return backup.replicate(sender, message)
             case PushBlock():
-                return following.take_block(sender, message)
+                return backup.take_block(sender, message)
             case _:
                 assert_never(message)
 
-    def _from_second(self, event: Received, message: FromSecond, now: Seconds) -> list[Action]:
-        if self._following is not None:
-            return []  # meant for an earlier life
-        forwarding = self._forwarding
+    def _from_backup(self, event: Received, message: FromBackup, now: Seconds) -> list[Action]:
+        if self._backup is not None:
+            return []  # meant for an earlier incarnation
+        primary = self._primary
         match message:
             case StateAck():
-                return forwarding.credit_pieces(event, message, now)
+                return primary.state_acked(event, message, now)
             case PushBlockAck():
-                return forwarding.credit_blocks(event, message, now)
+                return primary.blocks_acked(event, message, now)
             case PushApplied():
-                actions = forwarding.acknowledged(event, message, now)
-                return [*actions, *self._service.greet_held()]
+                actions = primary.acknowledged(event, message, now)
+                return [*actions, *self._service.answer_deferred()]
             case _:
                 assert_never(message)
 
-    def _check_deposed(self, sender: Address, message: FromLeader) -> None:
-        if isinstance(message, StartSync) and message.pairing > self._forwarding.pairing:
+    def _check_demoted(self, sender: Address, message: FromPrimary) -> None:
+        if isinstance(message, StartSync) and message.pairing > self._primary.pairing:
             raise DistBeliefError(
-                f"{sender} leads as pairing {message.pairing} where {self._name} led "
-                f"as {self._forwarding.pairing}: only its next life can be a second"
+                f"{sender} is primary in term {message.pairing} and {self._name} was in term "
+                f"{self._primary.pairing}: restart {self._name} to make it a backup"
             )
 
 
-# What a shard does next: one piece of work at a time.
-#
-# Between two pieces of work the shard decides:
-#
-#     initialise --> serving --+--> save     a snapshot was asked for
-#                              +--> copy     a fetch waits, and a copy is free; not twice
-#                              |             in a row while a push waits
-#                              +--> apply    the oldest complete push; not after the
-#                              |             last snapshot was asked for
-#                              +--> collect  the same, if it is of a set of portions
-#                              +--> order    what a coordinator orders; before all else
-#                              +--> halt     told to stop, and nothing is left to do
-#
-# One of two copies does not serve before it leads:
-#
-#     initialise --> waiting, following --> apply   what its leader has forwarded
-#                         |            +--> halt    told to stop
-#                         +--> serving              told to lead, and all that is applied
-#
-# Rules:
-#
-# * The published values are marked as being written from the `Compute` of an application
-#   to its answer (`published`). Updates wait for no reader.
-# * Snapshots: nothing changes the arrays from `Persist` to `Persisted`; pushes queue.
+# --- work queue ---
 
 
 class _Work(Enum):
-    """What may run; one at a time."""
+    """The kinds of work; at most one runs at a time. The values are the status words."""
 
     INITIALISE = "starting"
     SAVE = "saving"
     COPY = "copying"
     APPLY = "applying"
-    COLLECT = "collecting"
-    ORDER = "ordered"
+    STAGE = "staging"
+    COMMAND = "executing"
 
 
 @final
 class WorkQueue:
-    """What one life of a shard does.
+    """Decides what a shard does next, one piece of work at a time.
 
-    Attributes:
-        saves: Snapshots asked for.
-        is_sealed: Has the last snapshot been asked for?
-        is_stopping: Is the shard told to stop?
-        is_over: Is it, and nothing is left to do?
+        initialise --> serving --+--> command  a shard command; before everything else
+                                 +--> save     a checkpoint was requested
+                                 +--> copy     a fetch waits and a version is free; not twice in
+                                 |             a row while a push waits
+                                 +--> apply    the oldest complete push; not after the last
+                                 |             checkpoint was requested
+                                 +--> stage    the same for a gradient sum of a chunk
+                                 +--> exit     after Stop, when nothing is left to do
+
+    Of two copies, the backup applies replicated pushes only, until it is promoted.
     """
 
     def __init__(
@@ -360,71 +312,67 @@ class WorkQueue:
         values: ShardStore,
         *,
         service: ClientService,
-        standing: ReplicaState,
-        orders: CommandExecutor,
+        replica: ReplicaState,
+        commands: CommandExecutor,
     ) -> None:
         self._identity = identity
         self._values = values
         self._service = service
-        self._standing = standing
-        self._orders = orders
+        self._replica = replica
+        self._commands = commands
         self._work: _Work | None = None
         self._ready = False
         self._copied_last = False
-        self.saves = CheckpointWriter()
-        self.is_sealed = False
-        self.is_stopping = False
-        self.is_over = False
+        self.saves = CheckpointWriter()  # requested checkpoints
+        self.is_sealed = False  # whether the last checkpoint was requested
+        self.is_stopping = False  # whether Stop has come
+        self.is_over = False  # whether the shard may exit
 
     @property
-    def word(self) -> str | None:
-        """What is under way; None if nothing is."""
+    def activity(self) -> str | None:
         return None if self._work is None else self._work.value
 
     def initialise(self, action: Compute) -> Compute:
-        """Begin with this; nothing else is begun before it is done."""
         self._work = _Work.INITIALISE
         return action
 
     def next(self, now: Seconds) -> list[Action]:
-        """Begin what is next, if nothing is under way."""
         if self._work is not None or not self._ready:
             return []
-        actions = self._begin_forwarded()
+        actions = self._begin_replicated()
         if self._work is None:
-            actions += self._standing.begin_to_lead(now)
-            if self._standing.leads:
+            actions += self._replica.become_primary(now)
+            if self._replica.is_primary:
                 actions += self._serve(now)
             else:
                 self.is_over = self.is_stopping
         return actions
 
-    def _begin_forwarded(self) -> list[Action]:
-        """Apply what the leader has forwarded."""
+    def _begin_replicated(self) -> list[Action]:
         if self.is_stopping:
             return []
-        forwarded = self._standing.begin_next()
-        if forwarded is None:
+        replicated = self._replica.begin_next()
+        if replicated is None:
             return []
-        message = forwarded.message
+        message = replicated.message
         return self._apply(
-            forwarded.values,
+            replicated.values,
             n_clients=max(1, message.n_pushing),
-            holding=forwarded.holding,
+            shard_slice=replicated.shard_slice,
             touches=message.holds if message.touches else None,
         )
 
     def _serve(self, now: Seconds) -> list[Action]:
-        """Do what is next for the clients."""
-        first = self._begin_order_or_save()
+        first = self._begin_command_or_save()
         if first:
             return first
         may_copy = self._service.fetches.wants_copy and not self.is_stopping
+        # Copies and pushes alternate, so neither fetches nor pushes starve.
         if may_copy and not self._copied_last:
             return self._begin_copy()
-        actions = self._service.forwarding.transfer(now)
+        actions = self._service.primary.transfer(now)
         applying = None
-        if self._service.forwarding.may_apply and not self.is_sealed:
+        if self._service.primary.may_apply and not self.is_sealed:
             applying = self._service.pushes.begin_next(clock=self._values.clock)
         if applying is not None:
             actions += self._begin_apply(applying, now)
@@ -434,52 +382,52 @@ class WorkQueue:
             self.is_over = self.is_stopping
         return actions
 
-    def _begin_order_or_save(self) -> list[Action]:
-        """Do what comes before all that clients want."""
+    def _begin_command_or_save(self) -> list[Action]:
         if not self.is_stopping:
-            order = self._orders.begin_next(self._snapshot)
-            if order is not None:
-                self._work = _Work.ORDER
-                return [order]
+            command = self._commands.begin_next(self._snapshot)
+            if command is not None:
+                self._work = _Work.COMMAND
+                return [command]
         label = self.saves.begin_next(clock=self._values.clock)
         return [] if label is None else self._begin_save(label)
 
     def _apply(
-        self, pushed: Vector, *, n_clients: int, holding: ShardSlice, touches: Vector | None
+        self, pushed: Vector, *, n_clients: int, shard_slice: ShardSlice, touches: Vector | None
     ) -> list[Action]:
         self._work = _Work.APPLY
         self._copied_last = False
-        touched = None if touches is None else self._values.holdings.get(touches)
+        touched = None if touches is None else self._values.slice_table.get(touches)
         work, cost = self._values.begin_push(
-            pushed, n_clients=n_clients, holding=holding, touched=touched
+            pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched
         )
         return [Compute(name="apply", work=work, cost=cost)]
 
     def _begin_apply(self, applying: PushInProgress, now: Seconds) -> list[Action]:
         if applying.push.grant:
-            self._work = _Work.COLLECT
+            self._work = _Work.STAGE
             self._copied_last = False
-            work, cost = self._orders.collecting(applying)
+            work, cost = self._commands.stage_work(applying)
             return [Compute(name="collect", work=work, cost=cost)]
         n_clients = self._service.n_averaged(applying.client)
-        forwards = self._service.forwarding.forward(applying, n_clients=n_clients, now=now)
+        replications = self._service.primary.replicate(applying, n_clients=n_clients, now=now)
         apply = self._apply(
-            applying.slot.values,
+            applying.push_buffer.values,
             n_clients=n_clients,
-            holding=applying.client.holding,
+            shard_slice=applying.client.shard_slice,
             touches=applying.push.touches,
         )
-        return [*forwards, *apply]
+        return [*replications, *apply]
 
     def _begin_copy(self) -> list[Action]:
         self._work = _Work.COPY
         self._copied_last = True
-        work, cost = self._values.copying(self._service.fetches.begin_copy())
+        work, cost = self._values.copy_work(self._service.fetches.begin_copy())
         return [Compute(name="copy", work=work, cost=cost)]
 
     def _begin_save(self, label: str) -> list[Action]:
         self._work = _Work.SAVE
-        snapshot = self._orders.extended(self._snapshot(label))
+        # The snapshot shares the arrays, so no work runs until it is written; pushes queue.
+        snapshot = self._commands.with_vectors(self._snapshot(label))
         return [Persist(snapshot=snapshot)]
 
     def _snapshot(self, label: str) -> Snapshot:
@@ -494,19 +442,14 @@ class WorkQueue:
         return take(label, state, identity=self._identity)
 
     def persisted(self, event: Persisted) -> list[Action]:
-        """A snapshot is safe, or not."""
         work, self._work = self._work, None
-        if work is _Work.ORDER:
-            return self._orders.persisted(event)
+        if work is _Work.COMMAND:
+            return self._commands.persisted(event)
         assert work is _Work.SAVE, work
         return self.saves.taken(event, clock=self._values.clock)
 
     def computed(self, event: Computed, now: Seconds) -> list[Action]:
-        """The work is done.
-
-        Raises:
-            Exception: what the work raised.
-        """
+        """Finish the running work, or raise the exception that it raised."""
         if event.error is not None:
             raise event.error
         work, self._work = self._work, None
@@ -516,20 +459,20 @@ class WorkQueue:
                 self._values.initialised(event.result)
                 self.saves.begin_at(self._values.clock)
                 self._ready = True
-                self._orders.ready()
-                return self._standing.restored(event.result)
+                self._commands.ready()
+                return self._replica.restored(event.result)
             case _Work.APPLY:
-                return self._standing.end_push()
-            case _Work.COLLECT:
+                return self._replica.end_push()
+            case _Work.STAGE:
                 clock = self._values.clock
                 actions = self._service.pushes.end(clock=clock, held=False, rises=False)
-                return [*actions, *self._service.greet_held()]
-            case _Work.ORDER:
-                return self._orders.computed(event)
+                return [*actions, *self._service.answer_deferred()]
+            case _Work.COMMAND:
+                return self._commands.computed(event)
             case _Work.COPY:
                 return self._service.fetches.end_copy(clock=self._values.clock, now=now)
             case _Work.SAVE | None:
-                raise AssertionError(f"{event.name} was not asked for ({work})")
+                raise AssertionError(f"unexpected result of {event.name} during {work}")
             case _:
                 assert_never(work)
 
@@ -562,32 +505,31 @@ class Shard:
     def __init__(
         self, config: ShardConfig, *, memory: Memory, initialise: Callable[[], Vector]
     ) -> None:
-        """Store; `Started` acts.
+        """Create the role; it acts on `Started`.
 
         Args:
-            config: What it is to be.
-            memory: Where values and slots lie that clients of this host can reach.
-            initialise: Returns the initial values, (shard_size,); called as work, and
-                only if there is no snapshot.
+            config: Settings of the shard.
+            memory: Memory that clients on this host can attach.
+            initialise: Returns the initial values, (shard_size,); runs as work, and only without
+                a snapshot.
         """
         self._memory = memory
         self._initialise = initialise
         self._values = ShardStore(config.identity, memory=memory)
         self._service = ClientService(config, self._values, memory=memory)
-        self._standing = ReplicaState(config, self._values, self._service, memory=memory)
-        self._orders = CommandExecutor(config, self._values)
-        self._agenda = WorkQueue(
+        self._replica = ReplicaState(config, self._values, self._service, memory=memory)
+        self._commands = CommandExecutor(config, self._values)
+        self._work_queue = WorkQueue(
             config.identity,
             self._values,
             service=self._service,
-            standing=self._standing,
-            orders=self._orders,
+            replica=self._replica,
+            commands=self._commands,
         )
         self._stopped_by: Address | None = None
-        self._abandoned: str | None = None  # why, if the supervisor is gone
+        self._abandoned: str | None = None  # why the supervisor counts as lost
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
         match event:
             case Started():
                 actions = self._start(event)
@@ -596,54 +538,54 @@ class Shard:
             case TimerFired():
                 actions = self._timer(event.name, now)
             case Computed():
-                actions = self._agenda.computed(event, now)
+                actions = self._work_queue.computed(event, now)
             case Persisted():
-                actions = self._agenda.persisted(event)
+                actions = self._work_queue.persisted(event)
             case PeerLost():
                 actions = self._lost(event, now)
             case PeerJoined():
                 actions = []
             case _:
                 assert_never(event)
-        actions = [*actions, *self._agenda.next(now)]
-        return [*actions, *self._end()] if self._agenda.is_over else actions
+        actions = [*actions, *self._work_queue.next(now)]
+        return [*actions, *self._end()] if self._work_queue.is_over else actions
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and its counters.
+        """Return the state and the counters.
 
-        `pushes` are those in its values, those of the snapshot that it began with
-        included: of a replica of several machines it is one if all parts are there.
-        `pushes_applied` counts what this life has applied, each part for itself.
-        `bytes_in` counts what was pushed, by blocks or through shared memory;
-        `bytes_out` blocks only: nobody tells a shard of reads from shared memory.
+        `pushes` counts whole pushes in the values, restored ones included: the ranks of one
+        partitioned replica together make one. `pushes_applied` counts each rank's push since this
+        incarnation began. `bytes_in` includes shared memory; `bytes_out` counts blocks only,
+        because a shard cannot see reads of shared memory.
         """
-        state = self._agenda.word
+        state = self._work_queue.activity
         if state is None:
-            state = "stopping" if self._stopped_by is not None else self._standing.word
+            state = "stopping" if self._stopped_by is not None else self._replica.activity
         return state, {
             "clock": float(self._values.clock),
             "pushes": float(self._values.steps.n_pushes),
             "pushes_restored": float(self._values.n_restored),
             **self._service.counters(),
-            **self._standing.counters(),
-            **self._orders.counters(),
+            **self._replica.counters(),
+            **self._commands.counters(),
         }
 
-    # ------------------------------------------------------------- life and death
+    # ------------------------------------------------------------- start and stop
 
     def _start(self, event: Started) -> list[Action]:
-        if event.unrestored is not None and self._standing.leads:
-            raise StorageError(event.unrestored)  # else it would begin anew
+        # Without this error the shard would start from the initial values and lose the run.
+        if event.unrestored is not None and self._replica.is_primary:
+            raise StorageError(event.unrestored)
         self._service.start(event.incarnation)
-        self._standing.start(event.incarnation, unrestored=event.unrestored)
+        self._replica.start(event.incarnation, unrestored=event.unrestored)
         why_not = self._values.publish(
             self._service.region("values"), incarnation=event.incarnation
         )
-        restored, restore_vectors = self._orders.restoring(event.restored)
-        initialise, cost = self._values.initialising(
+        restored, restore_vectors = self._commands.restore_work(event.restored)
+        initialise, cost = self._values.initialise_work(
             restored,
             self._initialise,
-            incarnation=event.incarnation if self._standing.leads else None,
+            incarnation=event.incarnation if self._replica.is_primary else None,
         )
 
         def work() -> ShardState:
@@ -652,42 +594,42 @@ class Shard:
             return state
 
         begun = Compute(name="initialise", work=work, cost=cost)
-        actions: list[Action] = [self._agenda.initialise(begun)]
+        actions: list[Action] = [self._work_queue.initialise(begun)]
         if why_not is not None:
-            text = f"clients of this host have to fetch by messages: {why_not}"
+            text = f"clients on this host fetch by messages, not shared memory: {why_not}"
             actions.append(Report(text=text, level="warning"))
         return actions
 
     def _end(self) -> list[Action]:
         assert self._stopped_by is not None
         self._service.release()
-        self._standing.release()
+        self._replica.release()
         self._memory.release(self._values.region)
         if self._abandoned is not None:
-            return [Exit(error=self._abandoned)]  # to be started again
+            return [Exit(error=self._abandoned)]  # an error exit makes the launcher restart it
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
         return [Send(receiver=self._stopped_by, message=finished), Exit()]
 
     def _timer(self, name: str, now: Seconds) -> list[Action]:
-        if name == SECOND_TIMER:
-            return self._service.forwarding.timer(now)
+        if name == BACKUP_TIMER:
+            return self._service.primary.timer(now)
         return self._service.timer(name, now)
 
     # ------------------------------------------------------------------- messages
 
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
-        sender, standing = event.sender, self._standing
+        sender, replica = event.sender, self._replica
         message = cast("ShardMessage", event.message)  # the driver refuses all others
         match message:
             case OpenSession():
-                actions = self._service.greet(event, message)
-            case PushBlock() if standing.is_leader(sender):
-                actions = standing.receive(event, message, now)
+                actions = self._service.open_session(event, message)
+            case PushBlock() if replica.is_from_primary(sender):
+                actions = replica.receive(event, message, now)
             case Fetch() | FetchAck() | PushBlock() | Push():
                 actions = self._serve_client(event, message, now)
             case ShardCommand():
-                actions = self._orders.take(event, message)
+                actions = self._commands.take(event, message)
             case (
                 Promote()
                 | StartSync()
@@ -697,46 +639,48 @@ class Shard:
                 | PushApplied()
                 | PushBlockAck()
             ):
-                actions = standing.receive(event, message, now)
+                actions = replica.receive(event, message, now)
             case SaveCheckpoint() | Stop():
-                actions = self._obey(sender, message)
+                actions = self._control(sender, message)
         return actions
 
     def _serve_client(self, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
-        if isinstance(message, Push) and not message.grant and self._orders.drives:
-            reason = "a coordinator drives this shard: nothing else can be pushed"
+        if isinstance(message, Push) and not message.grant and self._commands.is_driven:
+            reason = "this shard takes pushes of its coordinator's run only"
             refused = SessionRefused(reason=reason, for_good=True)
             return [Send(receiver=event.sender, message=refused)]
         return self._service.serve(event, message, now)
 
-    def _obey(self, sender: Address, message: SaveCheckpoint | Stop) -> list[Action]:
+    def _control(self, sender: Address, message: SaveCheckpoint | Stop) -> list[Action]:
         if isinstance(message, SaveCheckpoint):
-            self._agenda.is_sealed = self._agenda.is_sealed or message.last
+            self._work_queue.is_sealed = self._work_queue.is_sealed or message.last
             return self._save(sender, message.label)
         return self._stop(sender)
 
     def _stop(self, sender: Address) -> list[Action]:
-        self._stopped_by, self._agenda.is_stopping = sender, True
+        self._stopped_by, self._work_queue.is_stopping = sender, True
         self._service.close()
-        return self._service.forwarding.stop()
+        return self._service.primary.stop()
 
     def _lost(self, event: PeerLost, now: Seconds) -> list[Action]:
         if not (event.peer == SUPERVISOR and event.for_good):
             return self._service.lost(event, now)
         if self._stopped_by is not None:
             return []
+        # Without a supervisor, save what no checkpoint has, so that acknowledged pushes survive.
+        # Not under a coordinator: only it can make savepoints that match across shards.
         self._abandoned = event.reason
-        if self._standing.will_lead and not self._orders.were_given:
-            self._agenda.is_sealed = True
-            self._agenda.saves.save_rest()
+        if self._replica.will_be_primary and not self._commands.was_driven:
+            self._work_queue.is_sealed = True
+            self._work_queue.saves.save_unsaved()
         return self._stop(SUPERVISOR)
 
     def _save(self, sender: Address, label: str) -> list[Action]:
         clock = self._values.clock
-        if self._orders.drives:
+        if self._commands.is_driven:
             why_not = "a coordinator drives this shard: ask it to save"
-            return self._agenda.saves.refuse(sender, label, clock=clock, why_not=why_not)
-        if not self._standing.will_lead:
-            why_not = "this copy of the shard does not lead: ask the one that does"
-            return self._agenda.saves.refuse(sender, label, clock=clock, why_not=why_not)
-        return self._agenda.saves.ask(sender, label, clock=clock)
+            return self._work_queue.saves.refuse(sender, label, clock=clock, why_not=why_not)
+        if not self._replica.will_be_primary:
+            why_not = "this copy of the shard is a backup: send the request to the primary"
+            return self._work_queue.saves.refuse(sender, label, clock=clock, why_not=why_not)
+        return self._work_queue.saves.ask(sender, label, clock=clock)

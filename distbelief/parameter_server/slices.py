@@ -1,16 +1,12 @@
-"""What a client holds of the tensors: regions of them, and where those lie on shards.
+"""Index ranges: which elements of the tensors and of a shard's vector a client holds.
 
     items                 w[0:2, 0:3]           b[0:2]
     tensors given         (6,)                  (2,)       flat, row-major
     shard 0 holds         w, elements 0 1 2     b 0 1      compact: 5 elements
     shard 1 holds         w, elements 6 7 8                compact: 3 elements
 
-A machine of a model-parallel replica gives the regions that its partition owns; shards
-that hold nothing of them never hear from it. Rules:
-
-* No element is held twice. Regions may be empty, and so may a selection.
-* Of one item a shard holds consecutive elements, for it holds a range of each tensor.
-* Whoever holds everything needs none (`SliceCopier.whole`): its tensors are copied whole.
+A rank of a model-parallel replica holds the regions of its partition and talks only to the shards
+that hold some of them. No element is held twice; regions and whole views may be empty.
 """
 
 import hashlib
@@ -37,60 +33,46 @@ from distbelief.parameter_server.layout import (
 )
 
 
-# Parts of a vector: sorted, disjoint ranges of its elements.
+# --- ranges ---
 #
-#     a slice of columns of a matrix of 4 rows, 6 columns, at element 64 of a vector
+#     columns 2 to 4 of a 4 x 6 matrix at element 64 of a vector
 #
 #     ranges    [66, 69) [72, 75) [78, 81) [84, 87)      compact: 12 elements
 #     stripes   start 66, length 3, stride 6, count 4
-#
-# Rules:
-#
-# * The elements of the ranges, by rising index, make the *compact* vector.
-# * Ranges that touch are one. Equal sets of elements have equal ranges, and equal keys.
-# * On the wire they are stripes: rows of equal length at equal distance, so that a slice
-#   of a large matrix is a few numbers. What comes from there is checked before memory of
-#   its size is taken.
-# * Copies are made by stripes; the elements of those too short for that, by their index.
 
 Indices = NDArray[np.int64]
 
 N_STRIPES_MAX: Final = 8192
-"""Of one client's part of a shard: a quarter of what fits into an array frame."""
+"""Limit of one client's part of a shard: a quarter of what fits into an array frame."""
 
 N_RANGES_MAX: Final = 1 << 20
 
 _STRIPE_MIN: Final = 1024
-"""Elements from which on a copy of a stripe is cheaper than one by index."""
+"""Elements from which a strided copy is cheaper than a copy by index."""
 
 _WORDS: Final = 4  # start, length, stride, count
 
 
 @final
 class IndexRanges:
-    """Sorted, disjoint ranges.
+    """Sorted, disjoint ranges of a vector's elements.
 
-    Attributes:
-        starts: (n,) of each.
-        stops: (n,) of each; none is empty, and no two touch.
-        offsets: (n,) where each begins in the compact vector.
-        n_elements: Of all.
+    The elements of the ranges, by rising index, make the *compact* vector. Touching ranges are
+    merged, so equal sets of elements have equal ranges. On the wire ranges are stripes (rows of
+    equal length at equal distance), so that a slice of a large matrix takes a few numbers.
     """
 
     def __init__(self, starts: Indices, stops: Indices) -> None:
-        self.starts = starts
-        self.stops = stops
+        self.starts = starts  # (n,)
+        self.stops = stops  # (n,); no range is empty, and no two touch
         ends = np.cumsum(stops - starts)
+        # (n,) where each range begins in the compact vector.
         self.offsets: Indices = ends - (stops - starts)
-        self.n_elements = int(ends[-1]) if len(ends) else 0
+        self.n_elements = int(ends[-1]) if len(ends) else 0  # of all ranges
 
     @classmethod
     def of(cls, starts: Indices, stops: Indices) -> "IndexRanges":
-        """Return these, in whatever order they are given; empty ones do not count.
-
-        Raises:
-            ValueError: two of them overlap.
-        """
+        """Return these ranges, sorted and merged, without empty ones; ValueError if two overlap."""
         order = np.argsort(starts, kind="stable")
         starts, stops = starts[order], stops[order]
         some = stops > starts
@@ -108,11 +90,7 @@ class IndexRanges:
 
     @classmethod
     def union(cls, parts: Iterable["IndexRanges"]) -> "IndexRanges":
-        """Return all of them.
-
-        Raises:
-            ValueError: two of them overlap.
-        """
+        """Return the union of disjoint ranges; ValueError if two overlap."""
         none = cls(np.zeros(0, np.int64), np.zeros(0, np.int64))
         all_parts = [none, *parts]
         starts = np.concatenate([part.starts for part in all_parts])
@@ -125,16 +103,12 @@ class IndexRanges:
         return cls(*(np.array(end, np.int64) for end in ends))
 
     @classmethod
-    def read(cls, words: Vector, *, size: int) -> "IndexRanges":
-        """Return what stripes from the wire say of a vector of `size` elements.
-
-        Raises:
-            RemoteProtocolError: they cannot be parts of it.
-        """
+    def from_wire(cls, words: Vector, *, size: int) -> "IndexRanges":
+        """Return the ranges of these stripes; RemoteProtocolError if they do not fit `size`."""
         if words.dtype != np.int64 or len(words) % _WORDS:
             raise RemoteProtocolError(
-                f"{len(words)} numbers of {words.dtype} are no stripes: those are "
-                f"{_WORDS} numbers of int64 each"
+                f"{len(words)} numbers of {words.dtype} are not stripes: a stripe has "
+                f"{_WORDS} numbers of int64"
             )
         n = len(words) // _WORDS
         if n > N_STRIPES_MAX:
@@ -143,17 +117,18 @@ class IndexRanges:
             )
         stripes: Indices = words.astype(np.int64, copy=False).reshape(n, _WORDS)
         starts, lengths, strides, counts = stripes.T
+        # Check everything before memory of this size is allocated.
         in_range = (starts >= 0) & (lengths >= 1) & (counts >= 1)
         in_range &= (starts < size) & (lengths <= size - starts)
         in_range &= (strides >= lengths) & (strides <= max(size, 1))
-        # Not multiplied before it is known to be small.
+        # A division, because the product of hostile numbers may overflow.
         room = (size - starts - lengths) // np.maximum(strides, 1)
         in_range &= counts - 1 <= room
         if not in_range.all():
             i = int(np.argmin(in_range))
             raise RemoteProtocolError(
                 f"stripe (start {starts[i]}, length {lengths[i]}, stride {strides[i]}, "
-                f"count {counts[i]}) is no part of a vector of {size} elements"
+                f"count {counts[i]}) does not fit a vector of {size} elements"
             )
         n_ranges = sum(counts.tolist())
         if n_ranges > N_RANGES_MAX:
@@ -166,20 +141,19 @@ class IndexRanges:
         try:
             return cls.of(begins, begins + np.repeat(lengths, counts))
         except ValueError as error:
-            raise RemoteProtocolError(f"stripes that overlap: {error}") from None
+            raise RemoteProtocolError(f"stripes overlap: {error}") from None
 
     @property
     def key(self) -> bytes:
-        """Of these elements, and of no others."""
         digest = hashlib.sha256(self.starts.tobytes())
         digest.update(self.stops.tobytes())
         return digest.digest()
 
     def stripes(self) -> Indices:
-        """Return them as on the wire: (4 n,) start, length, stride, count of each."""
+        """Return the ranges for the wire: (4 n,) start, length, stride, count of each stripe."""
         starts, lengths = self.starts, self.stops - self.starts
         n = len(starts)
-        # How each is linked to the next: by a distance, if they are of equal length.
+        # Distance to the next range if both have the same length, else 0.
         links = np.where(lengths[1:] == lengths[:-1], starts[1:] - starts[:-1], 0)
         changes = np.append(np.flatnonzero(links[1:] != links[:-1]) + 1, n - 1)
         words: list[int] = []
@@ -194,7 +168,6 @@ class IndexRanges:
         return np.array(words, np.int64)
 
     def clipped(self, start: int, stop: int) -> "IndexRanges":
-        """Return what of them lies in [start, stop)."""
         first = int(np.searchsorted(self.stops, start, side="right"))
         last = int(np.searchsorted(self.starts, stop, side="left"))
         return IndexRanges(
@@ -202,7 +175,6 @@ class IndexRanges:
         )
 
     def shifted(self, by: int) -> "IndexRanges":
-        """Return the ranges that lie so many elements later."""
         return IndexRanges(self.starts + by, self.stops + by)
 
     def part(self, start: int, stop: int) -> "IndexRanges":
@@ -215,27 +187,25 @@ class IndexRanges:
         beyond = np.maximum(ends[first:last] - stop, 0)
         return IndexRanges(self.starts[first:last] + before, self.stops[first:last] - beyond)
 
-    def places(self, inner: "IndexRanges") -> "IndexRanges":
-        """Return where `inner`, each range in one of these, lies in the compact one."""
+    def positions_of(self, inner: "IndexRanges") -> "IndexRanges":
+        """Return where `inner`, each range inside one of these, lies in the compact vector."""
         at = np.searchsorted(self.starts, inner.starts, side="right") - 1
         starts = self.offsets[at] + inner.starts - self.starts[at]
         return IndexRanges.of(starts, starts + (inner.stops - inner.starts))
 
     def n_below(self, stop: int) -> int:
-        """Return how many elements have an index below `stop`."""
         return self.clipped(0, stop).n_elements
 
-    def meets(self, other: "IndexRanges") -> bool:
-        """Return whether they have an element in common."""
+    def overlaps(self, other: "IndexRanges") -> bool:
         after = np.searchsorted(self.stops, other.starts, side="right")
         some = after < len(self.starts)
         return bool((self.starts[after[some]] < other.stops[some]).any())
 
-    def marks(self, bounds: Indices) -> NDArray[np.bool_]:
-        """Return whether each [bounds[i], bounds[i + 1]) lies in them.
+    def mask(self, bounds: Indices) -> NDArray[np.bool_]:
+        """Return for each [bounds[i], bounds[i + 1]) whether it is in the ranges.
 
         Args:
-            bounds: Sorted; each start and stop is among them.
+            bounds: Sorted; it contains every start and stop.
         """
         steps = np.zeros(len(bounds), np.int64)
         steps[np.searchsorted(bounds, self.starts)] += 1
@@ -245,7 +215,10 @@ class IndexRanges:
 
 @final
 class RangeCopier:
-    """Copies between a vector and the compact vector of some of its ranges."""
+    """Copies between a vector and the compact vector of some of its ranges.
+
+    Long stripes are copied as strided views, the elements of short ones by index.
+    """
 
     def __init__(self, ranges: IndexRanges) -> None:
         self.n_elements = ranges.n_elements
@@ -285,12 +258,11 @@ class RangeCopier:
 
 
 def _rounded(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return `values`, the nearest integers if `target` holds integers."""
+    # Averages of integer buffers are not integers.
     return values if target.is_floating_point() else values.round()
 
 
 def _indices(words: Indices, offsets: Indices) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return indices in the compact vector, and in the other, of these stripes."""
     if not len(words):
         return None, None
     here, there = [], []
@@ -301,30 +273,21 @@ def _indices(words: Indices, offsets: Indices) -> tuple[torch.Tensor | None, tor
     return torch.from_numpy(np.concatenate(here)), torch.from_numpy(np.concatenate(there))
 
 
-# What one client holds of one shard's vector: all of it, or ranges of it.
-#
-#     shard's vector   0 1 2 3 4 5 6 7 8 9 ...      pushed, and fetched by blocks:
-#     a client holds       ^^^     ^^^^^            the compact vector 2 3 6 7 8
-#
-# A machine of a model-parallel replica holds its partition only (Dean et al. 2012,
-# section 4: it "needs to communicate with just the subset of parameter server shards that
-# hold the model parameters relevant to its partition"). Whoever runs a whole model holds
-# everything, and its compact vector is the shard's.
+# --- a client's part of a shard ---
 
 _N_KNOWN_MAX = 1024
 
 
 @final
 class ShardSlice:
-    """One client's part of one shard's vector.
+    """One client's part of one shard's vector: all of it, or ranges.
 
-    Attributes:
-        n_elements: Of the compact vector.
-        dtype: Of the shard's vector.
-        ranges: Of the shard's vector; None if it is all of it.
-        stripes: The same, as on the wire.
-        bounds: Of each block of the compact vector: (start, stop).
-        key: Equal for those that hold the same; empty if that is everything.
+        shard's vector   0 1 2 3 4 5 6 7 8 9 ...      pushed, and fetched by blocks:
+        a client holds       ^^^     ^^^^^            the compact vector 2 3 6 7 8
+
+    A rank of a model-parallel replica "needs to communicate with just the subset of parameter
+    server shards that hold the model parameters relevant to its partition" (Dean et al. 2012,
+    section 4).
     """
 
     def __init__(
@@ -335,40 +298,35 @@ class ShardSlice:
         ranges: IndexRanges | None = None,
         stripes: Vector | None = None,
     ) -> None:
-        self.n_elements = n_elements
-        self.dtype = dtype
-        self.ranges = ranges
-        self.stripes = stripes
+        self.n_elements = n_elements  # of the compact vector
+        self.dtype = dtype  # of the shard's vector
+        self.ranges = ranges  # of the shard's vector; None for all of it
+        self.stripes = stripes  # the ranges as on the wire
+        # (start, stop) of each block of the compact vector.
         self.bounds = tuple(block_bounds(n_elements, itemsize=dtype.itemsize))
+        # Equal for equal parts; empty for everything.
         self.key = b"" if ranges is None else ranges.key
         self._copiers: dict[int, RangeCopier] = {}  # by block
         self._copier: RangeCopier | None = None  # of all blocks at once
 
     @classmethod
     def whole(cls, layout: Layout, k: int) -> "ShardSlice":
-        """Return what a client with a whole model holds of shard k."""
         return cls(layout.shard_size(k), dtype=layout.dtype)
 
     @classmethod
     def of(cls, ranges: IndexRanges, layout: Layout) -> "ShardSlice":
-        """Return these ranges of a shard's vector."""
         return cls(ranges.n_elements, dtype=layout.dtype, ranges=ranges, stripes=ranges.stripes())
 
     def within(self, start: int, stop: int) -> IndexRanges:
-        """Return what of it lies in [start, stop) of the shard's vector."""
         if self.ranges is None:
             return IndexRanges.whole(start, stop)
         return self.ranges.clipped(start, stop)
 
-    def places(self, inner: IndexRanges) -> IndexRanges:
-        """Return where some of it lies in the compact vector."""
-        return inner if self.ranges is None else self.ranges.places(inner)
+    def positions_of(self, inner: IndexRanges) -> IndexRanges:
+        return inner if self.ranges is None else self.ranges.positions_of(inner)
 
     def block(self, values: Vector, index: int) -> Vector:
-        """Return block `index` of the compact vector of a shard's `values`.
-
-        It shares their memory if it can.
-        """
+        """Return block `index` of the compact vector of a shard's `values`; a view if possible."""
         start, stop = self.bounds[index]
         if self.ranges is None:
             return values[start:stop]
@@ -378,8 +336,7 @@ class ShardSlice:
         self._copiers[index].gather(as_tensor(values), as_tensor(block))
         return block
 
-    def lay(self, compact: Vector, values: Vector) -> None:
-        """Copy a compact vector to where it lies in a shard's `values`."""
+    def scatter(self, compact: Vector, values: Vector) -> None:
         if self.ranges is None:
             values[:] = compact
             return
@@ -389,40 +346,32 @@ class ShardSlice:
 
 
 NOTHING: Final = ShardSlice(0, dtype=np.dtype(np.float32))
-"""Of a client that has not said Hello to this life of the shard."""
+"""The part of a client without an open session."""
 
 
 @final
 class SliceTable:
-    """What the clients of one shard hold; those who hold the same share one.
-
-    Attributes:
-        whole: What those hold who hold everything.
-    """
+    """The parts of all clients of one shard; clients with equal parts share one object."""
 
     def __init__(self, layout: Layout, k: int) -> None:
         self._layout = layout
         self._size = layout.shard_size(k)
-        self.whole = ShardSlice.whole(layout, k)
+        self.whole = ShardSlice.whole(layout, k)  # the part that is everything
         self._known: dict[bytes, ShardSlice] = {}
 
     def get(self, stripes: Vector | None) -> ShardSlice:
-        """Return what a client holds that said so.
-
-        Raises:
-            RemoteProtocolError: it cannot be.
-        """
+        """Return the part with these stripes; None for everything."""
         if stripes is None:
             return self.whole
         words = stripes.tobytes()
         known = self._known.get(words)
         if known is None:
-            ranges = IndexRanges.read(stripes, size=self._size)
+            ranges = IndexRanges.from_wire(stripes, size=self._size)
             known = ShardSlice(
                 ranges.n_elements, dtype=self._layout.dtype, ranges=ranges, stripes=stripes.copy()
             )
             if len(self._known) >= _N_KNOWN_MAX:
-                self._known.clear()  # whoever uses one keeps it
+                self._known.clear()  # sessions keep their own references
             self._known[words] = known
         return known
 
@@ -430,119 +379,96 @@ class SliceTable:
 @final
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one shard holds of one item."""
-
     item_index: int
-    start: int  # elements [start, stop) of the item
+    start: int  # [start, stop) of the item's elements
     stop: int
     ranges: IndexRanges  # of the shard's vector
 
 
 @final
 class PartialView:
-    """Regions of a layout's tensors, and what each shard has of them.
-
-    Attributes:
-        items: Tensor and region of each item, as given.
-        tensors: What the client copies from and to, one per item: (n_elements,).
-        shards: Indices of the shards that hold something of it.
-    """
+    """Regions of a layout's tensors, and what each shard has of them."""
 
     def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]]) -> None:
-        self.items = tuple(items)
+        self.items = tuple(items)  # tensor and region of each item, as given
+        # The client's tensors, one per item: (n_elements,).
         self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
         self._layout = layout
         self._pieces = _placed(layout, self.items)
+        # Indices of the shards that hold something of them.
         self.shards = tuple(k for k, pieces in enumerate(self._pieces) if pieces)
         self._ranges = {k: _united(self._pieces[k], self.items, k=k) for k in self.shards}
 
     @classmethod
     def of(cls, layout: Layout, items: Sequence[tuple[str, Region]]) -> "PartialView":
-        """Return the selection of these regions, each of the named tensor.
+        """Return the view of these regions, each of the named tensor.
 
         Raises:
-            ValueError: there is no such tensor or region, or two regions overlap, or
-                they cut a shard into too many pieces.
+            ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
+                into too many pieces.
         """
         return cls(layout, items)
 
     @property
     def fingerprint(self) -> str:
-        """Of the layout that it belongs to."""
         return self._layout.fingerprint
 
     def n_elements(self, k: int) -> int:
-        """Return how many elements of shard k's vector it holds."""
         return sum(piece.stop - piece.start for piece in self._pieces[k])
 
     def part(self, k: int) -> "SliceCopier":
-        """Return what it holds of shard k, which is one of `shards`."""
         return SliceCopier(
             ShardSlice.of(self._ranges[k], self._layout), self._layout, k, selection=self
         )
 
     def pieces(self, k: int) -> tuple[_Piece, ...]:
-        """Return what shard k holds of each item."""
         return self._pieces[k]
 
 
 @final
 class SliceCopier:
-    """What one client holds of one shard, and how to copy it.
-
-    Attributes:
-        holding: The same, as the shard knows it.
-    """
+    """Copies between a client's tensors and its part of one shard."""
 
     def __init__(
-        self, holding: ShardSlice, layout: Layout, k: int, *, selection: PartialView | None
+        self, shard_slice: ShardSlice, layout: Layout, k: int, *, selection: PartialView | None
     ) -> None:
-        self.holding = holding
+        self.shard_slice = shard_slice  # the part, as the shard knows it
         self._layout = layout
         self._k = k
         self._selection = selection
 
     @classmethod
     def whole(cls, layout: Layout, k: int) -> "SliceCopier":
-        """Return everything of shard k."""
         return cls(ShardSlice.whole(layout, k), layout, k, selection=None)
 
     @classmethod
     def of(cls, selection: PartialView | None, layout: Layout, k: int) -> "SliceCopier":
-        """Return what is selected of shard k; everything if there is no selection."""
         return cls.whole(layout, k) if selection is None else selection.part(k)
 
     @property
     def fingerprint(self) -> str:
-        """Of the layout."""
         return self._layout.fingerprint
 
     @property
     def shard_size(self) -> int:
-        """Elements of the shard's vector."""
         return self._layout.shard_size(self._k)
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float64]:
-        """Of the shard's vector."""
         return self._layout.dtype
 
     @property
     def n_bytes(self) -> int:
-        """Of the compact vector."""
-        return self.holding.n_elements * self.dtype.itemsize
+        return self.shard_slice.n_elements * self.dtype.itemsize
 
     def stripes_of(self, tensors: Sequence[object | None]) -> Vector | None:
-        """Return the stripes of the shard's vector where tensors lie that are given.
+        """Return the stripes of the given tensors in the shard's vector, or None if all are given.
 
-        Padding goes with the tensor before it, so that ranges end at multiples of
-        `ALIGNMENT`: there rules round as for the whole vector.
+        Padding goes with the tensor before it, so that ranges end at multiples of `ALIGNMENT` and
+        update rules round as for the whole vector.
 
         Args:
-            tensors: In the order of the layout; None for those that are not given.
-
-        Returns:
-            None if all are given.
+            tensors: In the order of the layout; None for tensors that are not given.
         """
         assert self._selection is None
         segments = self._layout.segments(self._k)
@@ -553,29 +479,28 @@ class SliceCopier:
         sizes = np.array([one.n_elements for one in given], np.int64)
         return IndexRanges.of(starts, starts + -(-sizes // ALIGNMENT) * ALIGNMENT).stripes()
 
-    def exchange(self, compact: Vector) -> "TensorExchange":
-        """Return what copies between tensors and the compact vector."""
+    def exchange(self, compact: Vector) -> "Copier":
         if self._selection is None:
             return self._layout.exchange(self._k, compact)
         pieces = [
-            (piece, self.holding.places(piece.ranges)) for piece in self._selection.pieces(self._k)
+            (piece, self.shard_slice.positions_of(piece.ranges))
+            for piece in self._selection.pieces(self._k)
         ]
         return RegionCopier(self._selection.tensors, pieces, compact)
 
-    def exchange_blocks(self, blocks: Sequence[Vector]) -> "BlockCopier":
-        """Return what copies the compact vector, in blocks, to tensors."""
+    def block_copier(self, blocks: Sequence[Vector]) -> "BlockCopier":
         return BlockCopier(self, blocks)
 
     def scatter(self, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the compact vector, in blocks, to tensors; see `Exchange.scatter`."""
+        """Copy the compact vector, in blocks, to tensors; see `TensorCopier.scatter`."""
         if self._selection is None:
             segments = self._layout.segments(self._k)
             scatter_blocks(self._layout.tensors, segments, blocks, tensors)
         else:
             self.exchange(np.concatenate(blocks)).scatter(tensors)
 
-    def exchange_in_place(self, vector: Vector) -> "TensorExchange":
-        """Return what copies between tensors and the shard's own vector."""
+    def copier_in_place(self, vector: Vector) -> "Copier":
+        """Return the copier between tensors and the shard's own vector."""
         if self._selection is None:
             return self._layout.exchange(self._k, vector)
         pieces = [(piece, piece.ranges) for piece in self._selection.pieces(self._k)]
@@ -584,25 +509,22 @@ class SliceCopier:
 
 @final
 class BlockCopier:
-    """The compact vector in blocks, as they came."""
-
     def __init__(self, part: SliceCopier, blocks: Sequence[Vector]) -> None:
         self._part = part
         self._blocks = blocks
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy all of it to where it belongs; see `Exchange.scatter`."""
         self._part.scatter(self._blocks, tensors)
 
 
 @final
 class RegionCopier:
-    """What `Exchange` is for whole tensors, for flat tensors of regions.
+    """`TensorCopier` for flat tensors of regions.
 
     Args:
         tensors: One per item.
-        pieces: Of each item what the shard has, and where it lies in `vector`.
-        vector: The shard's, or the compact one.
+        pieces: What the shard has of each item, and where it lies in `vector`.
+        vector: The shard's vector, or the compact one.
     """
 
     def __init__(
@@ -616,21 +538,12 @@ class RegionCopier:
         self._copiers = {piece.item_index: (piece, RangeCopier(ranges)) for piece, ranges in pieces}
 
     def gather(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy what the shard has of `tensors` into the vector.
-
-        Args:
-            tensors: Each (n_elements,), in the selection's order, of any real dtype;
-                None stands for zeros.
-
-        Raises:
-            ValueError: a tensor is missing, or has another shape.
-        """
+        """Copy the shard's part of `tensors` into the vector; see `TensorCopier.gather`."""
         check_tensors(self._tensors, tensors)
         for index in self._copiers:
             self._put(index, tensors[index])
 
     def put(self, index: int, tensor: torch.Tensor | None) -> None:
-        """Copy what the shard has of one tensor; see `gather`."""
         check_tensor(self._tensors[index], tensor)
         self._put(index, tensor)
 
@@ -646,18 +559,10 @@ class RegionCopier:
             copier.scatter(part, self._vector)
 
     def zero_padding(self) -> None:
-        """Nothing: the compact vector has none."""
+        """Do nothing: the compact vector has no padding."""
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy what the shard has of `tensors` into them.
-
-        Args:
-            tensors: Each (n_elements,), in the selection's order. Tensors of integers
-                receive the nearest integer: averages of counts are none.
-
-        Raises:
-            ValueError: a tensor is missing, or has another shape.
-        """
+        """Copy the vector's elements into `tensors`; see `TensorCopier.scatter`."""
         check_tensors(self._tensors, tensors)
         with torch.no_grad():
             for index, (piece, copier) in self._copiers.items():
@@ -665,15 +570,10 @@ class RegionCopier:
                 copier.gather(self._vector, part)
 
 
-TensorExchange = TensorCopier | RegionCopier
+Copier = TensorCopier | RegionCopier
 
 
 def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
-    """Return the flat tensor of this region.
-
-    Raises:
-        ValueError: there is none.
-    """
     spec = next((spec for spec in layout.tensors if spec.name == name), None)
     if spec is None:
         names = [spec.name for spec in layout.tensors]
@@ -685,7 +585,6 @@ def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
 
 
 def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_Piece, ...]]:
-    """Return per shard what it has of which item."""
     indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
     flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
     of_tensor: dict[int, list[int]] = {}
@@ -704,16 +603,14 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_
 
 
 def _in_segment(flat: IndexRanges, segment: Segment) -> IndexRanges:
-    """Return where ranges of a tensor's elements lie in the shard's vector."""
     clipped = flat.clipped(segment.start, segment.stop)
     return clipped.shifted(segment.offset - segment.start)
 
 
 def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
-    """Return the elements of a region of a tensor of this shape, row-major."""
     starts = np.zeros(1, np.int64)
     stride, run = 1, 1
-    is_run = True  # do the dimensions so far make one run of elements?
+    is_run = True  # whether the dimensions so far make one run of elements
     for extent, (start, stop) in zip(reversed(shape), reversed(region.intervals), strict=True):
         if is_run:
             starts += start * stride
@@ -737,7 +634,6 @@ def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
 def _united(
     pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int
 ) -> IndexRanges:
-    """Return all that a shard has of the items."""
     try:
         ranges = IndexRanges.union(piece.ranges for piece in pieces)
     except ValueError:
@@ -753,7 +649,6 @@ def _united(
 
 
 def _overlap(pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]]) -> ValueError:
-    """Return the error that names two regions which overlap; there are such."""
     regions = [items[piece.item_index] for piece in pieces]
     name, one, other = next(
         (name, one, other)

@@ -1,18 +1,11 @@
-"""A shard's values, the rule's state, the clock: what pushes change.
+"""The values of a shard, the optimizer state and the clock: everything that a push changes.
 
-The values lie under a sequence lock (`published`) where clients of the host can read
-them, if there is such memory. From `begin_push` to `end_push` they are marked as being
-written; the work between runs outside the role, and nothing else may touch them.
+The values are published in a seqlock vector that clients on this host can read, if there is shared
+memory. From `begin_push` to `end_push` they are marked as being written; the work between runs
+outside the role, and nothing else may touch them.
 
-Who becomes a copy of another shard (`follow`) takes its values piece by piece. Until it
-has them all they are marked as being written, and pushes are applied to that prefix of
-the elements which it holds.
-
-Buffers are averages over the clients that push: v += (pushed - v) / n. With n = 1 they
-are what was pushed, to the bit, so one replica has BatchNorm as sequential training.
-
-Of a client that holds ranges of the elements, nothing else is touched: no momentum goes
-on elsewhere, and no weight decays. The rule's clock is each element's own (`steps`).
+Buffers are averages over the clients that push: v += (pushed - v) / n. With n = 1 they are
+exactly what was pushed, so one replica has the BatchNorm of sequential training.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,55 +27,44 @@ from distbelief.parameter_server.slices import IndexRanges, RangeCopier, ShardSl
 from distbelief.roles.role import Cost, Snapshot
 
 
-# How a push of some ranges is applied to a shard's vectors.
+# --- updates of slices ---
 #
-#     values   |..aaaa....bb..bb..bb....|      a: long, updated where it lies
+#     values   |..aaaa....bb..bb..bb....|      a: long, updated in place
 #     state    |..aaaa....bb..bb..bb....|      b: copied out, updated, copied back,
 #     pushed   |aaaabbbbbb|                       in pieces that stay in the cache
 #
-# Update rules work element by element, and torch's kernels treat the last few elements of
-# an array otherwise. So every piece that a rule sees has a multiple of `ALIGNMENT`
-# elements, as a whole vector has, filled up with zeros: a client that pushes parts gets
-# the bits that one gets which pushes everything.
+# Torch's kernels treat the last few elements of an array differently. So every piece is padded
+# with zeros to a multiple of `ALIGNMENT`, and a partial push gives the bits of a whole one.
 
 Update = Callable[[Sequence[Vector], Vector], None]
 """update(vectors, pushed) changes the vectors, each (n,), in place."""
 
 _IN_PLACE_MIN = 1 << 14
-"""Elements of a range from which on it is updated where it lies."""
+"""Elements from which a range is updated in place."""
 
 _PIECE = 1 << 16
-"""Elements copied out at a time, of each vector."""
+"""Elements of each vector copied out at a time."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements updated together.
+    """Elements that are updated together."""
 
-    Attributes:
-        n_elements: How many.
-        target: Where they are in the shard's vectors: the first of them, if they lie
-            side by side.
-        source: Where they are in what was pushed, likewise.
-    """
-
-    n_elements: int
+    n_elements: int  # how many
+    # Where they are in the shard's vectors: the first of them, if contiguous.
     target: int | RangeCopier
+    # Where they are in the pushed vector: the first of them, if contiguous.
     source: int | RangeCopier
 
 
 @final
 class SliceUpdate:
-    """One way to apply pushes, made once for many.
+    """How to apply pushes of some ranges; made once for many pushes.
 
     Args:
-        target: Of the shard's vectors, what is to be updated.
-        source: Where it lies in what is pushed, in the same order.
-
-    Attributes:
-        target: Likewise.
-        n_elements: Of the target.
+        target: The ranges of the shard's vectors.
+        source: Where they are in the pushed vector, in the same order.
     """
 
     def __init__(self, target: IndexRanges, source: IndexRanges) -> None:
@@ -93,7 +75,6 @@ class SliceUpdate:
         self._n_copied = max(copied, default=0)
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
-        """Update these ranges of the vectors by what was pushed."""
         room = np.zeros((len(vectors) + 1, _padded(self._n_copied)), pushed.dtype)
         for piece in self._pieces:
             n, target, source = piece.n_elements, piece.target, piece.source
@@ -133,7 +114,6 @@ def _apply_to_copies(
 
 
 def _pieces(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
-    """Yield the pieces, by rising index."""
     lengths = target.stops - target.starts
     in_place = lengths >= _IN_PLACE_MIN
     if len(lengths) == 1 and target.n_elements % ALIGNMENT == 0:
@@ -159,28 +139,23 @@ def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> 
 
 
 def _padded(n_elements: int) -> int:
-    """Return the next multiple of `ALIGNMENT`."""
     return -(-n_elements // ALIGNMENT) * ALIGNMENT
 
 
-# A shard's values and its rule's state in pieces, to be sent while they change.
-#
-#     elements        [0 .... E)[E .... 2E)[2E .... n_gradient .. shard_size)
-#     piece 1                    values[E:2E], then each vector of the state [E:2E)
-#
-# Rules:
-#
-# * A piece fits into one message. Whoever holds pieces [0, k) holds a prefix of the
-#   elements with all that belongs to them, and can apply pushes to it: rules work element
-#   by element.
-# * Cuts are multiples of `ALIGNMENT`, so that kernels round alike on the prefix and on
-#   the whole.
-# * Vectors of the state come in the order of their names, and end with the parameters.
+# --- state blocks for replication ---
 
 
 @final
-class StateChunks:
-    """How these arrays are cut; it sees them, and writes into them."""
+class StateBlocks:
+    """The values and the optimizer state in blocks that fit into one message each.
+
+        elements        [0 .... E)[E .... 2E)[2E .... n_gradient .. shard_size)
+        block 1                    values[E:2E], then each state vector [E:2E)
+
+    Blocks [0, k) are a prefix of the elements with all their state, so a backup can apply pushes to
+    it: rules work element by element. Blocks start at multiples of `ALIGNMENT`, so that kernels
+    round alike on the prefix and on the whole.
+    """
 
     def __init__(self, values: Vector, state: State) -> None:
         self._whole = [values, *(state[name] for name in sorted(state))]
@@ -189,31 +164,24 @@ class StateChunks:
         self._n_elements = ALIGNMENT * max(1, n_aligned)
 
     def __len__(self) -> int:
-        """How many there are; at least 1, so that every transfer has an end."""
         return max(1, -(-len(self._whole[0]) // self._n_elements))
 
-    def n_elements(self, n_pieces: int) -> int:
-        """Return how many elements the first pieces hold."""
-        return min(n_pieces * self._n_elements, len(self._whole[0]))
+    def n_elements(self, n_state_blocks: int) -> int:
+        return min(n_state_blocks * self._n_elements, len(self._whole[0]))
 
     def pack(self, index: int) -> Vector:
-        """Return a copy of one piece."""
         return np.concatenate(list(self._parts(index)))
 
     def unpack(self, index: int, packed: Vector) -> None:
-        """Write one piece to where it belongs.
-
-        Raises:
-            RemoteProtocolError: it cannot be that piece.
-        """
+        """Write one block into the arrays, or raise RemoteProtocolError if it does not fit."""
         if index >= len(self):
-            raise RemoteProtocolError(f"there is no piece {index} of {len(self)}")
+            raise RemoteProtocolError(f"there is no state block {index}; there are {len(self)}")
         parts = list(self._parts(index))
         n, dtype = sum(map(len, parts)), self._whole[0].dtype
         if packed.dtype != dtype or len(packed) != n:
             raise RemoteProtocolError(
-                f"piece {index} has {len(packed)} elements of {packed.dtype}, not {n} "
-                f"of {dtype}: both copies must use one layout and one rule"
+                f"state block {index} has {len(packed)} elements of {packed.dtype}, not {n} "
+                f"of {dtype}: use one layout and one rule on both copies"
             )
         start = 0
         for part in parts:
@@ -226,18 +194,15 @@ class StateChunks:
             yield vector[start : start + self._n_elements]
 
 
-_N_APPLICATIONS_MAX = 256
+_N_SLICE_UPDATES_MAX = 256
 
 
 @final
 class ShardStore:
-    """The arrays of one life of one shard.
+    """The arrays of one shard incarnation.
 
-    Attributes:
-        clock: Pushes applied, of each machine of a replica its own.
-        n_restored: Whole pushes (`StepCounts.n_pushes`) that this life began with.
-        holdings: What clients hold of them.
-        steps: Pushes that each element has met.
+    A client that holds ranges of the elements changes nothing else: no momentum and no weight
+    decay elsewhere. The clock of the update rule is counted per element (`StepCounts`).
     """
 
     def __init__(self, identity: ShardIdentity, *, memory: Memory) -> None:
@@ -249,32 +214,29 @@ class ShardStore:
         self._dtype = layout.dtype
         self._published = SeqlockVector.private(n_elements=0, dtype=self._dtype)
         self._state: State = {}
-        self._pieces = StateChunks(self.vector, self._state)
-        self._n_held: int | None = None  # pieces, while it becomes a copy
-        self.holdings = SliceTable(layout, index)
-        self._pushing = self.holdings.whole
-        self._applications: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
-        self.clock = 0
-        self.n_restored = 0
-        self.steps = StepCounts()
+        self._state_blocks = StateBlocks(self.vector, self._state)
+        self._n_held: int | None = None  # state blocks, while it syncs as a backup
+        self.slice_table = SliceTable(layout, index)  # what the clients hold
+        self._pushed_slice = self.slice_table.whole
+        self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
+        self.clock = 0  # applied pushes; each rank of a partitioned replica counts
+        self.n_restored = 0  # whole pushes (`StepCounts.n_pushes`) that this incarnation began with
+        self.steps = StepCounts()  # pushes that each element has received
 
     @property
     def region(self) -> str:
-        """Name of the memory where they can be read; "" if nobody else can."""
         return self._published.name
 
     @property
     def vector(self) -> Vector:
-        """(shard_size,) parameters, then buffers."""
         return self._published.values
 
     @property
     def state(self) -> State:
-        """The rule's vectors, each (n_gradient,)."""
         return self._state
 
     def publish(self, region: str, *, incarnation: int) -> str | None:
-        """Make room for them; return why nobody else can read them, if that is new."""
+        """Create the memory for the values; return why it cannot be shared, if that is an error."""
         why_not = None
         if self._memory.host:
             try:
@@ -292,23 +254,23 @@ class ShardStore:
         self._published = SeqlockVector.private(n_elements=self._n_elements, dtype=self._dtype)
         return why_not
 
-    def initialising(
+    def initialise_work(
         self,
         restored: Snapshot | None,
         initialise: Callable[[], Vector],
         *,
         incarnation: int | None,
     ) -> tuple[Callable[[], ShardState], Cost]:
-        """Return the work that fills them, and what it costs.
+        """Return the work that fills the values, and its cost.
 
         Args:
-            restored: From what, if not from the initial values.
-            initialise: Returns those.
-            incarnation: Of the shard; None if nobody can say yet.
+            restored: Snapshot to restore, if any.
+            initialise: Returns the initial values.
+            incarnation: Of the shard; None if it is not known yet.
 
         The work raises:
-            StorageError: the snapshot cannot be restored.
-            LocalProtocolError: the initial values are of another size.
+            StorageError: The snapshot cannot be restored.
+            LocalProtocolError: The initial values have another size.
         """
         identity, vector, dtype = self._identity, self.vector, self._dtype
 
@@ -330,96 +292,82 @@ class ShardStore:
                     f"{state.values.shape}, not {vector.shape}"
                 )
             vector[:] = state.values
-            # Nobody keeps the others: slots are lent next, and memory is short.
+            # Drop the separate array now: push buffers come next, and memory is short.
             return replace(state, values=vector)
 
         return work, Cost(n_bytes=2.0 * vector.nbytes)
 
     def initialised(self, state: ShardState) -> None:
-        """The work is done: they can be read."""
         self._state = state.state
-        self._pieces = StateChunks(self.vector, self._state)
+        self._state_blocks = StateBlocks(self.vector, self._state)
         self.clock, self.steps = state.clock, state.steps
         self.n_restored = state.steps.n_pushes
         self._published.end(clock=self.clock)
 
-    # -------------------------------------------------------------------- pieces
+    # -------------------------------------------------------------- replication
 
     @property
-    def n_pieces(self) -> int:
-        """In how many pieces all of it can be sent."""
-        return len(self._pieces)
+    def n_state_blocks(self) -> int:
+        return len(self._state_blocks)
 
     @property
     def n_held(self) -> int:
-        """How many of them are here."""
-        return len(self._pieces) if self._n_held is None else self._n_held
+        return len(self._state_blocks) if self._n_held is None else self._n_held
 
-    def piece(self, index: int) -> Vector:
-        """Return a copy of one piece."""
-        return self._pieces.pack(index)
+    def state_block(self, index: int) -> Vector:
+        return self._state_blocks.pack(index)
 
-    def follow(self, *, clock: int, steps: StepCounts) -> None:
-        """Hold nothing from now on, and become a copy of a shard at that clock."""
+    def start_sync(self, *, clock: int, steps: StepCounts) -> None:
+        """Drop the values and start as a backup at this clock."""
         if self._n_held is None:
             self._published.begin()
         self._n_held, self.clock, self.steps = 0, clock, steps
 
-    def take_piece(self, packed: Vector) -> None:
-        """Hold the next piece as well.
-
-        Raises:
-            RemoteProtocolError: it cannot be that piece.
-        """
+    def take_state_block(self, packed: Vector) -> None:
         assert self._n_held is not None
-        self._pieces.unpack(self._n_held, packed)
+        self._state_blocks.unpack(self._n_held, packed)
         self._n_held += 1
-        if self._n_held == len(self._pieces):
+        if self._n_held == len(self._state_blocks):
             self._n_held = None
             self._published.end(clock=self.clock)
 
     # -------------------------------------------------------------------- pushes
 
-    def why_not(self, touches: Vector | None, holding: ShardSlice) -> str | None:
-        """Return why a push of what a client holds cannot change just this, if so.
-
-        Raises:
-            RemoteProtocolError: it is no part of the vector.
-        """
+    def why_not(self, touches: Vector | None, shard_slice: ShardSlice) -> str | None:
+        """Return why this push may not change only `touches`, or None."""
         if touches is None:
             return None
-        if holding.ranges is not None:
-            return "its client holds parts of tensors, and such pushes change all of it"
-        touched = self.holdings.get(touches)
-        return self.steps.know(touched) if self._identity.rule.needs_clock else None
+        if shard_slice.ranges is not None:
+            return "its client holds parts of tensors, so its pushes must change all of them"
+        touched = self.slice_table.get(touches)
+        return self.steps.register(touched) if self._identity.rule.needs_clock else None
 
     def begin_push(
         self,
         pushed: Vector,
         *,
         n_clients: int,
-        holding: ShardSlice | None = None,
+        shard_slice: ShardSlice | None = None,
         touched: ShardSlice | None = None,
     ) -> tuple[Callable[[], None], Cost]:
-        """Return the work that applies a push, and what it costs.
+        """Return the work that applies a push, and its cost.
 
         Args:
-            pushed: (n_elements,) of what the client holds: gradient of the parameters,
-                then buffers.
-            n_clients: Over how many clients buffers are averaged.
-            holding: What it holds; by default everything.
-            touched: What the push changes; by default all that it holds.
+            pushed: (n_elements,) of the client's part: gradient of the parameters, then buffers.
+            n_clients: Number of clients over which buffers are averaged.
+            shard_slice: The client's part; by default everything.
+            touched: What the push changes; by default all of the client's part.
         """
         if self._n_held is None:
             self._published.begin()
-        holding = holding or self.holdings.whole
-        touched = touched or holding
-        self._pushing = touched if self._identity.rule.needs_clock else holding
-        n_here = self._pieces.n_elements(self.n_held)
+        shard_slice = shard_slice or self.slice_table.whole
+        touched = touched or shard_slice
+        self._pushed_slice = touched if self._identity.rule.needs_clock else shard_slice
+        n_here = self._state_blocks.n_elements(self.n_held)
         n = min(self._n_gradient, n_here)
-        parameters = self._application(touched, holding, 0, n)
-        buffers = self._application(touched, holding, n, n_here)
-        updates = self._by_steps(parameters, touched, holding)
+        parameters = self._slice_update(touched, shard_slice, 0, n)
+        buffers = self._slice_update(touched, shard_slice, n, n_here)
+        updates = self._by_steps(parameters, touched, shard_slice)
         values, state = self.vector, self._state
         vectors = (values, *state.values())
 
@@ -427,40 +375,40 @@ class ShardStore:
             _average(values[0], pushed, n_clients=n_clients)
 
         def work() -> None:
-            for clock, application in updates:
-                application.apply(self._updating(clock), vectors, pushed)
+            for clock, slice_update in updates:
+                slice_update.apply(self._update_at(clock), vectors, pushed)
             buffers.apply(average, [values], pushed)
 
         n_parameters, n_buffers = parameters.n_elements, buffers.n_elements
-        n_passes = 3 + 2 * len(state)  # read and write each vector, read the gradient
+        # Read and write each vector, read the gradient.
+        n_passes = 3 + 2 * len(state)
         n_bytes = (n_parameters + n_buffers) * values.itemsize
         return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
 
-    def _application(
-        self, touched: ShardSlice, holding: ShardSlice, start: int, stop: int
+    def _slice_update(
+        self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int
     ) -> SliceUpdate:
-        """Return how to apply what is pushed of [start, stop)."""
-        key = touched.key, holding.key, start, stop
-        if key not in self._applications:
-            if len(self._applications) >= _N_APPLICATIONS_MAX:
-                self._applications.clear()
+        key = touched.key, shard_slice.key, start, stop
+        if key not in self._slice_updates:
+            if len(self._slice_updates) >= _N_SLICE_UPDATES_MAX:
+                self._slice_updates.clear()
             inner = touched.within(start, stop)
-            self._applications[key] = SliceUpdate(inner, holding.places(inner))
-        return self._applications[key]
+            self._slice_updates[key] = SliceUpdate(inner, shard_slice.positions_of(inner))
+        return self._slice_updates[key]
 
     def _by_steps(
-        self, application: SliceUpdate, touched: ShardSlice, holding: ShardSlice
+        self, slice_update: SliceUpdate, touched: ShardSlice, shard_slice: ShardSlice
     ) -> list[tuple[int, SliceUpdate]]:
-        """Return how to apply a push, with the clock that the rule is to see."""
         if not self._identity.rule.needs_clock:
-            return [(self.clock, application)]
-        parts = self.steps.at(application.target, holding=touched)
+            return [(self.clock, slice_update)]
+        parts = self.steps.at(slice_update.target, shard_slice=touched)
         if len(parts) == 1:
-            return [(parts[0][0], application)]
-        return [(clock, SliceUpdate(inner, holding.places(inner))) for clock, inner in parts]
+            return [(parts[0][0], slice_update)]
+        return [
+            (clock, SliceUpdate(inner, shard_slice.positions_of(inner))) for clock, inner in parts
+        ]
 
-    def _updating(self, clock: int) -> Update:
-        """Return what the rule does at that clock to values and state."""
+    def _update_at(self, clock: int) -> Update:
         rule, names = self._identity.rule, tuple(self._state)
 
         def update(vectors: Sequence[Vector], gradient: Vector) -> None:
@@ -470,19 +418,17 @@ class ShardStore:
         return update
 
     def end_push(self) -> None:
-        """The work is done: one more push is in the values."""
+        """Finish a push: count it, and mark the values as complete."""
         self.clock += 1
-        self.steps.add(self._pushing)
-        self._pushing = self.holdings.whole
+        self.steps.add(self._pushed_slice)
+        self._pushed_slice = self.slice_table.whole
         if self._n_held is None:
             self._published.end(clock=self.clock)
 
-    def begin_replacing(self) -> None:
-        """Somebody else writes all of them now, until `end_push`."""
+    def begin_replace(self) -> None:
         self._published.begin()
 
-    def copying(self, out: Vector) -> tuple[Callable[[], None], Cost]:
-        """Return the work that copies them into `out`, and what it costs."""
+    def copy_work(self, out: Vector) -> tuple[Callable[[], None], Cost]:
         values = self.vector
 
         def work() -> None:
@@ -492,9 +438,8 @@ class ShardStore:
 
 
 def _average(values: Vector, pushed: Vector, *, n_clients: int) -> None:
-    """Move `values` one n-th of the way to `pushed`."""
     target, source = torch.from_numpy(values), torch.from_numpy(pushed)
     if n_clients == 1:
-        target.copy_(source)  # v + (p - v) would not be p to the bit
+        target.copy_(source)  # v + (p - v) would not be exactly p
     else:
         target.lerp_(source, 1.0 / n_clients)

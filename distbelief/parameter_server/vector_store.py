@@ -1,17 +1,10 @@
-"""The named vectors of one shard, and the commands performed on them.
+"""The named vectors of one shard, and the vector commands on them.
 
-Every vector has the shard's own ranges of the parameters, (n_gradient,) elements of the
-layout's type; buffers take no part. Rules that this file keeps:
+Each vector has the shard's range of the parameters: (n_gradient,) elements of the layout's type,
+without buffers. A batch of commands is all or nothing: it is checked before anything changes.
 
-* A batch is all or nothing: what it needs is checked before anything is changed.
-* Sums run in float64 whatever the vectors are: dot products of float32 vectors would
-  overflow at 1e19, and cost L-BFGS four digits of its direction. What a command writes
-  is computed in float64 too, and rounded once.
-* The same batch on the same vectors gives the same bits, with the same build of torch
-  and number of its threads. Another number of shards rounds sums otherwise.
-* Padding stays zero, so it counts in no norm.
-* Work goes piece by piece, few enough elements to stay in the processor's cache however
-  many vectors take part.
+The same batch on the same vectors gives the same bits with the same build of torch and number of
+threads. Another number of shards rounds sums differently.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,23 +47,26 @@ Doubles = NDArray[np.float64]
 Reals = NDArray[np.float32] | NDArray[np.float64]
 
 _PIECE = 1 << 14
-"""Elements handled at a time: 128 KiB of float64 per vector."""
+"""Elements per step: 128 KiB of float64 per vector, so that a step stays in the cache."""
 
 _FEW = 3
-"""Terms that are added one by one; more of them are a product of matrix and vector."""
+"""Up to so many terms are added one by one; more become a matrix-vector product."""
 
 _PIECE_OF_FEW = 1 << 16
-"""Elements handled at a time where few vectors take part, and calls cost the most."""
+"""Elements per step with few vectors, where the cost of calls dominates."""
 
 
 @final
 class VectorStore:
-    """Holds vectors by name, and performs batches of commands on them.
+    """Holds vectors by name and executes batches of commands on them.
+
+    Sums run in float64: dot products of float32 vectors would overflow at 1e19 and cost L-BFGS
+    four digits of its direction. Results are computed in float64 and rounded once.
 
     Args:
-        layout: How the parameters are cut.
-        k: Which shard this is.
-        n_vectors_max: How many vectors a coordinator may make here.
+        layout: Layout of the parameters.
+        k: Index of this shard.
+        n_vectors_max: Limit of the vectors that a coordinator may create.
     """
 
     def __init__(self, layout: Layout, k: int, *, n_vectors_max: int = 64) -> None:
@@ -89,11 +85,10 @@ class VectorStore:
     # ------------------------------------------------------------------- vectors
 
     def names(self) -> tuple[VectorName, ...]:
-        """Return the names of all vectors, in alphabetical order."""
         return tuple(sorted(self._vectors))
 
     def bind(self, name: VectorName, vector: Vector) -> None:
-        """Let `name` stand for memory that another owns; it is written in place.
+        """Let `name` stand for an array of another owner, which commands write in place.
 
         Such a vector cannot be dropped, and `export` leaves it out.
         """
@@ -106,20 +101,16 @@ class VectorStore:
         self._bound.add(name)
 
     def vector(self, name: VectorName) -> Vector:
-        """Return the vector of this name to write to; zeros if there was none.
-
-        Raises:
-            RemoteProtocolError: there are too many already.
-        """
+        """Return the vector of this name for writing; zeros if it is new."""
         if name not in self._vectors:
             self._check_count(1 + len(self._vectors))
         return self._target(name)
 
     def export(self, names: Sequence[VectorName] | None = None) -> dict[str, Vector]:
-        """Return the vectors that are this object's own, sharing their memory.
+        """Return the vectors that are not bound, sharing their memory.
 
         Args:
-            names: Which; None: all. Names of bound or absent vectors are left out.
+            names: Which ones; None for all. Bound and absent names are left out.
         """
         return {
             name: vector
@@ -128,18 +119,14 @@ class VectorStore:
         }
 
     def restore(self, vectors: Mapping[str, Vector]) -> None:
-        """Hold copies of these, and besides them only what is bound.
-
-        Raises:
-            StorageError: one has another size or element type.
-        """
+        """Replace all unbound vectors with copies of these; StorageError if one does not fit."""
         for name, vector in vectors.items():
             if vector.shape != (self._n,) or vector.dtype != self._dtype:
                 raise StorageError(
                     f"vector {name!r} has shape {vector.shape} and dtype "
                     f"{vector.dtype}, not ({self._n},) and {self._dtype}: it was saved "
-                    "by another shard, or under another layout; resume with the model, "
-                    "the number of shards and the dtype it was saved with"
+                    "by another shard or layout; resume with the same model, number of shards "
+                    "and dtype"
                 )
         own = {name: vector.copy() for name, vector in vectors.items()}
         self._vectors = own | {name: self._vectors[name] for name in self._bound}
@@ -147,20 +134,15 @@ class VectorStore:
     # ------------------------------------------------------------------- batches
 
     def check(self, batch: Sequence[Command]) -> None:
-        """Raise if the batch cannot be performed here now; change nothing.
-
-        Raises:
-            RemoteProtocolError: it names a vector that is not there, or asks for too
-                many vectors or numbers.
-        """
+        """Raise RemoteProtocolError if the batch cannot be executed now; change nothing."""
         held = set(self._vectors)
         for index, command in enumerate(batch):
             missing = [name for name in reads(command) if name not in held]
             if missing:
                 raise RemoteProtocolError(
                     f"command {index} of {len(batch)}, {type(command).__name__}, needs "
-                    f"vector {missing[0]!r}, and this shard holds {sorted(held)}: fill "
-                    "it first, or begin again from a cut that has it"
+                    f"vector {missing[0]!r}, and this shard has {sorted(held)}: fill "
+                    "it first, or return to a savepoint that has it"
                 )
             if isinstance(command, Drop):
                 self._check_drop(command)
@@ -170,19 +152,14 @@ class VectorStore:
             self._check_count(len(held))
         if n_scalars(batch) > SCALARS_MAX:
             raise RemoteProtocolError(
-                f"the batch measures {n_scalars(batch)} numbers; ask for at most "
-                f"{SCALARS_MAX} at a time"
+                f"the batch returns {n_scalars(batch)} numbers; the most is {SCALARS_MAX}"
             )
 
     def perform(self, batch: Sequence[Command]) -> Scalars:
-        """Perform the commands in order; return what they measure here, flat.
-
-        Raises:
-            RemoteProtocolError: as `check`; nothing has been changed then.
-        """
+        """Execute the commands in order; return the numbers that they measure, flat."""
         self.check(batch)
         measured: list[float] = []
-        with np.errstate(all="ignore"):  # NaN and infinity are answers like any other
+        with np.errstate(all="ignore"):  # NaN and infinity are valid results
             for command in batch:
                 match command:
                     case Dot() | Gram() | Norm():
@@ -192,7 +169,6 @@ class VectorStore:
         return tuple(measured)
 
     def cost(self, batch: Sequence[Command]) -> Cost:
-        """Return what performing the batch takes."""
         n_passes = sum(len(set(reads(command))) + len(writes(command)) for command in batch)
         n_sums = n_scalars(batch) + sum(len(reads(command)) for command in batch)
         return Cost(
@@ -202,14 +178,14 @@ class VectorStore:
     def _check_count(self, n_vectors: int) -> None:
         if n_vectors - len(self._bound) > self._n_vectors_max:
             raise RemoteProtocolError(
-                f"{n_vectors} vectors, more than this shard's bound of "
-                f"{self._n_vectors_max}: drop some, or keep a shorter history"
+                f"{n_vectors} vectors; the most is {self._n_vectors_max}: drop some, or keep "
+                "a shorter history"
             )
 
     def _check_drop(self, command: Drop) -> None:
         kept = sorted(self._bound.intersection(command.names))
         if kept:
-            raise RemoteProtocolError(f"vectors {kept} are the shard's: keep them")
+            raise RemoteProtocolError(f"cannot drop vectors {kept}: they belong to the shard")
 
     # ------------------------------------------------------------------- changes
 
@@ -234,6 +210,7 @@ class VectorStore:
                 assert_never(command)
 
     def _fill(self, target: Reals, a: float) -> None:
+        # Padding stays zero, so that it counts in no norm.
         target.fill(0.0)
         for span in self._spans:
             target[span] = a
@@ -243,7 +220,7 @@ class VectorStore:
         out = self._target(target)
         weights = [term.a for term in terms]
         if weights == [1.0, -1.0]:
-            np.subtract(xs[0], xs[1], out=out)  # in float64, rounded, it has the same bits
+            np.subtract(xs[0], xs[1], out=out)  # the same bits as in float64, rounded
         elif len(terms) > _FEW:
             factors = torch.tensor([weights], dtype=torch.float64)
             for piece in _pieces(self._n):
@@ -254,7 +231,7 @@ class VectorStore:
                 matrix = self._stack.loaded(xs, piece)
                 for row, a in zip(matrix, weights, strict=True):
                     if a != 1.0:
-                        row.mul_(a)  # and not fused: so no place rounds otherwise
+                        row.mul_(a)  # not fused, so that every element rounds alike
                 for row in matrix[1:]:
                     matrix[0].add_(row)
                 out[piece] = matrix[0].numpy()
@@ -277,6 +254,7 @@ class VectorStore:
             case Gram(rows=rows, columns=columns):
                 yield from self._gram(rows, columns)
             case Norm(x=x, order="2"):
+                # The coordinator adds the squares of all shards, then takes the root.
                 yield self._dot(x, x)
             case Norm(x=x, order=order):
                 yield self._norm(self._real(x), order)
@@ -292,7 +270,6 @@ class VectorStore:
         return total
 
     def _gram(self, rows: Sequence[VectorName], columns: Sequence[VectorName]) -> Iterator[float]:
-        """Yield rows.columns, row by row; each vector is read once."""
         names = list(dict.fromkeys((*rows, *columns)))
         vectors = [self._real(name) for name in names]
         n_rows = len(set(rows))  # the first of the names
@@ -327,15 +304,12 @@ class VectorStore:
 
 @final
 class _Stack:
-    """Room for the same piece of several vectors, one below the other, in float64."""
-
     def __init__(self, n_elements: int) -> None:
         self._width = min(_PIECE, n_elements)
         self._width_of_few = min(_PIECE_OF_FEW, n_elements)
         self._grow(1)
 
     def loaded(self, vectors: Sequence[Reals], piece: "slice[int, int, None]") -> torch.Tensor:
-        """Return (vectors, elements of the piece), to be used before the next call."""
         n, size = len(vectors), piece.stop - piece.start
         if n > self._n:
             self._grow(n)
@@ -346,14 +320,13 @@ class _Stack:
         return tensor
 
     def _grow(self, n: int) -> None:
-        # Of torch, which aligns it: so its kernels round alike in every call.
+        # Torch aligns the memory, so that its kernels round alike in every call.
         self._n = n
         size = max(n * self._width, min(n, _FEW) * self._width_of_few)
         self._room = torch.empty(size, dtype=torch.float64)
 
 
 def _terms(command: Scale | Axpy | LinearCombination) -> Sequence[Term]:
-    """Return the sum that the command's target becomes."""
     match command:
         case Scale(target=target, a=a):
             return (Term(a, target),)
@@ -371,26 +344,26 @@ def _pieces(n_elements: int, size: int = _PIECE) -> Iterator["slice[int, int, No
 
 
 def _soft_threshold(x: Doubles, a: float) -> Doubles:
-    """Return x moved towards 0 by a, but not beyond it."""
+    # Moves x towards 0 by a, but not beyond.
     shrunk: Doubles = np.sign(x) * np.maximum(np.abs(x) - a, 0.0)
     return shrunk
 
 
 def _align(x: Doubles, y: Doubles) -> Doubles:
-    """Return x where it has the sign of y; the product x y itself might vanish."""
+    # Signs, because the product x y may underflow.
     return np.where(np.sign(x) * np.sign(y) > 0.0, x, 0.0)
 
 
 def _orthant(x: Doubles, y: Doubles) -> Doubles:
-    """Return the orthant in which x lies, or moves to along -y (Andrew & Gao 2007)."""
+    # The orthant of x, or at 0 that of a step along -y (Andrew & Gao 2007).
     return np.where(x != 0.0, np.sign(x), -np.sign(y))
 
 
 def _pseudo_gradient(w: Doubles, g: Doubles, a: float) -> Doubles:
-    """Return the element of least size of the subdifferential of f + a |w|_1.
+    """Return the smallest element of the subdifferential of f + a |w|_1.
 
-    Andrew & Gao 2007, equation 4: at w = 0 it is that one-sided derivative which is
-    negative in its direction, or 0 if neither is.
+    Andrew & Gao 2007, equation 4: at w = 0 it is the one-sided derivative that is negative in
+    its direction, or 0 if neither is.
     """
     return np.where(w != 0.0, g + a * np.sign(w), _soft_threshold(g, a))
 

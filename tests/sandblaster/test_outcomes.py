@@ -125,7 +125,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
     shards = [run.cluster.role(name) for name in SHARDS]
     for shard in shards:
         assert isinstance(shard, Shard)
-        algebra = shard._orders._algebra
+        algebra = shard._commands._vector_store
         accepted.append(algebra.export(("parameters",))["parameters"].tobytes())
     run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
     assert ended(run) is None
@@ -136,7 +136,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
         assert isinstance(shard, Shard)
         n = len(parameters) // 8
         assert shard._values.vector[:n].tobytes() == parameters
-        assert not shard._orders.drives
+        assert not shard._commands.is_driven
     for name in run.scene.replicas:
         run.cluster.post(name, from_supervisor(Stop(reason="enough")))
     run.cluster.run_until(lambda: all(name in run.cluster.halted for name in run.scene.replicas))
@@ -159,7 +159,7 @@ def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None
     for name in SHARDS:
         shard = run.cluster.role(name)
         assert isinstance(shard, Shard)
-        assert not shard._orders.drives
+        assert not shard._commands.is_driven
 
 
 def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Simulations run untraced: measuring coverage would make them 2.5 times as long."""
+"""Simulations run without coverage, which would make them 2.5 times as long."""
 
 from pathlib import Path
 

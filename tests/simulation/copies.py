@@ -1,10 +1,10 @@
-"""Shards of two copies, who decides which of them leads, and the books of it all.
+"""Shards with two copies, an overseer that elects the primary, and an observer.
 
-    overseer    launches both copies, hears their heartbeats, tells who is to lead
+    overseer    launches both copies, receives heartbeats, promotes a primary
     workers     push marks (`workers`), and know both copies
-    Books       what was acknowledged, what each copy held, what was lost
+    Books       records what was acknowledged, what each copy held, what was lost
 
-The overseer is what the job's supervisor is to shards, and nothing else.
+The overseer does the part of a job's supervisor that shards need.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ BEAT: Final = "beat"
 
 
 class Beating:
-    """A copy of a shard, and its heartbeats."""
+    """A shard copy that sends heartbeats."""
 
     accepts = ALL_MESSAGES
 
@@ -100,14 +100,14 @@ class Beating:
 
 
 class Overseer:
-    """Launches copies of shards, and lets `PrimaryElection` decide which of them lead."""
+    """Launches shard copies; `PrimaryElection` decides which one is primary."""
 
     accepts = ALL_MESSAGES
 
     def __init__(self, n_shards: int) -> None:
         self.pairings: dict[Address, PrimaryElection] = {}
         self.lives: dict[Address, int] = {}
-        self.terminates = True  # those that are deposed
+        self.terminates = True  # those that are demoted
         self.n_takeovers = 0
         self.n_alone = 0
         for index in range(n_shards):
@@ -178,18 +178,18 @@ class Overseer:
 
 @dataclass
 class Books:
-    """What an all-knowing observer of one shard has seen."""
+    """What a global observer of one shard has seen."""
 
     cluster: SimulatedCluster
     index: int
     copies: Sequence[Address]
     acknowledged: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(N_MARKS, bool))
-    n_times_lost: int = 0  # nobody had a whole copy
+    n_times_lost: int = 0  # no one had a whole copy
     n_twins: int = 0  # compared
     n_pushes_while_building: int = 0
     _settled: dict[Address, int] = field(default_factory=dict)
     _states: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    _leads_as: int = 0  # the highest pairing with which a copy began to lead
+    _leads_as: int = 0  # the highest term with which a copy began to lead
     _leader: Shard | None = None  # that did
 
     def __call__(self, happening: HandledEvent) -> None:
@@ -238,11 +238,11 @@ class Books:
         )
 
     def _is_abandoned(self, shard: Shard) -> bool:
-        """Whether its leader goes on without it: what it reads may be anything."""
-        if shard._standing.leads or self._leader is None:
+        """Whether its primary goes on without it: what it reads may be anything."""
+        if shard._replica.is_primary or self._leader is None:
             return False
         number = shard.status()[1]["pairing"]
-        return number < self._leader._service.forwarding.pairing
+        return number < self._leader._service.primary.pairing
 
     def _check_fence(self, happening: HandledEvent) -> None:
         """Whoever led before acknowledges nothing that its successor lacks."""
@@ -279,15 +279,15 @@ def bits_of(shard: Shard) -> bytes:
 
 @contextmanager
 def small(*, block_bytes: int = 1024, window_pieces: int = 1) -> Iterator[None]:
-    """Let blocks and windows be so small that a shard of marks has several."""
+    """Use blocks and windows so small that a shard of marks has several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors, "BLOCK_BYTES", block_bytes)
-        patch.setattr(replication, "WINDOW_PIECES", window_pieces)
+        patch.setattr(replication, "WINDOW_STATE_BLOCKS", window_pieces)
         yield
 
 
 class Run:
-    """Workers, and shards of two copies; all on one host, or each on its own."""
+    """Workers, and shards with two copies, on one host or on one each."""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ class Run:
     # ----------------------------------------------------------------- what happens
 
     def finish(self, *, within: Seconds = 120.0) -> None:
-        """Let all workers end, and look at the books."""
+        """Let all workers end, and look at the totals."""
         self.cluster.run_until(self.done, within=within)
         for index in range(len(self.copies)):
             leader = self.leader(index)
@@ -421,10 +421,10 @@ def together(_: Address) -> str:
 
 
 def apart(_: Address) -> str:
-    """Let nobody share memory."""
+    """Let no one share memory."""
     return ""
 
 
 def each_copy_apart(name: Address) -> str:
-    """Let the first copies share memory with the workers, the others with nobody."""
+    """Let the first copies share memory with the workers, the others with no one."""
     return "" if name.endswith("b") else "one"

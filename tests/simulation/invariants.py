@@ -1,19 +1,19 @@
-"""What must hold whatever breaks, as an all-knowing observer sees it.
+"""Invariants that must hold under any fault, as a global observer sees them.
 
     ExactlyOnce          each push is in the values of a shard once, or never
-    AcknowledgedIsKept   what a client was told is applied stays applied
-    MissingIsCounted     what is not in the values at the end was counted as lost
+    AcknowledgedIsKept   an acknowledged push stays applied
+    MissingIsCounted     pushes missing in the values at the end were counted as lost
     SequencesRise        no acknowledged sequence goes backwards
-    ClockRises           nor does a shard's clock, within one life that leads
-    StalenessIsTrue      it is counted from the version that was really fetched
-    Bounded              queues, tables, and the memory of a host
-    WholeVersions        what a reader installs is one version of each shard, no mixture
-    OneLeader            at most one life serves clients under one pairing
-    TwinsAreEqual        two copies of a shard are equal, to the bit, at equal clocks
+    ClockRises           no shard clock falls within one incarnation of a primary
+    StalenessIsTrue      staleness counts from the version that was really fetched
+    Bounded              queues, tables and the memory of a host
+    WholeVersions        an installed fetch is one version of each shard, no mixture
+    OneLeader            at most one incarnation serves clients in one term
+    TwinsAreEqual        two copies of a shard are bit-identical at equal clocks
 
-A class per invariant. Each looks at the one life that has just handled an event, which
-is all that the event can have changed. Two more are no matter of one event: after the
-last fault everybody ends (`scenarios`), and equal seeds have equal traces.
+One class per invariant. Each checks the incarnation that has just handled an event, because the
+event can have changed nothing else. Two more invariants are checked elsewhere: after the last
+fault every worker ends (`scenarios`), and equal seeds have equal traces.
 """
 
 import zlib
@@ -27,7 +27,7 @@ from typing_extensions import override
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.link import ShardLink
-from distbelief.parameter_server.session_state import N_SLOTS
+from distbelief.parameter_server.session_state import N_PUSH_BUFFERS
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
@@ -37,12 +37,12 @@ from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
 
 
-Version = tuple[int, int]  # of a shard: incarnation (or pairing), clock
+Version = tuple[int, int]  # of a shard: incarnation (or term), clock
 
 
 @dataclass(kw_only=True)
 class Scene:
-    """What is looked at, and what was seen so far."""
+    """The objects under observation, and what was seen so far."""
 
     cluster: SimulatedCluster
     shards: Mapping[Address, int]  # every copy -> index of its shard
@@ -54,11 +54,11 @@ class Scene:
     # Per shard: each version it ever published, by the checksum of its values.
     versions: list[dict[int, set[int]]] = field(default_factory=list)
     acknowledged: list[npt.NDArray[np.bool_]] = field(default_factory=list)  # by mark
-    # Per shard, under which incarnations, or pairings, somebody began to lead.
+    # Per shard, under which incarnations, or terms, somebody began to lead.
     leads_as: list[list[int]] = field(default_factory=list)
-    # Per shard, the life that welcomed clients as the newest leader.
+    # Per shard, the incarnation that welcomed clients as the newest primary.
     serves: dict[int, tuple[Address, int]] = field(default_factory=dict)
-    # Shards of which a life was lost that nobody else had a whole copy of.
+    # Shards of which an incarnation was lost that no one else had a whole copy of.
     forgetful: set[int] = field(default_factory=set)
     broken_lives: set[Address] = field(default_factory=set)  # workers that had several
 
@@ -74,24 +74,24 @@ class Scene:
         return shard
 
     def serving(self, happening: HandledEvent) -> int | None:
-        """Return the shard that this life serves, if it does."""
+        """Return the shard that this incarnation serves, if it does."""
         index = self.shards[happening.name]
         life = happening.name, happening.incarnation
         return index if self.serves.get(index) == life else None
 
     def counts(self, name: Address, shard: Shard) -> bool:
-        """Return whether anybody relies on the values of this copy.
+        """Return whether anyone relies on the values of this copy.
 
-        Nobody does on those of a second that was let go: it may still hear its leader's
-        old words, of slots that are in use for something else by now.
+        Nobody relies on a backup that was dropped: it may still receive old messages about push
+        buffers that are in use for something else by now.
         """
-        following = shard._standing._following
-        if following is None or not following.follows:
+        backup = shard._replica._backup
+        if backup is None or not backup.has_primary:
             return True
         pairing = self.pairings[name]
         if pairing.primary == name:
             return True  # it is to lead, and may not know yet
-        return pairing.backup == name and pairing.term == following.pairing
+        return pairing.backup == name and pairing.term == backup.pairing
 
     def links(self) -> Iterator[ShardLink]:
         """Yield what each worker knows of each shard."""
@@ -100,7 +100,7 @@ class Scene:
             yield from worker.client._links.values()
 
     def leader_under(self, index: int, pairing: int) -> int:
-        """Return as what the leader of this pairing began to lead."""
+        """Return as what the primary of this term began to lead."""
         return max(number for number in self.leads_as[index] if number <= pairing)
 
     @property
@@ -110,7 +110,7 @@ class Scene:
 
 
 class Invariant:
-    """One rule. What it does not look at costs it nothing."""
+    """One invariant. Hooks that it does not override cost nothing."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -132,16 +132,16 @@ class Invariant:
 
 
 class ExactlyOnce(Invariant):
-    """Each push is in the values of a shard once, or never; never half, never NaN.
+    """Each push is in the values of a shard once or never: never half, never NaN.
 
-    So it is in the state of the rule.
+    The same holds for the state of the update rule.
     """
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if self.scene.counts(happening.name, shard):
             values = shard._values
-            n_here = values._pieces.n_elements(values.n_held)
+            n_here = values._state_blocks.n_elements(values.n_held)
             times = -Unreadable.read(values)[:n_here]  # by element, as it holds a prefix
             check_marks(happening.name, times)
 
@@ -154,10 +154,9 @@ class ExactlyOnce(Invariant):
 
 
 class AcknowledgedIsKept(Invariant):
-    """What a client was told is applied is in the values of whoever serves.
+    """An acknowledged push is in the values of the copy that serves.
 
-    One copy promises it as long as it lives, two as long as one of them does that is
-    whole.
+    One copy promises it as long as it lives, two as long as one of them is alive and in sync.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -197,10 +196,9 @@ class AcknowledgedIsKept(Invariant):
 
 
 class MissingIsCounted(Invariant):
-    """What is not in the values at the end was counted as lost, shard by shard.
+    """Pushes missing in the values at the end were counted as lost, shard by shard.
 
-    A worker that died counts no longer: then at least nothing is lost by shards that
-    forgot nothing.
+    A worker that died loses its count. Then at least no push is lost on shards that kept all.
     """
 
     @override
@@ -209,8 +207,8 @@ class MissingIsCounted(Invariant):
         for index, name in scene.leaders.items():
             links = [link for link in scene.links() if link.index == index]
             newest = scene.leads_as[index][-1]
-            if not all(x.welcome and x._ranking.number == newest for x in links):
-                continue  # it had ended when this leader began: nobody told it
+            if not all(x.is_open and x._tracker.term == newest for x in links):
+                continue  # it had ended when this primary began: no one told it
             counted = sum(link.pushing.n_lost for link in links)
             if not scene.broken_lives:
                 applied = int(marks_of(scene.shard(name)).sum())
@@ -251,7 +249,7 @@ class SequencesRise(Invariant):
 
 
 class ClockRises(Invariant):
-    """A shard's clock never falls within one life, and counts what it applied."""
+    """A shard's clock never falls within one incarnation, and counts what it applied."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -267,7 +265,7 @@ class ClockRises(Invariant):
 
 
 class StalenessIsTrue(Invariant):
-    """Staleness is between 0 and the clock, and counted from what was fetched."""
+    """Staleness is between 0 and the clock, and counts from what was fetched."""
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
@@ -281,7 +279,7 @@ class StalenessIsTrue(Invariant):
         for index, clock in enumerate(worker.client.clocks):
             known = self.scene.versions[index].get(checksum(worker, index), {clock})
             told = f"{happening.name} fetched clock {clock} of shard {index}"
-            if len(self.scene.leads_as[index]) > 2:  # counted within one leader's time
+            if len(self.scene.leads_as[index]) > 2:  # counted within one primary's time
                 assert clock <= max(known), f"{told}; it was {max(known)}"
             else:
                 assert clock in known, f"{told}; it was one of {known}"
@@ -296,21 +294,21 @@ class Bounded(Invariant):
         service = shard._service
         queue = service.pushes._queue
         assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
-        assert len(service._held) <= n_workers, f"{service._held}"
+        assert len(service._deferred) <= n_workers, f"{service._deferred}"
         assert len(service.clients) <= n_workers, f"{service.clients}"
-        n_forwarded = len(service.forwarding._outstanding)
-        assert n_forwarded <= N_SLOTS * n_workers, f"{n_forwarded} pushes forwarded"
-        if shard._standing._following is not None:
-            assert len(shard._standing._following._queue) <= N_SLOTS * n_workers
+        n_forwarded = len(service.primary._outstanding)
+        assert n_forwarded <= N_PUSH_BUFFERS * n_workers, f"{n_forwarded} pushes forwarded"
+        if shard._replica._backup is not None:
+            assert len(shard._replica._backup._queue) <= N_PUSH_BUFFERS * n_workers
         taken = self.scene.cluster.memory(happening.name).n_bytes
         assert taken <= self.scene.host_bytes_max, f"{taken} bytes on a host"
 
 
 class WholeVersions(Invariant):
-    """What a reader installs is one version of each shard: not torn, no mixture.
+    """An installed fetch is one version of each shard: not torn, no mixture.
 
-    Unless it is superseded: its lease is its successor's by then, and blocks still on
-    their way change with it (seed 970). What comes of it is refused: no push counts.
+    Except for a worker that is replaced: its pin belongs to its successor, and blocks under way
+    change with it (seed 970). Its pushes are refused, so none of them counts.
     """
 
     @override
@@ -332,7 +330,7 @@ class WholeVersions(Invariant):
 
 
 class OneLeader(Invariant):
-    """At most one life serves clients under one incarnation, or pairing."""
+    """At most one incarnation serves clients under one incarnation number or term."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -355,7 +353,7 @@ class OneLeader(Invariant):
 
 
 class TwinsAreEqual(Invariant):
-    """Two copies of a shard are equal, to the bit, at equal clocks under one leader."""
+    """Two copies of a shard are bit-identical at equal clocks under one primary."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -365,11 +363,11 @@ class TwinsAreEqual(Invariant):
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if not is_whole(shard) or not self.scene.counts(happening.name, shard):
             return
-        index, following = self.scene.shards[happening.name], shard._standing._following
-        if following is None:
+        index, backup = self.scene.shards[happening.name], shard._replica._backup
+        if backup is None:
             leads_as = shard._service.incarnation
-        elif following.follows:
-            leads_as = self.scene.leader_under(index, following.pairing)
+        elif backup.has_primary:
+            leads_as = self.scene.leader_under(index, backup.pairing)
         else:
             return
         key = index, leads_as, shard._values.clock
@@ -381,7 +379,7 @@ class TwinsAreEqual(Invariant):
 
 
 class Observer:
-    """Tells every invariant of every event; first, what it has to know of it."""
+    """Passes every event to every invariant."""
 
     def __init__(self, scene: Scene, *, kinds: Sequence[type[Invariant]]) -> None:
         self.scene = scene
@@ -424,10 +422,10 @@ class Observer:
         """Note who serves, and whether that one could know what was acknowledged."""
         scene, index = self.scene, self.scene.shards[happening.name]
         number = shard._service.incarnation
-        if number <= scene.leads_as[index][-1] or shard._standing._following is not None:
+        if number <= scene.leads_as[index][-1] or shard._replica._backup is not None:
             return
-        # The first to lead has nothing to know; a second has it from its leader.
-        if len(scene.leads_as[index]) > 1 and shard._standing._followed is None:
+        # The first to lead has nothing to know; a backup has it from its primary.
+        if len(scene.leads_as[index]) > 1 and shard._replica._former_primary is None:
             scene.forgetful.add(index)
         scene.leads_as[index].append(number)
         scene.serves[index] = happening.name, happening.incarnation
@@ -448,7 +446,7 @@ ALL: tuple[type[Invariant], ...] = (
 
 
 def watch(scene: Scene, *, kinds: Sequence[type[Invariant]] = ALL) -> Observer:
-    """Let these invariants hold from now on."""
+    """Check these invariants from now on."""
     observer = Observer(scene, kinds=kinds)
     scene.cluster.observe(observer)
     return observer
@@ -461,7 +459,7 @@ def shard_in(role: Role) -> Shard | None:
 
 
 def is_whole(shard: Shard) -> bool:
-    """Whether its values are all there, as far as it knows itself."""
+    """Return whether its values are complete, as far as it knows itself."""
     return shard._values._n_held is None
 
 

@@ -103,14 +103,14 @@ def staged_somewhere(patch: Patch) -> None:
 
 def in_order_of_arrival(patch: Patch) -> None:
     """Chunks are summed as they come."""
-    whole = GradientSums.fold
+    whole = GradientSums.commit
 
-    def fold(self: GradientSums, set_index: int, grant: int) -> None:
-        arrived = len(self._folded)
+    def commit(self: GradientSums, set_index: int, grant: int) -> None:
+        arrived = len(self._committed)
         whole(self, arrived, grant)
-        self._folded[set_index] = self._folded.pop(arrived)
+        self._committed[set_index] = self._committed.pop(arrived)
 
-    patch.setattr(GradientSums, "fold", fold)
+    patch.setattr(GradientSums, "commit", commit)
 
 
 def counted_twice(patch: Patch) -> None:
@@ -119,16 +119,16 @@ def counted_twice(patch: Patch) -> None:
     def check(self: GradientSums, sets: Iterable[tuple[int, int]]) -> None:
         del self, sets
 
-    whole = GradientSums.fold
+    whole = GradientSums.commit
 
-    def fold(self: GradientSums, set_index: int, grant: int) -> None:
+    def commit(self: GradientSums, set_index: int, grant: int) -> None:
         staged = self._staged[grant]
         self._staged[grant] = replace(staged, total=staged.total.copy())
         whole(self, set_index, grant)
         self._staged[grant] = replace(staged, total=staged.total.copy())
 
     patch.setattr(GradientSums, "check", check)
-    patch.setattr(GradientSums, "fold", fold)
+    patch.setattr(GradientSums, "commit", commit)
     performed_again(patch)
 
 
@@ -162,10 +162,10 @@ def sums_go_on(patch: Patch) -> None:
 def changed_in_place(patch: Patch) -> None:
     """Vectors of a savepoint are not copied before they are changed."""
 
-    def touch(self: Savepoints, names: Iterable[str]) -> None:
+    def copy_before_write(self: Savepoints, names: Iterable[str]) -> None:
         del self, names
 
-    patch.setattr(Savepoints, "touch", touch)
+    patch.setattr(Savepoints, "copy_before_write", copy_before_write)
 
 
 def settled_before_durable(patch: Patch) -> None:

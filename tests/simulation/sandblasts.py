@@ -283,7 +283,7 @@ class RunChecker:
                     assert before == key[1], f"{name} counts {place} twice"
             case FinishEvaluation() if task.n_examples:
                 opened = message.epoch, self.opened[message.epoch, name]
-                vectors = shard._orders._algebra.export((task.gradient,))
+                vectors = shard._commands._vector_store.export((task.gradient,))
                 known = self.sealed.setdefault(key, {})
                 if index not in known:
                     known[index] = vectors[task.gradient].copy()

@@ -1,10 +1,10 @@
-"""One seed, one scenario: who is there, how it is set, what breaks when.
+"""Scenarios drawn from a seed: roles, settings and faults.
 
-    build it up -> (faults, snapshots) -> horizon: all has healed -> everybody ends
+    build it up -> (faults, snapshots) -> horizon: everything is healthy -> every worker ends
 
-`play(seed)` runs it under every invariant, and returns how often things happened that
-happen seldom. Everything is drawn from the seed: blocks of four sizes, timeouts too
-short for the network, one copy lent or two, disks that fill up, lives taken for dead.
+`play(seed)` runs one under every invariant and returns how often rare things happened. The seed
+decides everything: block sizes, timeouts too short for the network, one pinned version or two, full
+disks, processes wrongly believed dead.
 """
 
 from collections import Counter
@@ -85,21 +85,21 @@ SHARD_BYTES = 8 * N_MARKS
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What one seed stands for."""
+    """The settings that one seed stands for."""
 
     seed: int
     n_workers: int
     n_shards: int
     n_twins: int  # copies of each shard
-    haste: float  # by which all times of `forwarding` and `pairing` are multiplied
-    late_seconds: Seconds  # from the fall of a leader to its end
+    haste: float  # by which all times of `forwarding` and `term` are multiplied
+    late_seconds: Seconds  # from the fall of a primary to its end
     n_wanted: int  # pushes of each worker
     hosts: str  # "one", "own" (block messages), "mixed"
     rule: UpdateRule
     block_bytes: int
     latency_seconds: Seconds
     shard_bytes_per_second: float  # how long applying takes
-    lease_seconds_max: Seconds
+    pin_seconds_max: Seconds
     n_copies: int  # of the values, lent to readers
     client: ClientConfig
     saves: tuple[Seconds, ...]
@@ -124,12 +124,12 @@ class Scenario:
 
     @property
     def host_bytes_max(self) -> int:
-        """Return room for values and two slots per worker, in some lives of a shard.
+        """Return memory for values and two push buffers per worker, in several incarnations.
 
-        Two: clients let go of the room of a dead one as soon as they know the next. But
-        nothing ends those that are superseded, nor makes them let go. And each client
-        keeps that of the life which welcomed it last, its slots and the values: if some
-        could not be told of the next one, these are the values of different lives.
+        Two incarnations, because clients release the memory of a dead shard as soon as they know
+        the next one. A replaced worker never releases any, and each client keeps the memory of
+        its last session. Clients that never heard of the next incarnation keep values of
+        different ones.
         """
         n_superseded = sum(isinstance(fault, Supersede) for fault in self.faults)
         n_lives = (2 + n_superseded) * len(self.shards)
@@ -175,7 +175,7 @@ def scenario_of(seed: int) -> Scenario:
         block_bytes=draw.pick(768, 1024, 1536, 1 << 20),
         latency_seconds=draw.pick(50e-6, 5e-4, 3e-3),
         shard_bytes_per_second=draw.pick(1e10, 2e6, 1e6),
-        lease_seconds_max=draw.pick(0.01, 0.03, 2.0),
+        pin_seconds_max=draw.pick(0.01, 0.03, 2.0),
         n_copies=draw.integer(1, 3),
         client=ClientConfig(
             pushes=True,
@@ -333,7 +333,7 @@ def _troubles(draw: Draw) -> Iterator[Fault]:
 
 
 class LateOverseer(Overseer):
-    """Decides in haste, and ends those it deposes late: meanwhile there are two."""
+    """Decides early, and ends demoted copies late: meanwhile there are two primaries."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario.n_shards)
@@ -370,7 +370,7 @@ class LateOverseer(Overseer):
 
 
 class Play:
-    """A scenario that is under way."""
+    """A running scenario."""
 
     def __init__(self, scenario: Scenario, *, trace: TraceKind = "content") -> None:
         self.scenario = scenario
@@ -395,7 +395,7 @@ class Play:
                 index,
                 layout,
                 rule=scenario.rule,
-                lease_seconds_max=scenario.lease_seconds_max,
+                pin_seconds_max=scenario.pin_seconds_max,
                 n_copies=scenario.n_copies,
                 name=name,
                 waits_for_lead=scenario.n_twins > 1,
@@ -448,10 +448,10 @@ class Play:
         )
 
     def run(self) -> None:
-        """Play it to its end.
+        """Run it to its end.
 
         Raises:
-            SimulationFailed: an invariant is broken, or it does not end.
+            SimulationFailed: An invariant is broken, or the run does not end.
         """
         for n, at in enumerate(sorted(self.scenario.saves)):
             self.cluster.run(until=at)
@@ -465,10 +465,10 @@ class Play:
         self._see_end()
 
     def _done(self) -> bool:
-        """Return whether all workers have ended, and every shard has its leader.
+        """Return whether all workers have ended, and every shard has its primary.
 
         One that has just fallen is no longer there to be asked what it kept, and the
-        next life of its name has begun with a snapshot at best.
+        next incarnation of its name has begun with a snapshot at best.
         """
         cluster = self.cluster
         return all(
@@ -538,14 +538,14 @@ def save(label: str) -> Received:
 
 @contextmanager
 def set_for(scenario: Scenario) -> Iterator[None]:
-    """Let blocks be smaller than a megabyte, and whoever waits for a twin hasty."""
+    """Use blocks smaller than a megabyte, and shorter delays for replication."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors, "BLOCK_BYTES", scenario.block_bytes)
-        patch.setattr(replication, "WINDOW_PIECES", 1)
+        patch.setattr(replication, "WINDOW_STATE_BLOCKS", 1)
         patch.setattr(replication, "WINDOW_BLOCKS", 1 + scenario.seed % 3)
         patch.setattr(copies, "BEAT_SECONDS", max(0.03, copies.BEAT_SECONDS * scenario.haste))
         patch.setattr(copies, "TICK_SECONDS", max(0.02, copies.TICK_SECONDS * scenario.haste))
-        for name in ("TICK", "SILENCE", "STALL", "ALONE"):
+        for name in ("TICK", "SILENCE", "STALL", "REPORT"):
             seconds = getattr(replication, f"{name}_SECONDS")
             patch.setattr(replication, f"{name}_SECONDS", seconds * scenario.haste)
         patch.setattr(failover, "REST_SECONDS", failover.REST_SECONDS * scenario.haste)
@@ -553,15 +553,15 @@ def set_for(scenario: Scenario) -> Iterator[None]:
 
 
 def play(seed: int, *, trace: TraceKind = "content") -> Play:
-    """Play the scenario of a seed to its end.
+    """Run the scenario of a seed to its end.
 
     Args:
-        seed: Of all that is drawn.
-        trace: Of what a failure is to tell: what each event said, or only their order,
-            which takes less time.
+        seed: Decides everything that is drawn.
+        trace: What a failure reports: the content of each event, or only the order, which
+            takes less time.
 
     Raises:
-        SimulationFailed: an invariant is broken, or it does not end.
+        SimulationFailed: An invariant is broken, or the run does not end.
     """
     scenario = scenario_of(seed)
     with set_for(scenario):

@@ -316,7 +316,7 @@ class Run:
                     self._check_parts(name, happening.incarnation, index, one.grant)
             case FinishEvaluation() if task.n_examples:
                 opened = message.epoch, self._opened[message.epoch, index]
-                vectors = shard._orders._algebra.export((task.gradient,))
+                vectors = shard._commands._vector_store.export((task.gradient,))
                 known = self._sealed.setdefault(key, {})
                 if index not in known:
                     known[index] = vectors[task.gradient].copy()

@@ -128,9 +128,9 @@ def staged_when_sent(patch: Patch) -> None:
 
 def parts_are_not_awaited(patch: Patch) -> None:
     """A part overwrites the whole vector: the parts of other ranks are lost."""
-    whole = GradientSums.staging
+    whole = GradientSums.stage_work
 
-    def staging(self: GradientSums, *args: object, **options: object) -> object:
+    def stage_work(self: GradientSums, *args: object, **options: object) -> object:
         grant = options["grant"]
         known = self._staged.get(grant)  # type: ignore[call-overload]
         work = whole(self, *args, **options)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def parts_are_not_awaited(patch: Patch) -> None:
 
         return all_of_it
 
-    patch.setattr(GradientSums, "staging", staging)
+    patch.setattr(GradientSums, "stage_work", stage_work)
 
 
 VARIANTS: Final[dict[str, Variant]] = {

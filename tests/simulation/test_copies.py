@@ -1,7 +1,7 @@
-"""Shards of two copies under faults: nothing acknowledged is lost, nobody stands still.
+"""Shards with two copies under faults: nothing acknowledged is lost, no worker hangs.
 
-Whatever happens, `Books` looks on: no push is applied twice, a deposed leader
-acknowledges nothing more, and equal clocks mean equal bits.
+`Books` checks every run: no push is applied twice, a demoted primary acknowledges nothing, and
+equal clocks mean equal bits.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_two_copies_are_equal_to_the_bit_at_equal_clocks(hosts: Hosts, rule: Upd
 
 @everywhere
 @three
-def test_a_second_is_built_from_a_leader_that_goes_on_applying_pushes(
+def test_a_backup_syncs_from_a_primary_that_goes_on_applying_pushes(
     hosts: Hosts, seed: int
 ) -> None:
     with small(block_bytes=1024):
@@ -118,7 +118,7 @@ def test_copies_of_a_shard_whose_clients_hold_parts_are_equal_too(
     assert run.books[0].n_twins > 10
 
 
-def test_a_second_on_the_leaders_host_takes_no_memory_but_its_values() -> None:
+def test_a_backup_on_the_primarys_host_needs_no_memory_but_its_values() -> None:
     run = Run(1, hosts=together)
     run.finish()
     memory = run.cluster.memory(run.leader())
@@ -133,7 +133,7 @@ def test_a_second_on_the_leaders_host_takes_no_memory_but_its_values() -> None:
 @everywhere
 @seeds
 @settings(max_examples=2)
-def test_whenever_the_leader_dies_nothing_acknowledged_is_lost(hosts: Hosts, seed: int) -> None:
+def test_whenever_the_primary_dies_nothing_acknowledged_is_lost(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, n_wanted=60)
         run.cluster.inject(kill_of(run, run.leader(), stream))
@@ -144,7 +144,7 @@ def test_whenever_the_leader_dies_nothing_acknowledged_is_lost(hosts: Hosts, see
 @everywhere
 @seeds
 @settings(max_examples=2)
-def test_whenever_the_second_dies_the_leader_goes_on(hosts: Hosts, seed: int) -> None:
+def test_whenever_the_backup_dies_the_primary_goes_on(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, n_wanted=60)
         leader = run.leader()
@@ -157,9 +157,7 @@ def test_whenever_the_second_dies_the_leader_goes_on(hosts: Hosts, seed: int) ->
 @everywhere
 @seeds
 @settings(max_examples=2)
-def test_a_leader_that_is_paused_is_deposed_and_acknowledges_nothing_more(
-    hosts: Hosts, seed: int
-) -> None:
+def test_a_paused_primary_is_demoted_and_acknowledges_nothing_more(hosts: Hosts, seed: int) -> None:
     """It is ended by force, but too late: for half a second there are two of them."""
     with small(window_pieces=2):
         run, _ = run_of(seed, hosts, n_wanted=60)
@@ -177,9 +175,7 @@ def test_a_leader_that_is_paused_is_deposed_and_acknowledges_nothing_more(
 @everywhere
 @seeds
 @settings(max_examples=2)
-def test_a_second_that_is_paused_holds_up_the_leader_for_half_a_second(
-    hosts: Hosts, seed: int
-) -> None:
+def test_a_paused_backup_delays_the_primary_by_half_a_second(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, _ = run_of(seed, hosts, n_wanted=60)
         leader, second = run.leader(), run.second()
@@ -259,7 +255,7 @@ def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
 
 @seeds
 @settings(max_examples=2)
-def test_shards_are_taken_over_each_for_itself(seed: int) -> None:
+def test_each_shard_is_taken_over_independently(seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, together, n_wanted=60, n_shards=2)
         run.until_whole(1)

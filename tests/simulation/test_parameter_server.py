@@ -1,4 +1,4 @@
-"""Shards and clients under faults: every push is applied once, and all get through."""
+"""Shards and clients under faults: every push is applied once, and every worker ends."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +32,7 @@ SHARDS = tuple(Address(f"shard-{k}") for k in range(2))
 WORKERS = tuple(Address(f"worker-{k}") for k in range(3))
 N_WANTED = 12
 HORIZON = 0.2  # seconds of faults: about as long as the work takes without any
-SHARD_BYTES = 4 * N_MARKS * 8  # values, and two slots for each of few clients
+SHARD_BYTES = 4 * N_MARKS * 8  # values, and two push buffers for each of few clients
 
 
 class Run:
@@ -122,7 +122,7 @@ def test_dead_workers_and_a_bad_network_lose_no_acknowledged_push(
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10)
-def test_whatever_dies_what_is_missing_was_counted_as_lost(*, shared: bool, seed: int) -> None:
+def test_after_any_death_missing_pushes_are_counted_as_lost(*, shared: bool, seed: int) -> None:
     """Shards restart from snapshots, taken now and then; workers stay."""
     faults = [
         fault
@@ -141,7 +141,7 @@ def test_whatever_dies_what_is_missing_was_counted_as_lost(*, shared: bool, seed
 @pytest.mark.slow
 @given(seed=st.integers(0, 2**32), shared=st.booleans())
 @settings(max_examples=10)
-def test_whoever_dies_nothing_is_applied_twice_and_all_workers_end(
+def test_after_any_death_nothing_is_applied_twice_and_all_workers_end(
     seed: int, *, shared: bool
 ) -> None:
     faults = random_faults(seed, (*SHARDS, *WORKERS), horizon=HORIZON, intensity=1.5)
@@ -167,7 +167,7 @@ def test_a_torn_or_late_network_changes_nothing_but_the_time() -> None:
         assert times_applied(run.cluster, name).sum() == N_WANTED * len(WORKERS)
 
 
-def test_a_paused_worker_holds_up_nobody() -> None:
+def test_a_paused_worker_delays_no_other() -> None:
     """DB-12: all other replicas continue."""
     run = Run(2, shared=True, faults=[Pause(at=0.02, role=WORKERS[0], seconds=50.0)])
     others = WORKERS[1:]
@@ -181,7 +181,7 @@ def test_a_paused_worker_holds_up_nobody() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=8)
-def test_slots_taken_back_from_the_living_cost_them_a_handshake_and_no_push(
+def test_push_buffers_released_too_early_cost_a_session_and_no_push(
     *, shared: bool, seed: int
 ) -> None:
     """Workers are taken for gone again and again, in the middle of whatever they do."""
@@ -203,16 +203,16 @@ def test_slots_taken_back_from_the_living_cost_them_a_handshake_and_no_push(
         assert run.worker(name).client.counters()["pushes_lost"] == 0
 
 
-def test_the_dead_give_back_their_slots() -> None:
+def test_push_buffers_of_dead_clients_are_released() -> None:
     run = Run(3, shared=True, absence_seconds_max=5.0)
     run.finish()
     for name in SHARDS:
         run.cluster.post(name, lost(WORKERS[0]))
     run.cluster.run(until=run.cluster.now + 4.9)
-    n_bytes = [run.cluster.role(name).status()[1]["slots_bytes"] for name in SHARDS]
+    n_bytes = [run.cluster.role(name).status()[1]["push_buffer_bytes"] for name in SHARDS]
     run.cluster.run(until=run.cluster.now + 0.2)
     for name, before in zip(SHARDS, n_bytes, strict=True):
-        after = run.cluster.role(name).status()[1]["slots_bytes"]
+        after = run.cluster.role(name).status()[1]["push_buffer_bytes"]
         assert after * len(WORKERS) == before * (len(WORKERS) - 1)
 
 

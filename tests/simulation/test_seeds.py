@@ -1,7 +1,7 @@
 """Hundreds of scenarios, each drawn from one seed, under every invariant at once.
 
-`scenarios` says what a seed stands for, `invariants` what must hold. A seed that fails
-is replayed alone by SIMULATION_SEEDS=FIRST:STOP; `make soak` plays 10,000, or those.
+`scenarios` defines what a seed stands for, `invariants` what must hold. Replay a failing seed with
+SIMULATION_SEEDS=FIRST:STOP; `make soak` runs 10,000 seeds, or those.
 """
 
 import os
@@ -77,7 +77,7 @@ def play_all(seeds: range) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", chunks(range(200), 25), ids=name)
-def test_whatever_breaks_every_invariant_holds_and_all_end(seeds: range) -> None:
+def test_under_any_fault_every_invariant_holds_and_all_end(seeds: range) -> None:
     play_all(seeds)
 
 

@@ -1,7 +1,7 @@
-"""The protocol, broken on purpose: each variant leaves out one rule.
+"""Broken variants of the protocol: each one leaves out one rule.
 
-A rule whose loss nobody notices is either redundant, or not tried hard enough. Where
-one rule is the spare of another, the variant breaks both, and says so.
+A rule whose loss no test notices is redundant or not tested hard enough. Where two rules back
+each other up, the variant breaks both and says so.
 
     with broken(VARIANTS["no watermark"]):
         play(seed)  # fails, for some seed
@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import pytest
 
-from distbelief.parameter_server import shard as agenda_module
+from distbelief.parameter_server import shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
 from distbelief.parameter_server.client import client as client_module
 from distbelief.parameter_server.client.fetch import ShardFetch
@@ -25,12 +25,12 @@ from distbelief.parameter_server.client_service import ClientMessage, ClientServ
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.push_handler import PushHandler, PushInProgress
 from distbelief.parameter_server.replication import Backup, Primary
-from distbelief.parameter_server.session_state import N_SLOTS, PushBuffer, Session
+from distbelief.parameter_server.session_state import N_PUSH_BUFFERS, PushBuffer, Session
 from distbelief.parameter_server.sessions import SessionTable
 from distbelief.parameter_server.shard import (
-    CopyMessage,
-    FromLeader,
+    FromPrimary,
     ReplicaState,
+    ReplicationMessage,
     Shard,
     WorkQueue,
 )
@@ -56,7 +56,7 @@ Variant = Callable[[Patch], None]
 
 @contextmanager
 def broken(variant: Variant) -> Iterator[None]:
-    """Break the protocol for a while."""
+    """Patch the protocol inside the context."""
     with pytest.MonkeyPatch.context() as patch:
         variant(patch)
         yield
@@ -66,7 +66,7 @@ def broken(variant: Variant) -> Iterator[None]:
 
 
 def no_watermark(patch: Patch) -> None:
-    """A push that comes again is applied again."""
+    """A duplicate push is applied again."""
     whole = PushHandler.take
 
     def take(self: PushHandler, client: Session, message: Push, *, clock: int) -> list[Action]:
@@ -77,27 +77,27 @@ def no_watermark(patch: Patch) -> None:
 
 
 def acknowledged_before_it_is_applied(patch: Patch) -> None:
-    """A push is acknowledged as soon as it is here."""
+    """A push is acknowledged as soon as it has arrived."""
     whole = PushHandler.take
 
     def take(self: PushHandler, client: Session, message: Push, *, clock: int) -> list[Action]:
-        told = PushApplied(
+        acknowledgement = PushApplied(
             sequence=message.sequence,
             shard_incarnation=message.shard_incarnation,
             clock=clock,
             staleness=0,
         )
         actions = whole(self, client, message, clock=clock)
-        return [*actions, Send(receiver=client.name, message=told)]
+        return [*actions, Send(receiver=client.name, message=acknowledgement)]
 
     patch.setattr(PushHandler, "take", take)
 
 
-def lives_of_clients_are_not_told_apart(patch: Patch) -> None:
-    """Every life numbers its pushes from 1, and a shard looks at no incarnation.
+def client_incarnations_are_ignored(patch: Patch) -> None:
+    """Every incarnation numbers its pushes from 1, and the shard compares no incarnations.
 
-    Either alone does no harm: sequences that rise with the lives make the watermark
-    refuse what a former life says, and so does the look at the incarnation.
+    Either alone does no harm: both the watermark (sequences rise over all incarnations) and the
+    check of the incarnation reject messages of a former one.
     """
     whole = ClientService.serve
 
@@ -105,88 +105,90 @@ def lives_of_clients_are_not_told_apart(patch: Patch) -> None:
         self: ClientService, event: Received, message: ClientMessage, now: Seconds
     ) -> list[Action]:
         known = self._clients.get(event.sender)
-        life = event.incarnation if known is None else known.incarnation
-        event = msgspec.structs.replace(event, incarnation=life)
+        incarnation = event.incarnation if known is None else known.incarnation
+        event = msgspec.structs.replace(event, incarnation=incarnation)
         return whole(self, event, message, now)
 
     patch.setattr(ClientService, "serve", serve)
     patch.setattr(SessionTable, "is_older", lambda *_: False)
-    patch.setattr(client_module, "_LIFE_BITS", 0)
+    patch.setattr(client_module, "_INCARNATION_BITS", 0)
 
 
-def slot_is_used_again_too_early(patch: Patch) -> None:
+def push_buffer_is_reused_too_early(patch: Patch) -> None:
     """A client stages a third push while two are in flight."""
-    has_room = property(lambda self: self.issued - self.settled <= N_SLOTS)
+    has_room = property(lambda self: self.issued - self.settled <= N_PUSH_BUFFERS)
     patch.setattr(ShardPush, "has_room", has_room)
 
 
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
-    """A block counts for all before it."""
+    """A block counts for all blocks before it."""
 
     def take_block(self: Session, message: PushBlock) -> int:
-        slot = self._slot_of(message.sequence)
-        slot.lend(message.sequence)
-        start, stop = self.holding.bounds[message.block_index]
-        slot.values[start:stop] = message.values
-        slot.received = max(slot.received, message.block_index + 1)
-        return slot.received
+        push_buffer = self._push_buffer_of(message.sequence)
+        push_buffer.lend(message.sequence)
+        start, stop = self.shard_slice.bounds[message.block_index]
+        push_buffer.values[start:stop] = message.values
+        push_buffer.received = max(push_buffer.received, message.block_index + 1)
+        return push_buffer.received
 
     patch.setattr(Session, "take_block", take_block)
 
 
 def applied_before_all_blocks_are_here(patch: Patch) -> None:
-    """A push is complete when its Push has come."""
+    """A push is complete as soon as its Push message has arrived."""
 
     def next_complete(self: Session) -> PushBuffer | None:
-        slot = self.slots[(self.watermark + 1) % N_SLOTS] if self.slots else None
-        is_next = slot is not None and slot.sequence == self.watermark + 1
-        return slot if is_next and slot is not None and slot.push else None
+        push_buffer = (
+            self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS] if self.push_buffers else None
+        )
+        is_next = push_buffer is not None and push_buffer.sequence == self.watermark + 1
+        return push_buffer if is_next and push_buffer is not None and push_buffer.push else None
 
     patch.setattr(Session, "next_complete", next_complete)
 
 
-def late_hello_lowers_the_watermark(patch: Patch) -> None:
-    """What Hello says counts, whenever it was said."""
+def late_open_session_lowers_the_watermark(patch: Patch) -> None:
+    """The watermark in OpenSession is taken over, however old the message is."""
     whole = SessionTable.admit
 
     def admit(
-        self: SessionTable, name: Address, incarnation: int, hello: OpenSession, *, region: str
+        self: SessionTable, name: Address, incarnation: int, request: OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
-        client, why_not = whole(self, name, incarnation, hello, region=region)
-        client.watermark = hello.next_sequence - 1
+        client, why_not = whole(self, name, incarnation, request, region=region)
+        client.watermark = request.next_sequence - 1
         return client, why_not
 
     patch.setattr(SessionTable, "admit", admit)
 
 
-def late_welcome_is_believed(patch: Patch) -> None:
-    """A Welcome that answers an older Hello is taken for the present one."""
+def late_session_opened_is_accepted(patch: Patch) -> None:
+    """A SessionOpened that answers an older OpenSession is accepted."""
     patch.setattr(ShardPush, "agrees", lambda *_: True)
 
 
-def hello_does_not_wait_for_the_push_being_applied(patch: Patch) -> None:
-    """Slots are taken back while a push is read from them."""
+def open_session_does_not_wait_for_the_push_being_applied(patch: Patch) -> None:
+    """Push buffers are released while a push is read from them."""
     patch.setattr(ClientService, "_must_wait", lambda self, *_: not self._open)
 
 
 # ------------------------------------------------------------------ reads, snapshots
 
 
-def lease_ends_before_its_reader_has_all(patch: Patch) -> None:
-    """A copy is filled anew while somebody reads it, who looks at no clock.
+def version_is_unpinned_too_early(patch: Patch) -> None:
+    """A pinned version is overwritten while a reader, which ignores clocks, reads it.
 
-    A reader that does refuses the mixture, and fetches anew once its lease has expired.
+    A reader that compares clocks rejects the mixture and fetches again once its pin expires.
     """
-    patch.setattr(ShardFetch, "take", _whatever_its_clock(ShardFetch.take))
+    patch.setattr(ShardFetch, "take", _ignoring_the_clock(ShardFetch.take))
 
     def free(self: PinnedVersions) -> Version | None:
-        return next((copy for copy in self._copies if not copy.filling), None)
+        return next((version for version in self._versions if not version.filling), None)
 
     patch.setattr(PinnedVersions, "_free", free)
 
 
 def values_are_even_while_they_are_written(patch: Patch) -> None:
-    """The version under the sequence lock is not made odd."""
+    """The version of the seqlock is not odd during a write."""
 
     def end(self: SeqlockVector, *, clock: int) -> None:
         self._header[0] += 2
@@ -196,8 +198,8 @@ def values_are_even_while_they_are_written(patch: Patch) -> None:
     patch.setattr(SeqlockVector, "end", end)
 
 
-def torn_read_is_believed(patch: Patch) -> None:
-    """A reader does not look at the version."""
+def torn_read_is_accepted(patch: Patch) -> None:
+    """A reader ignores the version of the seqlock."""
 
     def read(self: SeqlockVector, copy: Callable[[], object]) -> int:
         copy()
@@ -207,11 +209,11 @@ def torn_read_is_believed(patch: Patch) -> None:
 
 
 def blocks_of_a_former_fetch_are_taken(patch: Patch) -> None:
-    """A reader does not look whose answer a block is, nor at its clock.
+    """A reader ignores the request number and the clock of a block.
 
-    If it looks at the clock, it refuses the mixture, as above.
+    With the clock alone it would reject the mixture, as above.
     """
-    whole = _whatever_its_clock(ShardFetch.take)
+    whole = _ignoring_the_clock(ShardFetch.take)
 
     def fetch(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
         return whole(self, msgspec.structs.replace(block, request=self._request))
@@ -219,18 +221,18 @@ def blocks_of_a_former_fetch_are_taken(patch: Patch) -> None:
     patch.setattr(ShardFetch, "take", fetch)
 
 
-def _whatever_its_clock(
+def _ignoring_the_clock(
     take: Callable[[ShardFetch, ParameterBlock], Sequence[object]],
 ) -> Callable[[ShardFetch, ParameterBlock], Sequence[object]]:
-    def taking(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
+    def take_any(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
         clock = self._block_clock if self._received else block.clock
         return take(self, msgspec.structs.replace(block, clock=clock))
 
-    return taking
+    return take_any
 
 
 def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
-    """The clients of a snapshot have pushed nothing."""
+    """A snapshot records a watermark of 0 for each client."""
 
     def forgetful(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
         clients = (
@@ -239,17 +241,17 @@ def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
         )
         return take(label, replace(state, clients=tuple(clients)), identity=identity)
 
-    patch.setattr(agenda_module, "take", forgetful)
+    patch.setattr(shard_module, "take", forgetful)
 
 
 def snapshot_is_taken_while_a_push_is_applied(patch: Patch) -> None:
-    """Save does not wait for the work under way."""
+    """A snapshot does not wait for the work in progress."""
 
     def save(self: Shard, _: Address, label: str) -> Sequence[Action]:
-        agenda = self._agenda
-        before = agenda._work
-        actions = agenda._begin_save(label)
-        agenda._work = before
+        queue = self._work_queue
+        before = queue._work
+        actions = queue._begin_save(label)
+        queue._work = before
         return actions
 
     patch.setattr(Shard, "_save", save)
@@ -259,131 +261,133 @@ def snapshot_is_taken_while_a_push_is_applied(patch: Patch) -> None:
 # ------------------------------------------------------------ two copies of a shard
 
 
-def acknowledged_before_the_second_holds_it(patch: Patch) -> None:
-    """The leader acknowledges what it has applied itself."""
+def acknowledged_before_the_backup_has_it(patch: Patch) -> None:
+    """The primary acknowledges a push as soon as it has applied it itself."""
     whole = Primary.applied
 
     def applied(self: Primary, *, clock: int) -> bool:
         whole(self, clock=clock)
         return False
 
-    def settle(self: PushHandler, applied: PushInProgress, *, staleness: int, clock: int) -> Action:
+    def confirm(
+        self: PushHandler, applied: PushInProgress, *, staleness: int, clock: int
+    ) -> Action:
         del staleness
-        return self._replies.acknowledge(applied.client, clock=clock)
+        return self._replies.push_applied(applied.client, clock=clock)
 
     patch.setattr(Primary, "applied", applied)
-    patch.setattr(PushHandler, "settle", settle)
+    patch.setattr(PushHandler, "confirm", confirm)
 
 
-def leader_goes_on_alone_without_leave(patch: Patch) -> None:
-    """A leader whose second is mute does not wait for the supervisor."""
+def primary_drops_its_backup_without_permission(patch: Patch) -> None:
+    """A primary with a silent backup does not wait for the supervisor."""
 
-    def complain(self: Primary, _: Seconds) -> list[Action]:
+    def report_silent(self: Primary, _: Seconds) -> list[Action]:
         actions = self._release_all()
-        self._begin(None, life=0)
+        self._begin(None, incarnation=0)
         return actions
 
-    patch.setattr(Primary, "_complain", complain)
+    patch.setattr(Primary, "_report_silent", report_silent)
 
 
-def deposed_leader_is_acknowledged(patch: Patch) -> None:
-    """A copy that leads says yes to whatever its former leader forwards."""
-    whole = ReplicaState._from_leader
+def demoted_primary_is_acknowledged(patch: Patch) -> None:
+    """A primary acknowledges every push that its former primary replicates."""
+    whole = ReplicaState._from_primary
 
-    def hear(self: ReplicaState, sender: Address, message: FromLeader) -> Sequence[Action]:
-        if self._following is not None or not isinstance(message, ReplicatePush):
+    def from_primary(self: ReplicaState, sender: Address, message: FromPrimary) -> Sequence[Action]:
+        if self._backup is not None or not isinstance(message, ReplicatePush):
             return whole(self, sender, message)
-        told = PushApplied(
+        acknowledgement = PushApplied(
             sequence=message.clock + 1,
             shard_incarnation=message.pairing,
             clock=message.clock + 1,
             staleness=0,
         )
-        return [Send(receiver=sender, message=told)]
+        return [Send(receiver=sender, message=acknowledgement)]
 
-    patch.setattr(ReplicaState, "_from_leader", hear)
+    patch.setattr(ReplicaState, "_from_primary", from_primary)
 
 
-def told_to_any_life_of_that_name(patch: Patch) -> None:
-    """A copy obeys a Lead or Follow, whichever of its lives was meant."""
+def receiver_incarnation_is_ignored(patch: Patch) -> None:
+    """A copy obeys Promote and StartSync for any of its incarnations."""
     whole = ReplicaState.receive
 
     def receive(
-        self: ReplicaState, event: Received, message: CopyMessage, now: Seconds
+        self: ReplicaState, event: Received, message: ReplicationMessage, now: Seconds
     ) -> list[Action]:
         if isinstance(message, Promote | StartSync):
-            message = msgspec.structs.replace(message, receiver_incarnation=self._life)
+            message = msgspec.structs.replace(message, receiver_incarnation=self._incarnation)
         return whole(self, event, message, now)
 
     patch.setattr(ReplicaState, "receive", receive)
 
 
-def former_leaders_are_heard(patch: Patch) -> None:
-    """A client takes the word of any leader, and of any life of it.
+def former_primaries_are_accepted(patch: Patch) -> None:
+    """A client accepts answers of any term and of any incarnation.
 
-    Either alone does no harm as long as the other is heeded: who leads anew lives
-    anew, or what its predecessor acknowledged is in its values.
+    Either alone does no harm: a new primary has a new incarnation, or its values contain
+    everything that its predecessor acknowledged.
     """
 
-    def rise(self: PrimaryTracker, number: int) -> bool:
-        before, self.number = self.number, number
-        return number > before
+    def note_term(self: PrimaryTracker, term: int) -> bool:
+        before, self.term = self.term, term
+        return term > before
 
-    patch.setattr(PrimaryTracker, "rise", rise)
-    patch.setattr(PrimaryTracker, "is_over", lambda *_: False)
+    patch.setattr(PrimaryTracker, "note_term", note_term)
+    patch.setattr(PrimaryTracker, "is_stale", lambda *_: False)
 
 
-def piece_of_another_clock_is_taken(patch: Patch) -> None:
-    """A second takes a piece as it comes, and holds a mixture of versions."""
-    whole = Backup.take_piece
+def state_block_of_another_clock_is_accepted(patch: Patch) -> None:
+    """A backup accepts any state block and so holds a mixture of versions."""
+    whole = Backup.take_state_block
 
-    def take_piece(self: Backup, sender: Address, message: StateBlock) -> object:
+    def take_state_block(self: Backup, sender: Address, message: StateBlock) -> object:
         here = msgspec.structs.replace(message, clock=self._values.clock)
         return whole(self, sender, here)
 
-    patch.setattr(Backup, "take_piece", take_piece)
+    patch.setattr(Backup, "take_state_block", take_state_block)
 
 
 def pushes_are_taken_in_any_order(patch: Patch) -> None:
-    """A second applies what is forwarded as it comes, whatever is missing before it."""
-    whole = Backup.forward
+    """A backup applies replicated pushes in order of arrival, gaps or not."""
+    whole = Backup.replicate
 
-    def forward(self: Backup, sender: Address, message: ReplicatePush) -> object:
+    def replicate(self: Backup, sender: Address, message: ReplicatePush) -> object:
         n_waiting = len(self._queue) + (self._applying is not None)
         here = msgspec.structs.replace(message, clock=self._values.clock + n_waiting)
         return whole(self, sender, here)
 
-    patch.setattr(Backup, "forward", forward)
+    patch.setattr(Backup, "replicate", replicate)
 
 
-def whole_is_said_too_early(patch: Patch) -> None:
-    """A second counts as whole once it has begun to follow."""
-    patch.setattr(Backup, "is_whole", property(lambda self: self.follows))
+def in_sync_is_reported_too_early(patch: Patch) -> None:
+    """A backup counts as in sync as soon as it has started to sync."""
+    patch.setattr(Backup, "in_sync", property(lambda self: self.has_primary))
 
 
-def second_takes_over_that_is_not_whole(patch: Patch) -> None:
-    """The supervisor does not ask whether it is, and it leads with what it has.
+def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
+    """The supervisor promotes any backup, and the backup serves what it has.
 
-    The supervisor's rule alone does no harm if it is broken: a second that is not whole
-    ends its life when it is told to lead.
+    Without the supervisor's rule alone no harm is done: a backup that is not in sync exits when
+    it is promoted.
     """
-    whole, fence = PrimaryElection._promote, Backup.lead
+    whole, fence = PrimaryElection._promote, Backup.promote
 
     def decide(self: PrimaryElection, primary: Address, *, backup: Address | None) -> Decision:
         decision = whole(self, primary, backup=backup)
         self.in_sync = backup is not None
         return decision
 
-    def lead(self: Backup, pairing: int) -> bool:
+    def promote(self: Backup, pairing: int) -> bool:
         fence(self, pairing)
         return True
 
     patch.setattr(PrimaryElection, "_promote", decide)
-    patch.setattr(Backup, "lead", lead)
+    patch.setattr(Backup, "promote", promote)
 
 
-def second_does_not_know_the_clients(patch: Patch) -> None:
-    """A push is applied to the second's values, but not to its watermarks."""
+def backup_does_not_know_the_clients(patch: Patch) -> None:
+    """The backup applies a push to its values but not to its watermarks."""
     whole = Backup.end
 
     def end(self: Backup) -> list[Action]:
@@ -398,29 +402,29 @@ def second_does_not_know_the_clients(patch: Patch) -> None:
 _ALL: Final[tuple[Variant, ...]] = (
     no_watermark,
     acknowledged_before_it_is_applied,
-    lives_of_clients_are_not_told_apart,
-    slot_is_used_again_too_early,
+    client_incarnations_are_ignored,
+    push_buffer_is_reused_too_early,
     blocks_are_taken_in_any_order,
     applied_before_all_blocks_are_here,
-    late_hello_lowers_the_watermark,
-    late_welcome_is_believed,
-    hello_does_not_wait_for_the_push_being_applied,
-    lease_ends_before_its_reader_has_all,
+    late_open_session_lowers_the_watermark,
+    late_session_opened_is_accepted,
+    open_session_does_not_wait_for_the_push_being_applied,
+    version_is_unpinned_too_early,
     values_are_even_while_they_are_written,
-    torn_read_is_believed,
+    torn_read_is_accepted,
     blocks_of_a_former_fetch_are_taken,
     watermarks_are_forgotten_in_the_snapshot,
     snapshot_is_taken_while_a_push_is_applied,
-    acknowledged_before_the_second_holds_it,
-    leader_goes_on_alone_without_leave,
-    deposed_leader_is_acknowledged,
-    told_to_any_life_of_that_name,
-    former_leaders_are_heard,
-    piece_of_another_clock_is_taken,
+    acknowledged_before_the_backup_has_it,
+    primary_drops_its_backup_without_permission,
+    demoted_primary_is_acknowledged,
+    receiver_incarnation_is_ignored,
+    former_primaries_are_accepted,
+    state_block_of_another_clock_is_accepted,
     pushes_are_taken_in_any_order,
-    whole_is_said_too_early,
-    second_takes_over_that_is_not_whole,
-    second_does_not_know_the_clients,
+    in_sync_is_reported_too_early,
+    backup_takes_over_before_it_is_in_sync,
+    backup_does_not_know_the_clients,
 )
 
 VARIANTS: Final = {variant.__name__.replace("_", " "): variant for variant in _ALL}

@@ -1,13 +1,12 @@
-"""A worker whose every push leaves a mark of its own, and the ledger of all marks.
+"""Workers whose every push leaves its own mark, and a ledger of all marks.
 
-The one tensor has `N_MARKS` elements on each shard. Push number i of the whole test has
-a gradient of 1 at one element of every shard, else 0; shards begin at zeros and apply
-SGD at rate 1, or Adagrad, which for such gradients is the same and has a state besides.
-So that element of a shard is minus the number of times it applied push i: exactly once,
-or never, whatever happened on the way. Elements of pushes that follow each other lie
-far apart: whoever mixes blocks of two versions has some of a push's and not another's.
+The tensor has `N_MARKS` elements on each shard. Push number i of a test has a gradient of 1 at one
+element of every shard, else 0. Shards start at zeros and apply SGD at rate 1, or Adagrad, which
+gives the same here and has a state as well. So that element is minus the number of times that the
+shard applied push i. Successive pushes mark elements far apart: a mixture of two versions contains
+some of a push's marks and not others.
 
-The shards are of harsh memory: while a push is applied to the values, they are NaN.
+While a push is applied, the values in memory are NaN.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -81,10 +80,10 @@ def shard_of(
 
 
 class Unreadable:
-    """Whoever reads a shard's values and state while they are written sees NaN.
+    """Makes a shard's values and state NaN while they are being written.
 
-    Work runs at its end, in one moment of virtual time; without this nobody could ever
-    see a push that is half applied.
+    Simulated work runs in one moment of virtual time; without this, no reader could ever see a
+    half-applied push.
     """
 
     _all: ClassVar["WeakKeyDictionary[ShardStore, Unreadable]"] = WeakKeyDictionary()
@@ -103,11 +102,11 @@ class Unreadable:
             pushed: Vector,
             *,
             n_clients: int,
-            holding: ShardSlice | None = None,
+            shard_slice: ShardSlice | None = None,
             touched: ShardSlice | None = None,
         ) -> tuple[Callable[[], None], Cost]:
             work, cost = harsh._begin_push(
-                pushed, n_clients=n_clients, holding=holding, touched=touched
+                pushed, n_clients=n_clients, shard_slice=shard_slice, touched=touched
             )
             arrays = arrays_of(values)
             saved = harsh.saved = tuple(array.copy() for array in arrays)
@@ -149,7 +148,7 @@ def marks_of(shard: Shard) -> Vector:
 
 @dataclass
 class Ledger:
-    """What an all-knowing observer has seen of all workers, in all their lives."""
+    """The marks of all workers over all incarnations, as a global observer sees them."""
 
     n_issued: int = 0
     settled: list[int] = field(default_factory=list)  # of workers that ended well
@@ -165,13 +164,13 @@ class Ledger:
 
 
 class Worker:
-    """Fetches, computes, pushes, `n_wanted` times over all its lives.
+    """Fetches, computes and pushes, `n_wanted` times over all its incarnations.
 
-    It holds all columns of the tensor, or if it is `partial`, the first ones.
+    It holds all columns of the tensor, or the first ones if it is `partial`.
 
     Attributes:
-        marks: Of this life, in order: (sequence, mark) of each push.
-        values: What was fetched last: the tensor.
+        marks: (sequence, mark) of each push of this incarnation, in order.
+        values: The tensor as last fetched.
     """
 
     accepts = ALL_MESSAGES

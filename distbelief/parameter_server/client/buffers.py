@@ -1,12 +1,8 @@
-"""What a client runs in the compute lane: values to tensors, tensors to slots.
+"""Work for the executor: copies values into tensors, and tensors into push buffers.
 
-Each number is moved once: from the shard's published values (or the blocks received)
-straight into the model's tensors, and from the gradients straight into the slot, which
-in shared memory is the shard's own. That a push is finite is seen from its sum, which
-costs a fortieth of looking at each element.
-
-A push may also be drafted: each gradient is copied as soon as it is there, while the
-backward pass goes on below it.
+Each number moves once: from the shard's published values (or received blocks) into the model's
+tensors, and from the gradients into the push buffer, which in shared memory is the shard's own.
+A draft copies each gradient as soon as it exists, while the backward pass continues.
 """
 
 import math
@@ -18,7 +14,7 @@ import torch
 
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.client.fetch import ShardReader
-from distbelief.parameter_server.client.push import StagedSlot
+from distbelief.parameter_server.client.push import StageTarget
 from distbelief.parameter_server.layout import TensorSpec
 
 
@@ -28,33 +24,24 @@ _ITEMSIZE_MIN: Final = 4  # bytes of an element whose sums are taken as they are
 @final
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """What an install did.
+    """Result of an install."""
 
-    Attributes:
-        torn: Shards whose values were not whole, or not there yet. Until an install
-            leaves none, the tensors are a mixture and must not be used.
-        clocks: Per shard, the clock of what was copied; -1 for those in `torn`.
-    """
-
+    # Shards with torn or missing values. Until an install leaves none, the tensors are a mixture
+    # of versions: do not use them.
     torn: tuple[int, ...]
-    clocks: tuple[int, ...]
+    clocks: tuple[int, ...]  # per shard, the clock of what was copied; -1 for those in `torn`
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What a stage did.
+    """Result of a stage or a draft."""
 
-    Attributes:
-        finite: Whether all that is to be pushed is; if not, nothing is.
-        culprits: Names of the tensors that are not.
-    """
-
-    finite: bool
-    culprits: tuple[str, ...] = ()
+    finite: bool  # whether all numbers are finite; if not, nothing is pushed
+    culprits: tuple[str, ...] = ()  # names of the tensors with NaN or infinity
 
 
-def installing(
+def install_work(
     readers: Mapping[int, ShardReader],
     tensors: Sequence[torch.Tensor],
     *,
@@ -64,10 +51,10 @@ def installing(
     """Return the work that copies shards' values into `tensors`.
 
     Args:
-        readers: Per shard index, of those that can be read.
+        readers: Per index, the shards that are ready.
         tensors: Each (n_elements,), in the order of the layout or the selection.
-        missing: Shards that are to be read later.
-        known: Per shard index, the clock of what was copied before; -1 for the others.
+        missing: Shards to read later.
+        known: Per index, the clock of what was copied before; -1 for the others.
     """
 
     def work() -> FetchResult:
@@ -84,32 +71,33 @@ def installing(
     return work
 
 
-def staging(
-    slots: Sequence[StagedSlot], tensors: Sequence[torch.Tensor | None], *, names: Sequence[str]
+def stage_work(
+    targets: Sequence[StageTarget], tensors: Sequence[torch.Tensor | None], *, names: Sequence[str]
 ) -> Callable[[], PushResult]:
-    """Return the work that copies `tensors` into every shard's slot, and checks them.
+    """Return the work that copies `tensors` into every shard's buffer and checks them.
 
     Args:
-        slots: One per shard.
-        tensors: Each (n_elements,), in the order of the layout or the selection; None
-            for zeros.
-        names: Of the tensors.
+        targets: One per shard.
+        tensors: Each (n_elements,), in the order of the layout or the selection; None for
+            zeros.
+        names: Names of the tensors.
     """
 
     def work() -> PushResult:
+        # The sum shows NaN and infinity at a fortieth of the cost of a look at each element.
         total = 0.0
-        for slot in slots:
-            slot.exchange.gather(tensors)
-            total += float(torch.from_numpy(slot.values).sum())
+        for target in targets:
+            target.exchange.gather(tensors)
+            total += float(torch.from_numpy(target.values).sum())
         if math.isfinite(total):
             return PushResult(finite=True)
-        return _looked_at(tensors, names)
+        return _check_each(tensors, names)
 
     return work
 
 
-def _looked_at(tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> PushResult:
-    """Look at each element: the sum of finite numbers may overflow."""
+def _check_each(tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> PushResult:
+    # A sum of finite numbers may overflow, so look at each element.
     culprits = tuple(
         name
         for name, tensor in zip(names, tensors, strict=True)
@@ -119,7 +107,6 @@ def _looked_at(tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> 
 
 
 def _total(tensor: torch.Tensor) -> float:
-    """Return the sum: not finite if an element is not, or if it overflows."""
     # In half precision sums overflow where nothing is wrong.
     short = tensor.is_floating_point() and tensor.dtype.itemsize < _ITEMSIZE_MIN
     return float(tensor.sum(dtype=torch.float32 if short else None))
@@ -127,47 +114,47 @@ def _total(tensor: torch.Tensor) -> float:
 
 @final
 class PushDraft:
-    """A push that is filled tensor by tensor; for one lane.
+    """A push that is filled tensor by tensor, in one executor.
 
     Args:
-        slots: One per shard.
-        tensors: All that there are.
+        targets: One per shard.
+        tensors: All tensors of the push.
     """
 
-    def __init__(self, slots: Sequence[StagedSlot], tensors: Sequence[TensorSpec]) -> None:
-        self._slots = slots
+    def __init__(self, targets: Sequence[StageTarget], tensors: Sequence[TensorSpec]) -> None:
+        self._targets = targets
         self._tensors = tensors
         self._missing = set(range(len(tensors)))
         self._culprits: list[str] = []
 
     def put(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy one gradient, or the value of a buffer, into every shard's slot.
+        """Copy one gradient, or the value of a buffer, into every shard's push buffer.
 
         Args:
             index: Of the tensor, in the order of the layout or the selection.
-            tensor: (n_elements,) it may be overwritten as soon as this returns.
+            tensor: (n_elements,); it may be overwritten as soon as this returns.
 
         Raises:
-            LocalProtocolError: that one was put before.
-            ValueError: it has another shape.
+            LocalProtocolError: This tensor was put before.
+            ValueError: It has another shape.
         """
         if index not in self._missing:
             raise LocalProtocolError(
-                f"tensor {index} of {len(self._tensors)} was put into this draft "
-                "before, or there is none: sum gradients first"
+                f"tensor {index} of {len(self._tensors)} does not exist or is in this draft "
+                "already: sum gradients first"
             )
-        for slot in self._slots:
-            slot.exchange.put(index, tensor)
+        for target in self._targets:
+            target.exchange.put(index, tensor)
         self._missing.remove(index)
         if not math.isfinite(_total(tensor)):
-            looked_at = _looked_at([tensor], [self._tensors[index].name])
-            self._culprits += looked_at.culprits
+            checked = _check_each([tensor], [self._tensors[index].name])
+            self._culprits += checked.culprits
 
     def finish(self) -> PushResult:
         """Fill the rest with zeros; return whether all that was put is finite.
 
         Raises:
-            LocalProtocolError: a buffer is missing, whose average zeros would spoil.
+            LocalProtocolError: A buffer is missing; zeros would spoil its average.
         """
         for index in sorted(self._missing):
             spec = self._tensors[index]
@@ -175,9 +162,9 @@ class PushDraft:
                 raise LocalProtocolError(
                     f"buffer {spec.name!r} was not put into the draft of a push: put its value"
                 )
-            for slot in self._slots:
-                slot.exchange.put(index, None)
-        for slot in self._slots:
-            slot.exchange.zero_padding()
+            for target in self._targets:
+                target.exchange.put(index, None)
+        for target in self._targets:
+            target.exchange.zero_padding()
         self._missing.clear()
         return PushResult(finite=not self._culprits, culprits=tuple(self._culprits))

@@ -1,26 +1,12 @@
-"""The client of a sharded parameter server: embedded in a role, not a role itself.
+"""The client of all shards, embedded in a role.
 
-    handle / begin_fetch   ->  actions of the role        (one `link` per shard)
-    install / stage        ->  work for the role's compute lane, no state touched
-    installed / staged     ->  the work is done: actions again
-    draft                  ->  what the lane fills piece by piece, instead of stage
-
-    fetch    begin_fetch ... fetch_complete   install ~~> installed     (torn: again)
+    fetch    begin_fetch ... fetch_complete   install ~~> installed     (torn: install again)
     push     can_push                         stage   ~~> staged ... unacknowledged = 0
+             can_push                         draft   ~~> staged        tensor by tensor
 
-Rules:
-
-* The role passes on every event (`owns` tells which are for the client) and performs
-  the actions; timers are named "client:...". Nothing here waits: what does not come is
-  asked for again, and a shard that stays silent is given up by `PeerLostError`.
-* A push in flight outlives its shard: it goes to whoever serves next, from where it
-  lies. Lost is only what a shard had acknowledged, and its next life does not know.
-* At most one install and one stage are under way, in one lane; between them the tensors
-  belong to the work.
-* `client_fetches` has the fetches, `client_pushes` the rules of pushes.
-* Shards do not wait for each other: their clocks differ (DB-5).
-* A client that holds only regions of the tensors (`selection`) knows only the shards
-  that hold some of them; "every shard" is every one of those. It may be none.
+`~~>` is work that the role runs in its executor, at most one install and one stage at a time;
+meanwhile the tensors belong to it. The role passes on every event that the client `owns` and
+performs the returned actions. Nothing here blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,12 +20,12 @@ from distbelief.parameter_server.client.buffers import (
     FetchResult,
     PushDraft,
     PushResult,
-    installing,
-    staging,
+    install_work,
+    stage_work,
 )
 from distbelief.parameter_server.client.fetch import ShardReader
 from distbelief.parameter_server.client.link import TIMER, ClientConfig, ShardLink, ShardReply
-from distbelief.parameter_server.client.push import StagedSlot
+from distbelief.parameter_server.client.push import StageTarget
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.session_state import Staleness
@@ -63,49 +49,39 @@ from distbelief.roles.role import (
 __all__ = ["ClientConfig", "FetchResult", "ParameterClient", "PushDraft", "PushResult"]
 
 
-# A client's fetches from all its shards: what is installed, and what was torn.
-#
-# begin ... complete   install ~~> installed     (torn: again)
+# --- fetches ---
 
 
 @final
 class ClientFetches:
-    """One client's fetches.
+    """The fetches of one client from all its shards.
 
     Args:
-        links: Its shards, by index, in that order.
-
-    Attributes:
-        n_torn: Reads that were torn, each of one shard.
+        links: The client's shards, by index, in that order.
     """
 
     def __init__(self, links: Mapping[int, ShardLink]) -> None:
         self._links = links
         self._installing: dict[int, ShardReader] | None = None
-        self.n_torn = 0
+        self.n_torn = 0  # torn reads, each of one shard
 
     @property
     def under_way(self) -> bool:
-        """Does work touch the memory of shards?"""
         return self._installing is not None
 
     @property
     def clocks(self) -> tuple[int, ...]:
-        """Per shard, the clock of the values installed last."""
         return tuple(link.fetching.clock for link in self._links.values())
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
-        """Per shard, its life and the clock of the values installed last."""
         return tuple(link.fetching.version for link in self._links.values())
 
     @property
     def complete(self) -> bool:
-        """Can the fetch be installed? From shared memory it can be tried at once."""
         return all(link.fetching.complete for link in self._links.values())
 
     def begin(self, now: Seconds) -> list[Action]:
-        """Fetch anew from every shard; see `ParameterClient.begin_fetch`."""
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
         actions: list[Action] = []
@@ -114,7 +90,6 @@ class ClientFetches:
         return actions
 
     def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
-        """Return the work that installs; see `ParameterClient.install`."""
         if self._installing is not None:
             raise LocalProtocolError("install while an install is under way")
         fetches = {index: link.fetching for index, link in self._links.items()}
@@ -128,17 +103,15 @@ class ClientFetches:
         known = {
             index: -1 if fetching.wanted else fetching.clock for index, fetching in fetches.items()
         }
-        return installing(readers, tensors, missing=missing, known=known)
+        return install_work(readers, tensors, missing=missing, known=known)
 
     @property
     def readable_share(self) -> float:
-        """Part of the shards from which the install under way can copy now."""
         readers = self._installing or {}
         n_readable = sum(reader.readable for reader in readers.values())
         return n_readable / max(len(self._links), 1)
 
     def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
-        """Note what an install did; see `ParameterClient.installed`."""
         if self._installing is None:
             raise LocalProtocolError("installed without an install")
         readers, self._installing = self._installing, None
@@ -154,30 +127,20 @@ class ClientFetches:
         return actions
 
 
-# A client's pushes to all its shards: each is all shards' or nobody's.
-#
-#     can_push   stage ~~> staged ... unacknowledged = 0
-#                draft ~~> staged                          the same, tensor by tensor
-#
-# Rules:
-#
-# * A push has one sequence, and is not begun before every shard has room for it. Nothing
-#   that is not finite is pushed: all slots are filled before any shard hears of it.
-# * At most one push is being staged; its slots belong to the work until it is done.
+# --- pushes ---
 
 
 @final
 class ClientPushes:
-    """One client's pushes.
+    """The pushes of one client to all its shards.
+
+    A push has one sequence on all shards, and starts only when every shard has a free buffer. All
+    buffers are filled and checked before any message goes out, so a push with NaN reaches no shard.
 
     Args:
-        links: Its shards, by index, in that order.
-        tensors: What it pushes.
-        allowed: Did it say that it would push?
-
-    Attributes:
-        n_pushed: Pushes made.
-        n_non_finite: Pushes not made, for what was staged was not finite.
+        links: The client's shards, by index, in that order.
+        tensors: The pushed tensors.
+        allowed: Whether the client's sessions allow pushes.
     """
 
     def __init__(
@@ -186,45 +149,39 @@ class ClientPushes:
         self._links = links
         self._tensors = tensors
         self._allowed = allowed
-        self._staging: list[StagedSlot] | None = None
-        self.n_pushed = 0
-        self.n_non_finite = 0
+        self._staging: list[StageTarget] | None = None
+        self.n_pushed = 0  # pushes made
+        self.n_non_finite = 0  # pushes dropped because of NaN or infinity
 
     @property
     def under_way(self) -> bool:
-        """Does work touch the memory of shards?"""
         return self._staging is not None
 
     @property
     def can_push(self) -> bool:
-        """Has every shard room for a push, and is none being staged?"""
         return (
             self._allowed
             and self._staging is None
-            and all(link.welcome and link.pushing.has_room for link in self._links.values())
+            and all(link.is_open and link.pushing.has_room for link in self._links.values())
         )
 
     @property
     def unacknowledged(self) -> int:
-        """Pushes that some shard has not acknowledged."""
-        # All have issued the same.
+        # Every shard was sent the same pushes.
         pushes = [link.pushing for link in self._links.values()]
         return max((one.issued - one.settled for one in pushes), default=0)
 
     def stage(
         self, tensors: Sequence[torch.Tensor | None], clocks: Sequence[int], *, skip_missing: bool
     ) -> Callable[[], PushResult]:
-        """Return the work that fills every slot; see `ParameterClient.stage`."""
         names = [spec.name for spec in self._tensors]
         touched = tensors if skip_missing else None
-        return staging(self._begin(clocks, touched=touched), tensors, names=names)
+        return stage_work(self._begin(clocks, touched=touched), tensors, names=names)
 
     def draft(self, clocks: Sequence[int]) -> PushDraft:
-        """Return a push to be filled; see `ParameterClient.draft`."""
         return PushDraft(self._begin(clocks), self._tensors)
 
     def abandon(self) -> None:
-        """Push nothing of what was staged, or drafted; no work touches it any more."""
         if self._staging is None:
             raise LocalProtocolError("abandon without a stage or a draft")
         self._staging = None
@@ -232,44 +189,43 @@ class ClientPushes:
     def staged(
         self, outcome: PushResult, *, n_gradients: int, samples: int, grant: int, now: Seconds
     ) -> list[Action]:
-        """Push what was staged, if it is finite; see `ParameterClient.staged`."""
         if self._staging is None:
             raise LocalProtocolError("staged without a stage: stage a push first")
-        slots, self._staging = self._staging, None
+        targets, self._staging = self._staging, None
         if not outcome.finite:
             self.n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
             return [Report(text=text, level="warning")]
         self.n_pushed += 1
         actions: list[Action] = []
-        for link, slot in zip(self._links.values(), slots, strict=True):
+        for link, stage_target in zip(self._links.values(), targets, strict=True):
             actions += link.issue(
-                slot, n_gradients=n_gradients, samples=samples, grant=grant, now=now
+                stage_target, n_gradients=n_gradients, samples=samples, grant=grant, now=now
             )
             actions += link.wait(now)
         return actions
 
     def _begin(
         self, fetched_clocks: Sequence[int], *, touched: Sequence[torch.Tensor | None] | None = None
-    ) -> list[StagedSlot]:
+    ) -> list[StageTarget]:
         if not self.can_push:
             raise LocalProtocolError("stage while not can_push: wait until it is")
         self._staging = [
-            # Gradients may have waited since a life of the shard with a higher clock.
-            link.pushing.slot(fetched_clock=min(clock, link.clock), touched=touched)
+            # The gradients may be older than a restart that lowered the shard's clock.
+            link.pushing.stage_target(fetched_clock=min(clock, link.clock), touched=touched)
             for link, clock in zip(self._links.values(), fetched_clocks, strict=True)
         ]
         return self._staging
 
 
-_LIFE_BITS = 32
-"""Sequences and requests of incarnation i begin at i << 32, so that no late answer to
-a former life can be taken for one to this."""
+_INCARNATION_BITS = 32
+"""Sequences and requests of incarnation i start at i << 32, so that a late answer to a former
+incarnation is never mistaken for a current one."""
 
 
 @final
 class ParameterClient:
-    """One client of all shards, or of those that hold what it selects."""
+    """One client of all shards, or of those that hold its part of the tensors."""
 
     def __init__(
         self,
@@ -281,28 +237,27 @@ class ParameterClient:
         second_copies: Sequence[Address] = (),
         selection: PartialView | None = None,
     ) -> None:
-        """Store; `start` acts.
+        """Create the client; `start` acts.
 
         Args:
-            config: How to talk to them.
-            layout: Where what is to be found; the shards must have the same.
-            shards: Their addresses, shard 0 first.
-            memory: What this client can share with shards of its host.
-            second_copies: Where each shard is also to be found; none if each has one
-                copy only.
-            selection: What this client holds of the tensors; None for everything.
+            config: Settings.
+            layout: Layout of the tensors; the same as the shards'.
+            shards: Addresses of the shards, shard 0 first.
+            memory: Memory shared with shards on this host.
+            second_copies: Address of each shard's other copy; empty if each has one copy.
+            selection: The part of the tensors that this client holds; None for everything.
         """
         if len(shards) != layout.n_shards:
             raise ValueError(f"{len(shards)} shards are given, the layout has {layout.n_shards}")
         if second_copies and len(second_copies) != len(shards):
             raise ValueError(
-                f"{len(second_copies)} second copies are given for {len(shards)} "
-                "shards: give none, or one for each"
+                f"{len(second_copies)} backups are given for {len(shards)} shards: give none, "
+                "or one for each"
             )
         if selection is not None and selection.fingerprint != layout.fingerprint:
             raise ValueError(
-                f"the selection is of layout {selection.fingerprint}, the client's is "
-                f"{layout.fingerprint}: select from the same"
+                f"the selection has layout {selection.fingerprint}, the client has "
+                f"{layout.fingerprint}: use one layout"
             )
         self._tensors = layout.tensors if selection is None else selection.tensors
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
@@ -320,16 +275,15 @@ class ParameterClient:
     # ---------------------------------------------------------------------- events
 
     def start(self, incarnation: int, now: Seconds) -> list[Action]:
-        """Say Hello to every shard. `incarnation` is that of the role."""
+        """Open a session with every shard. `incarnation` is that of the role."""
         actions: list[Action] = []
         for link in self._links.values():
-            link.fetching.start(incarnation << _LIFE_BITS)
-            link.pushing.start((incarnation << _LIFE_BITS) + 1)
-            actions += [*link.greet(now), *link.wait(now)]
+            link.fetching.start(incarnation << _INCARNATION_BITS)
+            link.pushing.start((incarnation << _INCARNATION_BITS) + 1)
+            actions += [*link.open_session(now), *link.wait(now)]
         return actions
 
     def owns(self, event: Event) -> bool:
-        """Return whether this event is for the client."""
         match event:
             case Received():
                 return event.sender in self._link_of and isinstance(event.message, ShardReply)
@@ -343,14 +297,14 @@ class ParameterClient:
                 assert_never(event)
 
     def handle(self, event: Event, now: Seconds) -> list[Action]:
-        """Return the actions that `event` calls for; none if it is not the client's.
+        """Return the actions for `event`; none if the client does not own it.
 
         Raises:
-            PeerLostError: a shard has been silent for too long; it is named.
-            JobError: a shard refuses this client for good.
-            RemoteProtocolError: a shard broke the protocol; the event is of no effect.
+            PeerLostError: A shard was silent for too long.
+            JobError: A shard refuses this client for good.
+            RemoteProtocolError: A shard broke the protocol; the event has no effect.
         """
-        link = self._link_met(event)
+        link = self._link_of_event(event)
         if link is None:
             return []
         if isinstance(event, Received):
@@ -364,13 +318,12 @@ class ParameterClient:
             link.release()
         return [*actions, *link.wait(now)]
 
-    def _link_met(self, event: Event) -> ShardLink | None:
-        """Return the link that an event is of, if it is of one."""
+    def _link_of_event(self, event: Event) -> ShardLink | None:
         match event:
             case Received():
                 return self._link_of.get(event.sender)
             case TimerFired():
-                return self._link_timed(event.name)
+                return self._link_of_timer(event.name)
             case PeerJoined() | PeerLost():
                 return self._link_of.get(event.peer)
             case Started() | Computed() | Persisted():
@@ -378,8 +331,7 @@ class ParameterClient:
             case _:
                 assert_never(event)
 
-    def _link_timed(self, name: str) -> ShardLink | None:
-        """Return the link whose timer has this name."""
+    def _link_of_timer(self, name: str) -> ShardLink | None:
         index = name.removeprefix(TIMER)
         known = index != name and index.isdecimal()
         return self._links.get(int(index)) if known else None
@@ -388,7 +340,7 @@ class ParameterClient:
         message = event.message
         if not isinstance(message, ShardReply):
             raise RemoteProtocolError(
-                f"{event.sender} sent a client {type(message).__name__}, which shards do not send"
+                f"{event.sender} sent {type(message).__name__}, which a client does not accept"
             )
         return link.receive(event, message, self._staleness, now)
 
@@ -396,62 +348,54 @@ class ParameterClient:
 
     @property
     def ready(self) -> bool:
-        """Has every shard said Welcome, and led since?"""
-        return all(link.welcome for link in self._links.values())
+        return all(link.is_open for link in self._links.values())
 
     @property
     def samples(self) -> int:
-        """Samples of this client in the values of every shard: where to resume."""
         return min((link.samples for link in self._links.values()), default=0)
 
     @property
     def clocks(self) -> tuple[int, ...]:
-        """Per shard, the clock of the values installed last."""
         return self._fetches.clocks
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
-        """Per shard, its life and the clock of the values installed last."""
         return self._fetches.versions
 
     def begin_fetch(self, now: Seconds) -> list[Action]:
-        """Fetch anew from every shard.
+        """Fetch from every shard.
 
         Raises:
-            LocalProtocolError: an install is under way, which reads the last fetch.
+            LocalProtocolError: An install of the last fetch is running.
         """
         return self._fetches.begin(now)
 
     @property
     def fetch_complete(self) -> bool:
-        """Can the fetch be installed? From shared memory it can be tried at once."""
         return self._fetches.complete
 
     def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
-        """Return the work that copies what was fetched into `tensors`.
+        """Return the work that copies the fetched values into `tensors`.
 
-        Shards that an install before this one has copied from, for the same fetch, are
-        not copied from again.
+        A repeated install skips shards that an earlier one of the same fetch has copied.
 
         Args:
             tensors: Each (n_elements,), in the order of the layout or the selection.
 
         Raises:
-            LocalProtocolError: an install is under way.
+            LocalProtocolError: Another install is running.
         """
         return self._fetches.install(tensors)
 
     @property
     def readable_share(self) -> float:
-        """Part of the shards from which the install under way can copy now."""
         return self._fetches.readable_share
 
     def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
-        """Note what an install did.
+        """Take the result of an install.
 
-        If `outcome.torn` names shards, install again: after a millisecond, and once
-        `fetch_complete`. A read that stays torn for `torn_seconds_max` gives way to
-        blocks, which this begins.
+        If `outcome.torn` names shards, install again after a millisecond and once `fetch_complete`.
+        After `torn_seconds_max` of torn reads, the client fetches by blocks.
         """
         actions = self._fetches.installed(outcome, now)
         self._release()
@@ -461,12 +405,10 @@ class ParameterClient:
 
     @property
     def can_push(self) -> bool:
-        """Has every shard room for a push, and is none being staged?"""
         return self._pushes.can_push
 
     @property
     def unacknowledged(self) -> int:
-        """Pushes that some shard has not acknowledged."""
         return self._pushes.unacknowledged
 
     def stage(
@@ -477,38 +419,37 @@ class ParameterClient:
         fetched_clocks: Sequence[int] | None = None,
         skip_missing: bool = False,
     ) -> Callable[[], PushResult]:
-        """Return the work that copies a push into every shard's slot, and checks it.
+        """Return the work that copies a push into every shard's buffer and checks it.
 
         Args:
-            gradients: Each (n_elements,), in the order of the layout or the selection:
-                sums of raw gradients (DB-7). None for zeros; those of buffers are not
-                looked at.
-            values: Likewise; of buffers these are pushed, others are not looked at.
-            fetched_clocks: `clocks` when the oldest of these gradients' parameters had
-                been installed; by default those of the last install.
-            skip_missing: The shards change nothing of tensors without a gradient,
-                neither values nor the rule's state; for a client that holds everything.
+            gradients: Each (n_elements,), in the order of the layout or the selection: sums of
+                raw gradients (DB-7). None for zeros; those of buffers are ignored.
+            values: In the same order; only those of buffers are pushed.
+            fetched_clocks: `clocks` of the parameters of the oldest gradient; by default those of
+                the last install.
+            skip_missing: Tensors without a gradient keep their values and rule state; only for
+                a client that holds everything.
 
         Raises:
-            LocalProtocolError: not `can_push`.
+            LocalProtocolError: Not `can_push`.
         """
         tensors = self._pushed(gradients, values)
         clocks = self._clocks(fetched_clocks)
         return self._pushes.stage(tensors, clocks, skip_missing=skip_missing)
 
     def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> PushDraft:
-        """Return a push that the lane fills tensor by tensor; then call `staged`.
+        """Return a push to fill tensor by tensor in the executor; then call `staged`.
 
         Args:
             fetched_clocks: As in `stage`.
 
         Raises:
-            LocalProtocolError: not `can_push`.
+            LocalProtocolError: Not `can_push`.
         """
         return self._pushes.draft(self._clocks(fetched_clocks))
 
     def abandon(self) -> None:
-        """Push nothing of what was staged, or drafted; no work touches it any more."""
+        """Drop what was staged or drafted; its work must have ended."""
         self._pushes.abandon()
         self._release()
 
@@ -526,15 +467,15 @@ class ParameterClient:
     def staged(
         self, outcome: PushResult, *, n_gradients: int, samples: int, now: Seconds, grant: int = 0
     ) -> list[Action]:
-        """Push what was staged, if it is finite; count and name it if not.
+        """Push what was staged if it is finite; otherwise count and report it.
 
         Args:
-            outcome: Of the work.
-            n_gradients: How many gradients were summed.
-            samples: Total of this client over all its lives, these included.
+            outcome: Result of the work.
+            n_gradients: Number of summed gradients.
+            samples: Total of this client over all incarnations, including this push.
             now: The time.
-            grant: Of a set of portions, which is folded, not applied; then `samples`
-                are its own.
+            grant: Commit token of a chunk, whose sum is committed later, not applied; `samples`
+                then counts this push only.
         """
         actions = self._pushes.staged(
             outcome, n_gradients=n_gradients, samples=samples, grant=grant, now=now
@@ -542,23 +483,21 @@ class ParameterClient:
         self._release()
         return actions
 
-    # -------------------------------------------------------------------- figures
+    # -------------------------------------------------------------------- status
 
     @property
     def waiting_for(self) -> Address | None:
-        """The first shard without whom the next fetch or push cannot go on, if any."""
         for link in self._links.values():
-            if not (link.welcome and link.fetching.complete and link.pushing.has_room):
+            if not (link.is_open and link.fetching.complete and link.pushing.has_room):
                 return link.address
         return None
 
     def counters(self) -> dict[str, float]:
-        """Return figures for the role's status.
+        """Return the counters.
 
-        A push is one, however many shards it goes to. `pushes_sent` counts all,
-        `pushes_acknowledged` those of them that no shard owes an answer, `pushes_lost`
-        those that were acknowledged and are missing in the values of a shard.
-        Bytes are those of blocks and of copies to and from shared memory.
+        A push to several shards counts once. `pushes_acknowledged` counts those that every shard
+        has acknowledged, `pushes_lost` those that were acknowledged and then lost by a shard.
+        Bytes count blocks and copies to and from shared memory.
         """
         links = self._links.values()
         staleness = self._staleness.counters()
@@ -574,7 +513,6 @@ class ParameterClient:
         }
 
     def _release(self) -> None:
-        """Let go of memory of former leaders, unless work touches it."""
         if not self._is_working:
             for link in self._links.values():
                 link.release()

@@ -1,25 +1,13 @@
-"""What a client knows of one shard: who leads it, the handshake, how long it is silent.
+"""The link to one shard: session, primary, shared memory and timeouts.
 
-                 Hello, again and again                  Welcome
-    greeting ------------------------------> greeting -------------> welcome
-        ^                                                               |
-        +---- another leads, or a new life; Refused; the shard is gone -+
+                      OpenSession, repeated             SessionOpened
+    opening ------------------------------> opening -------------------> open
+       ^                                                                   |
+       +---- new primary, new incarnation, SessionRefused, shard is gone --+
 
-Rules:
-
-* A shard has one address or two (`ranking` tells which of its copies leads). Hello goes
-  to all of them, everything else to the one that said Welcome.
-* Whoever leads anew is told in Hello from which push on the client goes: the first one
-  that nobody has acknowledged. Nothing in flight is given up (`pushing`), and the
-  memory in which it lies is kept until Welcome says where it goes next (`attached`).
-* A Welcome that is behind what Hello said answers an older Hello: Hello again.
-* `SessionRefused` by a copy that does not lead means nothing, unless it is for good.
-* While something is awaited, one timer runs. Without progress for `retry_seconds`,
-  doubling up to `retry_seconds_max`, everything awaited is asked for again, and copies
-  that do not lead are said Hello to: if one does, its word of it was lost. Without any
-  word for `silence_seconds_max`, or any progress for `stall_seconds_max`, the shard is
-  given up by name. Time in which nobody drove the client (the timer came late) does not
-  count: a user's loop may leave it alone for as long as it likes.
+OpenSession goes to all copies of the shard, everything else to the one that opened the session.
+Pushes in flight survive a change of the primary. While something is awaited, a timer repeats all
+of it, with a delay that doubles from `retry_seconds` to `retry_seconds_max`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +17,7 @@ from typing import assert_never, final
 from distbelief.core.memory import Memory
 from distbelief.errors import JobError, MemoryGoneError, PeerLostError
 from distbelief.parameter_server.client.fetch import ShardFetch
-from distbelief.parameter_server.client.push import Room, ShardPush, StagedSlot
+from distbelief.parameter_server.client.push import PushBuffers, ShardPush, StageTarget
 from distbelief.parameter_server.session_state import Staleness, push_buffer_views
 from distbelief.parameter_server.shared_vector import SeqlockVector
 from distbelief.parameter_server.slices import SliceCopier
@@ -56,69 +44,55 @@ from distbelief.roles.role import (
 )
 
 
-# The memory of one shard that one client has attached: values to read, slots to fill.
-#
-# Rules:
-#
-# * A Welcome names both, or neither, or one. All that it names is attached, or nothing
-#   changes: what was attached before holds pushes in flight, which are copied from there
-#   once there is somewhere to copy them to.
-# * What is no longer used is released when the client says that no work touches it.
-# * Memory that cannot be attached, three times in a row, is done without: the next Hello
-#   names no host.
+# --- shared memory ---
 
 N_ATTACH_MAX = 3
-"""Failures in a row after which a client does without shared memory."""
+"""Failures in a row after which the client uses messages instead of shared memory."""
 
 
 @final
 class SharedBuffers:
-    """One shard's memory, as one client sees it.
-
-    Attributes:
-        published: The shard's values; None if they come by blocks.
-        room: Slots to push into; None if pushes go by blocks.
-    """
+    """The memory of one shard that one client has attached."""
 
     def __init__(self, memory: Memory, part: SliceCopier) -> None:
         self._memory = memory
         self._part = part
-        self._slots_name = ""
-        self._held: set[str] = set()  # attached, if they were there, and not yet released
+        self._push_region = ""
+        self._held: set[str] = set()  # region names to release
         self._n_failures = 0
+        # The shard's values; None if they come in blocks.
         self.published: SeqlockVector | None = None
-        self.room: Room | None = None
+        # Where to stage pushes; None if pushes go in blocks.
+        self.push_buffers: PushBuffers | None = None
 
     @property
     def host(self) -> str:
-        """What to say in Hello."""
         return self._memory.host if self._n_failures < N_ATTACH_MAX else ""
 
-    def forgive(self) -> None:
-        """Somebody else leads, whose memory may well be there."""
+    def reset_failures(self) -> None:
         self._n_failures = 0
 
-    def follow(self, welcome: SessionOpened) -> bool:
-        """Attach what `welcome` names; return whether all of it was there.
+    def attach_all(self, opened: SessionOpened) -> bool:
+        """Attach the regions that SessionOpened names; return whether all of them exist.
 
-        Raises:
-            RemoteProtocolError: it is of another size.
+        On failure nothing changes: the old push buffers hold pushes in flight, which are copied
+        to the new ones later.
         """
         try:
-            published = self._published(welcome.parameters_region)
-            room = self._room(welcome.slots_region)
+            published = self._published(opened.parameters_region)
+            push_buffers = self._attach_push_buffers(opened.slots_region)
         except MemoryGoneError:
             self._n_failures += 1
             return False
-        self.published, self.room = published, room
-        self._slots_name = welcome.slots_region
+        self.published, self.push_buffers = published, push_buffers
+        self._push_region = opened.slots_region
         return True
 
     def release(self) -> None:
-        """Let go of what is no longer used; call when no work touches it."""
-        if not self._held:  # as of every shard of another host
+        """Release regions that are no longer used; call when no work touches them."""
+        if not self._held:  # always so for a shard on another host
             return
-        used = {self._slots_name}
+        used = {self._push_region}
         if self.published is not None:
             used.add(self.published.name)
         for name in self._held - used:
@@ -135,30 +109,30 @@ class SharedBuffers:
             self._memory, name, n_elements=self._part.shard_size, dtype=self._part.dtype
         )
 
-    def _room(self, name: str) -> Room | None:
-        if name == self._slots_name:
-            return self.room
+    def _attach_push_buffers(self, name: str) -> PushBuffers | None:
+        if name == self._push_region:
+            return self.push_buffers
         if not name:
             return None
         self._held.add(name)
         region = self._memory.attach(name)
-        n_elements = self._part.holding.n_elements
+        n_elements = self._part.shard_slice.n_elements
         return push_buffer_views(region, n_elements=n_elements, dtype=self._part.dtype)
 
 
-# How a client talks to its shards, as numbers.
+# --- settings ---
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """How a client talks to its shards."""
+    """Limits and delays of a client."""
 
     pushes: bool
     retry_seconds: Seconds = 0.5
     retry_seconds_max: Seconds = 4.0
-    silence_seconds_max: Seconds = 60.0  # without a word
-    stall_seconds_max: Seconds = 600.0  # with words, but without progress
+    silence_seconds_max: Seconds = 60.0  # without any message
+    stall_seconds_max: Seconds = 600.0  # with messages but without progress
     torn_seconds_max: Seconds = 1.0  # then a fetch from shared memory goes by blocks
     credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction
 
@@ -177,55 +151,42 @@ class ClientConfig:
             raise ValueError(f"credit_blocks is {self.credit_blocks}; use 1 to 64")
 
 
-# Which copy of a shard leads, as far as one client can tell.
-#
-#     shard-0 leads, number 3 --> Leading or Welcome, number 5 --> shard-0b leads
-#
-# Rules:
-#
-# * Leaders are ordered by their number alone, the `shard_incarnation` of what they say.
-#   Whoever says a lower one than the highest heard of is deposed, and is not heard.
-# * Of each copy the newest life is known, from the envelopes and from the driver. What an
-#   older life said, or what is said of it, means nothing any more.
-# * The numbers of two copies are the supervisor's, those of a single one its lives.
+# --- primary ---
 
 
 @final
 class PrimaryTracker:
-    """The copies of one shard, as one client hears of them.
+    """Tracks which copy of a shard is the primary, as far as one client can tell.
 
-    Attributes:
-        copies: One or two addresses.
-        leader: Whoever said Welcome last; the first copy until somebody has.
-        number: The highest that a leader is known to have; 0 if none is.
+    The highest term wins (`shard_incarnation` in the replies; with one copy, its incarnation). A
+    reply of a lower term, or of an older incarnation of a copy, is ignored.
     """
 
     def __init__(self, copies: Sequence[Address]) -> None:
-        self.copies = tuple(copies)
-        self.leader = self.copies[0]
-        self.number = 0
-        self._lives = dict.fromkeys(self.copies, 0)
+        self.copies = tuple(copies)  # one or two addresses
+        # The copy that opened the last session; before that, the first copy.
+        self.primary = self.copies[0]
+        self.term = 0  # the highest known term; 0 before the first
+        self._incarnations = dict.fromkeys(self.copies, 0)
 
     @property
     def others(self) -> tuple[Address, ...]:
-        """All copies but the leader."""
-        return tuple(copy for copy in self.copies if copy != self.leader)
+        return tuple(copy for copy in self.copies if copy != self.primary)
 
-    def is_over(self, copy: Address, incarnation: int) -> bool:
-        """Return whether `copy` has begun a later life than that."""
-        return incarnation < self._lives[copy]
+    def is_stale(self, copy: Address, incarnation: int) -> bool:
+        return incarnation < self._incarnations[copy]
 
-    def meet(self, copy: Address, incarnation: int) -> bool:
-        """Note that this life began; return whether that of the leader is over so."""
-        before = self._lives[copy]
-        self._lives[copy] = max(before, incarnation)
-        return copy == self.leader and 0 < before < incarnation
+    def note_incarnation(self, copy: Address, incarnation: int) -> bool:
+        """Note an incarnation; return whether it shows that the primary has restarted."""
+        before = self._incarnations[copy]
+        self._incarnations[copy] = max(before, incarnation)
+        return copy == self.primary and 0 < before < incarnation
 
-    def rise(self, number: int) -> bool:
-        """Note that somebody leads under `number`; return whether none higher did."""
-        rises = number > self.number
-        self.number = max(self.number, number)
-        return rises
+    def note_term(self, term: int) -> bool:
+        """Note a term; return whether it is the highest so far."""
+        is_newer = term > self.term
+        self.term = max(self.term, term)
+        return is_newer
 
 
 TIMER = "client:"
@@ -237,16 +198,7 @@ ShardReply = (
 
 @final
 class ShardLink:
-    """One shard, as one client sees it.
-
-    Attributes:
-        address: Of the shard: that of its first copy.
-        index: Of the shard.
-        welcome: Has the newest leader said Welcome, and nothing happened since?
-        samples: Of this client, in the values of the shard, at the last Welcome.
-        fetching: Parameters from it.
-        pushing: Gradients to it.
-    """
+    """One shard, as one client sees it."""
 
     def __init__(
         self,
@@ -257,124 +209,117 @@ class ShardLink:
         part: SliceCopier,
         memory: Memory,
     ) -> None:
-        self.address = copies[0]
-        self.index = index
-        self._ranking = PrimaryTracker(copies)
+        self.address = copies[0]  # address of the shard: that of its first copy
+        self.index = index  # index of the shard
+        self._tracker = PrimaryTracker(copies)
         self._config = config
         self._part = part
-        self._attached = SharedBuffers(memory, part)
+        self._buffers = SharedBuffers(memory, part)
         self._timer_at: Seconds | None = None  # while it runs
         self._awaited = False
-        self._heard_at: Seconds = 0.0  # or when waiting began
+        self._heard_at: Seconds = 0.0  # or start of waiting
         self._progress_at: Seconds = 0.0
         self._sent_at: Seconds = 0.0
         self._delay: Seconds = config.retry_seconds
-        self.welcome = False
-        self.samples = 0
+        self.is_open = False  # whether the current primary has opened the session
+        self.samples = 0  # this client's samples in the shard's values when the session opened
         credit_blocks = config.credit_blocks
+        # Fetches from the shard.
         self.fetching = ShardFetch(part, index, credit_blocks=credit_blocks)
-        self.pushing = ShardPush(part, index, credit_blocks=credit_blocks)
+        self.pushing = ShardPush(part, index, credit_blocks=credit_blocks)  # pushes to the shard
 
-    # -------------------------------------------------------- what the client does
+    # ------------------------------------------------------------ from the client
 
-    def greet(self, now: Seconds) -> list[Action]:
-        """Say Hello to whoever may lead, and wait for Welcome."""
-        self.welcome = False
+    def open_session(self, now: Seconds) -> list[Action]:
+        self.is_open = False
         self._sent_at = now
-        return self._hello()
+        return self._open_session()
 
     def begin_fetch(self, now: Seconds) -> list[Action]:
-        """Fetch anew."""
-        messages = self.fetching.begin(welcome=self.welcome)
+        messages = self.fetching.begin(is_open=self.is_open)
         return self._send(messages, now)
 
     def torn(self, now: Seconds) -> list[Action]:
-        """An install met a torn read."""
         seconds_max = self._config.torn_seconds_max
         return self._send(self.fetching.torn(now, seconds_max=seconds_max), now)
 
     def issue(
-        self, staged: StagedSlot, *, n_gradients: int, samples: int, grant: int, now: Seconds
+        self, staged: StageTarget, *, n_gradients: int, samples: int, grant: int, now: Seconds
     ) -> list[Action]:
-        """Push what was staged, as soon as the shard says Welcome if it does not."""
+        """Push what was staged, now or when the session opens."""
         messages = self.pushing.issue(
-            staged, n_gradients=n_gradients, samples=samples, grant=grant, welcome=self.welcome
+            staged, n_gradients=n_gradients, samples=samples, grant=grant, is_open=self.is_open
         )
         return self._send(messages, now)
 
     def release(self) -> None:
-        """Let go of memory of former leaders; call when no work touches it."""
-        self._attached.release()
+        """Release memory of former primaries; call when no work touches it."""
+        self._buffers.release()
 
     @property
     def clock(self) -> int:
-        """The newest of the present leader that is known."""
         return max(self.fetching.clock, self.pushing.clock)
 
-    # --------------------------------------------------------- what the shard says
+    # ------------------------------------------------------------- from the shard
 
     def receive(
         self, event: Received, message: ShardReply, staleness: Staleness, now: Seconds
     ) -> list[Action]:
-        """Take a message of one of the copies."""
-        ranking, sender = self._ranking, event.sender
-        if ranking.is_over(sender, event.incarnation):
+        tracker, sender = self._tracker, event.sender
+        if tracker.is_stale(sender, event.incarnation):
             return []
-        lost = ranking.meet(sender, event.incarnation)
-        deposed = False
+        lost = tracker.note_incarnation(sender, event.incarnation)
+        demoted = False
         if not isinstance(message, SessionRefused):
-            lost = ranking.rise(message.shard_incarnation) or lost
-            deposed = message.shard_incarnation < ranking.number
+            lost = tracker.note_term(message.shard_incarnation) or lost
+            demoted = message.shard_incarnation < tracker.term
         actions: list[Action] = []
         if lost:
             self._lost()
-            if deposed or not isinstance(message, SessionOpened):
-                actions += self.greet(now)
-        if not deposed:
-            actions += self._hear(sender, message, staleness, now)
+            if demoted or not isinstance(message, SessionOpened):
+                actions += self.open_session(now)
+        if not demoted:
+            actions += self._take(sender, message, staleness, now)
         return actions
 
     def peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
-        """Take what the driver says of one of the copies."""
-        ranking, peer = self._ranking, event.peer
-        if ranking.is_over(peer, event.incarnation):
+        tracker, peer = self._tracker, event.peer
+        if tracker.is_stale(peer, event.incarnation):
             return []
-        if ranking.meet(peer, event.incarnation):
+        if tracker.note_incarnation(peer, event.incarnation):
             self._lost()
-        if isinstance(event, PeerLost) and peer == ranking.leader:
-            return self.greet(now)
-        return [] if self.welcome else self.greet(now)
+        if isinstance(event, PeerLost) and peer == tracker.primary:
+            return self.open_session(now)
+        return [] if self.is_open else self.open_session(now)
 
     def _lost(self) -> None:
-        """Whoever led leads no more."""
-        self.welcome = False
+        self.is_open = False
         self.fetching.lost()
         self._delay = self._config.retry_seconds
-        self._attached.forgive()
+        self._buffers.reset_failures()
 
-    def _hear(
+    def _take(
         self, sender: Address, message: ShardReply, staleness: Staleness, now: Seconds
     ) -> list[Action]:
-        """Take a message of whoever leads, or may lead."""
         if isinstance(message, SessionRefused):
             return self._refused(sender, message, now)
         self._heard_at = now
         if isinstance(message, SessionOpened):
-            return self._welcomed(sender, message, now)
+            return self._session_opened(sender, message, now)
         replies: Sequence[Message] = ()
         match message:
             case PrimaryChanged():
-                progress = False  # if it is news, it was greeted
+                progress = False  # `receive` has sent OpenSession if this is news
             case PushApplied():
                 progress = self.pushing.acknowledged(message, staleness)
             case ParameterBlock():
                 before = self.fetching.received
                 replies = self.fetching.take(message)
-                # Each block, not only those that are answered: over a busy network a
+                # Every block counts, not only those that get an answer: over a busy network a
                 # quarter of a window may take longer than `retry_seconds`.
                 progress = self.fetching.received > before
             case PushBlockAck():
-                replies = self.pushing.credited(message)
+                replies = self.pushing.blocks_acked(message)
                 progress = bool(replies)
             case _:
                 assert_never(message)
@@ -382,69 +327,75 @@ class ShardLink:
             self._progressed(now)
         return self._send(replies, now)
 
-    def _welcomed(self, sender: Address, message: SessionOpened, now: Seconds) -> list[Action]:
-        if self.welcome:
-            return []  # a repeated one: it only says that the shard lives
+    def _session_opened(
+        self, sender: Address, message: SessionOpened, now: Seconds
+    ) -> list[Action]:
+        if self.is_open:
+            return []  # a repetition, which only shows that the shard is alive
+        # A SessionOpened behind our own watermark answers an older OpenSession.
         if not self.pushing.agrees(message):
-            return self._hello()
-        attached = self._attached
-        if not attached.follow(message):
-            return []  # the timer says Hello again
-        self.welcome = True
-        self._ranking.leader = sender
+            return self._open_session()
+        buffers = self._buffers
+        if not buffers.attach_all(message):
+            return []  # the timer sends OpenSession again
+        self.is_open = True
+        self._tracker.primary = sender
         self.samples = message.samples
         self._progressed(now)
-        self.pushing.welcomed(message, attached.room)
-        fetches = self.fetching.welcomed(
-            attached.published, shard_incarnation=message.shard_incarnation, clock=message.clock
+        self.pushing.session_opened(message, buffers.push_buffers)
+        fetches = self.fetching.session_opened(
+            buffers.published, shard_incarnation=message.shard_incarnation, clock=message.clock
         )
         return self._send([*fetches, *self.pushing.again()], now)
 
     def _refused(self, sender: Address, message: SessionRefused, now: Seconds) -> list[Action]:
         if message.for_good:
             raise JobError(f"{sender} refuses this client: {message.reason}")
-        if self.welcome and sender != self._ranking.leader:
+        # A backup refuses clients; that means nothing here.
+        if self.is_open and sender != self._tracker.primary:
             return []
         self._heard_at = now
-        if not self.welcome:
-            return []  # it is busy; the timer says Hello again
-        return self.greet(now)
+        if not self.is_open:
+            return []  # the shard is busy; the timer sends OpenSession again
+        return self.open_session(now)
 
     # --------------------------------------------------------------------- waiting
 
     @property
-    def _awaits(self) -> bool:
-        return not self.welcome or not self.fetching.complete or self.pushing.waits
+    def _is_waiting(self) -> bool:
+        return not self.is_open or not self.fetching.complete or self.pushing.waits
 
     def wait(self, now: Seconds) -> list[Action]:
-        """Run the timer if something is awaited; call after whatever was done."""
-        awaits = self._awaits
-        begins = awaits and not self._awaited
-        self._awaited = awaits
+        """Run the timer if something is awaited; call after every change."""
+        is_waiting = self._is_waiting
+        begins = is_waiting and not self._awaited
+        self._awaited = is_waiting
         if begins:
             self._heard_at = self._progress_at = self._sent_at = now
             self._delay = self._config.retry_seconds
-        if not awaits:
+        if not is_waiting:
             return []
         due = now + self._delay
         runs = self._timer_at is not None and (not begins or self._timer_at <= due)
         return [] if runs else [self._set_timer(due)]
 
     def timer(self, now: Seconds) -> list[Action]:
-        """Ask again for what does not come; give the shard up at last."""
-        self._excuse(now)
-        if not self._awaits:
+        """Repeat what is awaited; raise PeerLostError if the shard was silent for too long."""
+        self._adjust_for_own_delay(now)
+        if not self._is_waiting:
             return []
         self._give_up_if_due(now)
         due = max(self._sent_at, self._progress_at) + self._delay
         if now < due:
             return [self._set_timer(due)]
         self._delay = min(2 * self._delay, self._config.retry_seconds_max)
-        if self.welcome:
+        if self.is_open:
+            # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged
+            # lost.
             messages = [*self.fetching.again(), *self.pushing.again()]
-            actions = [*self._send(messages, now), *self._hello(self._ranking.others)]
+            actions = [*self._send(messages, now), *self._open_session(self._tracker.others)]
         else:
-            actions = self.greet(now)
+            actions = self.open_session(now)
         self._sent_at = now
         return [*actions, self._set_timer(now + self._delay)]
 
@@ -452,8 +403,7 @@ class ShardLink:
         self._timer_at = at
         return SetTimer(name=f"{TIMER}{self.index}", at=at)
 
-    def _excuse(self, now: Seconds) -> None:
-        """The timer is over; if it came late, the shard is not to blame."""
+    def _adjust_for_own_delay(self, now: Seconds) -> None:
         if self._timer_at is not None:
             late = max(0.0, now - self._timer_at)
             self._heard_at = min(now, self._heard_at + late)
@@ -463,19 +413,18 @@ class ShardLink:
     def _give_up_if_due(self, now: Seconds) -> None:
         config = self._config
         awaited = (
-            "Welcome"
-            if not self.welcome
+            "SessionOpened"
+            if not self.is_open
             else ("a fetch" if not self.fetching.complete else "an acknowledgement")
         )
         if now - self._heard_at >= config.silence_seconds_max:
             raise PeerLostError(
-                f"{self._name} has been silent for {now - self._heard_at:.1f} s "
-                f"while {awaited} was awaited (silence_seconds_max is "
-                f"{config.silence_seconds_max:g}): look at its log"
+                f"{self._name} has been silent for {now - self._heard_at:.1f} s with {awaited} due "
+                f"(silence_seconds_max is {config.silence_seconds_max:g}): look at its log"
             )
         if now - self._progress_at >= config.stall_seconds_max:
             raise PeerLostError(
-                f"{self._name} answers, but {awaited} has not come for "
+                f"{self._name} answers, but {awaited} is overdue by "
                 f"{now - self._progress_at:.1f} s (stall_seconds_max is "
                 f"{config.stall_seconds_max:g}): look at its log"
             )
@@ -488,26 +437,25 @@ class ShardLink:
 
     @property
     def _name(self) -> str:
-        return " and ".join(self._ranking.copies)
+        return " and ".join(self._tracker.copies)
 
-    def _hello(self, copies: Sequence[Address] | None = None) -> list[Action]:
-        """Say Hello to `copies`, by default to all."""
-        hello = OpenSession(
+    def _open_session(self, copies: Sequence[Address] | None = None) -> list[Action]:
+        request = OpenSession(
             layout=self._part.fingerprint,
             pushes=self._config.pushes,
-            host=self._attached.host,
+            host=self._buffers.host,
             next_sequence=self.pushing.settled + 1,
-            holds=self._part.holding.stripes,
+            holds=self._part.shard_slice.stripes,
         )
-        receivers = self._ranking.copies if copies is None else copies
-        return [Send(receiver=receiver, message=hello) for receiver in receivers]
+        receivers = self._tracker.copies if copies is None else copies
+        return [Send(receiver=receiver, message=request) for receiver in receivers]
 
     def _send(self, messages: Sequence[Message], now: Seconds) -> list[Action]:
         if messages:
             self._sent_at = now
-        leader = self._ranking.leader
-        # Until a push is settled its slot stays as it is; then its blocks mean nothing.
+        primary = self._tracker.primary
+        # Push buffers stay unchanged until the push is settled, so blocks need no copy.
         return [
-            Send(receiver=leader, message=message, lent=isinstance(message, PushBlock))
+            Send(receiver=primary, message=message, lent=isinstance(message, PushBlock))
             for message in messages
         ]

@@ -1,21 +1,13 @@
-"""A client's half of pushing to one shard: two slots, retries, what was lost.
+"""Pushes to one shard: two push buffers, retries, lost pushes.
 
     sequence        7   8   9   10  11
                     [settled]  [sent ]  next         settled = 8, issued = 10
-    slot s mod 2                1   0
+    buffer s mod 2              1   0
 
-Rules:
-
-* Push s is staged into slot s mod 2 once push s - 2 is settled: acknowledged, or lost.
-  In shared memory the slot is the shard's own; else it is kept here, and goes out in
-  blocks, at most `credit_blocks` beyond those that the shard holds. Of these every
-  quarter is answered.
-* What the shard does not answer is sent again from where the shard holds it.
-* A push in flight, or being staged, outlives its shard. Whoever leads next says in
-  Welcome up to which push it has them; the others are copied into the room that it
-  lends, and pushed anew with the same sequence: so each is applied once, or lost.
-* Lost is what was acknowledged and is not in the values of whoever leads next. How many
-  those are follows from the count that `SessionOpened` carries.
+Push s is staged into buffer s mod 2 once push s - 2 is settled: acknowledged or lost. A push in
+flight outlives its shard. The next primary tells in SessionOpened which pushes it has; the others
+are sent again with the same sequence, so each push is applied once or lost. Lost pushes are those
+acknowledged but missing in the values of the next primary.
 """
 
 from collections import deque
@@ -29,32 +21,28 @@ import numpy as np
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.lost_pushes import Lost, lost_after
-from distbelief.parameter_server.session_state import N_SLOTS, Bounds, Staleness
-from distbelief.parameter_server.slices import SliceCopier, TensorExchange
+from distbelief.parameter_server.session_state import N_PUSH_BUFFERS, Bounds, Staleness
+from distbelief.parameter_server.slices import Copier, SliceCopier
 from distbelief.protocol import Push, PushApplied, PushBlock, PushBlockAck, SessionOpened
 
 
-Room = tuple[Vector, Vector]  # two slots, each (n_elements,) of what is held
+PushBuffers = tuple[Vector, Vector]  # each (n_elements,) of the client's part
 
 
 @final
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A push that is not yet settled."""
-
     push: Push
-    values: Vector  # (n_elements,), in the room of whoever said Welcome last
-    received: int = 0  # blocks the shard is known to hold
-    sent: int = 0  # blocks sent
-    said: bool = False  # was the Push itself sent after them?
+    values: Vector  # (n_elements,), in the buffers of the last session
+    received: int = 0  # blocks that the shard is known to have
+    sent: int = 0  # blocks
+    push_sent: bool = False  # the Push message after the last block
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedSlot:
-    """Where a push is staged: in the room that one leader lent."""
-
-    exchange: TensorExchange
+class StageTarget:
+    exchange: Copier
     values: Vector  # (n_elements,)
     shard_incarnation: int
     fetched_clock: int
@@ -63,117 +51,107 @@ class StagedSlot:
 
 @final
 class ShardPush:
-    """One client's pushes to one shard.
-
-    Attributes:
-        issued: The last sequence used.
-        settled: No push up to it awaits anything.
-        lost: Pushes issued that are not in the shard's values and never will be,
-            numbered from 1 in each life of the client.
-        clock: Of the present leader, the newest that it told in its answers.
-        bytes_out: Of blocks sent and slots filled.
-    """
+    """The pushes of one client to one shard."""
 
     def __init__(self, part: SliceCopier, index: int, *, credit_blocks: int) -> None:
         self._part = part
         self._index = index
         self._credit_blocks = credit_blocks
         self._answer_blocks = max(1, credit_blocks // 4)
-        self._bounds: Bounds = part.holding.bounds
+        self._bounds: Bounds = part.shard_slice.bounds
         self._shard_incarnation = 0
-        self._first_clock = 0  # of that leader, when it said Welcome
-        self._room: Room | None = None
-        self._exchanges: tuple[TensorExchange, TensorExchange] | None = None
-        self._own_room: Room | None = None  # for blocks, once they are needed
+        self._first_clock = 0  # of that primary, when it opened the session
+        self._push_buffers: PushBuffers | None = None
+        self._exchanges: tuple[Copier, Copier] | None = None
+        self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
         self._by_blocks = False
         self._in_flight: deque[_InFlight] = deque()
         self._n_issued = 0
-        self.issued = 0
-        self.settled = 0
+        self.issued = 0  # the last used sequence
+        self.settled = 0  # no push up to it awaits anything
+        # Issued pushes that are not in the shard's values and never will be, numbered from 1 in
+        # each incarnation of the client.
         self.lost: Lost = ()
-        self.clock = 0
-        self.bytes_out = 0
+        self.clock = 0  # the newest known clock of the current primary
+        self.bytes_out = 0  # of sent blocks and filled buffers
 
     def start(self, first_sequence: int) -> None:
-        """Number pushes from here: beyond those of any former life."""
+        """Number pushes from here: beyond those of any former incarnation."""
         self.issued = self.settled = first_sequence - 1
 
     @property
     def waits(self) -> bool:
-        """Does a push await its acknowledgement?"""
         return bool(self._in_flight)
 
     @property
     def n_lost(self) -> int:
-        """How many pushes are lost."""
         return sum(len(part) for part in self.lost)
 
     @property
     def has_room(self) -> bool:
-        """Is the slot of the next push free?"""
-        return self.issued + 1 - self.settled <= N_SLOTS
+        return self.issued + 1 - self.settled <= N_PUSH_BUFFERS
 
-    def agrees(self, welcome: SessionOpened) -> bool:
-        """Return whether the shard knows what is settled; if not, say Hello again.
-
-        Raises:
-            LocalProtocolError: it knows of pushes that were never made.
-        """
-        if welcome.watermark > self.issued:
+    def agrees(self, opened: SessionOpened) -> bool:
+        """Return whether the shard knows every settled push; if not, open the session again."""
+        # An incarnation that did not rise would reuse sequences that the shard has applied.
+        if opened.watermark > self.issued:
             raise LocalProtocolError(
-                f"shard {self._index} knows push {welcome.watermark} of this client, "
-                f"which has made none beyond {self.issued}: incarnations must rise, in "
-                "a resumed run too"
+                f"shard {self._index} knows push {opened.watermark} of this client, whose last "
+                f"is {self.issued}: incarnations must rise, also in a resumed run"
             )
-        return welcome.watermark >= self.settled
+        return opened.watermark >= self.settled
 
-    def welcomed(self, welcome: SessionOpened, room: Room | None) -> None:
-        """Push from now on; into `room` if it is given, else by blocks.
+    def session_opened(self, opened: SessionOpened, push_buffers: PushBuffers | None) -> None:
+        """Push into these buffers from now on, or in blocks if there are none.
 
-        What is in flight lies there afterwards; `again` sends it.
+        Pushes in flight are moved there; `again` sends them.
         """
-        if welcome.shard_incarnation != self._shard_incarnation:
-            self._shard_incarnation = welcome.shard_incarnation
-            self._first_clock = self.clock = welcome.clock
-        self.clock = max(self.clock, welcome.clock)
-        self._settle(welcome.watermark)
+        if opened.shard_incarnation != self._shard_incarnation:
+            self._shard_incarnation = opened.shard_incarnation
+            self._first_clock = self.clock = opened.clock
+        self.clock = max(self.clock, opened.clock)
+        self._confirm(opened.watermark)
         n_settled = self._n_issued - len(self._in_flight)
-        self.lost = lost_after(self.lost, seen=n_settled, kept=welcome.applied)
-        self._by_blocks = room is None
-        if room is None:
-            room = self._own_room = self._own_room or self._new_room()
-        if self._room is None or room[0] is not self._room[0]:
-            self._room = room
-            self._exchanges = (self._part.exchange(room[0]), self._part.exchange(room[1]))
+        self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
+        self._by_blocks = push_buffers is None
+        if push_buffers is None:
+            push_buffers = self._own_buffers = self._own_buffers or self._new_buffers()
+        if self._push_buffers is None or push_buffers[0] is not self._push_buffers[0]:
+            self._push_buffers = push_buffers
+            self._exchanges = (
+                self._part.exchange(push_buffers[0]),
+                self._part.exchange(push_buffers[1]),
+            )
         for in_flight in self._in_flight:
             self._move(in_flight)
-            # A shard may have taken back its slots from one that it took for gone.
+            # The shard may have released the old buffers of a client that it believed gone.
             in_flight.received = 0
 
-    def slot(self, *, fetched_clock: int, touched: Sequence[object | None] | None) -> StagedSlot:
-        """Return where to stage the next push; call only if there is room.
+    def stage_target(
+        self, *, fetched_clock: int, touched: Sequence[object | None] | None
+    ) -> StageTarget:
+        """Return where to stage the next push; call only if `has_room`.
 
         Args:
-            fetched_clock: Of the oldest of its gradients.
-            touched: Per tensor, None if the push is not to change it; None: it changes
-                all.
+            fetched_clock: Shard clock of its oldest gradient.
+            touched: Per tensor, None if the push must not change it; None: it changes all.
         """
         assert self.has_room
-        assert self._room is not None
+        assert self._push_buffers is not None
         assert self._exchanges is not None
-        index = (self.issued + 1) % N_SLOTS
-        return StagedSlot(
+        index = (self.issued + 1) % N_PUSH_BUFFERS
+        return StageTarget(
             exchange=self._exchanges[index],
-            values=self._room[index],
+            values=self._push_buffers[index],
             shard_incarnation=self._shard_incarnation,
             fetched_clock=fetched_clock,
             touches=None if touched is None else self._part.stripes_of(touched),
         )
 
     def issue(
-        self, staged: StagedSlot, *, n_gradients: int, samples: int, grant: int = 0, welcome: bool
+        self, staged: StageTarget, *, n_gradients: int, samples: int, grant: int = 0, is_open: bool
     ) -> list[PushBlock | Push]:
-        """Send what was staged; if not `welcome`, that waits until `welcomed`."""
+        """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
         push = Push(
@@ -190,10 +168,9 @@ class ShardPush:
         self._move(in_flight)
         if not self._by_blocks:
             self.bytes_out += staged.values.nbytes
-        return self._send(in_flight) if welcome else []
+        return self._send(in_flight) if is_open else []
 
-    def credited(self, message: PushBlockAck) -> list[PushBlock | Push]:
-        """Send more of that push."""
+    def blocks_acked(self, message: PushBlockAck) -> list[PushBlock | Push]:
         if message.received > len(self._bounds):
             raise RemoteProtocolError(
                 f"shard {self._index} claims {message.received} blocks of a push of "
@@ -209,11 +186,7 @@ class ShardPush:
         return []
 
     def acknowledged(self, message: PushApplied, staleness: Staleness) -> bool:
-        """Settle every push up to that one; return whether there was one.
-
-        Raises:
-            RemoteProtocolError: it was never made.
-        """
+        """Settle every push up to the acknowledged one; return whether there was one."""
         if message.sequence > self.issued:
             raise RemoteProtocolError(
                 f"shard {self._index} acknowledges push {message.sequence}; the last "
@@ -221,34 +194,34 @@ class ShardPush:
             )
         if message.sequence <= self.settled:
             return False
-        self._settle(message.sequence)
+        self._confirm(message.sequence)
         self.clock = max(self.clock, message.clock)
         staleness.add(message.staleness)
         return True
 
     def again(self) -> list[PushBlock | Push]:
-        """Return what to send if nothing has come for a while."""
+        """Return the messages to repeat after a while without an answer."""
         messages: list[PushBlock | Push] = []
         for in_flight in self._in_flight:
-            in_flight.sent, in_flight.said = in_flight.received, False
+            in_flight.sent, in_flight.push_sent = in_flight.received, False
             messages += self._send(in_flight)
         return messages
 
-    def _settle(self, sequence: int) -> None:
+    def _confirm(self, sequence: int) -> None:
         self.settled = max(self.settled, sequence)
         while self._in_flight and self._in_flight[0].push.sequence <= self.settled:
             self._in_flight.popleft()
 
     def _move(self, in_flight: _InFlight) -> None:
-        """Let it lie in the present room, and be meant for the present leader."""
-        assert self._room is not None
-        push, room = in_flight.push, self._room[in_flight.push.sequence % N_SLOTS]
-        if in_flight.values is not room:
-            room[:] = in_flight.values
-            in_flight.values = room
+        assert self._push_buffers is not None
+        push = in_flight.push
+        buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
+        if in_flight.values is not buffer:
+            buffer[:] = in_flight.values
+            in_flight.values = buffer
             in_flight.received = 0
         if push.shard_incarnation != self._shard_incarnation:
-            # Staleness is counted within one life of the shard.
+            # Staleness is counted within one incarnation of the shard.
             in_flight.push = msgspec.structs.replace(
                 push,
                 shard_incarnation=self._shard_incarnation,
@@ -257,7 +230,6 @@ class ShardPush:
             in_flight.received = 0
 
     def _send(self, in_flight: _InFlight) -> list[PushBlock | Push]:
-        """Return the blocks that may go, and the push after the last of them."""
         if not self._by_blocks:
             return [in_flight.push]
         n_blocks = len(self._bounds)
@@ -277,12 +249,12 @@ class ShardPush:
             )
             self.bytes_out += values.nbytes
             in_flight.sent += 1
-        if in_flight.sent == n_blocks and not in_flight.said:
+        if in_flight.sent == n_blocks and not in_flight.push_sent:
             messages.append(in_flight.push)
-            in_flight.said = True
+            in_flight.push_sent = True
         return messages
 
-    def _new_room(self) -> Room:
-        n_elements = self._part.holding.n_elements
-        whole = np.zeros(N_SLOTS * n_elements, self._part.dtype)
+    def _new_buffers(self) -> PushBuffers:
+        n_elements = self._part.shard_slice.n_elements
+        whole = np.zeros(N_PUSH_BUFFERS * n_elements, self._part.dtype)
         return whole[:n_elements], whole[n_elements:]

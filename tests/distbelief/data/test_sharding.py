@@ -1,4 +1,4 @@
-"""Subsets: a law for every cut, every order, every place to go on from."""
+"""Data shards: properties of every cut, order and position."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_every_pass_visits_the_same_samples_in_another_order(
 
 
 @given(st.integers(0, 1000), st.sampled_from([2, 4, 10]))
-def test_data_sorted_by_class_are_dealt_so_that_each_replica_has_all_classes(
+def test_data_sorted_by_class_are_shuffled_so_that_each_replica_has_all_classes(
     seed: int, n_replicas: int
 ) -> None:
     """Each replica read a contiguous part of the data: of an image folder, few classes.
@@ -99,9 +99,7 @@ def test_every_sample_is_read_once_per_pass(n_samples: int, batch_size: int) -> 
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 30))
-def test_a_position_is_all_it_takes_to_go_on(
-    n_samples: int, batch_size: int, n_batches: int
-) -> None:
+def test_a_position_is_enough_to_continue(n_samples: int, batch_size: int, n_batches: int) -> None:
     part = DataShard(n_samples, replica_index=0, n_replicas=1, seed=1)
     cursor, position = BatchCursor(part), 0
     for _ in range(n_batches):

@@ -1,7 +1,7 @@
-"""A driver small enough for a test to hold every string: roles, links, work, timers.
+"""A driver small enough for a test to control everything: roles, links, work, timers.
 
-Messages go through the wire, in order per link; work runs when the test (or `settle`)
-says, and never inside `handle`; time passes when the test says.
+Messages go through the codec, in order per link. Work runs when the test (or `settle`) calls for
+it, never inside `handle`; time passes when the test says so.
 """
 
 from collections import deque
@@ -85,7 +85,7 @@ def shard_of(
     *,
     index: int = 0,
     rule: UpdateRule = PLUS_ONE,
-    lease_seconds_max: Seconds = 10.0,
+    pin_seconds_max: Seconds = 10.0,
     n_copies: int = 2,
     n_clients_max: int = 4096,
     initialise: Callable[[], Vector] | None = None,
@@ -94,7 +94,7 @@ def shard_of(
         index=index,
         layout=layout,
         rule=rule,
-        lease_seconds_max=lease_seconds_max,
+        pin_seconds_max=pin_seconds_max,
         n_copies=n_copies,
         n_clients_max=n_clients_max,
     )
@@ -143,7 +143,7 @@ class Bench:
     # -------------------------------------------------------------------- roles
 
     def start(self, name: Address, role: Role, *, restored: Snapshot | None = None) -> None:
-        """Begin a life of `name`; whatever its last one had under way is gone."""
+        """Begin an incarnation of `name`; whatever its last one had under way is gone."""
         self.kill(name)
         self.roles[name] = role
         incarnation = self.incarnations.get(name, 0) + 1
@@ -165,7 +165,7 @@ class Bench:
         memory: Memory | None = None,
         rule: UpdateRule = PLUS_ONE,
         n_copies: int = 2,
-        lease_seconds_max: Seconds = 10.0,
+        pin_seconds_max: Seconds = 10.0,
         n_clients_max: int = 4096,
         initialise: Callable[[], Vector] | None = None,
     ) -> Shard:
@@ -175,7 +175,7 @@ class Bench:
             index=int(name.removeprefix("shard-")),
             rule=rule,
             n_copies=n_copies,
-            lease_seconds_max=lease_seconds_max,
+            pin_seconds_max=pin_seconds_max,
             n_clients_max=n_clients_max,
             initialise=initialise,
         )
@@ -215,7 +215,7 @@ class Bench:
         self.perform(name, actions)
 
     def send(self, sender: Address, receiver: Address, message: Message, *, life: int = 0) -> None:
-        """Put a message on its way, through the wire."""
+        """Put a message on its way, through the codec."""
         incarnation = life or self.incarnations.get(sender, 1)
         frames = self.wire.encode(message, sender=sender, incarnation=incarnation)
         envelope = self.wire.decode([bytes(frame) for frame in frames])

@@ -1,4 +1,4 @@
-"""One copy of a shard on the bench: the test plays everybody else, and is its lane."""
+"""One shard copy on a bench: the test plays all its peers and its executor."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -117,7 +117,7 @@ class OneCopy:
     # -------------------------------------------------------------- what others say
 
     def lead(self, pairing: int, second: str = "", *, life: int | None = None) -> list[Action]:
-        """Say it to this life, or to another one; the second is in its first."""
+        """Promote this incarnation, or another one; the backup is in its first."""
         lead = Promote(
             pairing=pairing,
             receiver_incarnation=self.life if life is None else life,
@@ -174,7 +174,7 @@ class OneCopy:
         return self.shard._values.vector
 
     @property
-    def word(self) -> str:
+    def activity(self) -> str:
         return self.shard.status()[0]
 
     def counters(self) -> dict[str, float]:

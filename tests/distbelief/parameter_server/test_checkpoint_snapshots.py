@@ -1,4 +1,4 @@
-"""A snapshot gives back every bit, or says what is wrong with it."""
+"""A snapshot restores every bit, or the error names what is wrong with it."""
 
 from dataclasses import replace
 
@@ -72,19 +72,19 @@ def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int)
     assert (first.name, first.incarnation) == (CLIENT, 3)
     assert (first.watermark, first.applied) == ((3 << 32) + 20, 20)
     assert (first.samples, first.staleness) == (640, 2)
-    assert not first.greeted
+    assert not first.opened
     assert second.name == OTHER
 
 
 def test_what_was_pushed_in_parts_is_counted_on() -> None:
     steps = StepCounts.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
     back = restore(snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3)
-    assert back.steps.words().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
+    assert back.steps.to_wire().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
 
 
 def test_of_older_snapshots_every_push_was_whole() -> None:
     back = restore(without_fact("steps"), identity=IDENTITY, incarnation=3)
-    assert back.steps.words().tolist() == [41, 0]
+    assert back.steps.to_wire().tolist() == [41, 0]
 
 
 def test_what_is_restored_does_not_share_the_snapshots_memory() -> None:
@@ -98,17 +98,17 @@ def test_what_is_restored_does_not_share_the_snapshots_memory() -> None:
     ("snapshot", "message"),
     [
         (with_fact("format", "other"), "format is 'other'.*another version"),
-        (with_fact("layout", "abc"), "layout is 'abc'.*number of shards it was made"),
+        (with_fact("layout", "abc"), "layout is 'abc'.*number of shards of the run"),
         (with_fact("index", "1"), "index is '1', not '0'.*another shard"),
         (with_fact("rule", "sgd"), "rule is 'sgd', not 'adam'.*resume with that rule"),
         (with_fact("clock", "-1"), "clock is '-1', not a count"),
         (with_fact("clock", "9" * 30), "not a count; delete it"),
         (with_fact("incarnation", "nan"), "incarnation is 'nan'"),
-        (with_fact("incarnation", "3"), "must go on counting incarnations"),
+        (with_fact("incarnation", "3"), "continue the count of incarnations"),
         (with_fact("clients", "{"), "clients cannot be read.*delete it"),
         (with_fact("clients", '{"a": {"incarnation": -1}}'), "clients cannot be read"),
         (with_fact("steps", "[1"), "steps cannot be read.*delete it"),
-        (with_fact("steps", "[1, 2]"), "steps cannot be read.*no counts of pushes"),
+        (with_fact("steps", "[1, 2]"), "steps cannot be read.*not push counts"),
         (with_fact("steps", "[-1, 0]"), "steps cannot be read"),
         (without_fact("clients"), "fact 'clients' is missing"),
         (without_fact("format"), "fact 'format' is missing"),
@@ -128,8 +128,8 @@ def test_a_foreign_or_damaged_header_is_named_with_its_mend(
         ("values", np.zeros(N, np.float32), "dtype float32"),
         ("values", np.zeros((1, N)), "shape"),
         ("values", None, "'values' is missing"),
-        ("state.first_moment", None, "is missing|mean nothing"),
-        ("state.other", np.zeros(3), r"\['state.other'\] mean nothing"),
+        ("state.first_moment", None, "is missing|are unknown"),
+        ("state.other", np.zeros(3), r"\['state.other'\] are unknown"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(name: str, array: Vector | None, message: str) -> None:

@@ -1,7 +1,7 @@
-"""A client of shards with two copies: whoever leads, a push is applied once or counted.
+"""A client of shards with two copies: a push is applied once or counted as lost.
 
-The test plays both copies, first by hand, then as `Pair`: a model that loses, repeats
-and delays messages, lets the other copy take over, and dies and restores snapshots.
+The test plays both copies, first by hand, then as `Pair`: a model that loses, repeats and delays
+messages, fails over to the other copy, and dies and restores snapshots.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ BUSY = SessionRefused(reason="busy", for_good=False)
 
 
 def alone_of(*, memory: Memory | None = None, welcome: bool = True) -> Alone:
-    """A client that the first copy has welcomed as leader number 3, in its life 1."""
+    """A client that the first copy has welcomed as primary number 3, in its life 1."""
     alone = Alone(second_copies=[SECOND], memory=memory, welcome=False)
     if welcome:
         welcomed(alone, 3, SHARD)
@@ -107,12 +107,12 @@ def pushed(actions: Sequence[Action]) -> list[tuple[Address, int, int, float]]:
 # ------------------------------------------------------------------------- by hand
 
 
-def test_there_is_a_second_copy_of_each_shard_or_of_none() -> None:
-    with pytest.raises(ValueError, match="2 second copies are given for 1 shards"):
+def test_each_shard_has_a_backup_or_none_has() -> None:
+    with pytest.raises(ValueError, match="2 backups are given for 1 shards"):
         Alone(second_copies=[SECOND, Address("shard-1b")])
 
 
-def test_hello_goes_to_both_copies_and_the_rest_to_the_one_that_welcomes() -> None:
+def test_open_session_goes_to_both_copies_and_the_rest_to_the_primary() -> None:
     alone = alone_of(welcome=False)
     assert receivers(alone.greeting, OpenSession) == [SHARD, SECOND]
     assert receivers(alone.timer(0.5), OpenSession) == [SHARD, SECOND]
@@ -126,17 +126,17 @@ def test_hello_goes_to_both_copies_and_the_rest_to_the_one_that_welcomes() -> No
         assert alone.client.owns(PeerJoined(peer=copy, incarnation=1))
 
 
-def test_incarnations_of_copies_do_not_order_leaders() -> None:
+def test_incarnations_of_copies_do_not_order_primaries() -> None:
     alone = alone_of()
     alone.push(7.0)
     actions = welcomed(alone, 4, SECOND, life=1, clock=2)
     assert pushed(actions) == [(SECOND, FIRST, 4, 7.0)]
-    # A higher life, a lower number.
+    # A higher incarnation, a lower term.
     assert welcomed(alone, 3, SHARD, life=9) == []
     assert pushed(alone.push()) == [(SECOND, FIRST + 1, 4, 1.0)]
 
 
-def test_a_deposed_leader_has_no_effect_whatever_it_says() -> None:
+def test_messages_of_a_demoted_primary_have_no_effect() -> None:
     alone = alone_of()
     alone.push()
     alone.push()
@@ -160,12 +160,12 @@ def test_a_deposed_leader_has_no_effect_whatever_it_says() -> None:
     assert not alone.can_push()
 
 
-def test_whoever_refuses_for_good_is_believed() -> None:
+def test_a_refusal_for_good_by_any_copy_counts() -> None:
     with pytest.raises(JobError, match="shard-0b refuses this client: other layout"):
         alone_of().receive(SessionRefused(reason="other layout", for_good=True), sender=SECOND)
 
 
-def test_leading_is_answered_by_hello_at_once_and_once() -> None:
+def test_primary_changed_is_answered_with_one_open_session() -> None:
     alone = alone_of()
     alone.push()
     acknowledge(alone, FIRST, 3)
@@ -176,7 +176,7 @@ def test_leading_is_answered_by_hello_at_once_and_once() -> None:
     assert [h.next_sequence for h in sent(actions, OpenSession)] == [FIRST + 1] * 2
     assert not alone.can_push()
     assert alone.receive(leading, sender=SECOND) == []
-    # The old leader's Welcome comes too late, and so does its acknowledgement.
+    # The old primary's SessionOpened comes too late, and so does its acknowledgement.
     assert welcomed(alone, 3, SHARD, watermark=FIRST, applied=1) == []
     acknowledge(alone, FIRST + 1, 3)
     assert not alone.ready()
@@ -187,7 +187,7 @@ def test_leading_is_answered_by_hello_at_once_and_once() -> None:
     assert alone.client.counters()["pushes_lost"] == 0
 
 
-def test_a_leader_whose_word_was_lost_is_found_when_nothing_comes() -> None:
+def test_a_primary_whose_message_was_lost_is_found_by_the_timer() -> None:
     alone = alone_of()
     alone.push(2.0)
     actions = alone.timer(0.5)
@@ -196,26 +196,26 @@ def test_a_leader_whose_word_was_lost_is_found_when_nothing_comes() -> None:
     assert pushed(welcomed(alone, 5, SECOND)) == [(SECOND, FIRST, 5, 2.0)]
 
 
-def test_a_leader_that_lives_anew_leads_no_more() -> None:
+def test_a_primary_that_restarts_is_no_longer_primary() -> None:
     alone = alone_of()
     alone.push()
     actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), 0.0)
     assert receivers(actions, OpenSession) == [SHARD, SECOND]
     assert alone.receive(BUSY, sender=SECOND) == []
-    assert welcomed(alone, 3, SHARD, life=1) == []  # of its former life
+    assert welcomed(alone, 3, SHARD, life=1) == []  # of its former incarnation
     assert not alone.ready()
     welcomed(alone, 6, SHARD, life=2)
     assert alone.ready()
 
 
-def test_a_shard_of_which_no_copy_speaks_is_given_up_by_both_names() -> None:
+def test_a_shard_with_two_silent_copies_is_given_up_by_both_names() -> None:
     alone = alone_of(welcome=False)
     with pytest.raises(PeerLostError, match="shard-0 and shard-0b has been silent"):
         alone.wait(until=100.0)
 
 
 @pytest.mark.parametrize("to_blocks", [True, False])
-def test_pushes_in_flight_in_a_dead_leaders_slots_are_copied_and_pushed_again(
+def test_pushes_in_flight_in_a_dead_primarys_buffers_are_copied_and_sent_again(
     *, to_blocks: bool
 ) -> None:
     host = HostMemory("h", n_bytes_max=1 << 20)
@@ -226,7 +226,7 @@ def test_pushes_in_flight_in_a_dead_leaders_slots_are_copied_and_pushed_again(
     welcomed(alone, 3, SHARD, slots_region="slots-a")
     alone.push(4.0)
     work = alone.client.stage(full_of(LAYOUT, 6.0), zeros_of(LAYOUT))
-    first.release_all()  # it is dead, and the next life has begun
+    first.release_all()  # it is dead, and the next incarnation has begun
     alone.receive(PrimaryChanged(shard_incarnation=4), sender=SECOND)
     region = "" if to_blocks else "slots-b"
     actions = welcomed(alone, 4, SECOND, slots_region=region)
@@ -248,7 +248,7 @@ def test_pushes_in_flight_in_a_dead_leaders_slots_are_copied_and_pushed_again(
 
 
 def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> None:
-    """The next leader's memory is not there at first, and then only half of it."""
+    """The next primary's memory is not there at first, and then only half of it."""
     host = HostMemory("h", n_bytes_max=1 << 20)
     first, second, mine = host.lend(), host.lend(), host.lend()
     first.create("slots-a", n_bytes=push_buffer_bytes(N, itemsize=8))
@@ -263,7 +263,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     assert welcomed(alone, 4, SECOND, **regions) == []  # type: ignore[arg-type]
     assert not alone.ready()
     second.create("slots-c", n_bytes=8)
-    with pytest.raises(RemoteProtocolError, match="a region of slots has 8 bytes"):
+    with pytest.raises(RemoteProtocolError, match="a region of push buffers has 8 bytes"):
         welcomed(alone, 4, SECOND, slots_region="slots-c")
     slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     (push,) = sent(welcomed(alone, 4, SECOND, **regions), Push)  # type: ignore[arg-type]
@@ -273,7 +273,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     assert host.n_bytes == n_bytes + 8 + push_buffer_bytes(N, itemsize=8)
 
 
-def test_a_fetch_from_a_dead_leaders_values_goes_on_with_the_next() -> None:
+def test_a_fetch_from_a_dead_primarys_values_continues_with_the_next() -> None:
     host = HostMemory("h", n_bytes_max=1 << 20)
     first, second, mine = host.lend(), host.lend(), host.lend()
     for owner, name, clock in ((first, "a", 9), (second, "b", 7)):
@@ -301,10 +301,10 @@ def test_a_fetch_from_a_dead_leaders_values_goes_on_with_the_next() -> None:
 
 @dataclass
 class Pair:
-    """Both copies of a shard: what a client can tell of them, and no more.
+    """Both copies of a shard, as far as a client can observe them.
 
-    `told` is how far any client was told that pushes are applied: what both copies
-    hold. A takeover keeps at least that; a restored snapshot may be older.
+    `told` is how far pushes were acknowledged: both copies have those. A takeover keeps at least
+    that; a restored snapshot may be older.
     """
 
     host: HostMemory
@@ -316,17 +316,17 @@ class Pair:
     applied: list[tuple[int, float]] = field(default_factory=list)
     watermark: int = FIRST - 1
     told: int = 0  # how many of `applied`
-    snapshot: int = 0  # likewise
+    snapshot: int = 0  # the same
 
     def __post_init__(self) -> None:
-        self.begin_to_lead()
+        self.become_primary()
 
-    def begin_to_lead(self) -> None:
+    def become_primary(self) -> None:
         self.memory: LentMemory = self.host.lend()
-        self.values: dict[int, Vector] = {}  # by slot
+        self.values: dict[int, Vector] = {}  # by push buffer
         self.waits: set[int] = set()
         self.region = ""
-        self.greeted = False
+        self.opened = False
         if self.shared:
             self.region = f"slots-{self.number}"
             n_bytes = push_buffer_bytes(N, itemsize=8)
@@ -359,19 +359,19 @@ class Pair:
     def _succeed(self) -> None:
         self.number += int(self.stream.integers(1, 3))
         self.shared = bool(self.stream.random() < 0.5)
-        self.memory.release_all()  # as of a killed life
-        self.begin_to_lead()
+        self.memory.release_all()  # as of a killed process
+        self.become_primary()
 
     def answer(self, receiver: Address, message: Message) -> Message | None:
         if receiver != self.leader:
             return None
         if isinstance(message, OpenSession):
-            self.greeted = True
+            self.opened = True
             self.watermark = max(self.watermark, message.next_sequence - 1)
             return self.welcome()
         assert isinstance(message, PushBlock | Push)
-        if message.shard_incarnation != self.number or not self.greeted:
-            return SessionRefused(reason="say OpenSession first", for_good=False)
+        if message.shard_incarnation != self.number or not self.opened:
+            return SessionRefused(reason="open a session first", for_good=False)
         if message.sequence <= self.watermark:
             return self.acknowledge()
         assert message.sequence <= self.watermark + 2
@@ -552,7 +552,7 @@ class Run:
     deaths=st.booleans(),
 )
 @settings(max_examples=150)
-def test_whoever_leads_each_push_is_applied_once_in_order_or_counted_as_lost(
+def test_with_any_primary_each_push_is_applied_once_in_order_or_counted_as_lost(
     *, seed: int, loss: float, takeovers: bool, deaths: bool
 ) -> None:
     run = Run(seed, loss=loss)

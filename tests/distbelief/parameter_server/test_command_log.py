@@ -1,4 +1,4 @@
-"""A shard under a coordinator: orders in, answers out."""
+"""A shard under a coordinator: commands in, answers out."""
 
 from collections.abc import Sequence
 
@@ -119,14 +119,14 @@ def answers_in(actions: Sequence[Action]) -> list[CommandDone]:
 
 
 def drives(bench: Bench) -> bool:
-    return bench.shard._orders.drives
+    return bench.shard._commands.is_driven
 
 
 MEASURE = Execute(commands=(Dot(x="parameters", y="parameters"),))
 DOUBLE = Execute(commands=(Axpy(target="parameters", a=1.0, x="parameters"),))
 
 
-def test_a_repeated_order_is_answered_again_and_not_performed_again() -> None:
+def test_a_repeated_command_is_answered_again_and_not_executed_again() -> None:
     bench = Bench().begun()
     first, again = bench.order(3, DOUBLE), bench.order(3, DOUBLE)
     assert first == again
@@ -136,7 +136,7 @@ def test_a_repeated_order_is_answered_again_and_not_performed_again() -> None:
     assert measured.scalars == (4.0 * 64,)
 
 
-def test_an_order_under_way_is_answered_by_the_last_word() -> None:
+def test_a_running_command_is_answered_with_the_last_answer() -> None:
     bench = Bench().begun()
     bench.holds = True
     assert bench.order(3, DOUBLE) is None
@@ -148,7 +148,7 @@ def test_an_order_under_way_is_answered_by_the_last_word() -> None:
     assert answer.number == 3
 
 
-def test_an_order_waits_for_work_under_way() -> None:
+def test_a_command_waits_for_running_work() -> None:
     bench = Bench()
     bench.holds = True
     bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="1")))
@@ -165,7 +165,7 @@ def test_an_order_waits_for_work_under_way() -> None:
     assert [record.cut for record in answer.cuts] == [0]
 
 
-def test_an_older_epoch_hears_of_the_present_one() -> None:
+def test_an_older_epoch_is_answered_with_the_current_one() -> None:
     bench = Bench().begun()
     bench.order(1, BeginEpoch(), epoch=5)
     answer = bench.order(3, DOUBLE)
@@ -173,7 +173,7 @@ def test_an_older_epoch_hears_of_the_present_one() -> None:
     assert (answer.epoch, answer.number) == (5, 1)
 
 
-def test_nobody_drives_who_has_not_attached() -> None:
+def test_no_command_runs_before_begin_epoch() -> None:
     answer = Bench().order(4, DOUBLE)
     assert answer is not None
     assert (answer.epoch, answer.number) == (0, 0)
@@ -189,7 +189,7 @@ def test_what_another_epoch_began_is_not_answered() -> None:
     assert (answer.epoch, answer.number) == (2, 1)
 
 
-def test_an_order_that_cannot_be_performed_changes_nothing() -> None:
+def test_a_command_that_fails_changes_nothing() -> None:
     bench = Bench().begun()
     bad = Execute(commands=(Fill(target="parameters", a=5.0), Dot(x="a", y="a")))
     answer = bench.order(3, bad)
@@ -213,14 +213,14 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
     assert opened is not None
     assert opened.clock == 1
     assert bench.shard._values.vector[0] == 3.0
-    assert bench.shard.status()[1]["orders"] == 3.0
+    assert bench.shard.status()[1]["commands"] == 3.0
     missing = bench.order(4, Commit(sets=(GrantedChunk(set_index=0, grant=1),), void=(2,)))
     assert missing is not None
     assert missing.error is not None
     short = bench.order(5, FinishEvaluation(gradient="g", n_examples=4, after=()))
     assert short is not None
     assert short.error is not None
-    assert "sealed with 4 examples; this shard counts 0" in short.error
+    assert "must end with 4 examples; this shard has 0" in short.error
     after = (Dot(x="g", y="g"),)
     sealed = bench.order(6, FinishEvaluation(gradient="g", n_examples=0, after=after))
     assert sealed is not None
@@ -232,10 +232,10 @@ def test_what_is_not_there_cannot_be_published() -> None:
     answer = bench.order(3, Publish(point="trial"))
     assert answer is not None
     assert answer.error is not None
-    assert "'trial' is to be published" in answer.error
+    assert "cannot publish vector 'trial'" in answer.error
 
 
-def test_who_is_told_the_last_order_is_free() -> None:
+def test_publish_ends_the_coordinators_control() -> None:
     bench = Bench().begun()
     assert drives(bench)
     bench.order(3, DOUBLE)
@@ -244,7 +244,7 @@ def test_who_is_told_the_last_order_is_free() -> None:
     assert bench.shard._values.vector[0] == 2.0
 
 
-def test_a_cut_is_saved_with_its_vectors_and_restored() -> None:
+def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
     bench = Bench().begun()
     bench.order(3, DOUBLE)
     mark = Savepoint(cut=9, vectors=("parameters",))
@@ -264,7 +264,7 @@ def test_a_cut_is_saved_with_its_vectors_and_restored() -> None:
     assert measured.scalars == (4.0 * 64,)
 
 
-def test_a_disk_that_refuses_a_cut_is_told() -> None:
+def test_a_failed_save_of_a_savepoint_is_reported() -> None:
     bench = Bench().begun()
     bench.disk_error = "no space"
     mark = Savepoint(cut=9, vectors=("parameters",))
@@ -283,19 +283,19 @@ def test_one_of_two_copies_cannot_be_driven() -> None:
     assert "set shard_copies = 1" in answer.error
 
 
-def test_a_push_of_no_evaluation_is_taken_and_forgotten() -> None:
+def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:
     bench = Bench()
-    assert "sets_refused" not in bench.shard.status()[1]
-    orders = bench.begun().shard._orders
+    assert "chunks_refused" not in bench.shard.status()[1]
+    commands = bench.begun().shard._commands
     push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, grant=5)
     client = Session(name=Address("replica-0"), incarnation=1)
-    work, _ = orders.collecting(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
+    work, _ = commands.stage_work(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
     work()
-    assert bench.shard.status()[1]["sets_refused"] == 1.0
-    assert bench.shard.status()[1]["set_vectors"] == 0.0
+    assert bench.shard.status()[1]["chunks_refused"] == 1.0
+    assert bench.shard.status()[1]["sum_vectors"] == 0.0
 
 
-def test_no_order_is_begun_after_stop() -> None:
+def test_no_command_starts_after_stop() -> None:
     bench = Bench().begun()
     bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="")))
     assert bench.order(3, DOUBLE) is None

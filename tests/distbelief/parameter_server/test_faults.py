@@ -1,12 +1,11 @@
-"""Clients and shards under everything that may go wrong, step by step, from a seed.
+"""Clients and shards under random faults, step by step, from a seed.
 
-Messages are lost, and arrive in any order across links; copies of them arrive much
-later; work is done late; clients and shards die and live anew, shards from snapshots
-that were taken at any moment. After every single event the laws of the module are
-checked, and in the end the books must agree.
+Messages are lost and reordered across links, and copies of them arrive much later; work is late;
+clients and shards die and restart, shards from snapshots taken at any moment. The invariants are
+checked after every event, and the totals at the end.
 
-Push number i of a run has a gradient of -1 at element i of each shard, so element i
-of a shard is the number of times that push i was applied there.
+Push number i of a run has a gradient of -1 at element i of each shard, so element i of a shard is
+the number of times that push i was applied there.
 """
 
 import hashlib
@@ -57,10 +56,10 @@ class Chaos:
         )
         self.n_marks = 0
         self.n_fetched = 0
-        self.marks: dict[Address, list[int]] = {}  # of the present life
+        self.marks: dict[Address, list[int]] = {}  # of the current incarnation
         self.copies: list[tuple[Address, Received]] = []  # to arrive much later
         self.newest: dict[Address, Snapshot] = {}
-        self.history: dict[tuple[Address, int], dict[int, str]] = {}  # by life
+        self.history: dict[tuple[Address, int], dict[int, str]] = {}  # by incarnation
         self.parts: dict[tuple[Address, int], dict[int, str]] = {}  # of what is held
         for name in SHARDS:
             self.add_shard(name)
@@ -225,7 +224,7 @@ class Chaos:
                 part[life] = fingerprint(values.reshape(-1, WIDTH)[:, :N_COLUMNS])
 
     def finish(self) -> None:
-        """Break nothing more: everybody gets through, and the books agree."""
+        """Break nothing more: everybody gets through, and the totals agree."""
         bench = self.bench
         bench.lose = lambda *_: False
         for shard in SHARDS:  # whoever awaits nothing may not have noticed
@@ -275,7 +274,7 @@ def test_every_push_is_applied_once_or_counted_as_lost_and_no_fetch_is_a_mixture
 @pytest.mark.untraced
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=5)
-def test_so_it_is_with_pushes_and_fetches_of_many_blocks(seed: int, *, kills: bool) -> None:
+def test_the_same_holds_for_pushes_and_fetches_of_many_blocks(seed: int, *, kills: bool) -> None:
     chaos = Chaos(seed, shared=False, n_blocks=3)
     for _ in range(80):
         chaos.step(kills=kills)
@@ -286,7 +285,9 @@ def test_so_it_is_with_pushes_and_fetches_of_many_blocks(seed: int, *, kills: bo
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=20)
-def test_so_it_is_if_one_client_holds_a_part_only(*, shared: bool, seed: int, kills: bool) -> None:
+def test_the_same_holds_if_one_client_holds_a_part_only(
+    *, shared: bool, seed: int, kills: bool
+) -> None:
     chaos = Chaos(seed, shared=shared, partial=True)
     for _ in range(150):
         chaos.step(kills=kills)

@@ -1,4 +1,4 @@
-"""Sets of portions, staged and folded into one tree."""
+"""Gradient sums of chunks, staged and committed into one tree."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def wants(sums: GradientSums, grant: int) -> bool:
 
 def stage(sums: GradientSums, grant: int, *, n_examples: int = 3) -> None:
     assert wants(sums, grant)
-    sums.staging(pushed(grant), grant=grant, n_examples=n_examples)()
+    sums.stage_work(pushed(grant), grant=grant, n_examples=n_examples)()
 
 
 def whole_subtrees(vectors: list[Vector]) -> Vector:
@@ -57,21 +57,21 @@ def test_the_sum_has_the_same_bits_in_every_order(order: list[int]) -> None:
     sums, n = collecting(), len(order)
     for set_index in order:
         stage(sums, 10 + set_index)
-        sums.fold(set_index, 10 + set_index)
+        sums.commit(set_index, 10 + set_index)
     expected = whole_subtrees([pushed(10 + index) for index in range(n)])
     total = sums.total()
     assert total is not None
     assert total[:N_GRADIENT].tobytes() == expected[:N_GRADIENT].tobytes()
     assert total[N_GRADIENT:].tobytes() == pushed(10 + n - 1)[N_GRADIENT:].tobytes()
-    assert (sums.n_folded, sums.n_examples) == (n, 3 * n)
+    assert (sums.n_committed, sums.n_examples) == (n, 3 * n)
 
 
 @given(order=st.permutations(range(32)))
-def test_memory_is_bounded_by_half_the_sets_and_their_logarithm(order: list[int]) -> None:
+def test_memory_is_bounded_by_half_the_chunks_and_their_logarithm(order: list[int]) -> None:
     sums, most = collecting(), 0
     for set_index in order:
         stage(sums, 10 + set_index)
-        sums.fold(set_index, 10 + set_index)
+        sums.commit(set_index, 10 + set_index)
         most = max(most, sums.n_vectors)
     assert most <= 16 + 5 + 1
 
@@ -80,7 +80,7 @@ def test_in_order_the_memory_is_the_logarithm() -> None:
     sums = collecting(n_staged_max=1)
     for set_index in range(64):
         stage(sums, 10 + set_index)
-        sums.fold(set_index, 10 + set_index)
+        sums.commit(set_index, 10 + set_index)
     assert sums.n_vectors <= 7
 
 
@@ -95,7 +95,7 @@ def test_what_does_not_count_is_not_staged(grant: int, why: str) -> None:
     sums = collecting()
     stage(sums, 10)
     stage(sums, 11)
-    sums.fold(0, 11)
+    sums.commit(0, 11)
     sums.forget([12])
     assert not wants(sums, grant), why
     assert sums.n_refused == 1
@@ -116,7 +116,7 @@ def test_nothing_is_staged_before_and_after_an_evaluation() -> None:
     sums.close()
     assert not wants(sums, 11)
     sums.open(first_grant=20, n_staged_max=4)
-    assert sums.n_folded == sums.n_examples == sums.digest == 0
+    assert sums.n_committed == sums.n_examples == sums.digest == 0
     assert not wants(sums, 11)
     assert wants(sums, 20)
 
@@ -128,15 +128,15 @@ def test_a_part_of_a_gradient_or_another_type_is_not_staged() -> None:
     assert sums.n_refused == 2
 
 
-def test_a_set_that_is_not_held_or_counts_already_cannot_be_counted() -> None:
+def test_a_chunk_that_is_not_staged_or_is_committed_cannot_be_committed() -> None:
     sums = collecting()
     stage(sums, 10)
     sums.check([(0, 10)])
-    with pytest.raises(RemoteProtocolError, match="grant 11, which this shard does"):
+    with pytest.raises(RemoteProtocolError, match="with token 11: this shard has"):
         sums.check([(0, 10), (1, 11)])
-    sums.fold(0, 10)
+    sums.commit(0, 10)
     stage(sums, 12)
-    with pytest.raises(RemoteProtocolError, match="already, under grant 10"):
+    with pytest.raises(RemoteProtocolError, match="committed with token 10"):
         sums.check([(0, 12)])
 
 
@@ -154,27 +154,27 @@ def parts() -> list[ShardSlice]:
     return [
         PartialView.of(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))])
         .part(0)
-        .holding
+        .shard_slice
         for m, columns in enumerate(COLUMNS)
     ]
 
 
 def stage_part(sums: GradientSums, part: ShardSlice, whole: Vector, *, grant: int) -> None:
     values = np.concatenate([part.block(whole, k) for k in range(len(part.bounds))])
-    assert sums.wants(values, grant=grant, holding=part)
-    sums.staging(values, grant=grant, n_examples=3, holding=part)()
+    assert sums.wants(values, grant=grant, shard_slice=part)
+    sums.stage_work(values, grant=grant, n_examples=3, shard_slice=part)()
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_parts_of_a_set_are_put_together(first: int) -> None:
+def test_parts_of_a_chunk_are_put_together(first: int) -> None:
     sums = collecting()
     whole = pushed(1)
     stage(sums, 12)
     sums.forget([12])  # whose memory is used again
     for part in (parts()[first], parts()[1 - first]):
         stage_part(sums, part, whole, grant=10)
-    sums.fold(0, 10)
-    assert (sums.n_folded, sums.n_examples, sums.digest) == (1, 3, 10)
+    sums.commit(0, 10)
+    assert (sums.n_committed, sums.n_examples, sums.digest) == (1, 3, 10)
     np.testing.assert_array_equal(sums.total(), whole)
 
 
@@ -182,8 +182,8 @@ def test_what_no_part_has_is_zero_and_buffers_stay_as_they_are() -> None:
     sums, part, whole = collecting(), parts()[1], pushed(1)
     values = np.concatenate([part.block(whole, k) for k in range(len(part.bounds))])
     buffers = np.arange(16, dtype=np.float32)
-    sums.staging(values, grant=10, n_examples=3, holding=part, buffers=buffers)()
-    sums.fold(0, 10)
+    sums.stage_work(values, grant=10, n_examples=3, shard_slice=part, buffers=buffers)()
+    sums.commit(0, 10)
     total = sums.total()
     assert total is not None
     np.testing.assert_array_equal(total[:64].reshape(8, 8)[:, :3], 0.0)
@@ -191,14 +191,14 @@ def test_what_no_part_has_is_zero_and_buffers_stay_as_they_are() -> None:
     np.testing.assert_array_equal(total[72:], whole[72:])
 
 
-def test_a_part_counts_once_and_none_comes_under_the_grant_of_a_whole() -> None:
+def test_a_part_counts_once_and_none_is_added_to_a_whole_push() -> None:
     sums, (one, other), whole = collecting(), parts(), pushed(1)
     stage_part(sums, one, whole, grant=10)
     values = np.zeros(one.n_elements, np.float32)
-    assert not sums.wants(values, grant=10, holding=one)
+    assert not sums.wants(values, grant=10, shard_slice=one)
     assert not sums.wants(whole, grant=10)
     stage(sums, 11)
-    assert not sums.wants(values, grant=11, holding=one)
+    assert not sums.wants(values, grant=11, shard_slice=one)
     stage_part(sums, other, whole, grant=10)  # the first is there all the same
     sums.check([(0, 10), (1, 11)])
 
@@ -207,9 +207,9 @@ def test_if_one_part_is_refused_so_are_the_others() -> None:
     sums, (one, other), whole = collecting(n_staged_max=1), parts(), pushed(1)
     stage_part(sums, one, whole, grant=10)
     values = np.zeros(one.n_elements, np.float32)
-    assert not sums.wants(values, grant=11, holding=one)  # one too many
+    assert not sums.wants(values, grant=11, shard_slice=one)  # one too many
     sums.forget([10])  # now there would be room
     values = np.zeros(other.n_elements, np.float32)
-    assert not sums.wants(values, grant=11, holding=other)
-    with pytest.raises(RemoteProtocolError, match="grant 11, which this shard does"):
+    assert not sums.wants(values, grant=11, shard_slice=other)
+    with pytest.raises(RemoteProtocolError, match="with token 11: this shard has"):
         sums.check([(0, 11)])

@@ -1,4 +1,4 @@
-"""Rules against torch.optim, against the papers' formulas, and against cuts."""
+"""Update rules against torch.optim, against the papers' formulas, and on several shards."""
 
 import math
 import threading

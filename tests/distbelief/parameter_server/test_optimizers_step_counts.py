@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server import optimizers as module, slices as holdings
+from distbelief.parameter_server import optimizers as module, slices as slice_table
 from distbelief.parameter_server.checkpoint import Resharding
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, StepCounts
@@ -32,9 +32,9 @@ HOLDINGS = (
 )
 
 
-def mask_of(holding: ShardSlice) -> Indices:
+def mask_of(shard_slice: ShardSlice) -> Indices:
     mask = np.zeros(SIZE, np.int64)
-    inner = holding.within(0, SIZE)
+    inner = shard_slice.within(0, SIZE)
     for start, stop in zip(inner.starts, inner.stops, strict=True):
         mask[start:stop] = 1
     return mask
@@ -45,33 +45,33 @@ pushes = st.lists(st.sampled_from(HOLDINGS), max_size=12)
 
 def counted(pushed: list[ShardSlice]) -> tuple[StepCounts, Indices]:
     steps, counts = StepCounts(), np.zeros(SIZE, np.int64)
-    for holding in pushed:
-        steps.add(holding)
-        counts += mask_of(holding)
+    for shard_slice in pushed:
+        steps.add(shard_slice)
+        counts += mask_of(shard_slice)
     return steps, counts
 
 
 @given(pushes, st.sampled_from(HOLDINGS), st.integers(0, SIZE))
 def test_every_element_has_its_own_count(
-    pushed: list[ShardSlice], holding: ShardSlice, stop: int
+    pushed: list[ShardSlice], shard_slice: ShardSlice, stop: int
 ) -> None:
     steps, counts = counted(pushed)
-    inner = holding.within(0, stop)
+    inner = shard_slice.within(0, stop)
     seen = np.full(SIZE, -1)
-    for count, ranges in steps.at(inner, holding=holding):
+    for count, ranges in steps.at(inner, shard_slice=shard_slice):
         for start, end in zip(ranges.starts, ranges.stops, strict=True):
             assert (seen[start:end] == -1).all()
             seen[start:end] = count
-    wanted = np.where(mask_of(holding), counts, -1)
+    wanted = np.where(mask_of(shard_slice), counts, -1)
     wanted[stop:] = -1
     assert seen.tolist() == wanted.tolist()
 
 
 @given(pushes)
-def test_what_is_written_down_is_read_again(pushed: list[ShardSlice]) -> None:
+def test_written_counts_are_read_back(pushed: list[ShardSlice]) -> None:
     steps, _ = counted(pushed)
-    read = StepCounts.read(steps.words(), size=SIZE)
-    assert read.words().tolist() == steps.words().tolist()
+    read = StepCounts.read(steps.to_wire(), size=SIZE)
+    assert read.to_wire().tolist() == steps.to_wire().tolist()
     assert read.n_whole == steps.n_whole == pushed.count(WHOLE)
 
 
@@ -79,25 +79,25 @@ def test_clients_that_hold_the_same_are_counted_together() -> None:
     steps = StepCounts()
     steps.add(held((0, 10)))
     steps.add(held((5, 10), (0, 5)))
-    assert steps.words().tolist() == [0, 0, 2, 1, 0, 10, 10, 1]
+    assert steps.to_wire().tolist() == [0, 0, 2, 1, 0, 10, 10, 1]
 
 
-def test_who_never_pushed_is_not_written_down() -> None:
+def test_clients_that_never_pushed_are_not_written() -> None:
     steps = StepCounts(3)
-    assert steps.know(held((0, 10))) is None
-    assert steps.know(held((0, 10))) is None
-    assert steps.know(WHOLE) is None
-    assert steps.words().tolist() == [3, 0]
+    assert steps.register(held((0, 10))) is None
+    assert steps.register(held((0, 10))) is None
+    assert steps.register(WHOLE) is None
+    assert steps.to_wire().tolist() == [3, 0]
 
 
-def test_there_is_a_bound_to_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_written_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "N_STRIPES_MAX", 1)
     steps = StepCounts()
     steps.add(held((0, 10)))
-    reason = steps.know(held((0, 3)))
+    reason = steps.register(held((0, 3)))
     assert reason is not None
-    assert "takes 2 stripes to write down; the most is 1" in reason
-    assert steps.know(held((0, 10))) is None  # the other one is forgotten again
+    assert "need 2 stripes; the most is 1" in reason
+    assert steps.register(held((0, 10))) is None  # the other one is forgotten again
 
 
 @given(pushes=st.lists(st.tuples(st.integers(0, 1), pushes), max_size=3))
@@ -108,10 +108,10 @@ def test_counts_of_parts_go_along_to_another_number_of_shards(
     two, one = (Layout.of([spec], n_shards=n) for n in (2, 1))
     steps, counts = [StepCounts(7), StepCounts(9)], np.zeros(2 * SIZE, np.int64)
     for shard, pushed in pushes:
-        for holding in pushed:
-            if holding.ranges is not None:
-                steps[shard].add(holding)
-                counts[shard * SIZE : (shard + 1) * SIZE] += mask_of(holding)
+        for shard_slice in pushed:
+            if shard_slice.ranges is not None:
+                steps[shard].add(shard_slice)
+                counts[shard * SIZE : (shard + 1) * SIZE] += mask_of(shard_slice)
 
     def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
         del shard_index, array
@@ -122,8 +122,8 @@ def test_counts_of_parts_go_along_to_another_number_of_shards(
     )
     seen = np.zeros(2 * SIZE, np.int64)
     whole = ShardSlice.whole(one, 0)
-    for count, ranges in content.steps.at(whole.within(0, 2 * SIZE), holding=whole):
-        seen[ranges.marks(np.arange(2 * SIZE + 1))] = count
+    for count, ranges in content.steps.at(whole.within(0, 2 * SIZE), shard_slice=whole):
+        seen[ranges.mask(np.arange(2 * SIZE + 1))] = count
     assert seen.tolist() == (counts + 9).tolist()
 
 
@@ -135,7 +135,7 @@ def test_a_shard_shares_what_its_clients_hold_and_forgets_at_last(
     first = known.get(one)
     assert known.get(one) is first
     assert known.get(None).n_elements == SIZE
-    monkeypatch.setattr(holdings, "_N_KNOWN_MAX", 1)
+    monkeypatch.setattr(slice_table, "_N_KNOWN_MAX", 1)
     assert known.get(other).key != first.key
     assert known.get(one) is not first
 
@@ -147,5 +147,5 @@ def test_a_push_of_several_parts_is_one_push_once_all_are_there() -> None:
     assert steps.n_pushes == 2
     steps.add(second)
     assert steps.n_pushes == 3
-    again = StepCounts.read(steps.words(), size=SIZE)
+    again = StepCounts.read(steps.to_wire(), size=SIZE)
     assert again.n_pushes == 3

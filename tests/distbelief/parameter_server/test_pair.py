@@ -1,6 +1,6 @@
-"""Clients and shards together: the laws of the parameter server, on a small bench.
+"""Clients and shards together: the invariants of the parameter server, on a small bench.
 
-`test_chaos` breaks them at random; `tests/simulation` whole clusters, in virtual time.
+`test_faults` adds random faults; `tests/simulation` runs whole clusters in virtual time.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ def test_shards_with_nothing_on_them_take_part(*, shared: bool) -> None:
 
 @both
 def test_one_client_and_one_shard_are_sequential_sgd(*, shared: bool) -> None:
-    """DB-11: blocking, n_fetch = n_push = 1, one replica: plain SGD, to the bit.
+    """DB-11: blocking, n_fetch = n_push = 1, one replica: plain SGD, exactly.
 
     BatchNorm's statistics, which are buffers, included.
     """
@@ -225,7 +225,7 @@ def test_a_client_without_memory_to_share_and_one_with_push_to_one_shard() -> No
         assert bench.fetch(name)[0].unique().tolist() == [2.0]
 
 
-def test_another_model_is_refused_with_the_mend() -> None:
+def test_another_model_is_refused_with_the_fix() -> None:
     bench = bench_of(layout_of(), shared=True, clients=())
     bench.add_client(layout=layout_of(LARGE))
     with pytest.raises(Exception, match="use the same model and number of shards"):
@@ -284,8 +284,8 @@ def test_acknowledgements_that_are_lost_do_not_apply_a_push_twice() -> None:
     assert bench.counters()["duplicates"] >= 1
 
 
-def test_a_lease_that_runs_out_does_not_end_the_fetch() -> None:
-    """All blocks but the first are lost for longer than a lease lasts."""
+def test_an_expired_pin_does_not_end_the_fetch() -> None:
+    """All blocks but the first are lost for longer than a pin lasts."""
     bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=False))
     bench.lose = lambda _, message: (
         isinstance(message, ParameterBlock) and message.block_index > 0 and bench.now < 14.0
@@ -304,7 +304,7 @@ def test_a_lease_that_runs_out_does_not_end_the_fetch() -> None:
     assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
 
 
-def test_many_readers_share_few_copies() -> None:
+def test_many_readers_share_few_versions() -> None:
     bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=False))
     shard = bench.add_shard(n_copies=2)
     readers = [Address(f"reader-{n}") for n in range(8)]
@@ -320,14 +320,14 @@ def test_many_readers_share_few_copies() -> None:
             tensors = [torch.zeros(300_000).double()]
             outcome = bench.install(tensors, name)
             assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
-    assert shard._service.fetches._leases.n_copies <= 2
+    assert shard._service.fetches._pins.n_copies <= 2
 
 
 # -------------------------------------------------------------------- deaths
 
 
 @both
-def test_a_client_that_dies_and_lives_anew_goes_on(*, shared: bool) -> None:
+def test_a_client_that_restarts_continues(*, shared: bool) -> None:
     bench = bench_of(layout_of(), shared=shared)
     bench.push(samples=32)
     bench.settle()
@@ -342,7 +342,7 @@ def test_a_client_that_dies_and_lives_anew_goes_on(*, shared: bool) -> None:
 
 
 @both
-def test_a_push_that_is_not_whole_dies_with_its_client(*, shared: bool) -> None:
+def test_an_incomplete_push_dies_with_its_client(*, shared: bool) -> None:
     bench = bench_of(layout_of(LARGE), shared=shared)
     bench.lose = lambda _, message: isinstance(message, Push)
     bench.push()
@@ -400,7 +400,7 @@ def test_a_restart_between_two_acknowledgements_of_shards_loses_nothing(*, share
 
 
 @both
-def test_what_a_shard_takes_to_its_grave_unacknowledged_is_applied_by_the_next_life(
+def test_pushes_that_a_dead_shard_did_not_acknowledge_are_applied_by_its_next_incarnation(
     *, shared: bool
 ) -> None:
     """A shard dies with one push applied but not acknowledged, and one that waits."""
@@ -431,8 +431,8 @@ def test_a_shard_that_is_stopped_leaves_its_memory_clean() -> None:
 
 
 @both
-def test_who_was_gone_until_its_slots_were_taken_back_loses_no_push(*, shared: bool) -> None:
-    """A guest that died kept its slots for ever; one that returns needs others."""
+def test_a_client_gone_until_its_push_buffers_are_released_loses_no_push(*, shared: bool) -> None:
+    """A guest that died kept its push buffers for ever; one that returns needs others."""
     bench = bench_of(layout_of(LARGE), shared=shared, clients=())
     patient = ClientConfig(
         pushes=True, silence_seconds_max=1e4, stall_seconds_max=1e4, credit_blocks=4
@@ -458,10 +458,10 @@ def test_who_was_gone_until_its_slots_were_taken_back_loses_no_push(*, shared: b
     bench.deliver(SHARD, PeerLost(peer=CLIENT, incarnation=1, reason="cut off"))
     bench.settle()
     bench.advance(ABSENCE_SECONDS_MAX - 1.0)
-    slots = bench.counters()["slots_bytes"]
+    slots = bench.counters()["push_buffer_bytes"]
     bench.advance(2.0 + shared * ABSENCE_SECONDS_MAX)
     assert slots == 2 * 300_032 * 8
-    assert bench.counters()["slots_bytes"] == 0
+    assert bench.counters()["push_buffer_bytes"] == 0
     if shared:
         with pytest.raises(MemoryGoneError):
             bench.memory.attach("shard-0.1.slots-0")

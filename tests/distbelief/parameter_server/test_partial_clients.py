@@ -98,7 +98,7 @@ class Machines:
 
     def ranges(self, name: Address) -> IndexRanges:
         """Return what this client holds of shard 0."""
-        ranges = self.selection(name).part(0).holding.ranges
+        ranges = self.selection(name).part(0).shard_slice.ranges
         assert ranges is not None
         return ranges
 
@@ -193,7 +193,7 @@ def test_what_a_client_does_not_hold_stays_to_the_bit(rule: UpdateRule, *, share
             machines.push(name, machines.noise(step))
     before = [array.copy() for array in machines.arrays()]
     machines.push(LEFT, machines.noise(9))
-    held = machines.ranges(LEFT).marks(np.arange(len(before[0]) + 1))
+    held = machines.ranges(LEFT).mask(np.arange(len(before[0]) + 1))
     for array, old in zip(machines.arrays(), before, strict=True):
         changed = array != old
         assert changed.any()
@@ -217,7 +217,7 @@ def test_each_element_is_updated_by_its_own_count_of_pushes(rule: UpdateRule) ->
         layout.gather(0, tensors, pushed)
         held = np.ones(n, np.bool_)
         if name != CLIENT:
-            held = machines.ranges(name).marks(np.arange(len(pushed) + 1))[:n]
+            held = machines.ranges(name).mask(np.arange(len(pushed) + 1))[:n]
         after = [array.copy() for array in wanted]
         for count in np.unique(counts[held]):
             copies = [array.copy() for array in wanted]
@@ -291,7 +291,7 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
 def test_a_selection_is_of_the_clients_layout() -> None:
     bench = Bench(layout=layout_of())
     other = PartialView.of(layout_of(n_shards=2), [])
-    with pytest.raises(ValueError, match="the selection is of layout"):
+    with pytest.raises(ValueError, match="the selection has layout"):
         bench.add_client(LEFT, selection=other)
 
 
@@ -311,12 +311,12 @@ def hello_of(machines: Machines, words: list[int]) -> OpenSession:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ([0, 1, 1], "what you hold of it cannot be: 3 numbers of int64"),
-        ([0, 1 << 40, 1 << 40, 1], "is no part of a vector"),
-        ([0, 9, 9, 1, 8, 1, 1, 1], "stripes that overlap"),
+        ([0, 1, 1], "the elements that you hold are invalid: 3 numbers of int64"),
+        ([0, 1 << 40, 1 << 40, 1], "does not fit a vector"),
+        ([0, 9, 9, 1, 8, 1, 1, 1], "stripes overlap"),
     ],
 )
-def test_ranges_that_cannot_be_are_refused_for_good(words: list[int], what: str) -> None:
+def test_invalid_ranges_are_refused_for_good(words: list[int], what: str) -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False, pushers=[])
     machines.bench.add_client(LEFT)
     machines.bench.messages.clear()
@@ -325,26 +325,26 @@ def test_ranges_that_cannot_be_are_refused_for_good(words: list[int], what: str)
         machines.bench.settle()
 
 
-def test_a_client_holds_the_same_as_long_as_it_lives() -> None:
+def test_an_incarnation_of_a_client_cannot_change_its_part() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False)
     machines.bench.send(LEFT, SHARD, hello_of(machines, [0, 9, 9, 1]))
     with pytest.raises(JobError, match="now hold 9 others"):
         machines.bench.settle()
 
 
-def test_a_new_life_may_hold_something_else() -> None:
+def test_a_new_incarnation_may_have_another_part() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False)
     machines.push(LEFT, machines.noise(0))
     machines.add(LEFT, ITEMS[RIGHT])
     assert machines.bench.client(LEFT).ready
 
 
-def test_a_shard_that_would_have_to_write_too_much_down_refuses(
+def test_a_shard_refuses_parts_whose_counts_need_too_much_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 4)
     machines = Machines(SGD(learning_rate=1.0), shared=False, pushers=[LEFT])
-    with pytest.raises(JobError, match="takes 6 stripes to write down; the most is 4"):
+    with pytest.raises(JobError, match="need 6 stripes; the most is 4"):
         machines.add(RIGHT)
     machines.bench.kill(RIGHT)
     machines.add(READER, ITEMS[RIGHT])  # it only fetches: nothing is written down
@@ -367,7 +367,7 @@ def test_counts_of_pushes_outlive_a_shard(rule: UpdateRule, *, shared: bool) -> 
     two.bench.settle()
     (snapshot,) = two.bench.snapshots
     two.bench.add_shard(rule=rule, restored=snapshot)
-    for name in (LEFT, RIGHT, CLIENT):  # each meets the new life
+    for name in (LEFT, RIGHT, CLIENT):  # each meets the new incarnation
         two.bench.deliver(name, PeerJoined(peer=SHARD, incarnation=2))
     two.bench.settle()
     for machines in (one, two):
@@ -424,7 +424,7 @@ def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
         n = machines.layout.n_gradient(0)
         return [float(v) for v in machines.shard()._values.vector[n : n + 5]]
 
-    assert buffers_after(LEFT) == [4.0, 4.0, 0.0, 0.0, 0.0]  # nobody else holds these
+    assert buffers_after(LEFT) == [4.0, 4.0, 0.0, 0.0, 0.0]  # no one else holds these
     machines.add(CLIENT)
     machines.shard()._values.vector[machines.layout.n_gradient(0) :] = 0.0
     assert buffers_after(RIGHT) == [0.0, 0.0, 2.0, 2.0, 2.0]  # two hold them
@@ -485,7 +485,7 @@ def test_what_was_not_put_into_a_draft_is_zero_but_buffers_must_be() -> None:
     machines.push(LEFT, [torch.ones(spec.n_elements) for spec in SPECS])
     draft = client.draft(fetched_clocks=[1])
     draft.put(0, torch.ones(1400))
-    with pytest.raises(LocalProtocolError, match="tensor 0 of 3 was put into"):
+    with pytest.raises(LocalProtocolError, match="tensor 0 of 3 does not exist or is in"):
         draft.put(0, torch.ones(1400))
     with pytest.raises(LocalProtocolError, match="buffer 'm' was not put"):
         draft.finish()

@@ -30,7 +30,7 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, onl
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
 RULE = Adam(learning_rate=0.1)
 HELD: dict[Address, Vector | None] = {
-    name: PartialView.of(LAYOUT, [("w", Region(((0, 2048), columns)))]).part(0).holding.stripes
+    name: PartialView.of(LAYOUT, [("w", Region(((0, 2048), columns)))]).part(0).shard_slice.stripes
     for name, columns in {
         Address("left"): (0, 90),
         Address("middle"): (50, 120),
@@ -70,7 +70,7 @@ class Pair:
                 waiting += [(action.receiver, reply) for reply in replies]
 
     def follow(self) -> None:
-        """Let the second become the leader's copy."""
+        """Let the backup become the primary's copy."""
         self.pump(self.a.lead(2, B))
 
     def push(self, name: Address, seed: int, *, touches: Vector | None = None) -> list[Action]:
@@ -79,14 +79,14 @@ class Pair:
         number = self.a.shard._service.incarnation
         client = self.a.shard._service._clients.get(name)
         assert client is not None
-        n = client.holding.n_elements
+        n = client.shard_slice.n_elements
         values = np.random.default_rng(seed).standard_normal(n)
         if self.shared:
             region = self.a.memory.attach(self.regions[name])
             slots = push_buffer_views(region, n_elements=n, dtype=LAYOUT.dtype)
             slots[sequence % 2][:] = values
         else:
-            for index, (start, stop) in enumerate(client.holding.bounds):
+            for index, (start, stop) in enumerate(client.shard_slice.bounds):
                 block = PushBlock(
                     sequence=sequence,
                     shard_incarnation=number,
@@ -112,11 +112,11 @@ class Pair:
         assert one.vector.tobytes() == other.vector.tobytes()
         for name, vector in one.state.items():
             assert vector.tobytes() == other.state[name].tobytes()
-        assert one.steps.words().tolist() == other.steps.words().tolist()
+        assert one.steps.to_wire().tolist() == other.steps.to_wire().tolist()
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_second_counts_what_each_element_has_met_as_its_leader_does(*, shared: bool) -> None:
+def test_a_backup_counts_pushes_per_element_as_its_primary_does(*, shared: bool) -> None:
     pair = Pair(shared=shared)
     order = [Address(n) for n in ("left", "whole", "left", "middle", "right")]
     for seed, name in enumerate(order[:3]):
@@ -144,20 +144,20 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     moved = np.flatnonzero(pair.a.shard._values.vector != before)
     assert moved.tolist() == list(range(64, 192))
     steps_of = pair.a.shard._values.steps
-    met = steps_of.at(IndexRanges.whole(0, size), holding=ShardSlice.whole(LAYOUT, 0))
+    met = steps_of.at(IndexRanges.whole(0, size), shard_slice=ShardSlice.whole(LAYOUT, 0))
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
 
 # ------------------------------------------------------------------ what is refused
 
 
-def test_who_holds_a_part_cannot_name_what_a_push_changes() -> None:
+def test_a_client_with_a_part_cannot_limit_what_a_push_changes() -> None:
     pair = Pair(shared=False)
     before = pair.a.shard._values.vector.copy()
     actions = pair.push(Address("left"), 0, touches=np.array([0, 64, 64, 1], np.int64))
     refused = only(actions, SessionRefused)
     assert refused.for_good
-    assert "such pushes change all of it" in refused.reason
+    assert "its pushes must change all of them" in refused.reason
     assert np.array_equal(pair.a.shard._values.vector, before)
 
 
@@ -207,48 +207,46 @@ def block(n_elements: int, index: int = 0) -> PushBlock:
     )
 
 
-def test_a_part_that_is_forwarded_changes_that_part() -> None:
+def test_a_replicated_part_changes_that_part() -> None:
     copy = second()
     copy.receive(block(7), A)
     copy.receive(forward([10, 7, 7, 1]), A)
     copy.work()
     assert copy.values.tolist() == [7.0] * 10 + [8.0] * 7 + [7.0] * (N - 17)
     steps = copy.shard._values.steps
-    assert steps.words().tolist() == [5, 0, 1, 1, 10, 7, 7, 1]
+    assert steps.to_wire().tolist() == [5, 0, 1, 1, 10, 7, 7, 1]
 
 
-def test_without_word_of_parts_every_element_has_met_all_pushes() -> None:
+def test_without_counts_of_parts_every_element_has_received_all_pushes() -> None:
     copy = OneCopy(B)
     copy.receive(follow(None), A)
-    assert copy.shard._values.steps.words().tolist() == [5, 0]
+    assert copy.shard._values.steps.to_wire().tolist() == [5, 0]
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ([5], "1 numbers of int64 are no counts"),
-        ([5, 1], "are no counts"),
+        ([5], "1 numbers of int64 are not push counts"),
+        ([5, 1], "are not push counts"),
         ([-1, 0], "-1 pushes"),
-        ([5, 0, 1], "end within a holding"),
-        ([5, 0, 1, 0], "end within a holding"),
-        ([5, 0, 1, -1, 0, 1, 1, 1], "end within a holding"),
-        ([5, 0, 1, 2, 0, 1, 1, 1], "end within a holding"),
-        ([5, 0, 1, 1, N, 1, 1, 1], "is no part of a vector"),
+        ([5, 0, 1], "end in the middle of a part"),
+        ([5, 0, 1, 0], "end in the middle of a part"),
+        ([5, 0, 1, -1, 0, 1, 1, 1], "end in the middle of a part"),
+        ([5, 0, 1, 2, 0, 1, 1, 1], "end in the middle of a part"),
+        ([5, 0, 1, 1, N, 1, 1, 1], "does not fit a vector"),
     ],
 )
-def test_counts_that_cannot_be_are_refused_before_anything_is_given_up(
-    words: list[int], what: str
-) -> None:
+def test_invalid_counts_are_refused_before_anything_is_dropped(words: list[int], what: str) -> None:
     copy = OneCopy(B)
     with pytest.raises(RemoteProtocolError, match=what):
         copy.receive(follow(words), A)
-    assert copy.word == "waiting"
+    assert copy.activity == "waiting"
 
 
-def test_parts_that_cannot_be_are_refused() -> None:
+def test_invalid_parts_are_refused() -> None:
     copy = second()
     copy.receive(block(7), A)
-    with pytest.raises(RemoteProtocolError, match="is no part of a vector"):
+    with pytest.raises(RemoteProtocolError, match="does not fit a vector"):
         copy.receive(forward([N, 1, 1, 1]), A)
     with pytest.raises(RemoteProtocolError, match="7 elements, and its client holds 8"):
         copy.receive(forward([10, 8, 8, 1]), A)
@@ -256,9 +254,11 @@ def test_parts_that_cannot_be_are_refused() -> None:
         second().receive(block(N + 1), A)
 
 
-def test_a_second_writes_no_more_down_than_a_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backup_has_the_same_limit_of_counts_as_a_primary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 1)
     copy = second()
     copy.receive(block(3), A)
-    with pytest.raises(RemoteProtocolError, match="takes 2 stripes to write down"):
+    with pytest.raises(RemoteProtocolError, match="need 2 stripes"):
         copy.receive(forward([0, 1, 1, 1, 9, 2, 2, 1]), A)

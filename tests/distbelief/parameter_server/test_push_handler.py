@@ -1,4 +1,4 @@
-"""Staleness of pushes of parts, against counting element by element."""
+"""Staleness of partial pushes, against a count per element."""
 
 import numpy as np
 import pytest
@@ -22,26 +22,26 @@ ENDS = ShardSlice.of(
 ALL = (WHOLE, LEFT, RIGHT, MIDDLE, ENDS)
 
 
-def elements(holding: ShardSlice) -> frozenset[int]:
-    ranges = holding.within(0, SIZE)
+def elements(shard_slice: ShardSlice) -> frozenset[int]:
+    ranges = shard_slice.within(0, SIZE)
     spans = zip(ranges.starts.tolist(), ranges.stops.tolist(), strict=True)
     return frozenset(i for start, stop in spans for i in range(start, stop))
 
 
 @given(st.lists(st.sampled_from(ALL), max_size=12), st.sampled_from(ALL), st.data())
-def test_a_push_is_as_stale_as_its_elements_have_met_others(
+def test_the_staleness_of_a_push_counts_the_pushes_of_its_elements(
     pushed: list[ShardSlice], mine: ShardSlice, data: st.DataObject
 ) -> None:
     fetched = data.draw(st.integers(0, len(pushed)))
     recent = PartialStaleness()
-    for clock, holding in enumerate(pushed):
-        recent.add(holding, clock=clock)
+    for clock, shard_slice in enumerate(pushed):
+        recent.add(shard_slice, clock=clock)
     since = [each for each in pushed[fetched:] if elements(each) & elements(mine)]
     found = recent.since(mine, fetched_clock=fetched, clock=len(pushed))
     assert found == len(since)
 
 
-def test_one_blocking_replica_of_two_machines_is_never_stale() -> None:
+def test_one_blocking_replica_of_two_ranks_is_never_stale() -> None:
     """It said 0.5: the push of one half made the other half's stale."""
     recent = PartialStaleness()
     for step in range(4):
@@ -63,10 +63,10 @@ def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recent.since(RIGHT, fetched_clock=n, clock=n + 10) == 0
 
 
-def test_ranges_that_touch_do_not_meet() -> None:
+def test_ranges_that_touch_do_not_overlap() -> None:
     one, other = IndexRanges.whole(0, 64), IndexRanges.whole(64, 128)
-    assert not one.meets(other)
-    assert one.meets(IndexRanges.whole(63, 64))
+    assert not one.overlaps(other)
+    assert one.overlaps(IndexRanges.whole(63, 64))
     nothing = IndexRanges.of(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    assert not one.meets(nothing)
-    assert not nothing.meets(one)
+    assert not one.overlaps(nothing)
+    assert not nothing.overlaps(one)

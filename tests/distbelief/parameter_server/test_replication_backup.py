@@ -1,4 +1,4 @@
-"""A second, message by message: what it takes, what it drops, how it comes to lead."""
+"""A backup, message by message: what it accepts, what it drops, how it becomes primary."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def follow(
 
 
 def piece(copy: OneCopy, *, pairing: int = 2, clock: int = 5, size: int = N) -> list[Action]:
-    """Send all that the leader holds: sevens."""
+    """Send all that the primary holds: sevens."""
     values = np.full(size, 7.0)
     message = StateBlock(pairing=pairing, clock=clock, index=0, values=values)
     return copy.receive(message, A)
@@ -111,17 +111,17 @@ def pushed(copy: OneCopy, clock: int, *, watermark: int = 1) -> list[Action]:
 # -------------------------------------------------------------- becoming its equal
 
 
-def test_it_says_nothing_to_clients_until_it_leads_and_then_to_all() -> None:
+def test_it_answers_no_client_until_it_is_primary_and_then_all() -> None:
     copy = OneCopy(B)
-    assert copy.word == "waiting"
+    assert copy.activity == "waiting"
     assert copy.hello() == []
     assert copy.push(1, number=1) == []
     follow(copy, clients=[record_of(), record_of(OTHER)])
     piece(copy)
-    assert copy.word == "following"
+    assert copy.activity == "following"
     assert copy.hello() == []
     actions = copy.lead(3)
-    assert copy.word == "serving"
+    assert copy.activity == "serving"
     welcome = only(actions, SessionOpened)
     assert (welcome.shard_incarnation, welcome.clock) == (3, 5)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (1, 1, 10)
@@ -129,7 +129,7 @@ def test_it_says_nothing_to_clients_until_it_leads_and_then_to_all() -> None:
     assert kinds(actions, OTHER) == ["PrimaryChanged"]
 
 
-def test_with_all_pieces_it_is_whole_and_says_so_to_leader_and_supervisor() -> None:
+def test_with_all_state_blocks_it_reports_in_sync_to_primary_and_supervisor() -> None:
     copy = OneCopy(B)
     credit = only(follow(copy), StateAck)
     assert (credit.pairing, credit.clock, credit.received) == (2, 5, 0)
@@ -143,7 +143,7 @@ def test_with_all_pieces_it_is_whole_and_says_so_to_leader_and_supervisor() -> N
     assert sent(piece(copy), BackupInSync) == []
 
 
-def test_a_piece_of_another_clock_or_out_of_turn_is_dropped() -> None:
+def test_a_state_block_of_another_clock_or_out_of_order_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
     assert only(piece(copy, clock=4), StateAck).received == 0
@@ -152,7 +152,7 @@ def test_a_piece_of_another_clock_or_out_of_turn_is_dropped() -> None:
     assert (copy.values == 0.0).all()
 
 
-def test_a_piece_that_comes_while_a_push_is_applied_is_dropped() -> None:
+def test_a_state_block_that_comes_while_a_push_is_applied_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
     pushed(copy, 5)
@@ -161,14 +161,14 @@ def test_a_piece_that_comes_while_a_push_is_applied_is_dropped() -> None:
     assert only(piece(copy, clock=6), StateAck).received == 1
 
 
-def test_a_piece_of_the_wrong_size_names_both_sizes() -> None:
+def test_a_state_block_of_the_wrong_size_names_both_sizes() -> None:
     copy = OneCopy(B)
     follow(copy)
     with pytest.raises(RemoteProtocolError, match=f"has 64 elements.*not {N} of"):
         piece(copy, size=64)
 
 
-def test_pieces_hold_values_and_state() -> None:
+def test_state_blocks_hold_values_and_state() -> None:
     copy = OneCopy(B, rule=Adagrad(learning_rate=1.0))
     follow(copy)
     n_state = LAYOUT.n_gradient(0)
@@ -196,14 +196,14 @@ def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
     assert not copy.lane
 
 
-def test_a_push_that_waits_is_answered_by_a_sign_of_life() -> None:
+def test_a_waiting_push_is_answered_with_a_sign_of_life() -> None:
     copy = whole_second()
     pushed(copy, 5)
     answer = only(copy.receive(forward(5), A), PushBlockAck)
     assert (answer.sequence, answer.received) == (6, 1)
 
 
-def test_a_push_is_read_from_the_slot_that_the_leader_lent() -> None:
+def test_a_push_is_read_from_the_clients_own_push_buffer() -> None:
     host = HostMemory("here", n_bytes_max=1 << 20)
     leaders, seconds = host.lend(), host.lend()
     region = leaders.create("slots", n_bytes=push_buffer_bytes(N, itemsize=8))
@@ -218,7 +218,7 @@ def test_a_push_is_read_from_the_slot_that_the_leader_lent() -> None:
     assert host.n_bytes == before
 
 
-def test_memory_that_it_cannot_reach_is_asked_for_in_blocks() -> None:
+def test_pushes_in_unreachable_memory_are_requested_in_blocks() -> None:
     copy = whole_second()
     answer = only(copy.receive(forward(5, region="elsewhere"), A), PushBlockAck)
     assert (answer.sequence, answer.received) == (6, 0)
@@ -230,17 +230,17 @@ def test_memory_that_it_cannot_reach_is_asked_for_in_blocks() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_block_that_cannot_be_is_refused(index: int) -> None:
+def test_an_invalid_block_is_refused(index: int) -> None:
     copy = whole_second()
     message = PushBlock(sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1))
     with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
         copy.receive(message, A)
 
 
-# ------------------------------------------------------------------------- pairings
+# ---------------------------------------------------------------------------- terms
 
 
-def test_a_lower_pairing_is_dropped_whatever_it_says() -> None:
+def test_messages_of_a_lower_term_are_dropped() -> None:
     copy = whole_second()
     follow(copy, 4, clock=8)
     late: list[Message] = [
@@ -255,7 +255,7 @@ def test_a_lower_pairing_is_dropped_whatever_it_says() -> None:
     assert copy.counters()["pairing"] == 4
 
 
-def test_a_higher_pairing_begins_anew_once_the_work_under_way_has_ended() -> None:
+def test_a_higher_term_starts_over_once_the_running_work_has_ended() -> None:
     copy = whole_second()
     pushed(copy, 5)
     assert follow(copy, 4, clock=8) == []
@@ -265,19 +265,19 @@ def test_a_higher_pairing_begins_anew_once_the_work_under_way_has_ended() -> Non
     assert only(piece(copy, pairing=4, clock=8), BackupInSync).pairing == 4
 
 
-def test_a_follow_that_is_repeated_changes_nothing_once_a_piece_is_held() -> None:
+def test_a_repeated_start_sync_changes_nothing_once_a_state_block_is_held() -> None:
     copy = whole_second()
     pushed(copy, 5)
     copy.work()
     credit = only(follow(copy), StateAck)
     assert (credit.clock, credit.received) == (6, 1)
-    # Before that the newest counts: the leader has gone on meanwhile.
+    # Before that the newest counts: the primary has gone on meanwhile.
     copy = OneCopy(B)
     follow(copy)
     assert only(follow(copy, clock=9), StateAck).clock == 9
 
 
-def test_a_follow_that_was_overtaken_does_not_undo_what_was_acknowledged() -> None:
+def test_a_late_start_sync_does_not_undo_acknowledged_pushes() -> None:
     copy = OneCopy(B)
     follow(copy, clients=[record_of(watermark=0, applied=0)])
     pushed(copy, 5)
@@ -293,7 +293,7 @@ def test_a_follow_that_was_overtaken_does_not_undo_what_was_acknowledged() -> No
     assert (welcome.clock, welcome.watermark, welcome.applied) == (6, 1, 1)
 
 
-def test_of_two_follows_that_wait_the_later_one_counts() -> None:
+def test_of_two_waiting_start_syncs_the_later_one_counts() -> None:
     copy = OneCopy(B)
     follow(copy)
     pushed(copy, 5)
@@ -302,7 +302,7 @@ def test_of_two_follows_that_wait_the_later_one_counts() -> None:
     assert only(copy.work(), StateAck).clock == 8
 
 
-def test_a_follow_waits_for_the_values_it_begins_with() -> None:
+def test_a_start_sync_waits_for_the_initial_values() -> None:
     copy = OneCopy(B, ready=False)
     assert follow(copy) == []
     assert only(copy.work(), StateAck).received == 0
@@ -311,7 +311,7 @@ def test_a_follow_waits_for_the_values_it_begins_with() -> None:
 # -------------------------------------------------------------------------- leading
 
 
-def test_it_leads_once_all_that_it_has_taken_is_applied_and_no_more() -> None:
+def test_it_becomes_primary_once_all_accepted_pushes_are_applied() -> None:
     copy = whole_second()
     pushed(copy, 5, watermark=1)
     pushed(copy, 6, watermark=2)
@@ -327,8 +327,8 @@ def test_it_leads_once_all_that_it_has_taken_is_applied_and_no_more() -> None:
     assert (welcome.watermark, welcome.applied) == (2, 2)
 
 
-def test_without_a_supervisor_only_who_leads_saves() -> None:
-    """Both copies keep their snapshots in one place, and the leader has everything."""
+def test_without_a_supervisor_only_the_primary_saves() -> None:
+    """Both copies keep their snapshots in one place, and the primary has everything."""
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
     copy = whole_second()
     pushed(copy, 5, watermark=1)
@@ -344,30 +344,30 @@ def test_without_a_supervisor_only_who_leads_saves() -> None:
     assert persist.snapshot.facts["clock"] == "6"
 
 
-def test_who_has_never_followed_leads_with_what_it_began_with() -> None:
+def test_a_copy_that_never_synced_serves_its_first_values() -> None:
     first = OneCopy(A, ready=False)
     assert first.lead(1) == []
     first.work()
-    assert first.word == "serving"
+    assert first.activity == "serving"
     first.receive(SaveCheckpoint(label="1"))
     assert only(first.work(), CheckpointSaved).error is None
     copy = OneCopy(B, restored=first.snapshots[0])
     copy.lead(2)
-    assert copy.word == "serving"
+    assert copy.activity == "serving"
 
 
-def test_a_snapshot_of_a_later_pairing_is_not_led_with() -> None:
+def test_a_snapshot_of_a_later_term_is_not_served() -> None:
     first = OneCopy(A)
     first.lead(7)
     first.receive(SaveCheckpoint(label="1"))
     first.work()
     copy = OneCopy(B, restored=first.snapshots[0])
-    with pytest.raises(StorageError, match="of pairing 7, and it is told to lead as 7"):
+    with pytest.raises(StorageError, match="has term 7, but Promote has term 7"):
         copy.lead(7)
 
 
-def test_where_all_snapshots_are_damaged_a_copy_follows_but_does_not_lead() -> None:
-    """One whose leader lives needs none; without one it would begin anew."""
+def test_with_damaged_snapshots_a_copy_becomes_a_backup_but_not_primary() -> None:
+    """One whose primary lives needs none; without one it would begin anew."""
     copy = OneCopy(B, unrestored="no snapshot of shard-0 is whole")
     follow(copy)
     copy = OneCopy(B, unrestored="no snapshot of shard-0 is whole")
@@ -375,46 +375,46 @@ def test_where_all_snapshots_are_damaged_a_copy_follows_but_does_not_lead() -> N
         copy.lead(3)
 
 
-def test_who_is_not_whole_cannot_lead_and_its_life_is_over() -> None:
+def test_a_backup_that_is_not_in_sync_cannot_become_primary_and_exits() -> None:
     copy = OneCopy(B)
     follow(copy)
-    with pytest.raises(DistBeliefError, match="holds 0 of 1 pieces of what shard-0"):
+    with pytest.raises(DistBeliefError, match="with 0 of 1 state blocks of shard-0"):
         copy.lead(3)
     copy = whole_second()
     pushed(copy, 5)
     follow(copy, 4)
-    with pytest.raises(DistBeliefError, match="told to lead"):
+    with pytest.raises(DistBeliefError, match="cannot become primary"):
         copy.lead(5)
 
 
-def test_after_it_leads_its_former_leader_is_not_heard() -> None:
+def test_a_primary_ignores_its_former_primary() -> None:
     copy = whole_second()
     copy.lead(3)
     for message in (forward(5), block(5), following(2, clock=9)):
         assert copy.receive(message, A) == []
-    with pytest.raises(DistBeliefError, match="leads as pairing 4 where shard-0b led"):
+    with pytest.raises(DistBeliefError, match="primary in term 4 and shard-0b was"):
         follow(copy, 4)
 
 
-def test_a_lead_that_was_overtaken_is_not_obeyed() -> None:
+def test_a_late_promote_is_ignored() -> None:
     copy = whole_second()
     assert copy.lead(2) == []
-    assert copy.word == "following"
+    assert copy.activity == "following"
     copy.lead(5)
     assert copy.lead(4, A) == []
     assert copy.counters()["pairing"] == 5
 
 
-def test_what_was_told_a_former_life_is_not_obeyed() -> None:
-    """Two lives led under one number, and no client could tell them apart."""
+def test_messages_to_a_former_incarnation_are_ignored() -> None:
+    """Two incarnations served in one term, and no client could tell them apart."""
     copy = OneCopy(B, life=3)
     assert copy.lead(6, life=2) == []
     assert copy.counters()["pairing"] == 0
     assert copy.receive(following(6, clock=9, life=2), A) == []
-    assert copy.word == "waiting"
+    assert copy.activity == "waiting"
     # It would have given up the snapshot it began from.
     copy.lead(7)
-    assert copy.word == "serving"
+    assert copy.activity == "serving"
     assert copy.lead(8, A, life=2) == []
     assert copy.counters()["pairing"] == 7
 
@@ -422,7 +422,7 @@ def test_what_was_told_a_former_life_is_not_obeyed() -> None:
 # ------------------------------------------------------------------------ mistakes
 
 
-def test_a_second_that_is_told_to_stop_ends_at_once_and_leaves_nothing() -> None:
+def test_a_backup_exits_on_stop_at_once_and_leaves_nothing() -> None:
     copy = whole_second()
     pushed(copy, 5)
     pushed(copy, 6)
@@ -435,11 +435,11 @@ def test_a_second_that_is_told_to_stop_ends_at_once_and_leaves_nothing() -> None
     assert not copy.memory._regions
 
 
-def test_a_second_that_is_asked_for_a_snapshot_says_whom_to_ask() -> None:
+def test_a_backup_refuses_a_checkpoint_request() -> None:
     copy = whole_second()
     saved = only(copy.receive(SaveCheckpoint(label="1")), CheckpointSaved)
     assert saved.error is not None
-    assert "ask the one that does" in saved.error
+    assert "send the request to the primary" in saved.error
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_a_second_that_is_asked_for_a_snapshot_says_whom_to_ask() -> None:
         PushApplied(sequence=1, shard_incarnation=1, clock=1, staleness=0),
     ],
 )
-def test_a_shard_of_one_copy_hears_nothing_of_all_this(message: Message) -> None:
+def test_a_shard_of_one_copy_gets_no_replication_messages(message: Message) -> None:
     shard = shard_of(LAYOUT, PrivateMemory())
     copy = OneCopy(B)
     copy.shard = shard
@@ -458,7 +458,7 @@ def test_a_shard_of_one_copy_hears_nothing_of_all_this(message: Message) -> None
         copy.receive(message, TEST)
 
 
-def test_answers_meant_for_an_earlier_life_are_dropped() -> None:
+def test_answers_meant_for_an_earlier_incarnation_are_dropped() -> None:
     copy = OneCopy(B)
     credit = StateAck(pairing=1, clock=0, received=1)
     assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]

@@ -1,4 +1,4 @@
-"""A leader with a second, message by message: what it sends, and what it holds."""
+"""A primary with a backup, message by message: what it sends and when it acknowledges."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.replication import (
-    ALONE_SECONDS,
+    REPORT_SECONDS,
     SILENCE_SECONDS,
     STALL_SECONDS,
     TICK_SECONDS,
@@ -39,7 +39,7 @@ def credit(
 
 
 def acknowledge(copy: OneCopy, clock: int, *, pairing: int = 2, life: int = 1) -> list[Action]:
-    """Say that the second has applied the push of that clock."""
+    """Say that the backup has applied the push of that clock."""
     message = PushApplied(
         sequence=clock + 1, shard_incarnation=pairing, clock=clock + 1, staleness=0
     )
@@ -47,7 +47,7 @@ def acknowledge(copy: OneCopy, clock: int, *, pairing: int = 2, life: int = 1) -
 
 
 def leader(*, host: str = "", whole: bool = True) -> OneCopy:
-    """A leader with a client, and a second that answers nothing by itself."""
+    """A primary with a client, and a backup that answers nothing by itself."""
     copy = OneCopy(A, memory=PrivateMemory(host=host) if host else None)
     copy.lead(1)
     copy.hello(host=host)
@@ -66,7 +66,7 @@ def pushed(copy: OneCopy, sequence: int, *, number: int = 1) -> list[Action]:
 # ---------------------------------------------------------------------- building
 
 
-def test_nothing_is_forwarded_and_all_acknowledged_before_the_second_is_there() -> None:
+def test_without_an_answer_of_the_backup_nothing_is_replicated_and_all_is_acknowledged() -> None:
     copy = OneCopy(A)
     copy.lead(1)
     copy.hello()
@@ -97,14 +97,14 @@ def test_a_window_waits_for_the_push_that_is_being_applied() -> None:
     assert sent(credit(copy, 0), StateBlock) == []
     actions = copy.work()
     assert only(actions, StateBlock).clock == 1
-    assert only(actions, PushApplied).sequence == 1  # it was not forwarded
+    assert only(actions, PushApplied).sequence == 1  # it was not replicated
 
 
 def test_between_two_windows_one_push_is_applied_at_the_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distbelief.core.vectors.BLOCK_BYTES", 512)
-    monkeypatch.setattr("distbelief.parameter_server.replication.WINDOW_PIECES", 1)
+    monkeypatch.setattr("distbelief.parameter_server.replication.WINDOW_STATE_BLOCKS", 1)
     copy = leader(whole=False)
     assert N == 192
     actions = credit(copy, 0)
@@ -120,13 +120,13 @@ def test_between_two_windows_one_push_is_applied_at_the_most(
     assert len(copy.lane) == 1
 
 
-def test_a_window_that_is_lost_is_sent_again_from_where_the_second_is() -> None:
+def test_a_lost_window_is_sent_again_from_where_the_backup_is() -> None:
     copy = leader(whole=False)
     credit(copy, 0)
     assert kinds(copy.wait(TICK_SECONDS), B) == ["StartSync", "StartSync", "StateBlock"]
 
 
-# ----------------------------------------------------------------------- forwarding
+# ---------------------------------------------------------------------- replicating
 
 
 def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
@@ -146,7 +146,7 @@ def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
         assert (told.sequence, told.shard_incarnation, told.clock) == (1, 1, 1)
 
 
-def test_what_is_held_nobody_is_told_of() -> None:
+def test_unconfirmed_pushes_are_reported_to_no_client() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
@@ -163,8 +163,8 @@ def test_what_is_held_nobody_is_told_of() -> None:
     assert only(acknowledge(copy, 1), PushApplied).sequence == 2
 
 
-def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
-    """Its slot is not lent again, and the client does not take the shard for dead."""
+def test_a_block_of_an_unconfirmed_push_is_answered_with_a_sign_of_life() -> None:
+    """Its push buffer is not lent again, and the client does not take the shard for dead."""
     copy = leader()
     pushed(copy, 1)
     copy.work()
@@ -177,21 +177,21 @@ def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
     assert only(acknowledge(copy, 0), PushApplied).sequence == 1
 
 
-def test_who_is_gone_keeps_its_slots_until_nothing_of_it_is_held() -> None:
-    """The second may still read them: it would apply what another client put there."""
+def test_an_absent_client_keeps_its_buffers_while_a_push_is_unconfirmed() -> None:
+    """The backup may still read them: it would apply what another client put there."""
     copy = leader()
     pushed(copy, 1)
     copy.work()
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
     copy._note(copy.shard.handle(lost, copy.now))
     copy.wait(ABSENCE_SECONDS_MAX + 1.0)
-    assert copy.counters()["slots_bytes"] > 0
+    assert copy.counters()["push_buffer_bytes"] > 0
     acknowledge(copy, 0)
     copy.wait(ABSENCE_SECONDS_MAX + 1.0)
-    assert copy.counters()["slots_bytes"] == 0
+    assert copy.counters()["push_buffer_bytes"] == 0
 
 
-def test_a_new_life_of_a_client_waits_until_nothing_of_the_old_one_is_held() -> None:
+def test_a_new_incarnation_of_a_client_waits_while_a_push_of_the_old_one_is_unconfirmed() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
@@ -200,7 +200,7 @@ def test_a_new_life_of_a_client_waits_until_nothing_of_the_old_one_is_held() -> 
     assert (welcome.watermark, welcome.applied, welcome.samples) == (99, 0, 10)
 
 
-def test_a_slot_in_shared_memory_is_named_and_left_alone_while_it_is_held() -> None:
+def test_a_shared_push_buffer_is_named_and_unchanged_while_unconfirmed() -> None:
     copy = leader(host="here")
     region = only(copy.hello(host="here"), SessionOpened).slots_region
     assert region == "shard-0.1.slots-0"
@@ -212,7 +212,7 @@ def test_a_slot_in_shared_memory_is_named_and_left_alone_while_it_is_held() -> N
     assert (forward.slots_region, forward.slot) == (region, 1)
     copy.work()
     assert (slots[1] == -1.0).all()
-    # The second cannot reach it.
+    # The backup cannot reach it.
     answer = PushBlockAck(sequence=1, shard_incarnation=2, received=0)
     assert kinds(copy.receive(answer, B), B) == ["PushBlock", "ReplicatePush"]
     acknowledge(copy, 0)
@@ -220,14 +220,14 @@ def test_a_slot_in_shared_memory_is_named_and_left_alone_while_it_is_held() -> N
     assert kinds(copy.said(2, number=1), B) == ["PushBlock", "ReplicatePush"]
 
 
-def test_blocks_go_out_as_far_as_the_second_has_taken_them() -> None:
+def test_blocks_go_out_within_the_window_of_the_backup() -> None:
     copy = OneCopy(A, layout=layout_of(LARGE))
     copy.lead(1)
     copy.hello()
     copy.lead(2, B)
-    n_pieces = copy.shard._values.n_pieces
+    n_state_blocks = copy.shard._values.n_state_blocks
     credit(copy, 0)
-    credit(copy, n_pieces)
+    credit(copy, n_state_blocks)
     actions = pushed(copy, 1)
     assert kinds(actions, B) == ["PushBlock"] * 3 + ["ReplicatePush"]
     taken = PushBlockAck(sequence=1, shard_incarnation=2, received=2)
@@ -237,7 +237,7 @@ def test_blocks_go_out_as_far_as_the_second_has_taken_them() -> None:
     assert kinds(again, B)[:2] == ["PushBlock", "ReplicatePush"]
 
 
-def test_words_of_others_and_of_other_pairings_mean_nothing() -> None:
+def test_messages_of_others_and_of_other_terms_are_ignored() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
@@ -253,7 +253,7 @@ def test_words_of_others_and_of_other_pairings_mean_nothing() -> None:
     assert kinds(acknowledge(copy, 0), CLIENT) == ["PushApplied"]
 
 
-def test_only_the_life_of_the_second_that_was_named_is_its_second() -> None:
+def test_only_the_named_incarnation_of_the_backup_counts() -> None:
     copy = leader(whole=False)
     assert credit(copy, 0, life=2) == []
     assert sent(pushed(copy, 1), ReplicatePush) == []
@@ -266,14 +266,14 @@ def test_only_the_life_of_the_second_that_was_named_is_its_second() -> None:
 # -------------------------------------------------------------------------- silence
 
 
-def test_a_silent_second_is_asked_again_and_then_complained_of() -> None:
+def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
     actions = copy.wait(SILENCE_SECONDS - 0.01)
     assert len(sent(actions, ReplicatePush)) >= 2
     assert sent(actions, BackupUnresponsive) == []
-    actions = copy.wait(2 * ALONE_SECONDS)
+    actions = copy.wait(2 * REPORT_SECONDS)
     assert [alone.pairing for alone in sent(actions, BackupUnresponsive)] == [2, 2]
     assert kinds(actions, SUPERVISOR) == ["BackupUnresponsive", "BackupUnresponsive"]
     assert kinds(actions, CLIENT) == []  # until the supervisor says so
@@ -283,7 +283,7 @@ def test_a_silent_second_is_asked_again_and_then_complained_of() -> None:
     assert copy.wait(60.0) == []
 
 
-def test_a_second_that_only_says_that_it_lives_is_let_go_in_the_end() -> None:
+def test_a_backup_without_progress_is_reported_in_the_end() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
@@ -296,7 +296,7 @@ def test_a_second_that_only_says_that_it_lives_is_let_go_in_the_end() -> None:
     assert n_alone
 
 
-def test_a_leader_that_stood_still_itself_complains_of_nobody() -> None:
+def test_a_primary_that_was_paused_reports_nobody() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
@@ -304,7 +304,7 @@ def test_a_leader_that_stood_still_itself_complains_of_nobody() -> None:
     assert sent(copy.wait(0.0), BackupUnresponsive) == []
 
 
-def test_a_later_lead_lets_go_of_the_second_and_one_that_is_late_does_nothing() -> None:
+def test_a_later_promote_drops_the_backup_and_a_late_one_does_nothing() -> None:
     copy = leader()
     pushed(copy, 1)  # being applied
     pushed(copy, 2)
@@ -320,7 +320,7 @@ def test_a_later_lead_lets_go_of_the_second_and_one_that_is_late_does_nothing() 
     assert only(copy.hello(), SessionOpened).shard_incarnation == 1  # as it began to lead
 
 
-def test_who_is_told_to_stop_does_not_wait_for_its_second() -> None:
+def test_a_stopping_primary_does_not_wait_for_its_backup() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
@@ -329,7 +329,7 @@ def test_who_is_told_to_stop_does_not_wait_for_its_second() -> None:
     assert isinstance(actions[-1], Exit)
 
 
-def test_the_second_averages_buffers_over_as_many_clients() -> None:
+def test_the_backup_averages_buffers_over_as_many_clients() -> None:
     copy = leader()
     copy.hello(sender=OTHER)
     assert only(pushed(copy, 1), ReplicatePush).n_pushing == 2

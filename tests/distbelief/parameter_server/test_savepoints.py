@@ -1,4 +1,4 @@
-"""Cuts of one shard: marked, changed after, recalled."""
+"""Savepoints of one shard: created, changed afterwards, restored."""
 
 import numpy as np
 import pytest
@@ -24,18 +24,18 @@ class Shard:
         self.cuts = Savepoints(self.algebra, base_clock=7)
 
     def begin(self) -> "Shard":
-        self.cuts.recall(0, whole=False, values=lambda: np.ones(64))
+        self.cuts.return_to(0, whole=False, values=lambda: np.ones(64))
         return self
 
     def do(self, *commands: Command) -> None:
-        self.cuts.touch(targets(commands))
+        self.cuts.copy_before_write(targets(commands))
         self.algebra.perform(commands)
 
     def mark(self, cut: int, *names: str, settled: int = 0) -> None:
         self.cuts.mark(Savepoint(cut=cut, vectors=names), settled=settled)
 
-    def recall(self, cut: int, *, whole: bool) -> None:
-        self.cuts.recall(cut, whole=whole, values=lambda: np.ones(64))
+    def return_to(self, cut: int, *, whole: bool) -> None:
+        self.cuts.return_to(cut, whole=whole, values=lambda: np.ones(64))
 
     def at(self, name: str) -> float:
         return float(self.algebra.export((name,))[name][0])
@@ -45,7 +45,7 @@ class Shard:
         return [(record.cut, record.whole) for record in self.cuts.records()]
 
 
-def test_before_the_first_order_there_is_cut_0_at_its_clock() -> None:
+def test_before_the_first_command_there_is_savepoint_0() -> None:
     shard = Shard()
     (record,) = shard.cuts.records()
     assert (record.cut, record.whole, record.clock) == (0, False, 7)
@@ -54,48 +54,48 @@ def test_before_the_first_order_there_is_cut_0_at_its_clock() -> None:
     assert shard.at(PARAMETERS) == 1.0
 
 
-def test_a_cut_holds_its_vectors_as_they_were_and_no_others() -> None:
+def test_a_savepoint_keeps_its_vectors_as_they_were_and_no_others() -> None:
     shard = Shard().begin()
     shard.do(Fill(target="s0", a=3.0))
     shard.mark(5, PARAMETERS, "s0")
     shard.do(Axpy(target=PARAMETERS, a=2.0, x="s0"), Fill(target="s0", a=9.0))
     shard.do(Fill(target="trial", a=4.0), Drop(names=("s0",)))
-    shard.recall(5, whole=True)
+    shard.return_to(5, whole=True)
     assert shard.algebra.names() == (PARAMETERS, "s0")
     assert (shard.at(PARAMETERS), shard.at("s0")) == (1.0, 3.0)
     shard.do(Fill(target="s0", a=9.0))
-    shard.recall(5, whole=True)  # again
+    shard.return_to(5, whole=True)  # once more
     assert shard.at("s0") == 3.0
 
 
-def test_two_cuts_are_held_until_the_newer_is_settled() -> None:
+def test_two_savepoints_are_kept_until_the_newer_is_settled() -> None:
     shard = Shard().begin()
     shard.mark(5, PARAMETERS)
     shard.do(Fill(target=PARAMETERS, a=2.0))
     shard.mark(6, PARAMETERS, settled=4)
     shard.do(Fill(target=PARAMETERS, a=3.0))
     assert shard.held == [(5, True), (6, True), (0, False)]
-    with pytest.raises(RemoteProtocolError, match="cut 7 is marked while 2 others"):
+    with pytest.raises(RemoteProtocolError, match="cannot create savepoint 7 while 2 others"):
         shard.mark(7, PARAMETERS, settled=5)
     shard.mark(7, PARAMETERS, settled=6)
     assert shard.held == [(6, True), (7, True), (0, False)]
-    shard.recall(6, whole=False)
+    shard.return_to(6, whole=False)
     assert shard.at(PARAMETERS) == 2.0
     assert shard.held == [(0, False)]
 
 
-def test_a_mark_names_what_is_there() -> None:
+def test_a_savepoint_names_existing_vectors() -> None:
     with pytest.raises(RemoteProtocolError, match=r"names vectors \['s0'\]"):
         Shard().begin().mark(5, PARAMETERS, "s0")
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_is_not_held_cannot_be_recalled(whole: bool) -> None:  # noqa: FBT001 -- a case
-    with pytest.raises(RemoteProtocolError, match="cut 3 is not here"):
-        Shard().begin().recall(3, whole=whole)
+def test_an_unknown_savepoint_cannot_be_restored(whole: bool) -> None:  # noqa: FBT001 -- a case
+    with pytest.raises(RemoteProtocolError, match="no savepoint 3 here"):
+        Shard().begin().return_to(3, whole=whole)
 
 
-def test_cut_0_can_be_recalled_until_all_have_one_on_disk() -> None:
+def test_savepoint_0_exists_until_all_shards_have_one_on_disk() -> None:
     shard = Shard().begin()
     shard.do(Fill(target=PARAMETERS, a=2.0))
     shard.mark(5, PARAMETERS)
@@ -106,7 +106,7 @@ def test_cut_0_can_be_recalled_until_all_have_one_on_disk() -> None:
     assert shard.held == [(5, True), (5, False)]
 
 
-def test_no_more_than_three_points_are_kept() -> None:
+def test_at_most_three_savepoints_are_kept() -> None:
     """The oldest may be all that another shard has."""
     shard = Shard().begin()
     for cut in (5, 6, 7):
@@ -114,7 +114,7 @@ def test_no_more_than_three_points_are_kept() -> None:
         shard.do(Fill(target=PARAMETERS, a=float(cut)))
         shard.cuts.on_disk(cut)
     assert [cut for cut, whole in shard.held if not whole] == [0, 6, 7]
-    shard.recall(0, whole=False)
+    shard.return_to(0, whole=False)
     assert shard.at(PARAMETERS) == 1.0
 
 
@@ -124,11 +124,11 @@ def test_no_more_than_three_points_are_kept() -> None:
 PLAIN = Snapshot(label="3", arrays={"values": np.ones(64)}, facts={"clock": "3"})
 
 
-def test_a_saved_cut_comes_back_bit_for_bit() -> None:
+def test_a_saved_savepoint_comes_back_bit_for_bit() -> None:
     shard = Shard().begin()
     shard.do(Fill(target="s0", a=0.1))
     shard.mark(5, PARAMETERS, "s0")
-    shard.cuts.check_present(5)
+    shard.cuts.check_current(5)
     saved = shard.cuts.extend(PLAIN, cut=5)
     plain, cut = split(saved)
     assert cut is not None
@@ -140,7 +140,7 @@ def test_a_saved_cut_comes_back_bit_for_bit() -> None:
     assert (other.at(PARAMETERS), other.at("s0")) == (1.0, 0.1)
 
 
-def test_a_saved_cut_holds_what_all_shards_share_besides() -> None:
+def test_a_saved_savepoint_includes_the_one_that_all_shards_have() -> None:
     """Two shards died around a save that one of them had finished (seed 4642).
 
     The one was at the cut it had just saved, the other, whose save was torn, where the
@@ -154,7 +154,7 @@ def test_a_saved_cut_holds_what_all_shards_share_besides() -> None:
     other = Shard()
     other.cuts.restore(first)
     assert [(r.cut, r.clock) for r in other.cuts.records()] == [(5, 0), (0, 7), (5, 0)]
-    other.recall(0, whole=False)
+    other.return_to(0, whole=False)
     assert other.at(PARAMETERS) == 1.0
 
     shard.cuts.on_disk(5)
@@ -170,11 +170,11 @@ def test_a_saved_cut_holds_what_all_shards_share_besides() -> None:
     assert second is not None
     other.cuts.restore(second)
     assert other.held == [(8, True), (5, False), (8, False)]
-    other.recall(5, whole=False)
+    other.return_to(5, whole=False)
     assert other.at(PARAMETERS) == 2.0
 
 
-def test_the_cut_that_all_share_is_not_saved_twice() -> None:
+def test_the_common_savepoint_is_not_saved_twice() -> None:
     shard = Shard().begin()
     shard.mark(5, PARAMETERS)
     shard.cuts.on_disk(5)
@@ -183,17 +183,17 @@ def test_the_cut_that_all_share_is_not_saved_twice() -> None:
     assert sorted(again.arrays) == ["values", "vector.parameters"]
 
 
-def test_only_the_present_can_be_saved() -> None:
+def test_only_the_current_savepoint_can_be_saved() -> None:
     shard = Shard().begin()
-    with pytest.raises(RemoteProtocolError, match="is not the present"):
-        shard.cuts.check_present(5)
+    with pytest.raises(RemoteProtocolError, match="vectors have changed since"):
+        shard.cuts.check_current(5)
     shard.mark(5, PARAMETERS)
     shard.do(Copy(target="s0", x=PARAMETERS), Fill(target=PARAMETERS, a=2.0))
-    with pytest.raises(RemoteProtocolError, match="cut 5 is to be saved"):
-        shard.cuts.check_present(5)
+    with pytest.raises(RemoteProtocolError, match="cannot save savepoint 5"):
+        shard.cuts.check_current(5)
 
 
-def test_a_snapshot_without_a_cut_is_the_shards_alone() -> None:
+def test_a_snapshot_without_a_savepoint_has_the_shards_own_state() -> None:
     assert split(PLAIN) == (PLAIN, None)
 
 

@@ -1,4 +1,4 @@
-"""The two slots of one client: which pushes there is room for."""
+"""The two push buffers of one session: which pushes they have room for."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from distbelief.protocol import Push
 from distbelief.roles.role import Address
 
 
-def client(*, watermark: int, n_held: int) -> Session:
-    slots = (PushBuffer(np.zeros(4, np.float32)), PushBuffer(np.zeros(4, np.float32)))
+def client(*, watermark: int, n_unconfirmed: int) -> Session:
+    push_buffers = (PushBuffer(np.zeros(4, np.float32)), PushBuffer(np.zeros(4, np.float32)))
     return Session(
         name=Address("replica-0"),
         incarnation=1,
         watermark=watermark,
-        n_held=n_held,
-        slots=slots,
+        n_unconfirmed=n_unconfirmed,
+        push_buffers=push_buffers,
         region="shared",
     )
 
@@ -38,20 +38,21 @@ def room(client: Session) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("watermark", "n_held", "taken"), [(3, 0, [4, 5]), (3, 1, [4]), (3, 2, []), (0, 0, [1, 2])]
+    ("watermark", "n_unconfirmed", "taken"),
+    [(3, 0, [4, 5]), (3, 1, [4]), (3, 2, []), (0, 0, [1, 2])],
 )
-def test_a_push_that_is_held_keeps_its_slot_and_is_not_taken_again(
-    watermark: int, n_held: int, taken: list[int]
+def test_a_push_that_is_not_replicated_keeps_its_buffer_and_is_not_taken_again(
+    watermark: int, n_unconfirmed: int, taken: list[int]
 ) -> None:
-    """With the watermark that the client was told of in place of the true one, a push
-    that is applied, and held for the second copy, would be taken once more; the other
-    way round a later push would overwrite what the second copy still reads.
+    """With the confirmed watermark instead of the true one, a push that waits for the backup
+    would be accepted twice. The other way round, a later push would overwrite what the
+    backup still reads.
     """
-    assert room(client(watermark=watermark, n_held=n_held)) == taken
+    assert room(client(watermark=watermark, n_unconfirmed=n_unconfirmed)) == taken
 
 
-def test_the_next_to_be_applied_follows_the_last_applied_not_the_last_told() -> None:
-    one = client(watermark=3, n_held=1)
+def test_the_next_push_follows_the_last_applied_not_the_last_confirmed() -> None:
+    one = client(watermark=3, n_unconfirmed=1)
     one.take_push(push(4))
     complete = one.next_complete()
     assert complete is not None

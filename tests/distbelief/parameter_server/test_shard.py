@@ -73,7 +73,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Alone:
-    """A shard alone on the bench: the test plays everybody else."""
+    """A shard alone on a bench: the test plays all its peers."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Alone:
         ready: bool = True,
         n_copies: int = 2,
         n_clients_max: int = 4096,
-        lease_seconds_max: Seconds = 10.0,
+        pin_seconds_max: Seconds = 10.0,
         initialise: Callable[[], Vector] | None = None,
         restored: Snapshot | None = None,
         incarnation: int = 1,
@@ -96,7 +96,7 @@ class Alone:
             self.memory,
             n_copies=n_copies,
             n_clients_max=n_clients_max,
-            lease_seconds_max=lease_seconds_max,
+            pin_seconds_max=pin_seconds_max,
             initialise=initialise,
         )
         self.incarnation = incarnation
@@ -229,7 +229,7 @@ def indices(actions: Sequence[Action]) -> list[int]:
     ("changes", "message"),
     [
         ({"index": 1}, "index is 1; the layout has 1 shards"),
-        ({"lease_seconds_max": 0.0}, "lease_seconds_max is 0.0; use more than 0"),
+        ({"pin_seconds_max": 0.0}, "pin_seconds_max is 0.0; use more than 0"),
         ({"absence_seconds_max": 0.0}, "absence_seconds_max is 0.0; use more than 0"),
         ({"n_copies": 0}, "n_copies is 0; use at least 1"),
         ({"n_clients_max": 0}, "n_clients_max is 0"),
@@ -244,7 +244,7 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], mess
 # -------------------------------------------------------------------- beginning
 
 
-def test_a_hello_that_comes_early_is_answered_when_the_values_are_there() -> None:
+def test_an_early_open_session_is_answered_when_the_values_are_there() -> None:
     alone = Alone(ready=False)
     assert alone.shard.status()[0] == "starting"
     refused = only(alone.hello(), SessionRefused)
@@ -255,7 +255,7 @@ def test_a_hello_that_comes_early_is_answered_when_the_values_are_there() -> Non
     assert alone.shard.status()[0] == "serving"
 
 
-def test_of_two_early_hellos_of_one_client_the_younger_life_is_welcomed() -> None:
+def test_of_two_early_open_sessions_the_newer_incarnation_counts() -> None:
     alone = Alone(ready=False)
     alone.hello(life=2)
     alone.hello(life=1)
@@ -264,7 +264,7 @@ def test_of_two_early_hellos_of_one_client_the_younger_life_is_welcomed() -> Non
     assert alone.push(1, life=1) == []
 
 
-def test_early_hellos_are_held_for_so_many_clients_only() -> None:
+def test_early_open_sessions_are_deferred_for_a_limited_number_of_clients() -> None:
     alone = Alone(ready=False, n_clients_max=1)
     alone.hello()
     only(alone.hello(OTHER), SessionRefused)
@@ -277,7 +277,7 @@ def test_initial_values_of_the_wrong_size_name_both_sizes() -> None:
         alone.work(alone.started)
 
 
-def test_where_all_snapshots_are_damaged_a_restarted_shard_does_not_begin_anew() -> None:
+def test_with_damaged_snapshots_a_restarted_shard_does_not_start_over() -> None:
     """It came back with its initial values, and the job went on training those."""
     shard = shard_of(LAYOUT, PrivateMemory())
     started = Started(incarnation=2, unrestored="no snapshot of shard-0 is whole")
@@ -292,9 +292,9 @@ def test_work_that_fails_ends_the_role() -> None:
         alone.shard.handle(Computed(name="initialise", error=error), 0.0)
 
 
-def test_an_answer_to_work_never_asked_for_is_a_bug() -> None:
+def test_a_result_of_unknown_work_is_a_bug() -> None:
     alone = Alone()
-    with pytest.raises(AssertionError, match="was not asked for"):
+    with pytest.raises(AssertionError, match="unexpected result of apply"):
         alone.shard.handle(Computed(name="apply"), 0.0)
 
 
@@ -323,7 +323,7 @@ def test_without_room_for_shared_values_clients_are_served_by_blocks() -> None:
     (welcome,) = sent(actions, SessionOpened)
     assert (welcome.parameters_region, welcome.slots_region) == ("", "")
     (report,) = [a for a in actions if isinstance(a, Report)]
-    assert "has to push by messages: no room" in report.text
+    assert "pushes by messages, not shared memory: no room" in report.text
     assert sent(alone.work_all(alone.push(1)), PushApplied)
 
 
@@ -335,7 +335,7 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     assert (welcome.parameters_region, welcome.slots_region) == ("", "")
 
 
-# -------------------------------------------------------------------- handshake
+# ---------------------------------------------------------------------- session
 
 
 def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
@@ -353,10 +353,10 @@ def test_no_more_clients_are_known_than_allowed() -> None:
     refused = only(alone.hello(OTHER), SessionRefused)
     assert refused.for_good
     assert "n_clients_max" in refused.reason
-    only(alone.hello(life=2), SessionOpened)  # a new life is not a new client
+    only(alone.hello(life=2), SessionOpened)  # a new incarnation is not a new client
 
 
-def test_who_is_gone_for_long_makes_room_where_all_are_known_that_may_be() -> None:
+def test_an_absent_client_makes_room_when_the_table_is_full() -> None:
     """After 4,096 loops, however short, a standing server served no other."""
     alone = Alone(n_clients_max=1)
     alone.hello()
@@ -383,38 +383,38 @@ def test_clients_of_the_same_host_are_lent_shared_memory_and_others_none() -> No
     assert reader.slots_region == ""
 
 
-def test_hello_again_changes_nothing() -> None:
+def test_a_repeated_open_session_changes_nothing() -> None:
     alone = Alone()
     first = only(alone.hello(host="here"), SessionOpened)
     again = only(alone.hello(host="here"), SessionOpened)
     assert first.slots_region == again.slots_region
 
 
-def test_a_client_that_cannot_reach_its_slots_gets_others() -> None:
+def test_a_client_that_cannot_attach_its_push_buffers_gets_others() -> None:
     alone = Alone()
     first = only(alone.hello(host="here"), SessionOpened)
     only(alone.hello(host=""), SessionOpened)
     with pytest.raises(Exception, match="no region"):
         alone.memory.attach(first.slots_region)
-    # A late copy of its first Hello does not take them away again.
+    # A late copy of its first OpenSession does not take them away again.
     assert only(alone.hello(host="here"), SessionOpened).slots_region == ""
     assert sent(alone.work_all(alone.push(1)), PushApplied)
 
 
-def test_a_new_life_begins_anew_but_keeps_its_samples() -> None:
+def test_a_new_incarnation_starts_over_but_keeps_its_samples() -> None:
     alone = Alone()
     first = only(alone.hello(host="here"), SessionOpened)
     alone.work(alone.receive(said(1, samples=32)))
     welcome = only(alone.hello(host="here", life=2, next_sequence=7), SessionOpened)
     assert (welcome.samples, welcome.watermark, welcome.applied) == (32, 6, 0)
     assert welcome.slots_region != first.slots_region
-    assert alone.receive(said(2), life=1) == []  # the old life is not heard
+    assert alone.receive(said(2), life=1) == []  # the old incarnation is not heard
     assert alone.receive(said(2), life=1) == []  # it says it again: one push
     assert alone.hello(life=1) == []
     assert alone.counters()["pushes_refused"] == 1
 
 
-def test_a_complete_push_of_an_older_life_is_never_applied() -> None:
+def test_a_complete_push_of_an_older_incarnation_is_never_applied() -> None:
     alone = Alone()
     alone.hello()
     alone.hello(OTHER)
@@ -426,7 +426,7 @@ def test_a_complete_push_of_an_older_life_is_never_applied() -> None:
     assert alone.counters()["clock"] == 1
 
 
-def test_a_new_life_that_only_reads_does_not_apply_the_last_ones_push() -> None:
+def test_a_new_incarnation_that_only_reads_does_not_apply_the_former_ones_push() -> None:
     alone = Alone()
     alone.hello()
     alone.hello(OTHER)
@@ -437,7 +437,7 @@ def test_a_new_life_that_only_reads_does_not_apply_the_last_ones_push() -> None:
     assert not any(isinstance(a, Compute) for a in actions)
 
 
-def test_a_new_life_waits_until_the_push_of_the_last_one_is_applied() -> None:
+def test_a_new_incarnation_waits_until_the_push_of_the_former_one_is_applied() -> None:
     alone = Alone()
     alone.hello(host="here")
     applying = alone.receive(said(1, samples=8))
@@ -450,7 +450,7 @@ def test_a_new_life_waits_until_the_push_of_the_last_one_is_applied() -> None:
     assert (welcome.samples, welcome.applied) == (8, 0)
 
 
-def test_a_repeated_hello_does_not_wait_for_the_clients_own_push() -> None:
+def test_a_repeated_open_session_does_not_wait_for_the_clients_own_push() -> None:
     alone = Alone()
     alone.hello()
     alone.push(1)
@@ -459,13 +459,13 @@ def test_a_repeated_hello_does_not_wait_for_the_clients_own_push() -> None:
 
 
 @pytest.mark.parametrize("message", [fetch(), credit(0), said(1)])
-def test_strangers_are_asked_to_say_hello(message: Message) -> None:
+def test_unknown_clients_must_open_a_session(message: Message) -> None:
     refused = only(Alone().receive(message), SessionRefused)
     assert not refused.for_good
-    assert "say OpenSession first" in refused.reason
+    assert "open a session first" in refused.reason
 
 
-def test_messages_for_another_life_of_the_shard_are_put_off() -> None:
+def test_messages_for_another_incarnation_of_the_shard_are_refused() -> None:
     alone = Alone(incarnation=2)
     alone.hello()
     assert not only(alone.receive(said(1)), SessionRefused).for_good
@@ -499,7 +499,7 @@ def test_a_push_sent_again_before_it_is_applied_is_a_sign_of_life() -> None:
     assert alone.counters()["clock"] == 1
 
 
-def test_the_later_push_waits_in_its_slot() -> None:
+def test_the_later_push_waits_in_its_buffer() -> None:
     alone = Alone()
     alone.hello()
     assert alone.push(2) == []
@@ -546,10 +546,10 @@ def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
     assert alone.counters()["staleness_max"] == 1
 
 
-def test_nobody_fetched_at_a_clock_to_come() -> None:
+def test_a_fetched_clock_in_the_future_is_refused() -> None:
     alone = Alone()
     alone.hello()
-    with pytest.raises(RemoteProtocolError, match="at clock 5; the shard has come to"):
+    with pytest.raises(RemoteProtocolError, match="fetched_clock 5; the shard's clock is"):
         alone.receive(said(1, fetched_clock=5))
 
 
@@ -561,20 +561,22 @@ def test_nobody_fetched_at_a_clock_to_come() -> None:
         (block(1, 0, np.ones(N, np.float32)), f"{N} elements of float32"),
     ],
 )
-def test_blocks_that_cannot_be_name_what_was_expected(message: PushBlock, complaint: str) -> None:
+def test_invalid_blocks_are_refused_with_the_expected_size(
+    message: PushBlock, complaint: str
+) -> None:
     alone = Alone()
     alone.hello()
     with pytest.raises(RemoteProtocolError, match=complaint):
         alone.receive(message)
 
 
-def test_who_shares_memory_sends_no_blocks_and_readers_do_not_push() -> None:
+def test_clients_with_shared_memory_send_no_blocks_and_readers_do_not_push() -> None:
     alone = Alone()
     alone.hello(host="here")
     alone.hello(READER, pushes=False)
-    with pytest.raises(RemoteProtocolError, match="slots lie in shared memory"):
+    with pytest.raises(RemoteProtocolError, match="push buffers are in shared memory"):
         alone.receive(block(1, 0, np.ones(N)))
-    with pytest.raises(RemoteProtocolError, match="said at the handshake that it"):
+    with pytest.raises(RemoteProtocolError, match="its OpenSession has pushes = false"):
         alone.receive(said(1), READER)
 
 
@@ -594,7 +596,7 @@ def test_blocks_out_of_order_are_dropped_and_the_push_says_what_is_missing() -> 
     only(alone.work(actions), PushApplied)
 
 
-def test_what_the_client_gave_up_is_not_waited_for() -> None:
+def test_pushes_that_the_client_gave_up_are_not_awaited() -> None:
     alone = Alone()
     welcome = only(alone.hello(next_sequence=5), SessionOpened)
     assert (welcome.watermark, welcome.applied) == (4, 0)
@@ -603,7 +605,7 @@ def test_what_the_client_gave_up_is_not_waited_for() -> None:
     assert (late.watermark, late.applied) == (5, 1)
 
 
-def test_a_slot_is_left_as_it_is_for_the_client_may_have_to_push_it_again() -> None:
+def test_a_push_buffer_stays_unchanged_for_a_repeated_push() -> None:
     alone = Alone()
     region = only(alone.hello(host="here"), SessionOpened).slots_region
     slot = alone.memory.attach(region).view(np.float64)[N:]  # of sequence 1
@@ -649,33 +651,33 @@ LOST = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
 
 
 def absence(alone: Alone, at: Seconds) -> Seconds:
-    """Return when the shard will look for the slots of who was lost at that time."""
+    """Return when the shard will look for the push buffers of who was lost at that time."""
     (timer,) = alone.shard.handle(LOST, at)
     assert isinstance(timer, SetTimer)
     assert timer.name == f"absent:{CLIENT}"
     return timer.at
 
 
-def test_slots_of_who_is_gone_are_taken_back_after_minutes() -> None:
+def test_push_buffers_of_an_absent_client_are_released_after_minutes() -> None:
     alone = Alone()
     alone.hello()
     alone.work(alone.push(1))
-    n_bytes = alone.counters()["slots_bytes"]
+    n_bytes = alone.counters()["push_buffer_bytes"]
     assert n_bytes == 2 * 8 * LAYOUT.shard_size(0)
     at = absence(alone, 7.0)
     assert at == 7.0 + ABSENCE_SECONDS_MAX
-    assert alone.counters()["slots_bytes"] == n_bytes
+    assert alone.counters()["push_buffer_bytes"] == n_bytes
     (report,) = alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
     assert isinstance(report, Report)
     assert "replica-0 has been gone for 300 s" in report.text
-    assert alone.counters()["slots_bytes"] == 0
+    assert alone.counters()["push_buffer_bytes"] == 0
     assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
     only(alone.push(2), SessionRefused)
     welcome = only(alone.hello(), SessionOpened)
     assert (welcome.watermark, welcome.applied) == (1, 1)  # it is still known
 
 
-def test_the_end_of_a_former_life_is_not_that_of_the_present_one() -> None:
+def test_the_loss_of_a_former_incarnation_is_not_that_of_the_current_one() -> None:
     """The news of it may come late: its buffers would count no more."""
     alone = Alone()
     alone.hello(life=2)
@@ -685,7 +687,7 @@ def test_the_end_of_a_former_life_is_not_that_of_the_present_one() -> None:
     assert alone.shard.status()[1]["clients"] == 0
 
 
-def test_who_is_back_in_time_keeps_its_slots() -> None:
+def test_a_client_back_in_time_keeps_its_push_buffers() -> None:
     alone = Alone()
     alone.hello()
     at = absence(alone, 0.0)
@@ -696,7 +698,7 @@ def test_who_is_back_in_time_keeps_its_slots() -> None:
     assert alone.counters()["pushes_applied"] == 2
 
 
-def test_a_push_that_is_being_applied_keeps_its_slot() -> None:
+def test_a_push_being_applied_keeps_its_buffer() -> None:
     alone = Alone()
     alone.hello()
     applying = alone.push(1)
@@ -705,11 +707,11 @@ def test_a_push_that_is_being_applied_keeps_its_slot() -> None:
     assert again == SetTimer(name=f"absent:{CLIENT}", at=at + ABSENCE_SECONDS_MAX)
     alone.work(applying)
     alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
-    assert alone.counters()["slots_bytes"] == 0
+    assert alone.counters()["push_buffer_bytes"] == 0
     assert alone.counters()["pushes_applied"] == 1
 
 
-def test_who_only_reads_has_no_slots_to_be_taken_back() -> None:
+def test_a_reader_has_no_push_buffers_to_release() -> None:
     alone = Alone()
     alone.hello(pushes=False)
     assert alone.shard.handle(LOST, 0.0) == []
@@ -725,7 +727,7 @@ def large(*, n_copies: int = 2) -> Alone:
     return alone
 
 
-def test_a_fetch_is_served_by_blocks_of_one_version_under_credits() -> None:
+def test_a_fetch_is_served_by_blocks_of_one_version_within_a_window() -> None:
     alone = large()
     actions = alone.work(alone.receive(fetch(credit=1)))
     assert indices(actions) == [0]
@@ -743,25 +745,25 @@ def test_a_fetch_is_served_by_blocks_of_one_version_under_credits() -> None:
     assert alone.counters()["bytes_out"] == alone.layout.shard_size(0) * 8
 
 
-def test_blocks_that_seem_lost_are_sent_again() -> None:
+def test_blocks_reported_missing_are_sent_again() -> None:
     alone = large()
     actions = alone.work(alone.receive(fetch()))
     assert indices(actions) == [0, 1, 2]
     assert indices(alone.receive(fetch())) == [0, 1, 2]  # nothing arrived
     assert indices(alone.receive(credit(1, again=True))) == [1, 2]
     assert alone.receive(fetch()) == []  # a late copy: something has arrived
-    assert alone.receive(credit(0, again=True)) == []  # likewise
+    assert alone.receive(credit(0, again=True)) == []  # the same
     assert alone.receive(credit(2)) == []  # all is sent
 
 
-def test_nobody_holds_more_blocks_than_there_are() -> None:
+def test_an_acknowledgement_beyond_the_last_block_is_refused() -> None:
     alone = large()
     alone.work(alone.receive(fetch()))
     with pytest.raises(RemoteProtocolError, match="claims 4 blocks of a fetch of 3"):
         alone.receive(credit(4))
 
 
-def test_a_lease_ended_early_frees_the_copy_and_nothing_more_is_sent() -> None:
+def test_a_pin_ended_early_frees_its_version_and_nothing_more_is_sent() -> None:
     alone = large(n_copies=1)
     actions = alone.work(alone.receive(fetch(credit=1)))
     (first,) = sent(actions, ParameterBlock)
@@ -771,7 +773,7 @@ def test_a_lease_ended_early_frees_the_copy_and_nothing_more_is_sent() -> None:
     assert alone.receive(fetch()) == []  # of the same request: never served twice
 
 
-def test_an_idle_lease_ends_and_the_client_is_told_to_begin_anew() -> None:
+def test_an_idle_pin_expires_and_the_client_must_fetch_again() -> None:
     alone = large(n_copies=1)
     actions = alone.work(alone.receive(fetch(credit=1)))
     (first,) = sent(actions, ParameterBlock)
@@ -782,20 +784,20 @@ def test_an_idle_lease_ends_and_the_client_is_told_to_begin_anew() -> None:
     assert alone.shard.handle(timer, 10.0) == [SetTimer(name="lease:replica-0", at=16.0)]
     assert alone.receive(credit(1, limit=1)) == []  # words without progress
     assert alone.shard.handle(timer, 16.0) == []
-    # The client may still take what is on its way to it: nobody writes there any more.
+    # The client may still take what is on its way to it: no one writes there any more.
     assert not np.isnan(first.values).any()
     assert not np.shares_memory(
-        first.values, alone.shard._service.fetches._leases._copies[0].values
+        first.values, alone.shard._service.fetches._pins._versions[0].values
     )
     for message in (credit(1), fetch()):
         refused = only(alone.receive(message), SessionRefused)
         assert not refused.for_good
-        assert "fetch anew" in refused.reason
+        assert "fetch again" in refused.reason
     assert indices(alone.work(alone.receive(fetch(2)))) == [0, 1, 2]
     assert alone.shard.handle(TimerFired(name="lease:nobody"), 16.0) == []
 
 
-def test_fetches_share_a_copy_of_the_present_clock() -> None:
+def test_fetches_share_a_version_of_the_current_clock() -> None:
     alone = large(n_copies=1)
     alone.hello(OTHER)
     alone.hello(READER, pushes=False)
@@ -804,10 +806,10 @@ def test_fetches_share_a_copy_of_the_present_clock() -> None:
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
     assert indices(alone.receive(fetch(), READER)) == [0, 1, 2]  # still the same clock
-    assert alone.shard._service.fetches._leases.n_copies == 1
+    assert alone.shard._service.fetches._pins.n_copies == 1
 
 
-def test_a_fetch_waits_if_no_copy_is_free_and_all_that_wait_share_the_next() -> None:
+def test_a_fetch_waits_if_no_version_is_free_and_all_waiting_share_the_next() -> None:
     alone = large(n_copies=1)
     alone.hello(OTHER)
     alone.hello(READER, pushes=False)
@@ -820,10 +822,10 @@ def test_a_fetch_waits_if_no_copy_is_free_and_all_that_wait_share_the_next() -> 
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
     assert {b.clock for b in sent(actions, ParameterBlock)} == {1}
-    assert alone.shard._service.fetches._leases.n_copies == 1
+    assert alone.shard._service.fetches._pins.n_copies == 1
 
 
-def test_a_new_fetch_ends_the_lease_of_the_last_one() -> None:
+def test_a_new_fetch_ends_the_pin_of_the_last_one() -> None:
     alone = large(n_copies=1)
     alone.work(alone.receive(fetch()))
     alone.work(alone.push(1))
@@ -833,7 +835,7 @@ def test_a_new_fetch_ends_the_lease_of_the_last_one() -> None:
     assert alone.receive(credit(1)) == []
 
 
-def test_a_reader_that_is_gone_frees_its_copy() -> None:
+def test_a_reader_that_is_gone_frees_its_version() -> None:
     alone = large(n_copies=1)
     alone.work(alone.receive(fetch()))
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
@@ -843,7 +845,7 @@ def test_a_reader_that_is_gone_frees_its_copy() -> None:
     assert alone.shard.handle(PeerJoined(peer=CLIENT, incarnation=1), 0.0) == []
 
 
-def test_a_reader_that_is_gone_before_its_copy_is_made_leaves_it_free() -> None:
+def test_a_reader_that_is_gone_before_its_version_is_filled_leaves_it_free() -> None:
     alone = large(n_copies=1)
     copying = alone.receive(fetch())
     alone.hello(life=2)
@@ -925,12 +927,12 @@ def test_snapshots_wait_for_the_work_and_not_for_ever_many() -> None:
         assert alone.receive(SaveCheckpoint(label=str(n)), TEST) == []  # asked again
     error = only(alone.receive(SaveCheckpoint(label="more"), TEST), CheckpointSaved).error
     assert error is not None
-    assert "wait to be taken already" in error
+    assert "checkpoints are waiting already" in error
     saved = sent(alone.work_all(applying), CheckpointSaved)
     assert [s.label for s in saved] == [str(n) for n in range(N_SAVES_MAX)]
 
 
-def test_a_disk_that_is_full_is_told_to_who_asked() -> None:
+def test_a_full_disk_is_reported_to_the_requester() -> None:
     alone = Alone()
     alone.receive(SaveCheckpoint(label="1"), TEST)
     persisted = Persisted(label="1", error="no space left")
@@ -966,7 +968,7 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     assert second._values.vector.tobytes() == first._values.vector.tobytes()
     welcome = only(alone.hello(next_sequence=2), SessionOpened)
     assert (welcome.clock, welcome.samples, welcome.applied) == (1, 5, 1)
-    # What the old life would have done with the next push, the new one does.
+    # What the old incarnation would have done with the next push, the new one does.
     alone.receive(block(2, 0, np.full(N, 2.0), shard_incarnation=2))
     alone.work(alone.receive(said(2, shard_incarnation=2)))
     first._values.begin_push(np.full(N, 2.0), n_clients=1)[0]()
@@ -976,7 +978,7 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
 # --------------------------------------------------------------------------- end
 
 
-def test_stop_finishes_complete_pushes_and_snapshots_then_halts() -> None:
+def test_stop_finishes_complete_pushes_and_snapshots_then_exits() -> None:
     alone = Alone()
     alone.hello(host="here")
     alone.hello(OTHER)
@@ -1026,13 +1028,13 @@ def test_stop_ends_an_idle_shard_at_once_and_serves_no_waiting_fetch() -> None:
     assert idle.receive(Stop(reason="enough"), TEST)[-1] == Exit()
 
 
-def test_a_shard_told_to_stop_while_it_begins_ends_when_it_has_begun() -> None:
+def test_a_shard_stopped_while_it_starts_exits_when_it_has_started() -> None:
     alone = Alone(ready=False)
     assert alone.receive(Stop(reason="enough"), TEST) == []
     assert alone.work(alone.started)[-1] == Exit()
 
 
-def test_sgd_is_what_the_shard_was_told_to_do() -> None:
+def test_the_shard_applies_its_learning_rate() -> None:
     """The shard, and not the client, multiplies by the rate (DB-7)."""
     alone = Alone()
     alone.shard = Shard(
@@ -1093,7 +1095,7 @@ def test_what_is_saved_already_is_not_saved_again() -> None:
     assert ends[-1] == Exit(error="no word for 600.1 s")
 
 
-def test_a_disk_that_is_full_then_is_tried_once() -> None:
+def test_a_full_disk_is_tried_once() -> None:
     alone = Alone()
     alone.hello()
     alone.work(alone.push(1))
@@ -1115,7 +1117,7 @@ def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
     assert [saved.label for saved in sent(ends, CheckpointSaved)] == [NEWEST, "00008"]
 
 
-def test_told_to_stop_it_ends_as_told_whatever_becomes_of_the_supervisor() -> None:
+def test_after_stop_a_lost_supervisor_changes_nothing() -> None:
     alone = Alone()
     alone.hello()
     applying = alone.push(1)

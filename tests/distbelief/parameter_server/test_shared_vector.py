@@ -1,4 +1,4 @@
-"""The sequence lock: a torn copy is never taken for a whole one."""
+"""The seqlock: a torn copy is never accepted."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_a_write_that_begins_within_a_read_makes_it_torn() -> None:
 def test_whatever_is_written_within_a_read_it_is_one_version_or_torn(
     steps: list[str], cuts: list[int]
 ) -> None:
-    """The reader copies the first half of the vector, then the second."""
+    """The reader copies the first half of the vector, then the backup."""
     writer, reader = both_ends(2)
     writer.end(clock=0)
     written = 0

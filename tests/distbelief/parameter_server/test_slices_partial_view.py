@@ -1,4 +1,4 @@
-"""Selections against brute force: every element's place, one by one."""
+"""Partial views against brute force: the position of every element, one by one."""
 
 import math
 
@@ -84,11 +84,11 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
             if k not in selection.shards:
                 continue
             part = selection.part(k)
-            part.exchange_in_place(filled).gather(tensors)
+            part.copier_in_place(filled).gather(tensors)
             indices = indices_of(part)
             times[indices] += 1
-            # What goes over the wire is the same, in rising order.
-            compact = np.full(part.holding.n_elements, np.nan, np.float32)
+            # What goes over the codec is the same, in rising order.
+            compact = np.full(part.shard_slice.n_elements, np.nan, np.float32)
             part.exchange(compact).gather(tensors)
             assert np.array_equal(compact, wanted[indices])
         assert np.array_equal(filled, wanted)
@@ -109,8 +109,10 @@ def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]
             vector = np.zeros(layout.shard_size(k), np.float32)
             layout.gather(k, whole, vector)
             vector.flags.writeable = False
-            part.exchange_in_place(vector).scatter(in_place)
-            blocks = [part.holding.block(vector, i) for i in range(len(part.holding.bounds))]
+            part.copier_in_place(vector).scatter(in_place)
+            blocks = [
+                part.shard_slice.block(vector, i) for i in range(len(part.shard_slice.bounds))
+            ]
             part.exchange(np.concatenate(blocks)).scatter(by_blocks)
         for tensor, one, other in zip(wanted, by_blocks, in_place, strict=True):
             assert torch.equal(tensor, one)
@@ -118,7 +120,7 @@ def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]
 
 
 def indices_of(part: SliceCopier) -> Vector:
-    ranges = part.holding.ranges
+    ranges = part.shard_slice.ranges
     assert ranges is not None
     return np.concatenate(
         [np.arange(a, b) for a, b in zip(ranges.starts, ranges.stops, strict=True)]
@@ -132,11 +134,11 @@ def layout_of(*shape: int, n_shards: int = 1) -> Layout:
 def test_columns_are_one_stripe_and_hold_what_the_shard_reads() -> None:
     layout = layout_of(4000, 6)
     part = PartialView.of(layout, [("w", Region(((0, 4000), (2, 5))))]).part(0)
-    assert part.holding.stripes is not None
-    assert part.holding.stripes.tolist() == [2, 3, 6, 4000]
-    received = SliceTable(layout, 0).get(part.holding.stripes)
-    assert received.key == part.holding.key
-    assert received.bounds == part.holding.bounds == ((0, 12000),)
+    assert part.shard_slice.stripes is not None
+    assert part.shard_slice.stripes.tolist() == [2, 3, 6, 4000]
+    received = SliceTable(layout, 0).get(part.shard_slice.stripes)
+    assert received.key == part.shard_slice.key
+    assert received.bounds == part.shard_slice.bounds == ((0, 12000),)
     assert (part.shard_size, part.dtype) == (24000, np.dtype(np.float32))
 
 
@@ -154,7 +156,7 @@ def test_none_stands_for_zeros_and_integers_are_rounded() -> None:
     part = PartialView.of(layout, [("w", Region(((1, 3),)))]).part(0)
     vector = np.array([1.0, 2.25, 3.75, 4.0] + 60 * [0.0], np.float32)
     counts = torch.zeros(2, dtype=torch.int64)
-    exchange = part.exchange_in_place(vector)
+    exchange = part.copier_in_place(vector)
     exchange.scatter([counts])
     assert counts.tolist() == [2, 4]
     exchange.gather([None])
@@ -213,11 +215,11 @@ def test_a_tensor_of_another_shape_is_named() -> None:
 def test_a_whole_part_is_the_layout_itself() -> None:
     layout = layout_of(4)
     part = SliceCopier.whole(layout, 0)
-    assert part.holding.stripes is None
+    assert part.shard_slice.stripes is None
     vector = np.arange(64, dtype=np.float32)
-    assert part.holding.block(vector, 0).base is not None  # no copy
+    assert part.shard_slice.block(vector, 0).base is not None  # no copy
     received = [torch.zeros(4)]
-    part.exchange_in_place(vector).scatter(received)
+    part.copier_in_place(vector).scatter(received)
     assert received[0].tolist() == [0, 1, 2, 3]
     compact = np.ones(64, np.float32)
     part.exchange(compact).gather(received)

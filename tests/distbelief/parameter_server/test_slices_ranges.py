@@ -53,7 +53,7 @@ def test_stripes_say_the_same_on_the_other_side_of_the_wire(
     drawn: tuple[list[int], IndexRanges],
 ) -> None:
     indices, ranges = drawn
-    received = IndexRanges.read(ranges.stripes(), size=SIZE)
+    received = IndexRanges.from_wire(ranges.stripes(), size=SIZE)
     assert indices_of(received) == indices
     assert received.key == ranges.key
 
@@ -81,11 +81,11 @@ def test_parts_are_those_of_the_indices(
     assert indices_of(clipped) == [i for i in indices if start <= i < stop]
     assert ranges.n_below(stop) == sum(i < stop for i in indices)
     assert indices_of(ranges.part(start, stop)) == indices[start:stop]
-    places = indices_of(ranges.places(clipped))
+    places = indices_of(ranges.positions_of(clipped))
     assert [indices[place] for place in places] == indices_of(clipped)
     assert indices_of(clipped.shifted(5)) == [i + 5 for i in indices_of(clipped)]
     bounds = np.arange(SIZE + 1)
-    assert np.flatnonzero(ranges.marks(bounds)).tolist() == indices
+    assert np.flatnonzero(ranges.mask(bounds)).tolist() == indices
 
 
 @pytest.mark.parametrize("stripe_min", [1, 30, 1000])
@@ -129,37 +129,37 @@ def test_ranges_that_overlap_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ([0, 1, 1], "3 numbers of int64 are no stripes"),
+        ([0, 1, 1], "3 numbers of int64 are not stripes"),
         ([0, 1, 1, 1] * (module.N_STRIPES_MAX + 1), "the most is"),
-        ([-1, 1, 1, 1], r"stripe \(start -1, length 1, stride 1, count 1\) is no part"),
-        ([0, 0, 1, 1], "is no part of a vector of 200"),
-        ([0, 1, 1, 0], "is no part"),
-        ([200, 1, 1, 1], "is no part"),
-        ([0, 201, 201, 1], "is no part"),
-        ([0, 3, 2, 2], "is no part"),
-        ([0, 100, 100, 3], "is no part"),
-        ([0, 1, 1 << 62, 1 << 62], "is no part"),
-        ([(1 << 63) - 1, (1 << 63) - 1, 1, 1], "is no part"),
+        ([-1, 1, 1, 1], r"stripe \(start -1, length 1, stride 1, count 1\) does not fit"),
+        ([0, 0, 1, 1], "does not fit a vector of 200"),
+        ([0, 1, 1, 0], "does not fit"),
+        ([200, 1, 1, 1], "does not fit"),
+        ([0, 201, 201, 1], "does not fit"),
+        ([0, 3, 2, 2], "does not fit"),
+        ([0, 100, 100, 3], "does not fit"),
+        ([0, 1, 1 << 62, 1 << 62], "does not fit"),
+        ([(1 << 63) - 1, (1 << 63) - 1, 1, 1], "does not fit"),
         ([0, 4, 4, 1, 3, 1, 1, 1], "overlap"),
     ],
 )
-def test_stripes_that_cannot_be_are_refused(words: list[int], what: str) -> None:
+def test_invalid_stripes_are_refused(words: list[int], what: str) -> None:
     with pytest.raises(RemoteProtocolError, match=what):
-        IndexRanges.read(np.array(words, np.int64), size=SIZE)
+        IndexRanges.from_wire(np.array(words, np.int64), size=SIZE)
 
 
 def test_stripes_of_floats_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="4 numbers of float32"):
-        IndexRanges.read(np.zeros(4, np.float32), size=SIZE)
+        IndexRanges.from_wire(np.zeros(4, np.float32), size=SIZE)
 
 
 def test_too_many_ranges_are_refused_before_they_are_made() -> None:
     with pytest.raises(RemoteProtocolError, match="1099511627776 ranges; the most is"):
-        IndexRanges.read(np.array([0, 1, 2, 1 << 40]), size=1 << 60)
+        IndexRanges.from_wire(np.array([0, 1, 2, 1 << 40]), size=1 << 60)
 
 
-def test_of_an_empty_vector_nothing_is_held() -> None:
-    assert IndexRanges.read(np.zeros(0, np.int64), size=0).n_elements == 0
+def test_an_empty_vector_has_no_stripes() -> None:
+    assert IndexRanges.from_wire(np.zeros(0, np.int64), size=0).n_elements == 0
     assert IndexRanges.whole(3, 3).stripes().tolist() == []
-    with pytest.raises(RemoteProtocolError, match="is no part"):
-        IndexRanges.read(np.array([0, 1, 1, 1]), size=0)
+    with pytest.raises(RemoteProtocolError, match="does not fit"):
+        IndexRanges.from_wire(np.array([0, 1, 1, 1]), size=0)

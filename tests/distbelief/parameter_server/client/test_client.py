@@ -1,4 +1,4 @@
-"""One client: what it says to shards that the test plays, or that are there."""
+"""One client against shards that the test plays, or against real ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -250,14 +250,14 @@ def test_it_owns_what_comes_from_shards_and_its_timers() -> None:
     assert not any(client.owns(event) for event in others)
     for event in (*others[:1], *others[2:], TimerFired(name="client:x")):
         assert client.handle(event, 0.0) == []
-    with pytest.raises(RemoteProtocolError, match="sent a client HeartbeatAck"):
+    with pytest.raises(RemoteProtocolError, match="sent HeartbeatAck, which a client"):
         client.handle(others[1], 0.0)
 
 
-# ---------------------------------------------------------------------- handshake
+# ------------------------------------------------------------------------ session
 
 
-def test_it_says_hello_until_it_is_welcome() -> None:
+def test_it_repeats_open_session_until_the_session_opens() -> None:
     alone = Alone(welcome=False)
     (hello,) = sent(alone.greeting, OpenSession)
     assert hello.layout == LAYOUT.fingerprint
@@ -276,7 +276,7 @@ def test_it_says_hello_until_it_is_welcome() -> None:
     assert alone.timer(at) == []  # nothing is awaited: the timer is over
 
 
-def test_a_peer_that_joins_is_greeted_at_once() -> None:
+def test_a_peer_that_joins_gets_open_session_at_once() -> None:
     alone = Alone(welcome=False)
     joined = PeerJoined(peer=SHARD, incarnation=1)
     assert messages(alone.client.handle(joined, 0.1)) == ["OpenSession"]
@@ -298,15 +298,15 @@ def test_a_shard_that_refuses_for_good_is_named_with_its_reason() -> None:
         Alone().receive(SessionRefused(reason="other layout", for_good=True))
 
 
-def test_a_shard_that_does_not_know_the_client_is_greeted_again() -> None:
+def test_a_shard_that_does_not_know_the_client_gets_open_session_again() -> None:
     alone = Alone()
-    refused = SessionRefused(reason="say OpenSession first", for_good=False)
+    refused = SessionRefused(reason="open a session first", for_good=False)
     assert messages(alone.receive(refused)) == ["OpenSession"]
     assert not alone.ready()
     assert alone.receive(refused) == []  # said once is enough
 
 
-def test_the_dead_are_not_heard() -> None:
+def test_messages_of_a_dead_incarnation_are_dropped() -> None:
     alone = Alone()
     alone.welcome(life=3)
     refused = SessionRefused(reason="", for_good=True)
@@ -316,7 +316,7 @@ def test_the_dead_are_not_heard() -> None:
     assert alone.ready()
 
 
-def test_a_shard_that_is_gone_is_greeted_until_it_is_back() -> None:
+def test_a_shard_that_is_gone_gets_open_session_until_it_is_back() -> None:
     alone = Alone()
     lost = PeerLost(peer=SHARD, incarnation=1, reason="killed")
     assert messages(alone.client.handle(lost, 0.0)) == ["OpenSession"]
@@ -327,7 +327,7 @@ def test_a_shard_that_is_gone_is_greeted_until_it_is_back() -> None:
 
 
 @pytest.mark.parametrize("told_by", ["PeerJoined", "SessionRefused", "SessionOpened"])
-def test_what_is_in_flight_when_a_shard_restarts_is_pushed_to_its_next_life(told_by: str) -> None:
+def test_pushes_in_flight_when_a_shard_restarts_go_to_its_next_incarnation(told_by: str) -> None:
     alone = Alone()
     alone.push()
     alone.acknowledge(FIRST)
@@ -337,9 +337,9 @@ def test_what_is_in_flight_when_a_shard_restarts_is_pushed_to_its_next_life(told
             joined = PeerJoined(peer=SHARD, incarnation=2)
             actions = alone.client.handle(joined, 0.0)
         case "SessionRefused":
-            refused = SessionRefused(reason="say OpenSession first", for_good=False)
+            refused = SessionRefused(reason="open a session first", for_good=False)
             actions = alone.receive(refused, life=2)
-        case _:  # it answers a Hello of before
+        case _:  # it answers an OpenSession of before
             actions = alone.welcome(life=2, watermark=FIRST - 1)
     (hello,) = sent(actions, OpenSession)
     assert hello.next_sequence == FIRST + 1
@@ -375,7 +375,7 @@ def test_what_was_acknowledged_beyond_the_snapshot_is_counted_as_lost_once() -> 
 
 
 @pytest.mark.parametrize("welcome_first", [True, False])
-def test_a_push_that_is_being_staged_when_the_shard_restarts_goes_to_its_next_life(
+def test_a_push_being_staged_when_the_shard_restarts_goes_to_its_next_incarnation(
     *, welcome_first: bool
 ) -> None:
     alone = Alone()
@@ -384,7 +384,7 @@ def test_a_push_that_is_being_staged_when_the_shard_restarts_goes_to_its_next_li
     actions: list[Action] = []
     if welcome_first:
         actions += alone.welcome(life=2)
-        assert not alone.can_push()  # the slot is being filled
+        assert not alone.can_push()  # the push buffer is being filled
     actions += alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
     if not welcome_first:
         assert messages(actions) == []
@@ -402,7 +402,7 @@ def test_a_push_that_is_being_staged_when_the_shard_restarts_goes_to_its_next_li
     assert alone.unacknowledged() == 0
 
 
-def test_a_push_says_no_clock_that_the_shards_next_life_has_not_come_to() -> None:
+def test_a_push_has_no_clock_beyond_that_of_the_restarted_shard() -> None:
     """Such a push would be refused, for ever."""
     alone = Alone(welcome=False)
     alone.welcome(clock=9)
@@ -418,7 +418,7 @@ def test_a_push_says_no_clock_that_the_shards_next_life_has_not_come_to() -> Non
     (push,) = sent(actions, Push)
     assert push.fetched_clock == 4
     alone.acknowledge(FIRST + 1, life=2)
-    # Gradients that have accrued since that life.
+    # Gradients that have accrued since that incarnation.
     work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT), fetched_clocks=old)
     actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
     (push,) = sent(actions, Push)
@@ -447,12 +447,12 @@ def test_a_shard_that_knows_pushes_never_made_ends_the_client() -> None:
 
 def test_a_silent_shard_is_given_up_by_name() -> None:
     alone = Alone(welcome=False)
-    with pytest.raises(PeerLostError, match=r"shard-0 has been silent for 63.* Wel"):
+    with pytest.raises(PeerLostError, match=r"shard-0 has been silent for 63.* SessionOpened"):
         alone.wait(until=100.0)
     assert 60.0 <= alone.now < 65.0
 
 
-def test_a_shard_that_talks_without_progress_is_given_up_in_the_end() -> None:
+def test_a_shard_that_answers_without_progress_is_given_up_in_the_end() -> None:
     alone = Alone()
     alone.push()
     with pytest.raises(PeerLostError, match="shard-0 answers, but an acknowledgement"):
@@ -463,7 +463,7 @@ def test_a_shard_that_talks_without_progress_is_given_up_in_the_end() -> None:
 def test_a_fetch_that_does_not_come_is_named_in_the_error() -> None:
     alone = Alone()
     alone.client.begin_fetch(0.0)
-    with pytest.raises(PeerLostError, match="while a fetch was awaited"):
+    with pytest.raises(PeerLostError, match="with a fetch due"):
         alone.wait(until=100.0)
 
 
@@ -475,7 +475,7 @@ def test_time_in_which_nobody_drove_the_client_does_not_count() -> None:
     assert at == 3601.0
 
 
-def test_it_says_whom_it_waits_for() -> None:
+def test_it_reports_which_shard_it_waits_for() -> None:
     alone = Alone(welcome=False)
     assert alone.waiting_for() == SHARD
     alone.welcome()
@@ -491,7 +491,7 @@ def test_a_timer_that_was_not_set_does_no_harm() -> None:
     assert alone.timer(0.6) == []
 
 
-def test_the_bounds_begin_anew_with_each_wait() -> None:
+def test_the_limits_restart_with_each_wait() -> None:
     alone = Alone()
     alone.push()
     alone.acknowledge(FIRST)
@@ -510,7 +510,7 @@ def test_the_bounds_begin_anew_with_each_wait() -> None:
 # ------------------------------------------------------------------------ fetches
 
 
-def test_a_fetch_by_blocks_grants_credit_as_blocks_come() -> None:
+def test_a_fetch_by_blocks_acknowledges_blocks_as_they_come() -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     assert fetch.credit == 2
@@ -523,7 +523,7 @@ def test_a_fetch_by_blocks_grants_credit_as_blocks_come() -> None:
     assert alone.block(1, request=request - 1, clock=4) == []  # of a former fetch
     alone.block(1, request=request, clock=4, value=1.0)
     (credit,) = sent(alone.block(2, request=request, clock=4), FetchAck)
-    assert credit.received == 3  # the lease may end
+    assert credit.received == 3  # the pin may end
     assert alone.complete()
     tensors = full_of(alone.layout, 9.0)
     outcome = alone.client.install(tensors)()
@@ -534,7 +534,7 @@ def test_a_fetch_by_blocks_grants_credit_as_blocks_come() -> None:
     assert alone.block(2, request=request, clock=4) == []
 
 
-def test_what_does_not_come_is_asked_for_again() -> None:
+def test_missing_blocks_are_requested_again() -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     (again,) = sent(alone.timer(0.5), Fetch)
@@ -564,7 +564,7 @@ def test_each_block_is_progress_though_few_are_answered() -> None:
     assert (credit.received, credit.again) == (3, True)
 
 
-def test_credit_is_granted_by_the_quarter() -> None:
+def test_every_quarter_of_a_window_is_acknowledged() -> None:
     alone = Alone(
         layout_of((TensorSpec(name="w", shape=(9 * 131072,)),)),
         config=ClientConfig(pushes=False, credit_blocks=16),
@@ -586,7 +586,7 @@ def test_credit_is_granted_by_the_quarter() -> None:
         ({"index": 1, "clock": 5}, "clock 5 after blocks of clock 4: a mixture"),
     ],
 )
-def test_blocks_that_cannot_be_are_refused(changes: Mapping[str, Any], complaint: str) -> None:
+def test_invalid_blocks_are_refused(changes: Mapping[str, Any], complaint: str) -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     alone.block(0, request=fetch.request, clock=4)
@@ -610,7 +610,7 @@ def test_a_fetch_that_the_shard_has_forgotten_begins_anew() -> None:
     assert torch.unique(tensors[0]).tolist() == [2.0]
 
 
-def test_a_fetch_begun_while_a_shard_is_away_follows_its_welcome() -> None:
+def test_a_fetch_begun_while_a_shard_is_away_starts_when_its_session_opens() -> None:
     alone = Alone(welcome=False)
     assert alone.client.begin_fetch(0.0) == []
     assert not alone.complete()
@@ -625,7 +625,7 @@ def test_a_fetch_begun_while_a_shard_is_away_follows_its_welcome() -> None:
 
 
 def test_a_whole_fetch_survives_the_shard_and_its_clock_does_not() -> None:
-    """Staleness is counted within one life of a shard."""
+    """Staleness is counted within one incarnation of a shard."""
     alone = Alone()
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     alone.block(0, request=fetch.request, clock=9, value=3.0)
@@ -722,9 +722,9 @@ def test_a_shard_that_dies_under_an_install_is_waited_for() -> None:
     header[:2] = 2, 7
     alone.client.begin_fetch(0.0)
     work = alone.client.install(zeros_of(LAYOUT))
-    refused = SessionRefused(reason="say OpenSession first", for_good=False)
+    refused = SessionRefused(reason="open a session first", for_good=False)
     alone.receive(refused, life=2)
-    header[0] = -1  # as the poison that the end of the old life leaves
+    header[0] = -1  # as the poison that the end of the old incarnation leaves
     outcome = work()
     assert outcome.torn == (0,)
     assert alone.client.installed(outcome, 0.0) == []
@@ -745,7 +745,7 @@ def test_a_shard_that_has_no_more_memory_to_share_sends_blocks() -> None:
     assert alone.client.install(zeros_of(LAYOUT))().clocks == (1,)
 
 
-def test_memory_of_a_former_life_is_let_go_when_no_work_touches_it() -> None:
+def test_memory_of_a_former_incarnation_is_released_when_no_work_touches_it() -> None:
     alone, memory, header = shared()
     header[:2] = 2, 7
     memory.create("values-2", n_bytes=HEADER_BYTES + 8 * N)
@@ -760,7 +760,7 @@ def test_memory_of_a_former_life_is_let_go_when_no_work_touches_it() -> None:
             memory.attach(name)
 
 
-def test_a_gradient_goes_straight_into_the_shards_slot() -> None:
+def test_a_gradient_goes_straight_into_the_shards_push_buffer() -> None:
     alone, memory, _ = shared()
     slots = memory.attach("slots").view(np.float64).reshape(2, N)
     (push,) = sent(alone.push(3.0), Push)
@@ -776,7 +776,7 @@ def test_a_gradient_goes_straight_into_the_shards_slot() -> None:
     assert alone.receive(credit) == []
 
 
-def test_memory_that_cannot_be_attached_is_done_without() -> None:
+def test_without_attachable_memory_messages_are_used() -> None:
     alone = Alone(memory=PrivateMemory(host="here"), welcome=False)
     (hello,) = sent(alone.greeting, OpenSession)
     assert hello.host == "here"
@@ -793,10 +793,10 @@ def test_memory_that_cannot_be_attached_is_done_without() -> None:
     assert alone.can_push()
     actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), alone.now)
     (hello,) = sent(actions, OpenSession)
-    assert hello.host == "here"  # the next life's may well be there
+    assert hello.host == "here"  # the next incarnation's may well be there
 
 
-def test_slots_of_another_size_are_refused_with_both_sizes() -> None:
+def test_push_buffers_of_another_size_are_refused_with_both_sizes() -> None:
     memory = PrivateMemory()
     memory.create("slots", n_bytes=64)
     with pytest.raises(RemoteProtocolError, match=f"64 bytes, not the {16 * N}"):
@@ -840,8 +840,8 @@ def test_an_acknowledgement_counts_once() -> None:
         alone.acknowledge(FIRST + 2)
 
 
-def test_late_answers_to_a_former_life_fit_nothing() -> None:
-    """Both lives have made one push; the answer to the first one's comes late."""
+def test_late_answers_to_a_former_incarnation_are_ignored() -> None:
+    """Both incarnations have made one push; the answer to the first one's comes late."""
     alone = Alone(welcome=False)
     client = alone.client
     client.start(2, 0.0)
@@ -850,11 +850,11 @@ def test_late_answers_to_a_former_life_fit_nothing() -> None:
     alone.acknowledge(FIRST)
     assert client.unacknowledged == 1
     assert messages(alone.receive(SessionRefused(reason="", for_good=False))) == ["OpenSession"]
-    assert messages(alone.welcome(watermark=FIRST)) == ["OpenSession"]  # a late Welcome
+    assert messages(alone.welcome(watermark=FIRST)) == ["OpenSession"]  # a late SessionOpened
     assert not client.ready
 
 
-def test_blocks_flow_under_credits_and_the_push_follows_the_last() -> None:
+def test_blocks_flow_within_a_window_and_the_push_follows_the_last() -> None:
     alone = Alone(layout_of(LARGE))
     actions = alone.push()
     assert messages(actions) == ["PushBlock", "PushBlock"]
@@ -883,7 +883,7 @@ def test_blocks_that_were_lost_are_sent_again_from_where_the_shard_is() -> None:
     assert messages(actions)[-1] == "Push"
 
 
-def test_the_push_says_when_its_parameters_were_read() -> None:
+def test_the_push_has_the_clock_of_its_parameters() -> None:
     alone = Alone()
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     alone.block(0, request=fetch.request, clock=9)
@@ -936,7 +936,7 @@ def test_gradients_are_pushed_for_parameters_and_values_for_buffers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
-def test_gradients_of_any_type_are_looked_at(dtype: torch.dtype) -> None:
+def test_gradients_of_any_type_are_checked(dtype: torch.dtype) -> None:
     alone = Alone()
     gradients = [tensor.to(dtype) for tensor in full_of(LAYOUT, 60_000.0)]
     drafted = alone.client.draft()
