@@ -1,14 +1,12 @@
-"""A whole cluster in one process, in virtual time, from one seed.
+"""A simulated cluster: all roles in one process, in virtual time, from one seed.
 
     cluster = SimulatedCluster(builders, seed=7, options=ClusterOptions(introduce=True))
     cluster.run_until(lambda: cluster.role(REPLICA).status()[0] == "done", within=60)
 
-Nothing sleeps and no thread is started: an hour of a quiet cluster takes milliseconds.
-The same seed gives the same run, event by event (`cluster.trace.digest`). A role that
-breaks an assertion ends the run with `SimulationFailed`, which names the seed.
-
-A test plays whoever has no builder: it `post`s that one's messages as events, and finds
-what was sent to it in `sent_to`.
+There are no sleeps and no threads: an hour of an idle cluster takes milliseconds. The same
+seed gives the same run, event by event (`cluster.trace.digest`). A failed assertion of a
+role ends the run with `SimulationFailed`, which shows the seed. A test can play a role that
+has no builder: it `post`s the role's messages, and reads messages to it in `sent_to`.
 """
 
 import gc
@@ -43,20 +41,20 @@ from distbelief.simulation.world import Builder, Counts, Observer, RandomStreams
 
 
 N_EVENTS_MAX = 1_000_000  # of one `run`
-N_EVENTS_AT_ONCE = 100_000  # without any time passing
-N_EVENTS_TOGETHER = 1000  # until it is looked at how things stand
+N_EVENTS_AT_ONCE = 100_000  # at one time of the virtual clock
+N_EVENTS_TOGETHER = 1000  # between two checks of the limits
+# Threshold of the garbage collector. Events leave hardly any cycles, and with the default of
+# 700 the collector takes a tenth of the time.
 N_OBJECTS_TOGETHER = 50_000
-"""Made until the collector looks for cycles among them: events leave hardly any, and at
-700, as is usual, looking takes a tenth of the time."""
 
 
 class SimulatedCluster:
     """Roles, machines and links under a virtual clock.
 
     Args:
-        builders: How to build each role, given its memory; called at every start.
-        seed: Of all randomness that is not the roles' own.
-        options: Machines, links, faults.
+        builders: Builds each role, given its memory; called at every start of the role.
+        seed: Seed of all random numbers except the roles' own.
+        options: Machines, links and faults.
     """
 
     def __init__(
@@ -70,8 +68,8 @@ class SimulatedCluster:
         self._world = World.of(builders, seed=seed, options=options)
         self._driver = Driver(self._world)
         self._lives = self._driver.lives
-        # Faults of the network act before the first message is sent; the others come
-        # after there is someone to hit.
+        # Network faults must act before the first message is sent; other faults need a
+        # running process, so they come after the starts.
         of_network = [f for f in options.faults if isinstance(f, NetworkFault)]
         first = [partial(self._begin, fault) for fault in of_network if fault.at <= 0]
         names = builders if options.start is None else options.start
@@ -82,18 +80,18 @@ class SimulatedCluster:
             if fault.at > 0 or fault not in of_network:
                 self.inject(fault)
 
-    # ---------------------------------------------------------------------- time
+    # --- time ---
 
     @property
     def now(self) -> Seconds:
-        """Virtual seconds since the beginning."""
+        """Virtual seconds since the start."""
         return self._world.agenda.now
 
     def run(self, *, until: Seconds | None = None, max_events: int = N_EVENTS_MAX) -> None:
-        """Let everything happen that is due by `until` (or at all, if it is None).
+        """Run all events that are due by `until`; None means all events.
 
         Raises:
-            SimulationFailed: a role or checker failed, or `max_events` did not suffice.
+            SimulationFailed: a role or a check failed, or there are more than `max_events`.
         """
         with blocks_of(self._world.options.block_bytes), _seldom_collecting():
             agenda = self._world.agenda
@@ -102,7 +100,7 @@ class SimulatedCluster:
             n_left = max_events
             while agenda.next_time <= end and agenda.next_time < math.inf:
                 if not n_left:
-                    raise self._world.failure(f"it is not over after {max_events} events")
+                    raise self._world.failure(f"the run has not ended after {max_events} events")
                 n_left -= self._steps(min(n_left, N_EVENTS_TOGETHER), until=end)
             if until is not None and until > agenda.now:
                 agenda.advance(until)
@@ -115,10 +113,10 @@ class SimulatedCluster:
         max_events: int = N_EVENTS_MAX,
         every: int = 1,
     ) -> None:
-        """Let things happen until `condition` holds; it is asked `every` few events.
+        """Run until `condition` holds; it is checked after every `every` events.
 
         Raises:
-            SimulationFailed: it does not hold after `within` seconds, nor ever.
+            SimulationFailed: it does not hold within `within` virtual seconds.
         """
         with blocks_of(self._world.options.block_bytes), _seldom_collecting():
             agenda = self._world.agenda
@@ -128,14 +126,16 @@ class SimulatedCluster:
             while not condition():
                 if (next_time := agenda.next_time) > end or next_time == math.inf:
                     raise self._world.failure(
-                        f"what was waited for has not come about by {end!r} s"
+                        f"the condition of run_until does not hold by {end!r} s"
                     )
                 if not n_left:
-                    raise self._world.failure(f"nor has it after {max_events} events")
+                    raise self._world.failure(
+                        f"the condition of run_until does not hold after {max_events} events"
+                    )
                 n_left -= self._steps(min(n_left, every), until=end)
 
     def _start(self) -> None:
-        """Begin the lives that begin at time 0, if that has not been done."""
+        # Processes that start at time 0 are started by the first call of `run`.
         while self._n_first:
             self._n_first -= 1
             self._steps(1, until=math.inf)
@@ -144,7 +144,7 @@ class SimulatedCluster:
         agenda = self._world.agenda
         try:
             n = agenda.steps(n_max, until=until)
-        except AssertionError as error:  # of a checker, or of our own
+        except AssertionError as error:  # of a check, or of the simulation itself
             raise self._world.failure(f"an invariant is broken: {error}") from error
         if agenda.n_at_once > N_EVENTS_AT_ONCE:
             raise self._world.failure(
@@ -153,114 +153,106 @@ class SimulatedCluster:
             )
         return n
 
-    # --------------------------------------------------------------- observation
+    # --- observation ---
 
     def role(self, name: Address) -> Role:
-        """Return the role of the newest life of `name`, which may be over."""
+        """Return the role of the newest incarnation of `name`, which may have ended."""
         return self._life(name).role
 
     def incarnation(self, name: Address) -> int:
-        """Return the incarnation of the newest life of `name`."""
         return self._life(name).incarnation
 
     def is_alive(self, name: Address) -> bool:
-        """Whether the newest life of `name` is not over."""
         life = self._lives.newest.get(name)
         return life is not None and life.alive
 
     @property
     def alive(self) -> tuple[Address, ...]:
-        """Roles whose newest life is not over."""
+        """Roles whose newest incarnation runs."""
         return tuple(name for name, life in self._lives.newest.items() if life.alive)
 
     @property
     def halted(self) -> Mapping[Address, str | None]:
-        """Roles that have ended by themselves, and why if not as planned."""
+        """Roles that have ended by themselves, with their error or None."""
         return {name: life.error for name, life in self._lives.newest.items() if life.halted}
 
     @property
     def reports(self) -> Sequence[tuple[Address, Report]]:
-        """The newest log lines of all roles."""
+        """The newest reports of all roles."""
         return tuple(self._world.reports)
 
     def sent_to(self, outsider: Address) -> Sequence[Received]:
-        """Return the newest messages to a name that has no builder."""
+        """Return the newest messages to a name without a builder."""
         return tuple(self._world.outside.get(outsider, ()))
 
     @property
     def counts(self) -> Counts:
-        """How many messages were delivered, lost, refused."""
         return self._world.counts
 
     @property
     def traffic(self) -> Traffic:
-        """Messages and bytes sent so far, who to whom."""
         return Traffic(self._world.tallies)
 
     def busy(self, name: Address) -> Seconds:
-        """Return for how long the compute lane of `name` has worked, in all lives."""
+        """Return how long the compute executor of `name` has worked, in all incarnations."""
         return self._world.busy.get(name, 0.0)
 
     @property
     def trace(self) -> Trace:
-        """Every event so far, as a digest."""
         return self._world.trace
 
     @property
     def disk(self) -> Disk:
-        """Everybody's snapshots."""
+        """The checkpoints of all roles."""
         return self._world.disk
 
     @property
     def streams(self) -> RandomStreams:
-        """The random streams; `user` is the test's own."""
         return self._world.streams
 
     def memory(self, name: Address) -> HostMemory:
-        """Return the memory of the host on which `name` runs."""
         return self._lives.host_of(name)
 
     def watch(self, check: Callable[[], None]) -> None:
-        """Call `check` after every event; what it asserts must always hold."""
+        """Call `check` after every event; it asserts invariants."""
         self._world.checks.append(check)
 
     def observe(self, observer: Observer) -> None:
-        """Call `observer` with every event and what was done in reply.
+        """Call `observer` with every event and the actions performed for it.
 
-        An event changes the life that handles it and no other: whoever looks at that
-        one alone sees as much as who looks at all, at a fraction of the cost.
+        An event changes only the process that handles it. An observer can look at that one
+        alone, at a fraction of the cost of looking at all.
         """
         self._world.observers.append(observer)
 
-    # -------------------------------------------------------------- interference
+    # --- intervention ---
 
     def post(self, name: Address, event: Event) -> None:
-        """Let something happen to `name` now, as if its driver had seen it."""
+        """Deliver an event to `name` now, as if its driver had produced it."""
         deliver = partial(self._driver.deliver, self._life(name), event)
         self._world.agenda.at(self.now, deliver)
 
     def kill(self, name: Address, *, tears: bool = False) -> None:
-        """End `name` by force, between two events; its files stay."""
+        """Kill `name` between two events; its files stay."""
         life = self._life(name)
         life.tears, life.restart_after = tears, None
         self._lives.end(life, "killed")
 
     def restart(self, name: Address) -> None:
-        """Begin a new life of `name`, killing the present one if it has one."""
+        """Start a new incarnation of `name`; a running one is killed."""
         if name in self._lives.newest:
             self.kill(name)
         self._lives.start(name)
 
     def inject(self, fault: Fault) -> None:
-        """Let `fault` happen at its time."""
         self._world.agenda.at(fault.at, partial(self._begin, fault))
 
     def _life(self, name: Address) -> SimulatedProcess:
         try:
             return self._lives.newest[name]
         except KeyError:
-            begun = ", ".join(self._lives.newest) or "nobody"
-            raise KeyError(f"{name!r} has not begun; {begun} has") from None
+            started = ", ".join(self._lives.newest) or "none"
+            raise KeyError(f"{name!r} has not started; started roles: {started}") from None
 
     def _begin(self, fault: Fault) -> None:
         agenda, world = self._world.agenda, self._world
@@ -322,9 +314,8 @@ class SimulatedCluster:
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Let the collector of this process look at new objects less often."""
     before = gc.get_threshold()
-    if 0 < before[0] < N_OBJECTS_TOGETHER:  # 0: somebody has turned it off
+    if 0 < before[0] < N_OBJECTS_TOGETHER:  # 0: the collector is turned off
         gc.set_threshold(N_OBJECTS_TOGETHER, *before[1:])
     try:
         yield

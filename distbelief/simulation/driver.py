@@ -1,9 +1,9 @@
-"""The driver: delivers events to lives and performs what they ask, in virtual time.
+"""The driver: delivers events to simulated processes and performs their actions.
 
-Compute, Persist -> Lanes -> Computed, Persisted
+Compute, Persist -> Executors -> Computed, Persisted
 SetTimer -> Timers -> TimerFired
-Send -> Post -> Network -> Post -> Received
-Launch -> a new life -> Started; when it ends, PeerLost to its launcher
+Send -> MessageSizing -> Network -> Received
+Launch -> a new SimulatedProcess -> Started; when it ends, PeerLost to its launcher
 """
 
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ from distbelief.simulation.world import HandledEvent, World
 
 
 class Driver:
-    """What `distbelief.transport.node` is to one real role, for all roles of a simulation."""
+    """Does for all simulated roles what `distbelief.transport.node` does for a real one."""
 
     def __init__(self, world: World) -> None:
         self.lives = ProcessTable(world, self.deliver, self._handle)
         self._lives = self.lives.known
         self.network = Network(world.agenda, world.streams, deliver=self._arrive, lose=self._lose)
         self._world = world
-        # What every event needs, at hand.
+        # Aliases: they are used for every event, and each attribute access costs time.
         self._agenda = world.agenda
         self._note = world.trace.event
         self._observers, self._checks = world.observers, world.checks
@@ -57,10 +57,10 @@ class Driver:
         run = f"simulation-{world.seed}"
         self._post: MessageSizing = Encoded(run) if world.options.codec else PassedOn(run)
 
-    # -------------------------------------------------------------------- events
+    # --- events ---
 
     def deliver(self, life: SimulatedProcess, event: Event) -> None:
-        """Let a life handle an event: now, when it comes to it, or after its pause."""
+        """Pass an event to a process: now, or after earlier events and its pause."""
         if life.desk is None:
             self._handle(life, event)
         elif life.alive:
@@ -77,10 +77,10 @@ class Driver:
         try:
             try:
                 actions = life.role.handle(event, now)
-            except Exception as error:  # noqa: BLE001 - told apart there
+            except Exception as error:  # noqa: BLE001 - `_answer_to` distinguishes them
                 actions = self._answer_to(life, error)
             n_performed = self._perform_all(life, actions) if actions else 0
-        except LocalProtocolError as error:  # of the wire, of the agenda
+        except LocalProtocolError as error:  # from the codec or the event queue
             raise self._blame(life, error) from error
         if self._observers:
             self._observe(life, event, actions[:n_performed])
@@ -99,14 +99,13 @@ class Driver:
             observer(happening)
 
     def _answer_to(self, life: SimulatedProcess, error: Exception) -> Sequence[Action]:
-        """Return what a role that raised this is taken to have asked for."""
         match error:
             case RemoteProtocolError():
                 self._world.counts.refused += 1
                 self._world.note(life.name, life.incarnation, f"refused: {error}")
                 return ()
             case LocalProtocolError():
-                raise error  # a bug: it must not merely halt, and be restarted
+                raise error  # a bug: end the run instead of restarting the role
             case DistBeliefError():
                 return (Exit(error=f"{type(error).__name__}: {error}"),)
             case _:
@@ -120,7 +119,7 @@ class Driver:
     def _arrive(self, packet: Packet) -> None:
         path = packet.path
         receiver, incarnation = path.receiver, path.incarnation
-        # What was lent is read as late as it may be: when it arrives.
+        # Arrays that the sender lends are read as late as allowed: on arrival.
         event = self._post.received(packet.payload)
         life = self._lives.get((receiver, incarnation))
         if life is not None and life.alive:
@@ -136,14 +135,11 @@ class Driver:
         elif self._goes_astray():
             self.lives.deliver_to_next(receiver, incarnation, event)
         else:
-            self._lose(packet, "nobody there")
+            self._lose(packet, "no such process")
 
     def _hand_over(self, life: SimulatedProcess, event: Received, n_bytes: float) -> None:
-        """Deliver a message once its process has dealt with those before.
-
-        What it takes itself delays those behind it, and is part of its latency. Such a
-        life has no desk.
-        """
+        # A process without an event loop handles messages in sequence: the cost of a message
+        # delays those behind it. Its own delay is already part of the link's latency.
         agenda, machine = self._agenda, life.machine
         begins, now = life.handles_until, agenda.now
         takes = machine.handling_seconds + n_bytes / machine.handling_bytes_per_second
@@ -163,13 +159,13 @@ class Driver:
         path = packet.path
         self._world.note(path.receiver, path.incarnation, f"lost, from {path.sender}: {reason}")
 
-    # ------------------------------------------------------------------- actions
+    # --- actions ---
 
     def _perform_all(self, life: SimulatedProcess, actions: Sequence[Action]) -> int:
-        """Perform them as long as it lives; return how many that was."""
+        # Stops when an action ends the process; returns how many were performed.
         n_last, n_performed = life.last_actions, 0
         for action in actions if n_last is None else actions[:n_last]:
-            if type(action) is Send:  # as is most frequent
+            if type(action) is Send:  # the most frequent one, without the match statement
                 self._send(life, action)
             else:
                 self._perform(life, action)
@@ -210,7 +206,7 @@ class Driver:
             case Launch():
                 self.lives.launch(action.name, incarnation=action.incarnation, launcher=life)
             case AssignName():
-                pass  # in a simulation everybody is who he says
+                pass  # simulated roles need no proof of identity
             case Terminate():
                 self.lives.terminate(action.name, f"terminated by {life.name}")
             case Exit():
@@ -251,7 +247,7 @@ class Driver:
 
         def demand(seconds: Seconds) -> Demand:
             threads = machine.threads if action.lane is Executor.COMPUTE else 1
-            slowness = self._world.slowness(life.name)  # it leaves more to the others
+            slowness = self._world.slowness(life.name)  # a slowed role leaves cores to others
             return machine.demand(cost, seconds, threads / slowness)
 
         def end(seconds: Seconds) -> None:
@@ -262,7 +258,7 @@ class Driver:
             failed: Exception | None = None
             try:
                 result = action.work()
-            except Exception as error:  # noqa: BLE001 - told to the role, as `node` does
+            except Exception as error:  # noqa: BLE001 - reported to the role, as `node` does
                 failed = error
             answer = Computed(name=action.name, result=result, error=failed, seconds=seconds)
             self._answer(life, answer)
@@ -270,7 +266,6 @@ class Driver:
         life.lanes.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
 
     def _answer(self, life: SimulatedProcess, answer: Computed | Persisted) -> None:
-        """Let a life handle what its lane has done, once it has woken up."""
         if life.desk is None:
             self._handle(life, answer)
         elif life.alive:
@@ -281,6 +276,7 @@ class Driver:
         sums: dict[str, int] = {}
 
         def begin() -> None:
+            # Compared at the end: a role must not change arrays while they are written.
             sums.update(checksums(snapshot))
 
         def seconds() -> Seconds:

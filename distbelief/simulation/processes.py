@@ -1,9 +1,8 @@
-"""Lives: every incarnation of every role, from its start to its end.
+"""Simulated processes: each incarnation of each role, from its start to its end.
 
-A *life* is what a process is on a real host. It is built anew each time, and what it
-held in private is gone when it ends. An older life may still be there when the next one
-begins (its supervisor took it for dead, but it was only paused): its messages then
-carry the older incarnation.
+A role is built again for each incarnation, and its private state is lost when it ends. An
+older incarnation may still run when the next one starts, if the supervisor declared it dead
+while it was only paused. Its messages then carry the older incarnation number.
 """
 
 from collections import deque
@@ -31,12 +30,12 @@ from distbelief.simulation.topology import Path
 from distbelief.simulation.world import World
 
 
-N_ASTRAY_MAX = 1000  # messages for one life to come; ZeroMQ's queues end there as well
+N_ASTRAY_MAX = 1000  # messages for a future incarnation; the limit of ZeroMQ's queues
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedProcess:
-    """One incarnation of one role, and all that dies with it."""
+    """One incarnation of one role, with all state that is lost when it ends."""
 
     name: Address
     incarnation: int
@@ -49,62 +48,54 @@ class SimulatedProcess:
     launcher: "SimulatedProcess | None"
     paths: dict[Address, Path] = field(default_factory=dict)
     alive: bool = True
-    desk: EventLoop | None = None  # what it has to handle, if that takes any time
+    desk: EventLoop | None = None  # None if handling events takes no time
     paused_until: Seconds | None = None
     waiting: list[Event] = field(default_factory=list)  # while paused
-    handles_slowly: bool = False  # its process is busy with messages
-    handles_until: Seconds = 0.0  # the messages that have come so far
-    last_actions: int | None = None  # it dies after so many more, in mid-event
-    tears: bool = False  # a snapshot that its death cuts short stays, torn
-    restart_after: Seconds | None = None  # it dies
-    halted: bool = False
+    handles_slowly: bool = False  # messages take time, although it has no event loop
+    handles_until: Seconds = 0.0  # when the messages received so far are handled
+    last_actions: int | None = None  # it dies after this many actions of the next event
+    tears: bool = False  # a checkpoint that its death interrupts stays, damaged
+    restart_after: Seconds | None = None  # after its death
+    halted: bool = False  # it ended by itself
     error: str | None = None  # why it halted
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Launch:
-    """A process being started."""
-
     name: Address
     incarnation: int
     launcher: SimulatedProcess
-    cancelled: str | None = None  # why
+    cancelled: str | None = None  # the reason
 
 
 Deliver = Callable[[SimulatedProcess, Event], None]
 
 
 class ProcessTable:
-    """All lives of a simulated cluster, past and present.
-
-    Attributes:
-        newest: The last of each role, over or not.
-        known: All, by role and incarnation.
-    """
+    """All processes of a simulated cluster, running or ended."""
 
     def __init__(self, world: World, deliver: Deliver, handle: Deliver) -> None:
-        self.newest: dict[Address, SimulatedProcess] = {}
-        self.known: dict[tuple[Address, int], SimulatedProcess] = {}
+        self.newest: dict[Address, SimulatedProcess] = {}  # newest incarnation, running or ended
+        self.known: dict[tuple[Address, int], SimulatedProcess] = {}  # by role and incarnation
         self._world = world
         self._deliver = deliver
-        self._handle = handle  # at once
+        self._handle = handle  # immediately, without the event loop
         self._launches: list[_Launch] = []
-        self._astray: dict[Address, deque[Event]] = {}  # for lives to come
+        self._astray: dict[Address, deque[Event]] = {}  # for future incarnations
         self._incarnations: dict[Address, int] = {}
         self._hosts: dict[str, HostMemory] = {}
 
     def host_of(self, name: Address) -> HostMemory:
-        """Return the memory of the host on which `name` runs."""
         machine = self._world.options.machine_of(name)
         host = machine.host if machine.shares_memory else ""
-        # Host "" shares with nobody: each role has one of its own.
+        # Host "" shares nothing: each role gets a memory of its own.
         key = host or f"/{name}"
         if key not in self._hosts:
             n_bytes_max = self._world.options.host_bytes_max
             self._hosts[key] = HostMemory(host, n_bytes_max=n_bytes_max)
         return self._hosts[key]
 
-    # --------------------------------------------------------------------- start
+    # --- start ---
 
     def start(
         self,
@@ -113,7 +104,7 @@ class ProcessTable:
         incarnation: int | None = None,
         launcher: SimulatedProcess | None = None,
     ) -> None:
-        """Begin a new life of `name`; by default its incarnation is the next one."""
+        """Start a new incarnation of `name`, by default with the next number."""
         number = self._next_incarnation(name, incarnation)
         before = self.newest.get(name)
         if before is not None and not before.alive:
@@ -159,14 +150,14 @@ class ProcessTable:
             self._introduce(life)
 
     def _lead_to_newest(self, name: Address, incarnation: int) -> None:
-        """From now on whoever speaks to `name` speaks to this life of it."""
+        # Drop the paths to older incarnations, so that senders connect to the new one.
         for life in self.known.values():
             path = life.paths.get(name)
             if path is not None and path.incarnation != incarnation:
                 del life.paths[name]
 
     def launch(self, name: Address, *, incarnation: int, launcher: SimulatedProcess) -> None:
-        """Begin a new life of `name` as soon as its process has started."""
+        """Start an incarnation of `name` after the time that a process needs to start."""
         launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
         self._launches.append(launch)
         agenda = self._world.agenda
@@ -185,7 +176,7 @@ class ProcessTable:
             self._tell(launch.launcher, name, number, launch.cancelled)
 
     def _waits_for_machine(self, name: Address, call: Call) -> bool:
-        """Whether the machine of `name` is away; then `call` when it is back."""
+        # True if the machine of `name` is in an outage; then `call` is made at its end.
         agenda = self._world.agenda
         back_at = self._world.away_until.get(name, 0.0)
         if back_at <= agenda.now:
@@ -197,14 +188,14 @@ class ProcessTable:
         if name not in self._world.builders:
             known = ", ".join(self._world.builders)
             raise self._world.failure(
-                f"nobody knows how to build {name!r}; there are builders for {known}"
+                f"there is no builder for {name!r}; there are builders for {known}"
             )
         last = self._incarnations.get(name, 0)
         number = last + 1 if wanted is None else wanted
         if number <= last:
             raise self._world.failure(
-                f"{name} is launched as incarnation {number}, but has been {last} "
-                "already: each start needs a higher one"
+                f"{name} is launched as incarnation {number}, but had {last} already: "
+                "each start needs a higher number"
             )
         self._incarnations[name] = number
         return number
@@ -231,10 +222,10 @@ class ProcessTable:
                 known = PeerJoined(peer=other.name, incarnation=other.incarnation)
                 self._deliver(life, known)
 
-    # ----------------------------------------------------------------------- end
+    # --- end ---
 
     def end(self, life: SimulatedProcess, reason: str) -> None:
-        """End a life: by its own `Exit` (what it sent still leaves), or by force."""
+        """End a process: by its own `Exit` (sent messages still leave), or by a kill."""
         if not life.alive:
             return
         self._world.note(life.name, life.incarnation, reason)
@@ -262,7 +253,7 @@ class ProcessTable:
             self.start(life.name)
 
     def terminate(self, name: Address, reason: str) -> None:
-        """End every life of `name` by force, the oldest first, and all to come."""
+        """Kill all incarnations of `name`, the oldest first, and cancel its launches."""
         for launch in self._launches:
             if launch.name == name:
                 launch.cancelled = reason
@@ -279,10 +270,10 @@ class ProcessTable:
             agenda.now + self._world.options.notice_seconds, partial(self._deliver, launcher, lost)
         )
 
-    # --------------------------------------------------------------------- pause
+    # --- pause ---
 
     def pause(self, life: SimulatedProcess, seconds: Seconds) -> None:
-        """Let a life stand still: its events wait, its work ends later."""
+        """Stop a process for `seconds`: its events wait, its work ends later."""
         agenda = self._world.agenda
         until = agenda.now + seconds
         stands_until = agenda.now if life.paused_until is None else life.paused_until
@@ -304,10 +295,10 @@ class ProcessTable:
         waiting, life.waiting = life.waiting, []
         self._world.agenda.before_all(partial(self._deliver, life, event) for event in waiting)
 
-    # --------------------------------------------------------------- connections
+    # --- connections ---
 
     def deliver_to_next(self, name: Address, incarnation: int, event: Event) -> None:
-        """Deliver what was meant for a life that is over to the one that follows it."""
+        """Deliver a message for an ended incarnation to the next one (see `port_reuse`)."""
         newest = self.newest.get(name)
         if newest is not None and newest.alive and newest.incarnation > incarnation:
             self._deliver(newest, event)
@@ -316,7 +307,7 @@ class ProcessTable:
             held.append(event)
 
     def connect(self, life: SimulatedProcess, peer: Address, incarnation: int) -> Path:
-        """Let what `life` sends to `peer` go to this incarnation of it."""
+        """Connect a process to this incarnation of `peer`."""
         path = life.paths.get(peer)
         if path is None or path.incarnation != incarnation:
             path = life.paths[peer] = self._new_path(life, peer, incarnation)
@@ -350,5 +341,5 @@ class ProcessTable:
         if not introduced and receiver != SUPERVISOR:
             return None
         newest = self.newest.get(receiver)
-        # 1: it begins at this very moment, but after its peer.
+        # 1: the receiver starts at the same time, but after its peer.
         return self.connect(life, receiver, newest.incarnation if newest else 1)

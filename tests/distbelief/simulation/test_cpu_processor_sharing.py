@@ -96,7 +96,7 @@ def test_what_is_removed_never_ends() -> None:
 def test_a_processor_without_cores_is_refused() -> None:
     with pytest.raises(ValueError, match="cores"):
         Processor(cores=0, bytes_per_second=1.0)
-    with pytest.raises(ValueError, match="wake_seconds may not"):
+    with pytest.raises(ValueError, match="wake_seconds must be finite"):
         Processor(cores=1, bytes_per_second=1.0, wake_seconds=-1.0)
 
 
