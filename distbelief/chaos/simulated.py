@@ -1,11 +1,9 @@
-"""A job broken in virtual time: the same seed gives the same run, event by event.
+"""Chaos in simulation: a job under faults in virtual time; a seed gives the same run each time.
 
-The machines are nobody's: as fast as makes the job about a minute long if nothing
-breaks. So the supervisor's patience (a silence of 3 s is told, one of 10 s is a death)
-matters as it does in a job of any length, and nothing depends on the machine this runs
-on. How fast that is is found by trying: a job ends when the supervisor next hears from
-its replicas, and on machines that are far too fast all of it is over by then. A job
-that ends by the clock is as long as it says.
+The speed of the simulated machines is chosen so that the undisturbed job takes about a minute.
+Then the supervisor's timeouts (3 s of silence are reported, 10 s mean that a role is dead)
+matter as in a long job, and nothing depends on this host. The speed is found by undisturbed
+runs. A job with a time limit takes as long as the limit.
 """
 
 from dataclasses import dataclass, field
@@ -33,33 +31,22 @@ from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor.view import JobView
 
 
-LENGTH_SECONDS: Final = 60.0
-"""Of training, undisturbed."""
-
-NEAR: Final = 1.5
-"""Times longer or shorter than that a job may be."""
-
-N_TRIES: Final = 4
-"""Undisturbed runs at most; the last one is taken as it is."""
-
-N_RUNS: Final = N_TRIES + 1
-"""Of a job, at most, with the one that is broken."""
-
-PATIENCE: Final = 60.0
-"""Times the undisturbed length; a job that takes longer is given up."""
+LENGTH_SECONDS: Final = 60.0  # wanted training time of the undisturbed job
+NEAR: Final = 1.5  # the job may be longer or shorter by this factor
+N_TRIES: Final = 4  # undisturbed runs at most; the last one is used as it is
+N_RUNS: Final = N_TRIES + 1  # at most, with the run under faults
+PATIENCE: Final = 60.0  # a job that takes so many times the undisturbed length has failed
 
 _FLOPS: Final = 1e9
 _MEMORY_RATE: Final = 1e9
+# With less, shards need seconds to write a few values, while replicas poll every 2 ms.
 _MEMORY_RATE_MIN: Final = 1e6
-"""Else shards would write few values for seconds, while replicas try every 2 ms."""
 _STEPS: Final = frozenset({"replica:step"})
 
 
 @final
 @dataclass(slots=True)
 class _SimulatedChaos:
-    """One run, and what is counted in it."""
-
     simulation: SimulatedCluster
     n_steps: int = 0
     iterations: IterationCount = field(default_factory=IterationCount)
@@ -69,7 +56,7 @@ class _SimulatedChaos:
         if happening.name == SUPERVISOR:
             self.iterations.heard(event)
         if isinstance(event, Computed) and event.name in _STEPS:
-            # Without a result it met an update of its parameters, and did nothing.
+            # A step without a result was cancelled by an update of its parameters.
             self.n_steps += event.result is not None
 
     @property
@@ -80,12 +67,12 @@ class _SimulatedChaos:
 def run_simulated_chaos(
     staged: PreparedJob, *, seed: int, waiting: WaitProgress | None = None
 ) -> ChaosReport:
-    """Break a job by the schedule of a seed.
+    """Simulate a job under the fault schedule of a seed.
 
     Args:
         staged: The job.
-        seed: Of the schedule, and of all chance.
-        waiting: For `N_RUNS` runs: told how far each is.
+        seed: Seed of the schedule and of all random numbers.
+        waiting: Progress display, for `N_RUNS` runs.
 
     Raises:
         SimulationFailed: a role broke an assertion, or the job does not end.
@@ -104,7 +91,9 @@ def run_simulated_chaos(
 
 
 def _undisturbed(staged: PreparedJob, *, seed: int, waiting: WaitProgress) -> tuple[float, JobView]:
-    """Return how slow machines make the job about a minute long, and its last view."""
+    # The slowness of machines on which the job takes about a minute, and its last view. A run
+    # on machines that are far too fast ends before the supervisor's first report from its
+    # replicas, so the slowness must be found in several tries.
     until, slowness, n_left = staged.job.stop.seconds, 1.0, N_TRIES
     waiting.begin(f"{staged.job.name}, undisturbed")
     while True:
@@ -167,7 +156,7 @@ def _story(
     error = simulation.halted[SUPERVISOR]
     struck = [blow for blow in blows if blow.at * horizon <= view.seconds]
     lines = [
-        ReportLine(seconds=blow.at * horizon, what="blow", text=blow.text(horizon))
+        ReportLine(seconds=blow.at * horizon, what="fault", text=blow.text(horizon))
         for blow in struck
     ]
     lines += [*report_lines(view), end_line(view, error)]
@@ -188,7 +177,7 @@ def _story(
         undisturbed_seconds=undisturbed.seconds,
         seconds=view.seconds,
         pushes_applied=view.pushes_applied,
-        pushes_lost=view.pushes_lost or 0,  # known, of a new run
+        pushes_lost=view.pushes_lost or 0,  # None only in a resumed run
         pushes_refused=view.pushes_refused,
         messages_lost=simulation.counts.lost,
         restarts=restarts_of(view),

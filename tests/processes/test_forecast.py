@@ -39,5 +39,5 @@ def test_a_job_that_is_broken_for_real_comes_to_its_end() -> None:
     story = run_local_chaos(job, seed=5, console=Console(quiet=True))
     assert story.error is None
     assert story.real
-    assert any(line.what == "blow" for line in story.lines)
+    assert any(line.what == "fault" for line in story.lines)
     assert story.digest is None

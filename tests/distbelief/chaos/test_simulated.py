@@ -110,18 +110,18 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike(monkeypatch: pytest.MonkeyP
     assert story.lines[-1].text.startswith("ended: ")
     text = printed(story)
     assert "Lost: " in text
-    assert "Done again: " in text
-    assert "Exactly the same again: distbelief chaos JOB.toml --seed 3 (trace " in text
+    assert "Repeated: " in text
+    assert "To repeat this run exactly: distbelief chaos JOB.toml --seed 3 (trace " in text
     ended = msgspec.structs.replace(story, lines=story.lines[-1:])
-    told = f"{len(story.blows)} more blows were to fall after its end"
+    told = f"{len(story.blows)} more faults were scheduled after its end"
     assert told not in text
     assert told in printed(ended)
     assert "stop.seconds" not in printed(ended)
     # A job that trains for 5 s met 3 of 13 blows, and nobody said how to meet them all.
     real = msgspec.structs.replace(ended, real=True, horizon=30.0)
     assert (
-        f"{told}: all lie over 30 s of training; "
-        "--set stop.seconds=N lays them over N" in printed(real)
+        f"{told}: the schedule is for 30 s of training; "
+        "--set stop.seconds=N makes it N" in printed(real)
     )
 
 
@@ -173,7 +173,7 @@ def test_a_job_that_ends_by_the_clock_is_as_long_as_it_says(
 
 @pytest.mark.untraced
 def test_steps_that_met_an_update_are_not_steps_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody but an evaluator was killed in a job of 898 steps: "Done again: 4,275".
+    """Nobody but an evaluator was killed in a job of 898 steps: "Repeated: 4,275".
 
     A step whose parameters are being written meanwhile is tried once more, in a moment.
     """
@@ -195,8 +195,7 @@ def _kills(blows: Sequence[FaultEvent]) -> bool:
 def test_a_sandblaster_job_comes_to_its_end_and_tells_what_it_did_again() -> None:
     """A shard came back from its snapshot, and the job from iteration 37 to 32.
 
-    What was told of that: "Lost: 0 acknowledged pushes", and "nobody counts what was
-    computed twice".
+    The report had only "Lost: 0 acknowledged pushes", and "steps not counted".
     """
     with Preparation() as staging:
         staged = staging.stage(small(text=SANDBLASTER))
@@ -209,7 +208,7 @@ def test_a_sandblaster_job_comes_to_its_end_and_tells_what_it_did_again() -> Non
     assert story.iterations_lost == 0
     text = printed(story)
     assert "Lost: 0 iterations, 0 acknowledged pushes" in text
-    assert f"Done again: {story.iterations_again} iteration" in text
+    assert f"Repeated: {story.iterations_again} iteration" in text
 
 
 def _loses_a_shard(blows: Sequence[FaultEvent]) -> bool:
@@ -327,7 +326,7 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
             time.sleep(0.002)
     assert [line.text for line in attacker.lines] == [
         "kill replica-0",
-        "pause shard-0 for 0.0 s: nobody there",
+        "pause shard-0 for 0.0 s: no such process",
     ]
 
 

@@ -249,7 +249,7 @@ def test_what_was_measured_while_others_computed_is_told_as_such(
 ) -> None:
     """Beside other jobs a step took half as long again, and so it was kept for good."""
     busy = msgspec.structs.replace(RATES, date="1 May", share=0.52)
-    for rates, said in ((RATES, ""), (busy, ", when others left 52 % of each core")):
+    for rates, said in ((RATES, ""), (busy, ", with only 52 % of each core free")):
         monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _, r=rates: r)
         hosts = HostCosts(None, machines=None, measures=True)
         hosts.hosting(small(), tell=lambda _: None)
