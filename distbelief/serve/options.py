@@ -1,4 +1,4 @@
-"""What options of `distbelief serve` and `train --listen` mean: a model, an address."""
+"""Options of `distbelief serve` and `train --listen`: model, update rule, address, keys."""
 
 import ipaddress
 import re
@@ -25,24 +25,24 @@ _BIND: Final = re.compile(r"tcp://(?P<host>[^:/?#\[\]]+):(?P<port>[0-9]{1,5}|\*)
 
 
 def model(path: str, *, seed: int) -> torch.nn.Module:
-    """Return the model that a function makes, drawn from this seed.
+    """Return the model that the function "MODULE:FUNCTION" makes, with this random seed.
 
     Raises:
-        JobError: there is no such function, or it makes something else.
+        JobError: the function does not exist, or does not return a model.
     """
     factory = resolve(path, table="model")
     torch.manual_seed(seed)
     made: object = factory()
     if not isinstance(made, torch.nn.Module):
-        raise JobError(f"{path} returns a {type(made).__name__}: let it return a model")
+        raise JobError(f"{path} must return a torch model, but returns a {type(made).__name__}")
     return made
 
 
 def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
-    """Return the rule of this name, with these options ("momentum=0.9").
+    """Return an update rule, with options such as "momentum=0.9".
 
     Raises:
-        JobError: naming what makes no sense.
+        JobError: the rule or an option is not valid.
     """
     table: dict[str, object] = {"name": name, "learning_rate": learning_rate}
     for option in options:
@@ -69,13 +69,13 @@ def hosting_of(
     cores: int | None,
     on: str | None = None,
 ) -> JoinServer:
-    """Return how a job spans machines.
+    """Return the join server of a job that other hosts may join.
 
     Raises:
-        JobError: the address makes no sense, or would be open to strangers.
+        JobError: the address is not valid, or would be open to everyone.
     """
     if on not in {None, "ray"}:
-        raise JobError(f"--on {on!r}: jobs run on this machine, or --on ray")
+        raise JobError(f'--on {on!r} is not supported: use "ray", or leave it out')
     found = reach(listen, keys=keys, insecure=insecure, option="--listen")
     if found.keys is not None:
         ring = msgspec.structs.replace(found.keys, role="job")
@@ -88,10 +88,10 @@ def hosting_of(
 def reach(
     bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind"
 ) -> ListenConfig:
-    """Return from where the server can be reached; by default, by its user's processes.
+    """Return where to listen; by default only this user's processes can connect.
 
     Raises:
-        JobError: the address makes no sense, or would be open to strangers.
+        JobError: the address is not valid, or would be open to everyone.
     """
     if bind is None and keys is None and not insecure:
         return ListenConfig()
@@ -99,13 +99,11 @@ def reach(
     found = _BIND.fullmatch(bind)
     if found is None or (found["port"] != "*" and int(found["port"]) > 65535):
         raise JobError(
-            f"{option} {bind!r} is no address: it looks like tcp://10.0.0.1:7700, or "
+            f"{option} {bind!r} is no address: write for example tcp://10.0.0.1:7700, or "
             "tcp://0.0.0.0:7700 for all interfaces"
         )
     if keys is not None and insecure:
-        raise JobError(
-            "--insecure is for a network of friends, without keys: leave out one of them"
-        )
+        raise JobError("--insecure and --keys exclude each other: leave out one of them")
     ring = None
     if keys is not None:
         ring = KeyConfig(directory=str(keys.expanduser().absolute()), role="server")
@@ -114,11 +112,11 @@ def reach(
     is_loopback = ipaddress.IPv4Address(number).is_loopback
     if is_named and is_loopback:
         raise JobError(
-            f"{option} {bind}: {found['host']} is {number} here, which no other "
-            "machine can reach: give the number of an interface, or tcp://0.0.0.0:7700 "
-            "for all interfaces; tcp://127.0.0.1:7700 is for this machine alone"
+            f"{option} {bind}: {found['host']} is {number} here, which no other host can "
+            "reach: give the IP address of an interface, or tcp://0.0.0.0:7700 for all; "
+            "tcp://127.0.0.1:7700 is for this host alone"
         )
-    # Without key files, the run gets a key pair of its own.
+    # Without key files, the address contains the secret of a key pair made for this run.
     has_secret = ring is None and (insecure or is_loopback)
     wanted = ListenConfig(
         host=number,
