@@ -67,14 +67,14 @@ class SimulatedCluster:
         options = ClusterOptions() if options is None else options
         self._world = World.of(builders, seed=seed, options=options)
         self._driver = Driver(self._world)
-        self._lives = self._driver.lives
+        self._processes = self._driver.processes
         # Network faults must act before the first message is sent; other faults need a
         # running process, so they come after the starts.
         of_network = [f for f in options.faults if isinstance(f, NetworkFault)]
         first = [partial(self._begin, fault) for fault in of_network if fault.at <= 0]
         names = builders if options.start is None else options.start
-        first += [partial(self._lives.start, name) for name in names]
-        self._world.agenda.before_all(first)
+        first += [partial(self._processes.start, name) for name in names]
+        self._world.event_queue.before_all(first)
         self._n_first = len(first)
         for fault in options.faults:
             if fault.at > 0 or fault not in of_network:
@@ -85,7 +85,7 @@ class SimulatedCluster:
     @property
     def now(self) -> Seconds:
         """Virtual seconds since the start."""
-        return self._world.agenda.now
+        return self._world.event_queue.now
 
     def run(self, *, until: Seconds | None = None, max_events: int = N_EVENTS_MAX) -> None:
         """Run all events that are due by `until`; None means all events.
@@ -94,16 +94,16 @@ class SimulatedCluster:
             SimulationFailed: a role or a check failed, or there are more than `max_events`.
         """
         with blocks_of(self._world.options.block_bytes), _seldom_collecting():
-            agenda = self._world.agenda
+            event_queue = self._world.event_queue
             self._start()
             end = math.inf if until is None else until
             n_left = max_events
-            while agenda.next_time <= end and agenda.next_time < math.inf:
+            while event_queue.next_time <= end and event_queue.next_time < math.inf:
                 if not n_left:
                     raise self._world.failure(f"the run has not ended after {max_events} events")
                 n_left -= self._steps(min(n_left, N_EVENTS_TOGETHER), until=end)
-            if until is not None and until > agenda.now:
-                agenda.advance(until)
+            if until is not None and until > event_queue.now:
+                event_queue.advance(until)
 
     def run_until(
         self,
@@ -119,12 +119,12 @@ class SimulatedCluster:
             SimulationFailed: it does not hold within `within` virtual seconds.
         """
         with blocks_of(self._world.options.block_bytes), _seldom_collecting():
-            agenda = self._world.agenda
+            event_queue = self._world.event_queue
             self._start()
-            end = agenda.now + within
+            end = event_queue.now + within
             n_left = max_events
             while not condition():
-                if (next_time := agenda.next_time) > end or next_time == math.inf:
+                if (next_time := event_queue.next_time) > end or next_time == math.inf:
                     raise self._world.failure(
                         f"the condition of run_until does not hold by {end!r} s"
                     )
@@ -141,12 +141,12 @@ class SimulatedCluster:
             self._steps(1, until=math.inf)
 
     def _steps(self, n_max: int, *, until: Seconds) -> int:
-        agenda = self._world.agenda
+        event_queue = self._world.event_queue
         try:
-            n = agenda.steps(n_max, until=until)
+            n = event_queue.steps(n_max, until=until)
         except AssertionError as error:  # of a check, or of the simulation itself
             raise self._world.failure(f"an invariant is broken: {error}") from error
-        if agenda.n_at_once > N_EVENTS_AT_ONCE:
+        if event_queue.n_at_once > N_EVENTS_AT_ONCE:
             raise self._world.failure(
                 f"{N_EVENTS_AT_ONCE} events and no time has passed: roles answer each "
                 "other without end"
@@ -157,24 +157,28 @@ class SimulatedCluster:
 
     def role(self, name: Address) -> Role:
         """Return the role of the newest incarnation of `name`, which may have ended."""
-        return self._life(name).role
+        return self._process(name).role
 
     def incarnation(self, name: Address) -> int:
-        return self._life(name).incarnation
+        return self._process(name).incarnation
 
     def is_alive(self, name: Address) -> bool:
-        life = self._lives.newest.get(name)
-        return life is not None and life.alive
+        process = self._processes.newest.get(name)
+        return process is not None and process.alive
 
     @property
     def alive(self) -> tuple[Address, ...]:
         """Roles whose newest incarnation runs."""
-        return tuple(name for name, life in self._lives.newest.items() if life.alive)
+        return tuple(name for name, process in self._processes.newest.items() if process.alive)
 
     @property
     def halted(self) -> Mapping[Address, str | None]:
         """Roles that have ended by themselves, with their error or None."""
-        return {name: life.error for name, life in self._lives.newest.items() if life.halted}
+        return {
+            name: process.error
+            for name, process in self._processes.newest.items()
+            if process.halted
+        }
 
     @property
     def reports(self) -> Sequence[tuple[Address, Report]]:
@@ -191,7 +195,7 @@ class SimulatedCluster:
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self._world.tallies)
+        return Traffic(self._world.traffic)
 
     def busy(self, name: Address) -> Seconds:
         """Return how long the compute executor of `name` has worked, in all incarnations."""
@@ -211,7 +215,7 @@ class SimulatedCluster:
         return self._world.streams
 
     def memory(self, name: Address) -> HostMemory:
-        return self._lives.host_of(name)
+        return self._processes.host_of(name)
 
     def watch(self, check: Callable[[], None]) -> None:
         """Call `check` after every event; it asserts invariants."""
@@ -229,48 +233,48 @@ class SimulatedCluster:
 
     def post(self, name: Address, event: Event) -> None:
         """Deliver an event to `name` now, as if its driver had produced it."""
-        deliver = partial(self._driver.deliver, self._life(name), event)
-        self._world.agenda.at(self.now, deliver)
+        deliver = partial(self._driver.deliver, self._process(name), event)
+        self._world.event_queue.at(self.now, deliver)
 
     def kill(self, name: Address, *, tears: bool = False) -> None:
         """Kill `name` between two events; its files stay."""
-        life = self._life(name)
-        life.tears, life.restart_after = tears, None
-        self._lives.end(life, "killed")
+        process = self._process(name)
+        process.tears, process.restart_after = tears, None
+        self._processes.end(process, "killed")
 
     def restart(self, name: Address) -> None:
         """Start a new incarnation of `name`; a running one is killed."""
-        if name in self._lives.newest:
+        if name in self._processes.newest:
             self.kill(name)
-        self._lives.start(name)
+        self._processes.start(name)
 
     def inject(self, fault: Fault) -> None:
-        self._world.agenda.at(fault.at, partial(self._begin, fault))
+        self._world.event_queue.at(fault.at, partial(self._begin, fault))
 
-    def _life(self, name: Address) -> SimulatedProcess:
+    def _process(self, name: Address) -> SimulatedProcess:
         try:
-            return self._lives.newest[name]
+            return self._processes.newest[name]
         except KeyError:
-            started = ", ".join(self._lives.newest) or "none"
+            started = ", ".join(self._processes.newest) or "none"
             raise KeyError(f"{name!r} has not started; started roles: {started}") from None
 
     def _begin(self, fault: Fault) -> None:
-        agenda, world = self._world.agenda, self._world
+        event_queue, world = self._world.event_queue, self._world
         match fault:
             case Drop() | Duplicate() | Delay() | CutOff():
                 self._driver.network.begin(fault)
             case Kill() | Pause() | Supersede():
-                life = self._lives.newest.get(fault.role)
-                if life is not None and life.alive:
-                    self._begin_for(life, fault)
+                process = self._processes.newest.get(fault.role)
+                if process is not None and process.alive:
+                    self._begin_for(process, fault)
             case Outage():
                 self._begin_outage(fault)
             case Slow():
                 world.slow.append(fault)
-                agenda.at(agenda.now + fault.seconds, partial(world.slow.remove, fault))
+                event_queue.at(event_queue.now + fault.seconds, partial(world.slow.remove, fault))
             case DiskFull():
                 world.disk.fill()
-                agenda.at(agenda.now + fault.seconds, world.disk.clear)
+                event_queue.at(event_queue.now + fault.seconds, world.disk.clear)
             case TornSnapshot():
                 world.disk.tear_newest(fault.role)
             case _:
@@ -281,35 +285,35 @@ class SimulatedCluster:
         for name in fault.roles:
             until = self._world.away_until
             until[name] = max(until.get(name, 0.0), back_at)
-            life = self._lives.newest.get(name)
-            if life is not None and life.alive:
-                life.tears = False
-                life.restart_after = fault.seconds if fault.restarts else None
-                self._lives.end(life, f"its machine is away until {back_at!r}")
+            process = self._processes.newest.get(name)
+            if process is not None and process.alive:
+                process.tears = False
+                process.restart_after = fault.seconds if fault.restarts else None
+                self._processes.end(process, f"its machine is away until {back_at!r}")
 
-    def _begin_for(self, life: SimulatedProcess, fault: Kill | Pause | Supersede) -> None:
+    def _begin_for(self, process: SimulatedProcess, fault: Kill | Pause | Supersede) -> None:
         match fault:
             case Kill():
-                self._begin_kill(life, fault)
+                self._begin_kill(process, fault)
             case Pause():
-                self._lives.pause(life, fault.seconds)
+                self._processes.pause(process, fault.seconds)
             case Supersede():
-                self._lives.start(life.name)
+                self._processes.start(process.name)
             case _:
                 assert_never(fault)
 
-    def _begin_kill(self, life: SimulatedProcess, fault: Kill) -> None:
-        life.tears, life.restart_after = fault.tears, fault.restart_after
+    def _begin_kill(self, process: SimulatedProcess, fault: Kill) -> None:
+        process.tears, process.restart_after = fault.tears, fault.restart_after
         if fault.after_actions is None:
-            self._lives.end(life, "killed")
+            self._processes.end(process, "killed")
             return
-        life.last_actions = fault.after_actions
+        process.last_actions = fault.after_actions
         if fault.restart_after is not None:
-            disarm = partial(self._disarm, life)
-            self._world.agenda.at(self.now + fault.restart_after, disarm)
+            disarm = partial(self._disarm, process)
+            self._world.event_queue.at(self.now + fault.restart_after, disarm)
 
-    def _disarm(self, life: SimulatedProcess) -> None:
-        life.last_actions = life.restart_after = None
+    def _disarm(self, process: SimulatedProcess) -> None:
+        process.last_actions = process.restart_after = None
 
 
 @contextmanager

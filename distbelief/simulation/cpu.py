@@ -79,7 +79,7 @@ class Job(msgspec.Struct, eq=False):
 class ProcessorSharing:
     """The work in progress on one host."""
 
-    agenda: EventQueue
+    event_queue: EventQueue
     processor: Processor
     _jobs: list[Job] = field(default_factory=list)
     _since: Seconds = 0.0
@@ -95,7 +95,7 @@ class ProcessorSharing:
         wake_seconds = self.processor.wake_seconds
         if wakes and wake_seconds and self._is_crowded:
             job.sleeps = True
-            self.agenda.at(self.agenda.now + wake_seconds, partial(self._wake, job))
+            self.event_queue.at(self.event_queue.now + wake_seconds, partial(self._wake, job))
         self._jobs.append(job)
         self._plan()
         return job
@@ -124,8 +124,8 @@ class ProcessorSharing:
             self._plan()
 
     def _catch_up(self) -> None:
-        seconds = self.agenda.now - self._since
-        self._since = self.agenda.now
+        seconds = self.event_queue.now - self._since
+        self._since = self.event_queue.now
         if seconds > 0:
             for job in self._jobs:
                 job.left -= seconds * job.speed
@@ -152,8 +152,8 @@ class ProcessorSharing:
                 first, soonest = job, seconds
         self._n_changes += 1
         if first is not None:
-            ends = self.agenda.now + soonest
-            self.agenda.at(ends, partial(self._end, first, self._n_changes))
+            ends = self.event_queue.now + soonest
+            self.event_queue.at(ends, partial(self._end, first, self._n_changes))
 
     def _end(self, job: Job, n_changes: int) -> None:
         if n_changes != self._n_changes:
@@ -223,7 +223,7 @@ class EventLoop:
         self._queue: deque[Event] = deque()
         self._job: Job | None = None
         self._handles = False  # inside `handle`
-        self._answers_at: Seconds = -math.inf  # when the last waiting result is delivered
+        self._results_at: Seconds = -math.inf  # when the last waiting result is delivered
         self._closed = False
         self._held = False
 
@@ -233,15 +233,15 @@ class EventLoop:
         if self._job is None and not self._handles:
             self._begin(wakes=True)
 
-    def answer(self, event: Event) -> None:
+    def deliver_result(self, event: Event) -> None:
         """Handle the result of an executor; a sleeping process wakes up first."""
         # Results are delivered in order, although another event may wake the process earlier.
-        agenda = self._sharing.agenda
+        event_queue = self._sharing.event_queue
         sleeps = self._job is None and not self._handles and not self._queue
-        awake_at = agenda.now + (self._handling.answers if sleeps else 0.0)
-        if awake_at > agenda.now or self._answers_at >= agenda.now:
-            self._answers_at = max(self._answers_at, awake_at)
-            agenda.at(self._answers_at, partial(self.add, event))
+        awake_at = event_queue.now + (self._handling.answers if sleeps else 0.0)
+        if awake_at > event_queue.now or self._results_at >= event_queue.now:
+            self._results_at = max(self._results_at, awake_at)
+            event_queue.at(self._results_at, partial(self.add, event))
         else:
             self.add(event)
 
@@ -300,45 +300,49 @@ class Executors:
     """The executors of one simulated process: compute, data and so on.
 
     Args:
-        agenda: The event queue.
+        event_queue: The event queue.
         sharing: The work in progress on its host; None if the process has its own speed.
         begins: Wake-up time of a sleeping executor.
     """
 
     def __init__(
-        self, agenda: EventQueue, sharing: ProcessorSharing | None = None, *, begins: Seconds = 0.0
+        self,
+        event_queue: EventQueue,
+        sharing: ProcessorSharing | None = None,
+        *,
+        begins: Seconds = 0.0,
     ) -> None:
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._sharing = sharing
         self._begins = begins
         self._jobs: dict[Executor, Job] = {}  # of a shared host
         self._held_until: Seconds = 0.0
-        self._queues: dict[Executor, deque[Work]] = {lane: deque() for lane in Executor}
+        self._queues: dict[Executor, deque[Work]] = {executor: deque() for executor in Executor}
         self._began: dict[Executor, Seconds] = {}
         self._ends: dict[Executor, Seconds] = {}  # of the first in each busy queue
 
-    def add(self, lane: Executor, work: Work) -> None:
+    def add(self, executor: Executor, work: Work) -> None:
         """Do `work` after all earlier work of this executor."""
-        queue = self._queues[lane]
+        queue = self._queues[executor]
         queue.append(work)
         if len(queue) > 1:
             return
         if self._begins:
-            at = self._agenda.now + self._begins
-            self._agenda.at(at, partial(self._wake, lane, work))
+            at = self._event_queue.now + self._begins
+            self._event_queue.at(at, partial(self._wake, executor, work))
         else:
-            self._begin(lane, wakes=True)
+            self._begin(executor, wakes=True)
 
     def delay(self, seconds: Seconds) -> None:
         """Pause for `seconds`: work in progress ends that much later."""
-        for lane in self._ends:
-            self._ends[lane] += seconds
+        for executor in self._ends:
+            self._ends[executor] += seconds
         if self._sharing is not None:
             self._hold(seconds)
 
     def close(self, *, cut_short: bool) -> None:
         """Drop all work; with `cut_short`, call `Work.cut_short` of work in progress."""
-        running = [self._queues[lane][0] for lane in self._ends or self._jobs]
+        running = [self._queues[executor][0] for executor in self._ends or self._jobs]
         self._ends.clear()
         for job in self._jobs.values():
             assert self._sharing is not None
@@ -350,60 +354,60 @@ class Executors:
             for work in running:
                 work.cut_short()
 
-    def _wake(self, lane: Executor, work: Work) -> None:
-        queue = self._queues[lane]
+    def _wake(self, executor: Executor, work: Work) -> None:
+        queue = self._queues[executor]
         if not queue or queue[0] is not work:
             return  # closed since
-        if self._agenda.now < self._held_until:
-            self._agenda.at(self._held_until, partial(self._wake, lane, work))
+        if self._event_queue.now < self._held_until:
+            self._event_queue.at(self._held_until, partial(self._wake, executor, work))
         else:
-            self._begin(lane, wakes=True)
+            self._begin(executor, wakes=True)
 
-    def _begin(self, lane: Executor, *, wakes: bool) -> None:
-        work = self._queues[lane][0]
+    def _begin(self, executor: Executor, *, wakes: bool) -> None:
+        work = self._queues[executor][0]
         work.begin()
-        self._began[lane] = self._agenda.now
+        self._began[executor] = self._event_queue.now
         if self._sharing is not None:
             seconds = work.seconds()
             demand = work.demand(seconds) if work.demand else Demand(seconds=seconds)
-            end = partial(self._end_shared, lane)
+            end = partial(self._end_shared, executor)
             job = self._sharing.add(demand, end, wakes=wakes)
-            self._jobs[lane] = job
+            self._jobs[executor] = job
             return
-        self._ends[lane] = self._agenda.now + work.seconds()
-        self._agenda.at(self._ends[lane], partial(self._end, lane))
+        self._ends[executor] = self._event_queue.now + work.seconds()
+        self._event_queue.at(self._ends[executor], partial(self._end, executor))
 
-    def _end(self, lane: Executor) -> None:
-        ends = self._ends.get(lane)
+    def _end(self, executor: Executor) -> None:
+        ends = self._ends.get(executor)
         if ends is None:
             return  # closed since
-        if ends > self._agenda.now:  # delayed since
-            self._agenda.at(ends, partial(self._end, lane))
+        if ends > self._event_queue.now:  # delayed since
+            self._event_queue.at(ends, partial(self._end, executor))
             return
-        del self._ends[lane]
-        self._finish(lane)
+        del self._ends[executor]
+        self._finish(executor)
 
-    def _end_shared(self, lane: Executor) -> None:
-        del self._jobs[lane]
-        self._finish(lane)
+    def _end_shared(self, executor: Executor) -> None:
+        del self._jobs[executor]
+        self._finish(executor)
 
     def _hold(self, seconds: Seconds) -> None:
         assert self._sharing is not None
-        self._held_until = max(self._held_until, self._agenda.now) + seconds
+        self._held_until = max(self._held_until, self._event_queue.now) + seconds
         for job in self._jobs.values():
             self._sharing.hold(job, held=True)
-        self._agenda.at(self._held_until, self._go_on)
+        self._event_queue.at(self._held_until, self._go_on)
 
     def _go_on(self) -> None:
-        if self._agenda.now >= self._held_until and self._sharing is not None:
+        if self._event_queue.now >= self._held_until and self._sharing is not None:
             for job in self._jobs.values():
                 self._sharing.hold(job, held=False)
 
-    def _finish(self, lane: Executor) -> None:
-        queue = self._queues[lane]
+    def _finish(self, executor: Executor) -> None:
+        queue = self._queues[executor]
         work = queue[0]  # it stays in the queue, so that work added by `end` waits
-        work.end(self._agenda.now - self._began[lane])
+        work.end(self._event_queue.now - self._began[executor])
         if queue and queue[0] is work:  # `end` has not closed the executors
             queue.popleft()
             if queue:
-                self._begin(lane, wakes=False)
+                self._begin(executor, wakes=False)

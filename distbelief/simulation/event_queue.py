@@ -95,8 +95,8 @@ class Timers:
     # later time keeps its entry in the event queue, and is scheduled again when that entry
     # comes up. The queue then holds a few entries per name, however often a timer is set.
 
-    def __init__(self, agenda: EventQueue, fire: Callable[[str], None]) -> None:
-        self._agenda = agenda
+    def __init__(self, event_queue: EventQueue, fire: Callable[[str], None]) -> None:
+        self._event_queue = event_queue
         self._fire = fire
         self._timers: dict[str, _Timer] = {}
 
@@ -117,12 +117,12 @@ class Timers:
     def _schedule(self, name: str, at: Seconds) -> None:
         timer = _Timer(at=at, entry=at)
         self._timers[name] = timer
-        self._agenda.at(at, partial(self._come_up, name, timer))
+        self._event_queue.at(at, partial(self._come_up, name, timer))
 
     def _come_up(self, name: str, timer: _Timer) -> None:
         if self._timers.get(name) is not timer:
             return  # cancelled, or moved to an earlier time
-        if timer.at > self._agenda.now:
+        if timer.at > self._event_queue.now:
             self._schedule(name, timer.at)
             return
         del self._timers[name]

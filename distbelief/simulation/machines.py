@@ -123,9 +123,9 @@ class CostScale:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"CostScale.{name} is {getattr(self, name)}; use 0 or more")
 
-    def of(self, cost: Cost, lane: Executor) -> Cost:
+    def of(self, cost: Cost, executor: Executor) -> Cost:
         """Return the cost of the same work in the large task."""
-        if lane is Executor.DATA:  # data work grows with the bytes of samples, in any unit
+        if executor is Executor.DATA:  # data work grows with the bytes of samples, in any unit
             flops = n_bytes = waiting = self.data_bytes
         else:
             flops, n_bytes, waiting = self.flops, self.n_bytes, 1.0

@@ -63,13 +63,13 @@ class Network:
 
     def __init__(
         self,
-        agenda: EventQueue,
+        event_queue: EventQueue,
         streams: RandomStreams,
         *,
         deliver: Callable[[Packet], None],
         lose: Callable[[Packet, str], None],
     ) -> None:
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._streams = streams
         self._deliver = deliver
         self._lose = lose
@@ -78,10 +78,10 @@ class Network:
         self._cuts: list[_Cut] = []
 
     def send(self, path: Path, payload: object, n_bytes: float) -> None:
-        tally = path.tally
-        tally[0] += 1
-        tally[1] += n_bytes
-        route, now = path.route, self._agenda.now
+        traffic = path.traffic
+        traffic[0] += 1
+        traffic[1] += n_bytes
+        route, now = path.route, self._event_queue.now
         if route is None:
             departs = passed = path.depart(n_bytes, now)
         else:
@@ -100,15 +100,15 @@ class Network:
         # Send the next waiting packet when the card is free.
         if not card.woken and card.turns:
             card.woken = True
-            self._agenda.at(card.free_at, partial(self._next_of, card))
+            self._event_queue.at(card.free_at, partial(self._next_of, card))
 
     def _next_of(self, card: Port) -> None:
         card.woken = False
-        if card.free_at <= self._agenda.now:  # small messages may have used the card since
+        if card.free_at <= self._event_queue.now:  # small messages may have used the card since
             packet = card.next()
             assert isinstance(packet, Packet)
             assert packet.path.route is not None
-            now, route = self._agenda.now, packet.path.route
+            now, route = self._event_queue.now, packet.path.route
             packet.departs, passed = route.pass_through(packet.n_bytes, now)
             self._go(packet, passed)
         self._wake(card)
@@ -119,7 +119,7 @@ class Network:
             self._go_with_faults(packet, passed)
             return
         arrives = packet.path.arrive(passed, next(self._chances))
-        self._agenda.at(arrives, partial(self._arrive, packet))
+        self._event_queue.at(arrives, partial(self._arrive, packet))
 
     def begin(self, fault: NetworkFault) -> None:
         """Start a fault; it ends after `fault.seconds`."""
@@ -130,7 +130,7 @@ class Network:
         else:
             self._faults.append(fault)
             end = partial(self._faults.remove, fault)
-        self._agenda.at(self._agenda.now + fault.seconds, end)
+        self._event_queue.at(self._event_queue.now + fault.seconds, end)
 
     def _go_with_faults(self, packet: Packet, passed: Seconds) -> None:
         delay, overtaken, copies = 0.0, False, [0.0]
@@ -150,7 +150,7 @@ class Network:
                     assert_never(fault)
         arrives = packet.path.arrive(passed, next(self._chances), delay=delay, overtaken=overtaken)
         for late in copies:
-            self._agenda.at(arrives + late, partial(self._arrive, packet))
+            self._event_queue.at(arrives + late, partial(self._arrive, packet))
 
     def _hits(self, fault: MessageFault, path: Path) -> bool:
         if fault.between is not None and (
@@ -182,7 +182,7 @@ class Network:
 
     def _heal(self, cut: _Cut) -> None:
         self._cuts.remove(cut)
-        self._agenda.before_all(partial(self._arrive, packet) for packet in cut.held)
+        self._event_queue.before_all(partial(self._arrive, packet) for packet in cut.held)
 
 
 # Messages whose headers all have about the same size: it is measured once for each kind.

@@ -231,14 +231,14 @@ class Path:
         "receiver",
         "route",
         "sender",
-        "tally",
+        "traffic",
     )
 
     def __init__(self, link: Link, *, sender: Address, receiver: Address, incarnation: int) -> None:
         self.link = link
         self.route: Route | None = None  # through a fabric; None: it uses `link`
         self.frame_scale = 1.0  # factor for the arrays in its messages
-        self.tally: list[float] = [0, 0]  # messages and bytes sent between the two roles
+        self.traffic: list[float] = [0, 0]  # messages and bytes sent between the two roles
         self._latency_seconds = link.latency_seconds
         self._jitter = link.jitter
         self.sender = sender
@@ -248,11 +248,11 @@ class Path:
         self._free_at: Seconds = 0.0
         self._arrives_last: Seconds = 0.0
 
-    def lead_over(self, route: Route) -> None:
+    def use_route(self, route: Route) -> None:
         self.route = route
         self._latency_seconds, self._jitter = route.latency_seconds, route.jitter
 
-    def take_longer(self, seconds: Seconds) -> None:
+    def add_latency(self, seconds: Seconds) -> None:
         """Add to the latency of each message."""
         self._latency_seconds += seconds
 

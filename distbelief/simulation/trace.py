@@ -305,16 +305,16 @@ class Traffic:
     memory are not counted.
     """
 
-    def __init__(self, tallies: Mapping[tuple[Address, Address], Sequence[float]]) -> None:
-        self._tallies = {ends: (int(n), b) for ends, (n, b) in tallies.items()}
+    def __init__(self, traffic: Mapping[tuple[Address, Address], Sequence[float]]) -> None:
+        self._counts = {ends: (int(n), b) for ends, (n, b) in traffic.items()}
 
     @property
     def messages(self) -> int:
-        return sum(n for n, _ in self._tallies.values())
+        return sum(n for n, _ in self._counts.values())
 
     @property
     def n_bytes(self) -> float:
-        return sum(n_bytes for _, n_bytes in self._tallies.values())
+        return sum(n_bytes for _, n_bytes in self._counts.values())
 
     @property
     def sent(self) -> Mapping[Address, float]:
@@ -330,12 +330,12 @@ class Traffic:
         """Return the bytes from roles to roles whose names begin with these prefixes."""
         return sum(
             n_bytes
-            for ends, (_, n_bytes) in self._tallies.items()
+            for ends, (_, n_bytes) in self._counts.items()
             if ends[0].startswith(sender) and ends[1].startswith(receiver)
         )
 
     def _by_end(self, end: int) -> Mapping[Address, float]:
         totals: dict[Address, float] = {}
-        for ends, (_, n_bytes) in self._tallies.items():
+        for ends, (_, n_bytes) in self._counts.items():
             totals[ends[end]] = totals.get(ends[end], 0.0) + n_bytes
         return totals

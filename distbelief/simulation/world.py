@@ -86,14 +86,14 @@ class World:
     options: ClusterOptions
     streams: RandomStreams
     trace: Trace
-    agenda: EventQueue = field(default_factory=EventQueue)
+    event_queue: EventQueue = field(default_factory=EventQueue)
     disk: Disk = field(default_factory=Disk)
     counts: Counts = field(default_factory=Counts)
     slow: list[Slow] = field(default_factory=list)  # active now
     ports: Ports = field(default_factory=lambda: Ports(Fabric(cards={})))
     sharings: Mapping[str, ProcessorSharing] = field(default_factory=dict)  # by host
     # Messages and bytes sent, by sender and receiver.
-    tallies: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
+    traffic: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
     busy: dict[Address, Seconds] = field(default_factory=dict)  # of compute executors
     away_until: dict[Address, Seconds] = field(default_factory=dict)  # outages
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -106,7 +106,7 @@ class World:
 
     @staticmethod
     def of(builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions) -> "World":
-        agenda = EventQueue()
+        event_queue = EventQueue()
         return World(
             builders=dict(builders),
             seed=seed,
@@ -117,10 +117,10 @@ class World:
                 full=options.full_trace,
                 order_only=options.trace == "order",
             ),
-            agenda=agenda,
+            event_queue=event_queue,
             ports=Ports(options.fabric or Fabric(cards={})),
             sharings={
-                host: ProcessorSharing(agenda, processor)
+                host: ProcessorSharing(event_queue, processor)
                 for host, processor in options.processors.items()
             },
         )
@@ -135,14 +135,14 @@ class World:
 
     def note(self, name: Address, incarnation: int, text: str) -> None:
         """Add a line that is not an event to the trace."""
-        self.trace.note(self.agenda.now, name, incarnation, f"-- {text}")
+        self.trace.note(self.event_queue.now, name, incarnation, f"-- {text}")
 
-    def hand_out(self, name: Address, event: Received) -> None:
+    def keep_for_test(self, name: Address, event: Received) -> None:
         """Keep a message to a name without a builder."""
-        self.trace.event(self.agenda.now, name, 0, event)
+        self.trace.event(self.event_queue.now, name, 0, event)
         if name not in self.outside:
             self.outside[name] = deque(maxlen=N_REMEMBERED)
         self.outside[name].append(event)
 
     def failure(self, reason: str) -> SimulationFailed:
-        return SimulationFailed(reason, seed=self.seed, now=self.agenda.now, trace=self.trace)
+        return SimulationFailed(reason, seed=self.seed, now=self.event_queue.now, trace=self.trace)
