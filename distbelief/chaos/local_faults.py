@@ -147,7 +147,7 @@ HORIZON_SECONDS: Final = 30.0  # length of the schedule if [stop] has no seconds
 
 TURN_SECONDS: Final = 0.01
 
-Plot = Callable[[Sequence[str]], Sequence[FaultEvent]]  # from the names of the roles
+MakeSchedule = Callable[[Sequence[str]], Sequence[FaultEvent]]  # from the names of the roles
 
 
 @final
@@ -155,21 +155,25 @@ class FaultInjector:
     """Injects the faults of a schedule, while its thread loop (`turns`) runs.
 
     Args:
-        plot: Makes the schedule when the roles are known: only the supervisor knows over how
-            many machines a replica is split.
+        make_schedule: Called when the roles are known: only the supervisor knows over how many
+            machines a replica is split.
         horizon: Length of the schedule in seconds, from the start of training.
-        detour: Proxy of all messages; None: no faults of messages.
+        proxy: Proxy of all messages; None: no faults of messages.
     """
 
-    def __init__(self, plot: Plot, *, horizon: Seconds, detour: TcpProxy | None = None) -> None:
-        self._plot = plot
-        self.blows: tuple[FaultEvent, ...] = ()  # the schedule
+    def __init__(
+        self, make_schedule: MakeSchedule, *, horizon: Seconds, proxy: TcpProxy | None = None
+    ) -> None:
+        self._make_schedule = make_schedule
+        self.fault_events: tuple[FaultEvent, ...] = ()  # the schedule
         self._due: list[FaultEvent] = []
         self._horizon = horizon
-        self._detour = detour
-        self._hands = ProcessFaults()
+        self._proxy = proxy
+        self._process_faults = ProcessFaults()
         self._lock = threading.Lock()
-        self.turns = ThreadLoop(self._attack, every=TURN_SECONDS, at_end=self._hands.release)
+        self.turns = ThreadLoop(
+            self._inject_due, every=TURN_SECONDS, at_end=self._process_faults.release
+        )
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()  # roles whose deaths are not reported yet
         self._began: Seconds | None = None  # start of training, by the clock of this process
@@ -180,7 +184,7 @@ class FaultInjector:
     def watch(self, view: JobView) -> bool:
         """Callback of the trainer: stores the view; never stops the job (False)."""
         with self._lock:
-            if not self.blows and view.roles:
+            if not self.fault_events and view.roles:
                 self._begin([role.name for role in view.roles])
             self.view = view
             self._pids = {r.name: r.pid for r in view.roles if r.pid is not None}
@@ -199,64 +203,64 @@ class FaultInjector:
             return True
 
     def _begin(self, roles: Sequence[str]) -> None:
-        self.blows = tuple(self._plot(roles))
-        hits_all = self._detour is not None
-        self._due = [b for b in self.blows if hits_all or b.kind in PROCESS_KINDS]
+        self.fault_events = tuple(self._make_schedule(roles))
+        hits_all = self._proxy is not None
+        self._due = [b for b in self.fault_events if hits_all or b.kind in PROCESS_KINDS]
 
-    def _attack(self) -> None:
+    def _inject_due(self) -> None:
         now = time.monotonic()
         with self._lock:
-            self._hands.turn(now)
+            self._process_faults.turn(now)
             if self._began is None or not self._due:
                 return
-            blow = self._due[0]
-            if now - self._began < blow.at * self._horizon:
+            event = self._due[0]
+            if now - self._began < event.at * self._horizon:
                 return
             del self._due[0]
-            struck = self._strike(blow, now)
+            injected = self._inject(event, now)
             seconds = self._before + now - self._began
-        text = blow.text(self._horizon)
-        if not struck:
+        text = event.text(self._horizon)
+        if not injected:
             text += ": no such process"
         self.lines.append(ReportLine(seconds=seconds, what="fault", text=text))
 
-    def _strike(self, blow: FaultEvent, now: Seconds) -> bool:
+    def _inject(self, event: FaultEvent, now: Seconds) -> bool:
         # Returns whether the process exists.
-        seconds = blow.lasts * self._horizon
-        if blow.kind not in PROCESS_KINDS:
-            assert self._detour is not None
-            self._detour.strike(blow, now=now, seconds=seconds)
+        seconds = event.lasts * self._horizon
+        if event.kind not in PROCESS_KINDS:
+            assert self._proxy is not None
+            self._proxy.inject(event, now=now, seconds=seconds)
             return True
-        pid = self._pids.get(blow.role)
+        pid = self._pids.get(event.role)
         if pid is None:
             return False
-        match blow.kind:
+        match event.kind:
             case "kill":
-                struck = self._hands.kill(pid)
-                if struck:
-                    self._killed.add(blow.role)
-                return struck
+                injected = self._process_faults.kill(pid)
+                if injected:
+                    self._killed.add(event.role)
+                return injected
             case "pause":
-                return self._hands.pause(pid, now=now, seconds=seconds)
+                return self._process_faults.pause(pid, now=now, seconds=seconds)
             case _:
-                return self._hands.slow(pid, now=now, seconds=seconds, factor=blow.factor)
+                return self._process_faults.slow(pid, now=now, seconds=seconds, factor=event.factor)
 
 
 @final
 class _RunUnderChaos:
     # Wraps the supervisor of a run, and leads its messages through the proxy.
 
-    def __init__(self, detour: TcpProxy, attacker: FaultInjector) -> None:
-        self._detour = detour
-        self._attacker = attacker
+    def __init__(self, proxy: TcpProxy, injector: FaultInjector) -> None:
+        self._proxy = proxy
+        self._injector = injector
         self.iterations = IterationCount()
 
     def through(self, name: str, endpoint: str) -> str:
-        return self._detour.through(name, endpoint)
+        return self._proxy.through(name, endpoint)
 
     def around(self, supervisor: Role) -> Role:
-        overheard = self.iterations.around(self._detour.around(supervisor))
-        return KillAwareSupervisor(overheard, self._attacker.owns)
+        counting = self.iterations.around(self._proxy.around(supervisor))
+        return KillAwareSupervisor(counting, self._injector.owns)
 
 
 def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
@@ -271,23 +275,23 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
         JobError: the job cannot be run.
     """
     horizon = job.stop.seconds or HORIZON_SECONDS
-    detour = TcpProxy(seed)
-    attacker = FaultInjector(partial(schedule, seed), horizon=horizon, detour=detour)
-    arranged = _RunUnderChaos(detour, attacker)
-    with detour.turns, attacker.turns:
-        run = train(job, show=False, watch=attacker.watch, detours=arranged)
-    view, summary = attacker.view, run.summary
+    proxy = TcpProxy(seed)
+    injector = FaultInjector(partial(schedule, seed), horizon=horizon, proxy=proxy)
+    wrapped = _RunUnderChaos(proxy, injector)
+    with proxy.turns, injector.turns:
+        run = train(job, show=False, watch=injector.watch, detours=wrapped)
+    view, summary = injector.view, run.summary
     has_coordinator = any(role.name == "coordinator" for role in view.roles)
-    iterations = arranged.iterations if has_coordinator else None
+    iterations = wrapped.iterations if has_coordinator else None
     where = f"run directory: {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
-    lines = [*attacker.lines, *report_lines(view), end_line(view, summary.error)]
+    lines = [*injector.lines, *report_lines(view), end_line(view, summary.error)]
     return ChaosReport(
         job=job.name,
         seed=seed,
         real=True,
         horizon=horizon,
-        blows=attacker.blows,
+        fault_events=injector.fault_events,
         lines=in_order(lines),
         error=summary.error,
         exit_code=run.exit_code,
@@ -299,7 +303,7 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
         pushes_applied=summary.pushes_applied,
         pushes_lost=summary.pushes_lost or 0,  # None only in a resumed run
         pushes_refused=summary.pushes_refused,
-        messages_lost=detour.n_dropped,
+        messages_lost=proxy.n_dropped,
         restarts=restarts_of(view),
         steps_again=None,
         iterations_again=None if iterations is None else iterations.n_again,

@@ -33,7 +33,7 @@ class IterationCount:
         """How far the last iteration is behind the highest one."""
         return self._highest - self._last
 
-    def heard(self, event: Event) -> None:
+    def count(self, event: Event) -> None:
         """Count an event of the supervisor."""
         if (
             isinstance(event, Received)
@@ -58,7 +58,7 @@ class CountingSupervisor:
         self._iterations = iterations
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        self._iterations.heard(event)
+        self._iterations.count(event)
         return self._role.handle(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
@@ -82,7 +82,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     seed: int  # the same seed repeats the schedule
     real: bool  # real processes, or virtual time
     horizon: Seconds  # length over which the schedule was laid
-    blows: tuple[FaultEvent, ...]  # the whole schedule
+    fault_events: tuple[FaultEvent, ...]  # the whole schedule
     lines: tuple[ReportLine, ...]  # ordered by time
     error: str | None  # why the job failed
     exit_code: int  # of the command, as of `distbelief train`
@@ -125,7 +125,7 @@ def restarts_of(view: JobView) -> dict[str, int]:
     return {role.name: role.restarts for role in view.roles if role.restarts}
 
 
-def rendered(story: ChaosReport) -> RenderableType:
+def rendered(report: ChaosReport) -> RenderableType:
     """Return the report as text for the terminal."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
@@ -133,58 +133,58 @@ def rendered(story: ChaosReport) -> RenderableType:
     table.add_column(overflow="fold")
     styles = {"fault": "bold red", "report": "", "end": "bold"}
     marks = {"fault": "x", "report": "", "end": "="}
-    for line in story.lines:
+    for line in report.lines:
         style = styles[line.what]
         table.add_row(
             f"{line.seconds:.2f} s", Text(marks[line.what], style), Text(line.text, style)
         )
-    return Group(table, Text(), *(Text(text) for text in _summary(story)))
+    return Group(table, Text(), *(Text(text) for text in _summary(report)))
 
 
-def _remaining(story: ChaosReport, n_faults: int) -> str:
+def _remaining(report: ChaosReport, n_faults: int) -> str:
     text = f"{n_faults} more faults were scheduled after its end"
-    if not story.real:
+    if not report.real:
         return text
     return (
-        f"{text}: the schedule is for {story.horizon:g} s of training; "
+        f"{text}: the schedule is for {report.horizon:g} s of training; "
         "--set stop.seconds=N makes it N"
     )
 
 
-def _summary(story: ChaosReport) -> list[str]:
-    lost = [f"{story.pushes_lost:,} acknowledged pushes"]
-    if story.iterations_lost is not None:
-        lost.insert(0, _iterations(story.iterations_lost))
-    if story.messages_lost is not None:
-        lost.append(f"{story.messages_lost:,} messages")
-    again = [f"{n} x {formatting.role(name)}" for name, n in story.restarts.items()]
-    took = formatting.duration(story.seconds)
-    if story.undisturbed_seconds is not None:
-        took += f", undisturbed {formatting.duration(story.undisturbed_seconds)}"
-    metric = formatting.metric(story.metric, story.metric_name)
-    n_injected = sum(line.what == "fault" for line in story.lines)
-    n_remaining = len(story.blows) - n_injected
-    lines = [_remaining(story, n_remaining)] if n_remaining else []
+def _summary(report: ChaosReport) -> list[str]:
+    lost = [f"{report.pushes_lost:,} acknowledged pushes"]
+    if report.iterations_lost is not None:
+        lost.insert(0, _iterations(report.iterations_lost))
+    if report.messages_lost is not None:
+        lost.append(f"{report.messages_lost:,} messages")
+    again = [f"{n} x {formatting.role(name)}" for name, n in report.restarts.items()]
+    took = formatting.duration(report.seconds)
+    if report.undisturbed_seconds is not None:
+        took += f", undisturbed {formatting.duration(report.undisturbed_seconds)}"
+    metric = formatting.metric(report.metric, report.metric_name)
+    n_injected = sum(line.what == "fault" for line in report.lines)
+    n_remaining = len(report.fault_events) - n_injected
+    lines = [_remaining(report, n_remaining)] if n_remaining else []
     lines += [
-        f"Lost: {', '.join(lost)}; {story.pushes_refused:,} pushes rejected as too late",
-        f"Repeated: {_steps(story)}; restarted: {', '.join(again) or 'none'}",
-        f"Took {took}; {story.samples:,} samples, {story.metric_name} {metric}",
+        f"Lost: {', '.join(lost)}; {report.pushes_refused:,} pushes rejected as too late",
+        f"Repeated: {_steps(report)}; restarted: {', '.join(again) or 'none'}",
+        f"Took {took}; {report.samples:,} samples, {report.metric_name} {metric}",
     ]
-    replay = f"distbelief chaos JOB.toml --seed {story.seed}"
-    if story.real:
+    replay = f"distbelief chaos JOB.toml --seed {report.seed}"
+    if report.real:
         lines.append(f"To repeat the schedule: {replay} --real")
     else:
-        digest = (story.digest or "")[:16]
+        digest = (report.digest or "")[:16]
         lines.append(f"To repeat this run exactly: {replay} (trace {digest})")
     return lines
 
 
-def _steps(story: ChaosReport) -> str:
-    if story.iterations_again is not None:
-        return _iterations(story.iterations_again)
-    if story.steps_again is None:
+def _steps(report: ChaosReport) -> str:
+    if report.iterations_again is not None:
+        return _iterations(report.iterations_again)
+    if report.steps_again is None:
         return "steps not counted"
-    return f"{story.steps_again:,} steps"
+    return f"{report.steps_again:,} steps"
 
 
 def _iterations(n: int) -> str:

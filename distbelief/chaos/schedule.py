@@ -29,7 +29,7 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 # These affect a process; the others affect messages.
 PROCESS_KINDS: Final[frozenset[Kind]] = frozenset({"kill", "pause", "slow"})
 
-N_BLOWS: Final = 12
+N_EVENTS: Final = 12
 FIRST, LAST = 0.1, 0.9  # faults begin between these fractions of the job
 SHARE_MAX: Final = 0.15  # longest fault, as a fraction of the job
 
@@ -80,11 +80,11 @@ class FaultEvent(msgspec.Struct, frozen=True, kw_only=True):
 def schedule(seed: int, roles: Sequence[str]) -> tuple[FaultEvent, ...]:
     """Return the fault events of a seed for these roles, ordered by time."""
     stream = np.random.default_rng([seed, _STREAM])
-    blows = [_blow(stream, roles) for _ in range(N_BLOWS)]
-    return tuple(sorted(blows, key=lambda blow: blow.at))
+    fault_events = [_draw_event(stream, roles) for _ in range(N_EVENTS)]
+    return tuple(sorted(fault_events, key=lambda event: event.at))
 
 
-def _blow(stream: np.random.Generator, roles: Sequence[str]) -> FaultEvent:
+def _draw_event(stream: np.random.Generator, roles: Sequence[str]) -> FaultEvent:
     # Always draw the same number of random numbers, so that events are independent.
     kind = KINDS[int(stream.integers(len(KINDS)))]
     role = roles[int(stream.integers(len(roles)))]
@@ -121,34 +121,34 @@ def _group(role: str) -> str:
     return shard_of(role) if place is None else place.group
 
 
-def faults_of(blow: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
+def faults_of(event: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
     """Convert a fault event to faults of the simulation.
 
     Args:
-        blow: The fault event.
+        event: The fault event.
         horizon: Seconds that the job takes undisturbed.
         roles: All roles of the job.
     """
-    at, seconds, role = blow.at * horizon, blow.lasts * horizon, Address(blow.role)
+    at, seconds, role = (event.at * horizon, event.lasts * horizon, Address(event.role))
     others = [Address(name) for name in roles if name != role]
-    if blow.other is not None:
-        others = [Address(blow.other)]
-    match blow.kind:
+    if event.other is not None:
+        others = [Address(event.other)]
+    match event.kind:
         case "kill":
             return (Kill(at=at, role=role),)
         case "pause":
             return (Pause(at=at, role=role, seconds=seconds),)
         case "slow":
-            return (Slow(at=at, role=role, factor=blow.factor, seconds=seconds),)
+            return (Slow(at=at, role=role, factor=event.factor, seconds=seconds),)
         case "drop":
             return tuple(
-                Drop(probability=blow.probability, between=(role, other), at=at, seconds=seconds)
+                Drop(probability=event.probability, between=(role, other), at=at, seconds=seconds)
                 for other in others
             )
         case "duplicate":
             return tuple(
                 Duplicate(
-                    probability=blow.probability,
+                    probability=event.probability,
                     seconds_max=seconds,
                     between=(role, other),
                     at=at,
@@ -157,7 +157,7 @@ def faults_of(blow: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tu
                 for other in others
             )
         case "cut off":
-            far = None if blow.other is None else Address(blow.other)
+            far = None if event.other is None else Address(event.other)
             return (CutOff(at=at, a=role, b=far, seconds=seconds),)
         case _:
-            assert_never(blow.kind)
+            assert_never(event.kind)

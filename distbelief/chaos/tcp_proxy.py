@@ -211,7 +211,7 @@ class _Link:
     near: socket.socket  # to the sender
     far: socket.socket  # to the receiver
     receiver: str
-    cutter: FrameSplitter = field(default_factory=FrameSplitter)
+    splitter: FrameSplitter = field(default_factory=FrameSplitter)
     out: bytearray = field(default_factory=bytearray)  # to `far`
     back: bytearray = field(default_factory=bytearray)  # to `near`
 
@@ -219,12 +219,12 @@ class _Link:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    blow: FaultEvent
+    event: FaultEvent
     until: Seconds
 
     def hits(self, sender: str, receiver: str) -> bool:
-        blow, ends = self.blow, (sender, receiver)
-        return blow.role in ends and (blow.other is None or blow.other in ends)
+        event, ends = self.event, (sender, receiver)
+        return event.role in ends and (event.other is None or event.other in ends)
 
 
 @final
@@ -261,17 +261,17 @@ class TcpProxy:
         listener.settimeout(0.0)
         with self._lock:
             self._new.append((listener, name, str(far)))
-        detour = f"ipc://{near}"
-        self._known[name, endpoint] = detour
-        return detour
+        proxy = f"ipc://{near}"
+        self._known[name, endpoint] = proxy
+        return proxy
 
     def around(self, supervisor: Role) -> "ProxiedLauncher":
         return ProxiedLauncher(supervisor, self)
 
-    def strike(self, blow: FaultEvent, *, now: Seconds, seconds: Seconds) -> None:
+    def inject(self, event: FaultEvent, *, now: Seconds, seconds: Seconds) -> None:
         """Apply a fault event to messages for `seconds`."""
         with self._lock:
-            self._rules.append(_Rule(blow=blow, until=now + seconds))
+            self._rules.append(_Rule(event=event, until=now + seconds))
 
     def _close_all(self) -> None:
         for link in list(self._links):
@@ -320,7 +320,7 @@ class TcpProxy:
 
     def _watch(self, link: _Link, rules: Sequence[_Rule]) -> None:
         # Do not read from a link that is cut off, or whose buffer is full.
-        cut = any(rule.blow.kind == "cut off" for rule in self._hitting(link, rules))
+        cut = any(rule.event.kind == "cut off" for rule in self._hitting(link, rules))
         reads = not cut and len(link.out) < WAITING_BYTES_MAX
         back = not cut and len(link.back) < WAITING_BYTES_MAX
         self._want(link, link.near, reads=reads, writes=bool(link.back))
@@ -338,7 +338,7 @@ class TcpProxy:
 
     @staticmethod
     def _hitting(link: _Link, rules: Sequence[_Rule]) -> list[_Rule]:
-        sender = link.cutter.name or ""
+        sender = link.splitter.name or ""
         return [rule for rule in rules if rule.hits(sender, link.receiver)]
 
     def _serve(self, link: _Link, end: object, rules: Sequence[_Rule]) -> None:
@@ -347,7 +347,7 @@ class TcpProxy:
         try:
             if end is link.near:
                 _write(link.near, link.back)
-                for piece, is_message in link.cutter.feed(_read(link.near)):
+                for piece, is_message in link.splitter.feed(_read(link.near)):
                     link.out += piece * (self._copies(link, rules) if is_message else 1)
             else:
                 link.back += _read(link.far)
@@ -361,8 +361,8 @@ class TcpProxy:
     def _copies(self, link: _Link, rules: Sequence[_Rule]) -> int:
         n = 1
         for rule in self._hitting(link, rules):
-            if self._stream.random() < rule.blow.probability:
-                if rule.blow.kind == "drop":
+            if self._stream.random() < rule.event.probability:
+                if rule.event.kind == "drop":
                     self.n_dropped += 1
                     return 0
                 self.n_doubled += 1
@@ -381,13 +381,13 @@ class TcpProxy:
 class ProxiedLauncher:
     """Wraps a supervisor, and replaces the endpoints of members by proxy endpoints."""
 
-    def __init__(self, role: Role, detour: TcpProxy) -> None:
+    def __init__(self, role: Role, proxy: TcpProxy) -> None:
         self._role = role
-        self._detour = detour
+        self._proxy = proxy
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         if isinstance(event, Received) and isinstance(event.message, Join):
-            event = _moved(event, event.message, self._detour)
+            event = _moved(event, event.message, self._proxy)
         return self._role.handle(event, now)
 
     def status(self) -> tuple[str, dict[str, float]]:
@@ -395,9 +395,9 @@ class ProxiedLauncher:
         return state, dict(metrics)
 
 
-def _moved(event: Received, join: Join, detour: TcpProxy) -> Received:
+def _moved(event: Received, join: Join, proxy: TcpProxy) -> Received:
     assert event.sender != SUPERVISOR
-    endpoint = detour.through(event.sender, join.endpoint)
+    endpoint = proxy.through(event.sender, join.endpoint)
     return Received(
         sender=event.sender,
         incarnation=event.incarnation,

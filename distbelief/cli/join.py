@@ -162,7 +162,7 @@ def join(  # noqa: PLR0913 -- options
         from distbelief.cluster import join as join_module  # noqa: PLC0415 -- torch
         from distbelief.core import units  # noqa: PLC0415 -- start quickly
 
-        wanted = join_module.JoinOptions(
+        options = join_module.JoinOptions(
             address=address,
             keys=keys,
             cores=cores,
@@ -173,10 +173,10 @@ def join(  # noqa: PLR0913 -- options
             stays=stay,
             wait_seconds=wait,
         )
-        exit_code = join_module.join(wanted, tell=_say)
+        exit_code = join_module.join(options, tell=_print_line)
     raise typer.Exit(exit_code)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(line)
     sys.stdout.flush()

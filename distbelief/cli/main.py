@@ -150,9 +150,9 @@ def train(  # noqa: PLR0913 -- options
             hosting = None
             if listen is not None or on is not None:
                 # Only jobs that other hosts may join need it.
-                from distbelief.serve.options import ANY_PORT, hosting_of  # noqa: PLC0415 -- start quickly
+                from distbelief.serve.options import ANY_PORT, join_server  # noqa: PLC0415 -- start quickly
 
-                hosting = hosting_of(
+                hosting = join_server(
                     listen or ANY_PORT,
                     keys=keys,
                     insecure=insecure,

@@ -50,8 +50,8 @@ def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
         console.out(text, highlight=False)
     else:
         _print(forecast, request, console)
-    if forecast.drawn is not None and forecast.drawn.error is not None:
-        raise forecast.drawn.error
+    if forecast.timeline is not None and forecast.timeline.error is not None:
+        raise forecast.timeline.error
     return all(
         outcome.error is None for variant in forecast.variants for outcome in variant.outcomes
     )
@@ -76,10 +76,10 @@ def _print(forecast: Forecast, request: SimulationRequest, console: Console) -> 
         console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
     for line in remarks_on(forecast.variants):
         console.print(line, soft_wrap=True, markup=False)
-    drawn = forecast.drawn
-    if drawn is not None and drawn.error is None:
+    timeline = forecast.timeline
+    if timeline is not None and timeline.error is None:
         where = f"timeline of the first run: {request.trace}"
-        if n_lost := drawn.n_spans_lost:
+        if n_lost := timeline.n_spans_lost:
             where += f"; it ends early: {n_lost:,} more spans did not fit"
         console.print(where, soft_wrap=True, markup=False)
     console.print()
@@ -105,7 +105,7 @@ def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as
         ):
             progress.say("Trying model and data")
             prepared = preparation.stage(job)
-            report = run_simulated_chaos(prepared, seed=seed, waiting=progress)
+            report = run_simulated_chaos(prepared, seed=seed, progress=progress)
     _show(report, console, as_json=as_json)
     return report.exit_code
 

@@ -124,25 +124,27 @@ def serve(  # noqa: PLR0913 -- options
                 "no model to serve: name the function that makes it, as in "
                 "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
             )
-        from distbelief.serve import options as serving_options, standalone  # noqa: PLC0415 -- torch
+        from distbelief.serve import options as options_module, standalone  # noqa: PLC0415 -- torch
 
         here = str(Path.cwd())  # nets:make is looked up in the current directory
         sys.path[:0] = [] if here in sys.path else [here]
-        wanted = standalone.ServeOptions(
-            model=serving_options.model(model, seed=seed),
-            rule=serving_options.rule(rule, learning_rate, options or ()),
+        serve_options = standalone.ServeOptions(
+            model=options_module.model(model, seed=seed),
+            rule=options_module.rule(rule, learning_rate, options or ()),
             shards=shards,
             shard_copies=shard_copies,
             shared_memory=True,
             snapshot_every=snapshot_every,
-            reach=serving_options.reach(bind, keys=keys, insecure=insecure),
+            reach=options_module.listen_config(bind, keys=keys, insecure=insecure),
         )
-        error = standalone.run_server(wanted, directory, tell=_say, from_scratch=from_scratch)
+        error = standalone.run_server(
+            serve_options, directory, tell=_print_line, from_scratch=from_scratch
+        )
         if error is not None:
             typer.echo(error, err=True)
             raise typer.Exit(FAILED)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(line)
     sys.stdout.flush()

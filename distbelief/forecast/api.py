@@ -85,7 +85,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str, str], ...]
     variants: tuple[Variant, ...]
     best: Variant | None = None
-    drawn: TimelineResult | None = None
+    timeline: TimelineResult | None = None
 
 
 def simulate(  # noqa: PLR0913 -- public API: all but the first are options
@@ -117,7 +117,7 @@ def simulate(  # noqa: PLR0913 -- public API: all but the first are options
         JobError: the job cannot be run, or does not fit the cluster.
     """
     axes = axes_of([f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()])
-    wish = SimulationRequest(
+    request = SimulationRequest(
         job=job if isinstance(job, Job) else Path(job),
         overrides=tuple(overrides),
         axes=tuple(axes),
@@ -127,69 +127,69 @@ def simulate(  # noqa: PLR0913 -- public API: all but the first are options
         seeds=tuple(range(seed, seed + seeds)),
         priced=priced,
     )
-    return run_request(wish, console=Console(quiet=True))
+    return run_request(request, console=Console(quiet=True))
 
 
-def run_request(wish: SimulationRequest, *, console: Console) -> Forecast:
+def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     """Run all simulations of a request.
 
     Raises:
         JobError: the job, cluster or sweep is not valid.
         StorageError: the disk has no space for the timeline.
     """
-    axes = wish.axes
-    if wish.suggests and not axes:
-        assert wish.machines is not None
-        axes = tuple(usual_axes(wish.machines))
+    axes = request.axes
+    if request.suggests and not axes:
+        assert request.machines is not None
+        axes = tuple(usual_axes(request.machines))
     chosen = list(combinations(axes))
-    jobs = [_job(wish, settings) for settings in chosen]
-    hosts = HostCosts(wish.cluster, machines=wish.machines, measures=wish.measures)
-    if wish.priced:
-        check_learns_nothing(jobs[0], suggests=wish.suggests)
-    if wish.trace is not None:
-        check_place(wish.trace)
-    n_runs = len(chosen) * len(wish.seeds)
-    with Preparation() as staging, WaitProgress(console, n_runs=n_runs) as waiting:
+    jobs = [_job(request, settings) for settings in chosen]
+    hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
+    if request.priced:
+        check_learns_nothing(jobs[0], suggests=request.suggests)
+    if request.trace is not None:
+        check_place(request.trace)
+    n_runs = len(chosen) * len(request.seeds)
+    with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
         trials = [
             Trial.of(
-                staging.stage(job),
-                hosts.hosting(job, tell=waiting.say),
+                preparation.stage(job),
+                hosts.hosting(job, tell=progress.say),
                 settings,
-                priced_by=staging if wish.priced else None,
+                priced_by=preparation if request.priced else None,
             )
             for job, settings in zip(jobs, chosen, strict=True)
         ]
         # Check that all variants fit before the first of the long runs.
-        planned = [(trial, _planned(wish, trial)) for trial in trials]
-        tried = [_tried(wish, trial, variant, waiting) for trial, variant in planned]
-    variants = tuple(variant for variant, _ in tried)
+        planned = [(trial, _planned(request, trial)) for trial in trials]
+        ran = [_run_trial(request, trial, variant, progress) for trial, variant in planned]
+    variants = tuple(variant for variant, _ in ran)
     best = None
-    if wish.suggests:
-        assert wish.machines is not None
-        best = best_of(variants, n_machines=wish.machines)
+    if request.suggests:
+        assert request.machines is not None
+        best = best_of(variants, n_machines=request.machines)
     return Forecast(
         job=jobs[0],
         cluster=hosts.cluster.name,
         constants=hosts.constants,
         variants=variants,
         best=best,
-        drawn=next((drawn for _, drawn in tried if drawn is not None), None),
+        timeline=next((timeline for _, timeline in ran if timeline is not None), None),
     )
 
 
-def _job(wish: SimulationRequest, settings: Mapping[str, str]) -> Job:
-    if isinstance(wish.job, Job):
-        if settings or wish.overrides:
+def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
+    if isinstance(request.job, Job):
+        if settings or request.overrides:
             raise JobError("a Job object cannot be varied: give the path of a job file")
-        return wish.job
-    overrides = [*wish.overrides, *(f"{key}={v}" for key, v in settings.items())]
-    return load_job(wish.job, overrides=overrides)
+        return request.job
+    overrides = [*request.overrides, *(f"{key}={v}" for key, v in settings.items())]
+    return load_job(request.job, overrides=overrides)
 
 
-def _planned(wish: SimulationRequest, trial: Trial) -> Variant:
+def _planned(request: SimulationRequest, trial: Trial) -> Variant:
     # A suggestion skips variants that do not fit; otherwise they are an error.
-    if wish.suggests:
-        return trial.variant(machines=wish.machines)
+    if request.suggests:
+        return trial.variant(machines=request.machines)
     variant = trial.variant()
     if variant.left_out is not None:
         with_what = f"with {trial.name}: " if trial.settings else ""
@@ -197,28 +197,28 @@ def _planned(wish: SimulationRequest, trial: Trial) -> Variant:
     return variant
 
 
-def _tried(
-    wish: SimulationRequest, trial: Trial, variant: Variant, waiting: WaitProgress
+def _run_trial(
+    request: SimulationRequest, trial: Trial, variant: Variant, progress: WaitProgress
 ) -> tuple[Variant, TimelineResult | None]:
     if variant.left_out is not None:
-        for _ in wish.seeds:
-            waiting.end()
+        for _ in request.seeds:
+            progress.end()
         return variant, None
-    outcomes, drawn = [], None
-    for index, seed in enumerate(wish.seeds):
-        draws = wish.trace is not None and not index
-        ended = trial.run(seed=seed, waiting=waiting, keeps_spans=draws)
-        if draws and wish.trace is not None:
-            drawn = _drawn(wish.trace, ended.ledger)
+    outcomes, timeline = [], None
+    for index, seed in enumerate(request.seeds):
+        keeps_timeline = request.trace is not None and not index
+        ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
+        if keeps_timeline and request.trace is not None:
+            timeline = _write_timeline(request.trace, ended.work_log)
         outcomes.append(ended.outcome)
-    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), drawn
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), timeline
 
 
-def _drawn(path: Path, ledger: WorkLog) -> TimelineResult:
+def _write_timeline(path: Path, work_log: WorkLog) -> TimelineResult:
     # The results of a long run must not be lost because its timeline cannot be written.
     error = None
     try:
-        write_trace(path, ledger)
+        write_trace(path, work_log)
     except StorageError as refused:
         error = refused
-    return TimelineResult(n_spans_lost=ledger.lost_spans, error=error)
+    return TimelineResult(n_spans_lost=work_log.lost_spans, error=error)

@@ -245,14 +245,14 @@ def main(folder: str, index: int, n_processes: int) -> int:
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()
     try:
-        with Preparation() as staging:
-            staged = staging.stage(job)
+        with Preparation() as preparation:
+            prepared = preparation.stage(job)
             # With several threads only wall-clock time shows what work takes.
             watch = (
                 Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
             )
             builders = costed(
-                staged.builders(), staged.kinds, adapt=watch.adapt, handled=watch.handled
+                prepared.builders(), prepared.kinds, adapt=watch.adapt, handled=watch.handled
             )
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
@@ -269,7 +269,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
-    layout = staged.layout
+    layout = prepared.layout
     found = _Found(
         work=watch.work,
         waits=watch.waits,

@@ -52,23 +52,23 @@ class PlacedCluster:
     together: bool  # all roles share the first machine
     budget: int | None = None  # --machines; None: all
 
-    def placement(self, staged: PreparedJob) -> dict[Address, Place]:
+    def placement(self, prepared: PreparedJob) -> dict[Address, Place]:
         """Return the machine of each role.
 
         Raises:
             JobError: the cluster has too few machines.
         """
-        kinds = staged.kinds
+        kinds = prepared.kinds
         places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
         if self.together:
             return places
         alone = [name for name in kinds if has_machine(name, kinds)]
         alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
-        n_needed = self.n_needed(staged)
+        n_needed = self.n_needed(prepared)
         if n_needed > len(self.cluster):
             larger = "raise --machines" if self.budget else "name a larger cluster"
             raise JobError(
-                f"{self._has()} the job needs {n_needed}: one for {count_of(staged)}, and one "
+                f"{self._has()} the job needs {n_needed}: one for {count_of(prepared)}, and one "
                 "for the supervisor and other small roles. Lower [cluster] replicas, "
                 f"partitions or shards, or {larger}"
             )
@@ -81,14 +81,14 @@ class PlacedCluster:
             return f"--machines {self.budget}:"
         return f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
 
-    def n_needed(self, staged: PreparedJob) -> int:
+    def n_needed(self, prepared: PreparedJob) -> int:
         """Return the number of machines that a job uses."""
-        kinds = staged.kinds
+        kinds = prepared.kinds
         if self.together:
             return 1
         return 1 + sum(has_machine(name, kinds) for name in kinds)
 
-    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return the options of the simulation.
 
         Raises:
@@ -97,15 +97,15 @@ class PlacedCluster:
         try:
             options = options_for(
                 self.cluster,
-                self.placement(staged),
-                threads=staged.job.cluster.threads,
-                memory=memory_of(staged),
-                share_memory=staged.job.cluster.shared_memory,
+                self.placement(prepared),
+                threads=prepared.job.cluster.threads,
+                memory=memory_of(prepared),
+                share_memory=prepared.job.cluster.shared_memory,
             )
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
         if self.together and self.rates is not None:
-            options = _handling(options, self.rates, staged.kinds)
+            options = _handling(options, self.rates, prepared.kinds)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
 
     @property
@@ -114,17 +114,17 @@ class PlacedCluster:
         cluster = self.cluster
         return any((cluster.failures, cluster.preemptions, cluster.trace))
 
-    def outages(self, staged: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
+    def outages(self, prepared: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
         """Return the outages of the job's machines within `horizon` seconds.
 
         Raises:
             JobError: the trace of the cluster is shorter.
         """
-        kinds = staged.kinds
+        kinds = prepared.kinds
         # The supervisor's machine never fails: it is the user's own host.
         placement = {
             name: place
-            for name, place in self.placement(staged).items()
+            for name, place in self.placement(prepared).items()
             if has_machine(name, kinds)
         }
         try:
@@ -132,14 +132,14 @@ class PlacedCluster:
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
-    def builders(self, staged: PreparedJob, *, scale: CostScale = ONE) -> dict[Address, Builder]:
+    def builders(self, prepared: PreparedJob, *, scale: CostScale = ONE) -> dict[Address, Builder]:
         """Return the builders of a job's roles, with measured costs.
 
         Args:
-            staged: The job.
+            prepared: The job.
             scale: The factors by which the simulation multiplies the costs.
         """
-        builders = staged.builders()
+        builders = prepared.builders()
         if self.rates is None:
             return builders
         adapt: Adapt = partial(
@@ -149,7 +149,7 @@ class PlacedCluster:
             on_one_host=self.together,
             scale=scale,
         )
-        return costed(builders, staged.kinds, adapt=adapt)
+        return costed(builders, prepared.kinds, adapt=adapt)
 
 
 def _handling(
@@ -176,10 +176,10 @@ def has_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
     return kinds[name] in {"replica", "shard"}
 
 
-def count_of(staged: PreparedJob) -> str:
+def count_of(prepared: PreparedJob) -> str:
     """Return a text that lists the roles with machines of their own."""
-    cluster = staged.job.cluster
-    n_machines = staged.answer.n_machines
+    cluster = prepared.job.cluster
+    n_machines = prepared.preflight.n_machines
     per_replica = "" if n_machines is None else f" of {n_machines} machines"
     copies = "" if cluster.shard_copies == 1 else f" in {cluster.shard_copies} copies"
     replicas = f"{_each(cluster.replicas, 'replica')}{per_replica}"
@@ -190,11 +190,11 @@ def _each(n: int, noun: str) -> str:
     return f"the {noun}" if n == 1 else f"each of {n} {noun}s"
 
 
-def memory_of(staged: PreparedJob) -> dict[Address, float]:
+def memory_of(prepared: PreparedJob) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
-    layout, kinds = staged.layout, staged.kinds
+    layout, kinds = prepared.layout, prepared.kinds
     itemsize = layout.dtype.itemsize
-    n_shards, n_split = layout.n_shards, staged.answer.n_machines or 1
+    n_shards, n_split = layout.n_shards, prepared.preflight.n_machines or 1
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
     bytes_of = {
         "shard": VECTORS_OF_SHARD * whole / n_shards,

@@ -95,7 +95,7 @@ class PreparedJob:
     """A job that can be simulated any number of times."""
 
     job: Job
-    answer: PreflightResult
+    preflight: PreflightResult
     layout: Layout
     roster: tuple[RosterEntry, ...]
     datasets: Mapping[str, Dataset]  # by table of the job file; shared by all roles
@@ -108,7 +108,7 @@ class PreparedJob:
         return {SUPERVISOR: "supervisor", **kinds}
 
     def config(self) -> SupervisorConfig:
-        return supervisor_config(self.job, self.answer)
+        return supervisor_config(self.job, self.preflight)
 
     def builders(self) -> dict[Address, Builder]:
         config = self.config()
@@ -136,8 +136,8 @@ class PreparedJob:
         return build
 
     def _context(self, memory: Memory) -> BuildContext:
-        job, answer = self.job, self.answer
-        assert answer.task.train is not None
+        job, preflight = self.job, self.preflight
+        assert preflight.task.train is not None
         return BuildContext(
             task=job.task,
             layout=self.layout,
@@ -145,15 +145,15 @@ class PreparedJob:
             n_shards=job.cluster.shards,
             seed=job.evaluation.seed,
             memory=memory,
-            initials=answer.initials,
-            initial_file=answer.initial_file,
+            initials=preflight.initials,
+            initial_file=preflight.initial_file,
             evaluation_subset=job.evaluation.subset,
             threads=job.cluster.threads,
             shard_copies=job.cluster.shard_copies,
             plan=self.plan,
-            sample=answer.sample,
+            sample=preflight.sample,
             device=job.cluster.device,
-            n_train=answer.task.train.n_samples,
+            n_train=preflight.task.train.n_samples,
             datasets=self.datasets,
         )
 
@@ -167,7 +167,7 @@ class Preparation:
 
     def __init__(self) -> None:
         self._folder = Scratch.make()
-        self._answers: dict[bytes, tuple[PreflightResult, str]] = {}
+        self._preflights: dict[bytes, tuple[PreflightResult, str]] = {}
         self._datasets: dict[bytes, Dataset] = {}
         self._n_threads = torch.get_num_threads()
 
@@ -179,34 +179,34 @@ class Preparation:
         """
         import_from(job)
         check_cluster(job)
-        answer, plan = self._answer(job)
-        check_data(job, answer)
-        layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
+        preflight, plan = self._preflight(job)
+        check_data(job, preflight)
+        layout = Layout.of(preflight.tensors, n_shards=job.cluster.shards, dtype=preflight.dtype)
         return PreparedJob(
             job=job,
-            answer=answer,
+            preflight=preflight,
             layout=layout,
-            roster=tuple(roster_of(job, n_machines=answer.n_machines)),
+            roster=tuple(roster_of(job, n_machines=preflight.n_machines)),
             datasets=self._data(job),
-            plan=None if answer.n_machines is None else plan,
+            plan=None if preflight.n_machines is None else plan,
         )
 
-    def _answer(self, job: Job) -> tuple[PreflightResult, str]:
+    def _preflight(self, job: Job) -> tuple[PreflightResult, str]:
         key = msgspec.json.encode((job.task, job.batch_size, _splits(job)))
-        if key not in self._answers:
+        if key not in self._preflights:
             prepare(job.data.train, table="data.train")
             if job.data.test is not None:
                 prepare(job.data.test, table="data.test")
-            stem = self._folder.path / f"job-{len(self._answers)}"
+            stem = self._folder.path / f"job-{len(self._preflights)}"
             plan = str(stem.with_suffix(".plan.json"))
-            question = PreflightRequest(
+            preflight_request = PreflightRequest(
                 job=msgspec.Raw(job.to_json()),
                 answer="",
                 initial_file=str(stem.with_suffix(".safetensors")),
                 plan=plan,
             )
-            self._answers[key] = answer_to(job, question), plan
-        return self._answers[key]
+            self._preflights[key] = answer_to(job, preflight_request), plan
+        return self._preflights[key]
 
     def _data(self, job: Job) -> dict[str, Dataset]:
         tables = {"data.train": job.data.train, "data.test": job.data.test}

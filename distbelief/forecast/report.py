@@ -210,27 +210,29 @@ N_BYTES_TRIED: Final = 1 << 16  # written as a test whether the disk has space
 _ROWS: Final = {Executor.COMPUTE: 0, Executor.DATA: 1}
 
 
-def chrome_trace(ledger: WorkLog) -> list[TraceEvent]:
+def chrome_trace(work_log: WorkLog) -> list[TraceEvent]:
     """Return the work of a run in the Chrome trace event format."""
     roles: dict[Address, int] = {}
-    for span in ledger.spans:
+    for span in work_log.spans:
         roles.setdefault(span.role, len(roles))
     trace: list[TraceEvent] = []
     for role, number in roles.items():
         trace.append(_name("process_name", number, 0, role))
-        trace += [_name("thread_name", number, row, lane.value) for lane, row in _ROWS.items()]
+        trace += [
+            _name("thread_name", number, row, executor.value) for executor, row in _ROWS.items()
+        ]
     trace += [
         {
             "ph": "X",
             "pid": roles[span.role],
-            "tid": _ROWS[span.lane],
+            "tid": _ROWS[span.executor],
             "name": span.name,
             "cat": span.name.partition(":")[2] or span.name,
             "ts": (end - span.seconds) * 1e6,
             "dur": span.seconds * 1e6,
             "args": {"role": span.role},
         }
-        for span, end in zip(ledger.spans, ends_of(ledger.spans), strict=True)
+        for span, end in zip(work_log.spans, ends_of(work_log.spans), strict=True)
     ]
     return trace
 
@@ -242,9 +244,9 @@ def ends_of(spans: Sequence[Span]) -> list[Seconds]:
     begins: dict[tuple[Address, Executor], Seconds] = {}
     ends = []
     for span in reversed(spans):
-        lane = span.role, span.lane
-        end = min(span.ends, begins.get(lane, math.inf))
-        begins[lane] = end - span.seconds
+        executor = span.role, span.executor
+        end = min(span.ends, begins.get(executor, math.inf))
+        begins[executor] = end - span.seconds
         ends.append(end)
     return ends[::-1]
 
@@ -275,13 +277,13 @@ def check_place(path: Path) -> None:
         raise _refused(path, error) from error
 
 
-def write_trace(path: Path, ledger: WorkLog) -> None:
+def write_trace(path: Path, work_log: WorkLog) -> None:
     """Write the timeline of a run as a Chrome trace.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    content = msgspec.json.encode({"traceEvents": chrome_trace(ledger)})
+    content = msgspec.json.encode({"traceEvents": chrome_trace(work_log)})
     try:
         files.write(path, content)
     except StorageError as error:

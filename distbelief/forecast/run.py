@@ -45,7 +45,7 @@ class Span:
     """One piece of work in the timeline."""
 
     role: Address
-    lane: Executor
+    executor: Executor
     name: str
     ends: Seconds  # when the role handled the result; the executor may have ended earlier
     seconds: Seconds  # duration
@@ -60,19 +60,19 @@ class WorkLog:
     spans: list[Span] = field(default_factory=list)  # in the order of their results
     busy: dict[Address, Seconds] = field(default_factory=dict)  # of compute executors
     lost_spans: int = 0  # beyond N_SPANS_MAX
-    _lanes: dict[tuple[Address, str], Executor] = field(default_factory=dict)
+    _executors: dict[tuple[Address, str], Executor] = field(default_factory=dict)
 
-    def observe(self, happening: HandledEvent, now: Seconds) -> None:
-        for action in happening.actions:
+    def observe(self, handled: HandledEvent, now: Seconds) -> None:
+        for action in handled.actions:
             if isinstance(action, Compute):
-                self._lanes[happening.name, action.name] = action.lane
-        event = happening.event
+                self._executors[handled.name, action.name] = action.lane
+        event = handled.event
         if isinstance(event, Computed):
-            self._worked(happening.name, event, now)
+            self._worked(handled.name, event, now)
 
     def _worked(self, name: Address, event: Computed, now: Seconds) -> None:
-        lane = self._lanes.get((name, event.name), Executor.COMPUTE)
-        if lane is Executor.COMPUTE:
+        executor = self._executors.get((name, event.name), Executor.COMPUTE)
+        if executor is Executor.COMPUTE:
             self.busy[name] = self.busy.get(name, 0.0) + event.seconds
         if not self.keeps_spans:
             return
@@ -80,7 +80,7 @@ class WorkLog:
             self.lost_spans += 1
             return
         self.spans.append(
-            Span(role=name, lane=lane, name=event.name, ends=now, seconds=event.seconds)
+            Span(role=name, executor=executor, name=event.name, ends=now, seconds=event.seconds)
         )
 
 
@@ -98,23 +98,23 @@ _WIDTH_PER_SHARD: Final = 64
 class PricedCluster:
     """A cluster on which the stand-in of a job has the costs of the job (`large`)."""
 
-    hosting: PlacedCluster
+    placed: PlacedCluster
     large: PreparedJob
 
-    def n_needed(self, staged: PreparedJob) -> int:
+    def n_needed(self, prepared: PreparedJob) -> int:
         """Return the number of machines that a job uses."""
-        return self.hosting.n_needed(staged)
+        return self.placed.n_needed(prepared)
 
-    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return the options of the simulation, with cost scales.
 
         Raises:
             JobError: the job does not fit the cluster.
         """
-        options = self.hosting.options(self.large, faults=faults)
-        small, large = staged.layout, self.large.layout
-        scale = self._scale(staged)
-        names = {n: scale.flops for n, kind in staged.kinds.items() if kind != "shard"}
+        options = self.placed.options(self.large, faults=faults)
+        small, large = prepared.layout, self.large.layout
+        scale = self._scale(prepared)
+        names = {n: scale.flops for n, kind in prepared.kinds.items() if kind != "shard"}
         return replace(
             options,
             scales=scales_for(small, large, names, data_bytes=scale.data_bytes),
@@ -123,18 +123,18 @@ class PricedCluster:
             trace="order",
         )
 
-    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
-        return self.hosting.builders(staged, scale=self._scale(staged))
+    def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
+        return self.placed.builders(prepared, scale=self._scale(prepared))
 
-    def _scale(self, staged: PreparedJob) -> CostScale:
+    def _scale(self, prepared: PreparedJob) -> CostScale:
         # Of all roles except shards.
         return CostScale(
-            flops=n_parameters(self.large) / n_parameters(staged),
-            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(staged),
+            flops=n_parameters(self.large) / n_parameters(prepared),
+            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(prepared),
         )
 
 
-def stand_in_for(large: PreparedJob, staging: Preparation) -> PreparedJob:
+def stand_in_for(large: PreparedJob, preparation: Preparation) -> PreparedJob:
     """Return the stand-in of a job: the same roles on a small task.
 
     Raises:
@@ -153,9 +153,9 @@ def stand_in_for(large: PreparedJob, staging: Preparation) -> PreparedJob:
             "samples or seconds"
         )
     width = _WIDTH_PER_SHARD * job.cluster.shards
-    facts = large.answer.task
+    facts = large.preflight.task
     assert facts.train is not None
-    return staging.stage(
+    return preparation.stage(
         msgspec.structs.replace(
             job,
             model=ModelSpec(factory=f"{_MODULE}:net", arguments={"width": width}),
@@ -170,9 +170,9 @@ def stand_in_for(large: PreparedJob, staging: Preparation) -> PreparedJob:
     )
 
 
-def n_parameters(staged: PreparedJob) -> int:
+def n_parameters(prepared: PreparedJob) -> int:
     """Return the number of parameters of a job's model."""
-    found = staged.answer.task.n_parameters
+    found = prepared.preflight.task.n_parameters
     assert found, "the check of the job rejects a model without parameters"
     return found
 
@@ -186,7 +186,7 @@ def as_of(large: PreparedJob, small: PreparedJob, outcome: Outcome) -> Outcome:
     scale = _n_bytes(large.layout) / _n_bytes(small.layout)
     return msgspec.structs.replace(
         outcome,
-        metric_name=large.answer.metric_name,
+        metric_name=large.preflight.metric_name,
         metric=None,
         held_out_loss=None,
         loss=None,
@@ -215,8 +215,8 @@ def check_learns_nothing(job: Job, *, suggests: bool) -> None:
         )
 
 
-def _bytes_of_sample(staged: PreparedJob) -> int:
-    parts = read_batch(staged.datasets["data.train"], [0])
+def _bytes_of_sample(prepared: PreparedJob) -> int:
+    parts = read_batch(prepared.datasets["data.train"], [0])
     return max(1, sum(part.nbytes for part in parts))
 
 
@@ -308,23 +308,23 @@ class FinishedRun:
 
     outcome: Outcome
     view: JobView  # the last one
-    ledger: WorkLog
+    work_log: WorkLog
     simulation: SimulatedCluster
 
 
 class RunHost(Protocol):
     """The machines for a run: a `PlacedCluster` or a `PricedCluster`."""
 
-    def n_needed(self, staged: PreparedJob) -> int: ...
+    def n_needed(self, prepared: PreparedJob) -> int: ...
 
-    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions: ...
+    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions: ...
 
-    def builders(self, staged: PreparedJob) -> dict[Address, Builder]: ...
+    def builders(self, prepared: PreparedJob) -> dict[Address, Builder]: ...
 
 
 def run_virtually(
-    staged: PreparedJob,
-    hosting: RunHost,
+    prepared: PreparedJob,
+    placed: RunHost,
     *,
     seed: int,
     faults: Sequence[Fault] = (),
@@ -334,8 +334,8 @@ def run_virtually(
     """Run a job in virtual time until it ends.
 
     Args:
-        staged: The job.
-        hosting: The machines of its roles.
+        prepared: The job.
+        placed: The machines of its roles.
         seed: Seed of all random numbers except the roles' own.
         faults: Faults to inject.
         tell: Called with the view of the job now and then.
@@ -346,12 +346,12 @@ def run_virtually(
         SimulationFailed: the job does not end, or a role broke an assertion.
     """
     simulation = SimulatedCluster(
-        hosting.builders(staged), seed=seed, options=hosting.options(staged, faults=faults)
+        placed.builders(prepared), seed=seed, options=placed.options(prepared, faults=faults)
     )
-    ledger = WorkLog(keeps_spans=keeps_spans)
+    work_log = WorkLog(keeps_spans=keeps_spans)
 
-    def observe(happening: HandledEvent) -> None:
-        ledger.observe(happening, simulation.now)
+    def observe(handled: HandledEvent) -> None:
+        work_log.observe(handled, simulation.now)
 
     simulation.observe(observe)
     is_over = report_until_over(simulation, tell)
@@ -361,27 +361,27 @@ def run_virtually(
         tell(view)
     return FinishedRun(
         outcome=_outcome(
-            staged, view, ledger, simulation, seed=seed, n_machines=hosting.n_needed(staged)
+            prepared, view, work_log, simulation, seed=seed, n_machines=placed.n_needed(prepared)
         ),
         view=view,
-        ledger=ledger,
+        work_log=work_log,
         simulation=simulation,
     )
 
 
 def _outcome(
-    staged: PreparedJob,
+    prepared: PreparedJob,
     view: JobView,
-    ledger: WorkLog,
+    work_log: WorkLog,
     simulation: SimulatedCluster,
     *,
     seed: int,
     n_machines: int,
 ) -> Outcome:
     seconds, training = view.seconds, view.training_seconds
-    kinds = staged.kinds
+    kinds = prepared.kinds
     together = "coordinator" in kinds.values()
-    n_trainers = 1 if together else staged.job.cluster.replicas
+    n_trainers = 1 if together else prepared.job.cluster.replicas
     return Outcome(
         seed=seed,
         ended=view.stop_reason,
@@ -393,7 +393,7 @@ def _outcome(
         steps=view.step,
         step_seconds=step_seconds(view, n_trainers=n_trainers),
         samples_per_second=view.samples / training if training else None,
-        target_seconds=reached_at(staged.job, view),
+        target_seconds=reached_at(prepared.job, view),
         metric_name=view.metric_name,
         metric=view.metric,
         held_out_loss=view.held_out_loss,
@@ -403,7 +403,7 @@ def _outcome(
         pushed_bytes=view.bytes_in,
         fetched_bytes=view.bytes_out,
         traffic=traffic_of(simulation, kinds={first_word(name) for name in kinds}),
-        utilisation=_utilisation(ledger, kinds=kinds, seconds=simulation.now),
+        utilisation=_utilisation(work_log, kinds=kinds, seconds=simulation.now),
         machine_hours=n_machines * seconds / 3600.0,
         pushes_lost=view.pushes_lost or 0,  # None only in a resumed run
         restarts=sum(role.restarts for role in view.roles),
@@ -434,12 +434,12 @@ def traffic_of(simulation: SimulatedCluster, *, kinds: set[str]) -> dict[str, fl
 
 
 def _utilisation(
-    ledger: WorkLog, *, kinds: Mapping[Address, str], seconds: Seconds
+    work_log: WorkLog, *, kinds: Mapping[Address, str], seconds: Seconds
 ) -> dict[str, float]:
     totals: dict[str, list[float]] = {}
     for name, kind in kinds.items():
         if kind != "supervisor" and seconds > 0:
-            totals.setdefault(kind, []).append(ledger.busy.get(name, 0.0) / seconds)
+            totals.setdefault(kind, []).append(work_log.busy.get(name, 0.0) / seconds)
     return {kind: sum(shares) / len(shares) for kind, shares in totals.items()}
 
 
@@ -451,13 +451,13 @@ class Trial:
     settings: Mapping[str, str]  # value by key of the job file
     job: PreparedJob
     runs: PreparedJob  # the job, or its stand-in
-    hosting: PlacedCluster
+    placed: PlacedCluster
     host: RunHost  # the machines as `runs` sees them
 
     @staticmethod
     def of(
         job: PreparedJob,
-        hosting: PlacedCluster,
+        placed: PlacedCluster,
         settings: Mapping[str, str],
         *,
         priced_by: Preparation | None = None,
@@ -468,11 +468,11 @@ class Trial:
             JobError: the job cannot be priced.
         """
         runs = job
-        host: RunHost = hosting
+        host: RunHost = placed
         if priced_by is not None:
             runs = stand_in_for(job, priced_by)
-            host = PricedCluster(hosting=hosting, large=job)
-        return Trial(settings=settings, job=job, runs=runs, hosting=hosting, host=host)
+            host = PricedCluster(placed=placed, large=job)
+        return Trial(settings=settings, job=job, runs=runs, placed=placed, host=host)
 
     @property
     def name(self) -> str:
@@ -486,7 +486,7 @@ class Trial:
         Args:
             machines: Most machines that it may use; None for all.
         """
-        n_machines, left_out = self.hosting.n_needed(self.job), None
+        n_machines, left_out = self.placed.n_needed(self.job), None
         if machines is not None and n_machines > machines:
             left_out = f"needs {n_machines} machines"
         else:
@@ -498,27 +498,27 @@ class Trial:
             settings=self.settings, job=self.job.job, n_machines=n_machines, left_out=left_out
         )
 
-    def run(self, *, seed: int, waiting: WaitProgress, keeps_spans: bool) -> FinishedRun:
+    def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
         """Run it once, with the outages of its machines.
 
         Raises:
             JobError: the run is longer than the trace of the cluster.
         """
         name = f"{self.name}, seed {seed}"
-        loses = self.hosting.loses_machines
-        waiting.begin(f"{name}, before machines are lost" if loses else name)
-        tell = waiting.tell if self.runs is self.job else partial(_untaught, waiting)
+        loses = self.placed.loses_machines
+        progress.begin(f"{name}, before machines are lost" if loses else name)
+        tell = progress.tell if self.runs is self.job else partial(_report_without_metric, progress)
         ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=None)
         # The outages must cover the run, whose length depends on them. So run without any
         # first, then with the outages of twice that time, until they cover the run.
         horizon = 0.0
         while loses and ended.outcome.seconds > horizon:
-            waiting.begin(name)
-            trace, seconds = self.hosting.cluster.trace, ended.outcome.seconds
+            progress.begin(name)
+            trace, seconds = self.placed.cluster.trace, ended.outcome.seconds
             known = float("inf") if trace is None else trace.covers
             horizon = max(seconds, min(2 * seconds, known))
             ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=horizon)
-        waiting.end()
+        progress.end()
         if self.runs is not self.job:
             ended = replace(ended, outcome=as_of(self.job, self.runs, ended.outcome))
         return ended
@@ -526,7 +526,7 @@ class Trial:
     def _run(
         self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None
     ) -> FinishedRun:
-        outages = self.hosting.outages
+        outages = self.placed.outages
         return run_virtually(
             self.runs,
             self.host,
@@ -537,6 +537,6 @@ class Trial:
         )
 
 
-def _untaught(waiting: WaitProgress, view: JobView) -> None:
+def _report_without_metric(progress: WaitProgress, view: JobView) -> None:
     # The metric of a stand-in means nothing.
-    waiting.tell(replace(view, metric=None))
+    progress.tell(replace(view, metric=None))

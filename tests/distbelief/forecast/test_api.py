@@ -482,7 +482,7 @@ def test_sigterm_leaves_nothing_behind(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     seen: list[int] = []
 
-    def interrupted(_staging: Preparation, _job: Job) -> None:
+    def interrupted(_preparation: Preparation, _job: Job) -> None:
         seen.append(len(list(temporary.iterdir())))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)  # the signal ends it

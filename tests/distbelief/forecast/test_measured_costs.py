@@ -308,10 +308,10 @@ def test_an_exchange_takes_some_time_but_not_long(
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:
-    hosting = PlacedCluster(cluster=cluster, reference=MACHINE, rates=rates, together=False)
-    with Preparation() as staging:
+    placed = PlacedCluster(cluster=cluster, reference=MACHINE, rates=rates, together=False)
+    with Preparation() as preparation:
         job = small("algorithm.max_steps=15", "stop.samples=1000000")
-        outcome = run_virtually(staging.stage(job), hosting, seed=0).outcome
+        outcome = run_virtually(preparation.stage(job), placed, seed=0).outcome
     assert outcome.step_seconds is not None
     return outcome.step_seconds
 
@@ -328,11 +328,11 @@ def test_measured_work_takes_as_long_as_measured_and_less_on_a_faster_machine() 
 
 def test_roles_that_nobody_looks_at_do_as_they_always_did() -> None:
     def digest(*, wrapped: bool) -> str:
-        with Preparation() as staging:
-            staged = staging.stage(small())
-            builders = staged.builders()
+        with Preparation() as preparation:
+            prepared = preparation.stage(small())
+            builders = prepared.builders()
             if wrapped:
-                builders = costed(builders, staged.kinds, adapt=lambda _kind, asked: asked)
+                builders = costed(builders, prepared.kinds, adapt=lambda _kind, asked: asked)
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
             simulation.run(until=0.52)
