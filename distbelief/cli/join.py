@@ -150,13 +150,13 @@ def join(  # noqa: PLR0913 -- options
     [dim]$[/dim] distbelief join "tcp://10.0.0.1:7700?key=5f0c..."
     --keys ~/.distbelief/keys --allow-import nets
 
-    Start it before or after the job. Model and data of the job are looked up in the
-    current directory. The job can call only functions of modules that you allow.
-    Ctrl+C moves the roles that run here to other hosts, then ends; a second Ctrl+C
-    ends at once.
+    Start it before or after the job. Model and data of the job are looked up in
+    the current directory. The job can call only functions of modules that you
+    allow. Ctrl+C moves the roles that run here to other hosts, then ends; a
+    second Ctrl+C ends at once.
 
-    Exit code: 0 the job has ended, 1 failed or rejected, 2 wrong usage,
-    130 stopped by Ctrl+C.
+    Exit code: 0 the job has ended, 1 failed or rejected, 2 wrong usage, 130
+    stopped by Ctrl+C.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief.cluster import join as join_module  # noqa: PLC0415 -- torch

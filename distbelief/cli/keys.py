@@ -42,7 +42,8 @@ keys = typer.Typer(
 def new(*, directory: KeysOption = DEFAULT, tracebacks: TracebackOption = False) -> None:
     """Create this host's key pair and print the public key.
 
-    The secret key is stored in a file that only you can read. It is never printed.
+    The secret key is stored in a file that only you can read. It is never
+    printed.
     """
     with reported_errors(show_traceback=tracebacks):
         typer.echo(_files(directory).make())
@@ -92,7 +93,8 @@ def allow(
 ) -> None:
     """Allow a public key to connect to this host.
 
-    A running server applies it at once. To change the roles of a key, allow it again.
+    A running server applies it at once. To change the roles of a key, allow it
+    again.
     """
     with reported_errors(show_traceback=tracebacks):
         from distbelief.transport.keys import Allowed, public_key  # noqa: PLC0415 -- pyzmq
@@ -141,8 +143,8 @@ def rotate(
 ) -> None:
     """Replace this host's key in two steps.
 
-    The first step creates the next key, which you then allow on the other hosts. The
-    second step (--finish) starts using it.
+    The first step creates the next key, which you then allow on the other
+    hosts. The second step (--finish) starts using it.
 
     [dim]$[/dim] distbelief keys rotate
 

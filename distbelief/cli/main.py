@@ -98,8 +98,8 @@ def distbelief(
 
     [dim]$[/dim] distbelief partition nets:make --input 784
 
-    Here digits.toml is your job file, and nets:make is the function make() in your file
-    nets.py in this directory. It returns a torch model.
+    Here digits.toml is your job file, and nets:make is the function make() in
+    your file nets.py in this directory. It returns a torch model.
     """
 
 
@@ -120,7 +120,7 @@ def train(  # noqa: PLR0913 -- options
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Train a model: run a job on this host and on the hosts that join it.
+    """Train a model on this host, and on other hosts that join the job.
 
     [dim]$[/dim] distbelief train speech.toml
 
@@ -131,9 +131,9 @@ def train(  # noqa: PLR0913 -- options
     [dim]$[/dim] distbelief train speech.toml --listen tcp://0.0.0.0:7700
     --keys ~/.distbelief/keys --hosts 2
 
-    Ctrl+C ends the job cleanly: gradients are pushed, checkpoints saved, and the model is
-    written. All files go to the run directory that the job file names, or to the next
-    free name if it exists (runs/speech.2).
+    Ctrl+C ends the job cleanly: gradients are pushed, checkpoints saved, and
+    the model is written. All files go to the run directory that the job file
+    names, or to the next free name if it exists (runs/speech.2).
 
     Exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
@@ -201,8 +201,9 @@ def predict(
 
     [dim]$[/dim] distbelief predict runs/digits scans.npy
 
-    A run that split its model over several machines predicts with the same plan: one
-    process per machine, each of which reads only its part of the model.
+    A run that split its model over several machines predicts with the same
+    plan: one process per machine, each of which reads only its part of the
+    model.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief import predict as predict_module  # noqa: PLC0415 -- torch
@@ -238,7 +239,7 @@ def partition(  # noqa: PLR0913 -- options
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Split a model over several machines, and predict the time of a training step.
+    """Split a model over machines, and predict the time of a training step.
 
     [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
     --machines 1,2,8 --cluster commodity-2012
@@ -248,19 +249,21 @@ def partition(  # noqa: PLR0913 -- options
 
     [dim]$[/dim] distbelief partition --diff plan.json other.json
 
-    nets:make is the function make() in the file nets.py in this directory, such as:
+    nets:make is the function make() in the file nets.py in this directory, such
+    as:
 
       from torch import nn
       def make():
         return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
-    The table has one row per number of machines: the time of a training step and its
-    parts, the memory, and how far the plan may be from the best one. --out, --picture,
-    --timeline and --explain use the plan of the last row. Layers can be split inside
-    too. The parameters are not allocated, so the model may be larger than this host.
+    The table has one row per number of machines: the time of a training step
+    and its parts, the memory, and how far the plan may be from the best one.
+    --out, --picture, --timeline and --explain use the plan of the last row.
+    Layers can be split inside too. The parameters are not allocated, so the
+    model may be larger than this host.
 
-    Exit code: 0 done, 1 the plan does not fit the machines' memory (with --diff: the
-    plans differ), 2 wrong usage.
+    Exit code: 0 done, 1 the plan does not fit the machines' memory (with
+    --diff: the plans differ), 2 wrong usage.
     """
     with reported_errors(show_traceback=show_traceback):
         if diff is not None:

@@ -112,9 +112,9 @@ def serve(  # noqa: PLR0913 -- options
     [dim]$[/dim] distbelief serve nets:make --bind tcp://0.0.0.0:7700
     --keys ~/.distbelief/keys
 
-    It prints an address to use as DownpourSGD(server=...). Training loops can connect
-    and leave at any time, on this host and, with keys, on others. Ctrl+C saves the
-    parameters and ends; the same command continues from there.
+    It prints an address to use as DownpourSGD(server=...). Training loops can
+    connect and leave at any time, on this host and, with keys, on others.
+    Ctrl+C saves the parameters and ends; the same command continues from there.
 
     Exit code: 0 ended and saved, 1 failed, 2 wrong usage.
     """

@@ -51,10 +51,10 @@ def simulate(  # noqa: PLR0913 -- options
     [dim]$[/dim] distbelief simulate speech.toml --cluster rack-1g --suggest
     --machines 8
 
-    The code of all roles runs in one process, in virtual time. Gradients, losses and
-    staleness are real, and so is the accuracy at each point in time. The cost of the
-    work is measured once on this host, and scaled by the speed of the cluster's
-    machines.
+    The code of all roles runs in one process, in virtual time. Gradients,
+    losses and staleness are real, and so is the accuracy at each point in time.
+    The cost of the work is measured once on this host, and scaled by the speed
+    of the cluster's machines.
 
     Exit code: 0 done, 1 the job failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
@@ -94,12 +94,13 @@ def chaos(
 
     [dim]$[/dim] distbelief chaos speech.toml --seed 7 --real
 
-    Its processes are killed, paused, slowed down and disconnected, and their messages
-    lost or duplicated. The seed decides the schedule of faults. In virtual time, the
-    same seed gives the same run, event by event. With --real, the same schedule is
-    applied to real processes on this host.
+    Its processes are killed, paused, slowed down and disconnected, and their
+    messages lost or duplicated. The seed decides the schedule of faults. In
+    virtual time, the same seed gives the same run, event by event. With --real,
+    the same schedule is applied to real processes on this host.
 
-    Exit code: 0 the job completed, 1 it failed, 2 wrong usage, 130 stopped by Ctrl+C.
+    Exit code: 0 the job completed, 1 it failed, 2 wrong usage, 130 stopped by
+    Ctrl+C.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch

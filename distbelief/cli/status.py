@@ -32,8 +32,8 @@ def status(
 
     [dim]$[/dim] distbelief status runs/speech --json
 
-    A running job updates its status every second. For a job that has ended, the last
-    status is shown.
+    A running job updates its status every second. For a job that has ended, the
+    last status is shown.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch

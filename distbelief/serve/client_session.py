@@ -64,20 +64,22 @@ class ClientSession:
             second_copies=second_copies,
         )
         self._log: list[str] = []
-        place = address.place()
-        reach = reach_towards(place, secret=address.secret, keys=keys)
-        self._key = "" if reach.keys is None else reach.keys.public
-        self._transport = reach.transport(name=name, incarnation=1, run=address.run, log=self._note)
+        endpoint = address.place()
+        listen = reach_towards(endpoint, secret=address.secret, keys=keys)
+        self._key = "" if listen.keys is None else listen.keys.public
+        self._transport = listen.transport(
+            name=name, incarnation=1, run=address.run, log=self._note
+        )
         try:
             self._transport.start()
         except TransportError as error:
-            if not place.path:
+            if not endpoint.path:
                 raise
             raise PeerLostError(
                 f"DownpourSGD: the server at {address.endpoint} cannot be reached: {error}"
             ) from None
         try:
-            self._transport.connect(SUPERVISOR, 1, str(place), watched=True)
+            self._transport.connect(SUPERVISOR, 1, str(endpoint), watched=True)
         except BaseException:
             self._transport.close()
             raise
@@ -133,11 +135,11 @@ class ClientSession:
             raise PeerLostError("DownpourSGD is closed: make a new one to continue")
         if self.node.pump(until, timeout_seconds=timeout_seconds):
             return
-        whose = f"DownpourSGD: server {self.address.endpoint}"
+        server = f"DownpourSGD: server {self.address.endpoint}"
         if self.node.error is not None:
-            raise PeerLostError(f"{whose}: {self.node.error}")
+            raise PeerLostError(f"{server}: {self.node.error}")
         raise PeerLostError(
-            f"{whose}: no answer within {timeout_seconds:g} s (waiting for {what}). "
+            f"{server}: no answer within {timeout_seconds:g} s (waiting for {what}). "
             + " ".join([self._hint(), *self._log[-1:]])
         )
 

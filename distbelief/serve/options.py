@@ -59,7 +59,7 @@ def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
     return made
 
 
-def hosting_of(
+def join_server(
     listen: str,
     *,
     keys: Path | None,
@@ -76,16 +76,16 @@ def hosting_of(
     """
     if on not in {None, "ray"}:
         raise JobError(f'--on {on!r} is not supported: use "ray", or leave it out')
-    found = reach(listen, keys=keys, insecure=insecure, option="--listen")
-    if found.keys is not None:
-        ring = msgspec.structs.replace(found.keys, role="job")
-        found = msgspec.structs.replace(found, keys=ring)
+    parsed = listen_config(listen, keys=keys, insecure=insecure, option="--listen")
+    if parsed.keys is not None:
+        key_config = msgspec.structs.replace(parsed.keys, role="job")
+        parsed = msgspec.structs.replace(parsed, keys=key_config)
     return JoinServer(
-        reach=found, n_hosts=n_hosts, hosts_seconds=hosts_seconds, cores=cores, on_ray=on == "ray"
+        reach=parsed, n_hosts=n_hosts, hosts_seconds=hosts_seconds, cores=cores, on_ray=on == "ray"
     )
 
 
-def reach(
+def listen_config(
     bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind"
 ) -> ListenConfig:
     """Return where to listen; by default only this user's processes can connect.
@@ -96,33 +96,33 @@ def reach(
     if bind is None and keys is None and not insecure:
         return ListenConfig()
     bind = bind or ANY_PORT
-    found = _BIND.fullmatch(bind)
-    if found is None or (found["port"] != "*" and int(found["port"]) > 65535):
+    parsed = _BIND.fullmatch(bind)
+    if parsed is None or (parsed["port"] != "*" and int(parsed["port"]) > 65535):
         raise JobError(
             f"{option} {bind!r} is no address: write for example tcp://10.0.0.1:7700, or "
             "tcp://0.0.0.0:7700 for all interfaces"
         )
     if keys is not None and insecure:
         raise JobError("--insecure and --keys exclude each other: leave out one of them")
-    ring = None
+    key_config = None
     if keys is not None:
-        ring = KeyConfig(directory=str(keys.expanduser().absolute()), role="server")
-    number = number_of(found["host"])
-    is_named = found["host"] not in {number, "localhost"}
+        key_config = KeyConfig(directory=str(keys.expanduser().absolute()), role="server")
+    number = number_of(parsed["host"])
+    is_named = parsed["host"] not in {number, "localhost"}
     is_loopback = ipaddress.IPv4Address(number).is_loopback
     if is_named and is_loopback:
         raise JobError(
-            f"{option} {bind}: {found['host']} is {number} here, which no other host can "
+            f"{option} {bind}: {parsed['host']} is {number} here, which no other host can "
             "reach: give the IP address of an interface, or tcp://0.0.0.0:7700 for all; "
             "tcp://127.0.0.1:7700 is for this host alone"
         )
     # Without key files, the address contains the secret of a key pair made for this run.
-    has_secret = ring is None and (insecure or is_loopback)
-    wanted = ListenConfig(
+    has_secret = key_config is None and (insecure or is_loopback)
+    config = ListenConfig(
         host=number,
-        port=0 if found["port"] == "*" else int(found["port"]),
+        port=0 if parsed["port"] == "*" else int(parsed["port"]),
         secret=new_secret() if has_secret else "",
-        keys=ring,
+        keys=key_config,
     )
-    wanted.check()
-    return wanted
+    config.check()
+    return config

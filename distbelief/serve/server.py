@@ -131,8 +131,8 @@ def reach_towards(
     if secret:
         return ListenConfig(host=host, secret=secret)
     directory = Path(DIRECTORY if keys is None else keys).expanduser()
-    ring = KeyConfig(directory=str(directory), role="worker", server_key=place.key)
-    return ListenConfig(host=host, keys=ring)
+    key_config = KeyConfig(directory=str(directory), role="worker", server_key=place.key)
+    return ListenConfig(host=host, keys=key_config)
 
 
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec]:

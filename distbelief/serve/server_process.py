@@ -94,13 +94,13 @@ def main(path: str) -> int:
     try:
         error = serve(request, _watched_by_parent)
     except DistBeliefError as problem:
-        _say(ServerReady(error=str(problem)))
+        _print_ready(ServerReady(error=str(problem)))
         return 1
     finally:
         if not request.keeps:  # the parent may have been killed before it could remove it
             shutil.rmtree(request.directory, ignore_errors=True)
     if error is not None:
-        _say(ServerReady(error=error))
+        _print_ready(ServerReady(error=error))
     return 0
 
 
@@ -142,7 +142,7 @@ def _serve(
     def log_of(name: str) -> Path:
         return directory / f"{name}.log"
 
-    lines = files.LineFile(log_of("supervisor"), tell=_complain)
+    lines = files.LineFile(log_of("supervisor"), tell=_warn_on_stderr)
 
     disk = Writer("disk", tell=lambda text: log("warning", text))
 
@@ -154,14 +154,14 @@ def _serve(
         if tell is not None:
             tell(text)
 
-    legacy = _legacy(request, warn)
+    previous = _previous_run(request, warn)
     links = reach.transport(
-        name=SUPERVISOR, incarnation=legacy.incarnation, run=run, log=log, port=reach.port
+        name=SUPERVISOR, incarnation=previous.incarnation, run=run, log=log, port=reach.port
     )
     with links:
         spec = directory / "spec.json"
-        told = msgspec.structs.replace(request, run=run, reach=reach)
-        _write_private(spec, _spec(told, _own(links.endpoint), memory))
+        resolved = msgspec.structs.replace(request, run=run, reach=reach)
+        _write_private(spec, _role_spec(resolved, _own_endpoint(links.endpoint), memory))
         config = SupervisorConfig(
             roster=tuple(
                 (name, "shard")
@@ -171,9 +171,9 @@ def _serve(
             stop=None,
             admits_guests=True,
             snapshot_every=request.snapshot_every,
-            first_incarnation=legacy.incarnation,
-            first_label=legacy.label,
-            before=legacy.before,
+            first_incarnation=previous.incarnation,
+            first_label=previous.label,
+            before=previous.before,
         )
         supervisor = Supervisor(config)
         with LocalLauncher(spec=spec, log_of=log_of) as launcher:
@@ -202,17 +202,17 @@ def _write_private(path: Path, content: bytes) -> None:
         raise files.explained(error, path, doing="write") from error
 
 
-def _own(endpoint: str) -> str:
+def _own_endpoint(endpoint: str) -> str:
     # The supervisor's endpoint for the server's own processes.
     return str(Endpoint.parse(endpoint).seen_from(LOOPBACK))
 
 
-def _legacy(request: ServerRequest, warn: Callable[[str], None]) -> PreviousRun:
+def _previous_run(request: ServerRequest, warn: Callable[[str], None]) -> PreviousRun:
     run = RunDirectory(Path(request.directory), lock=None)
     store = CheckpointStore(run.snapshots, report=warn)
-    legacy = read_previous_run(run, store, n_shards=request.n_shards)
+    previous = read_previous_run(run, store, n_shards=request.n_shards)
     # The other totals are those of replicas, which a server has not.
-    return replace(legacy, before=PreviousTotals(clocks=legacy.before.clocks))
+    return replace(previous, before=PreviousTotals(clocks=previous.before.clocks))
 
 
 def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
@@ -234,7 +234,7 @@ class _Parent:
     def _tick(self) -> None:
         serving = self._supervisor.status()[0] == "training"
         if self._ready is not None and serving:
-            _say(self._ready)
+            _print_ready(self._ready)
             self._ready = None
         readable, _, _ = select.select([sys.stdin], [], [], 0)
         if readable and not self._stopping and not os.read(sys.stdin.fileno(), 4096):
@@ -243,7 +243,7 @@ class _Parent:
             self._node.post(Received(sender=USER, incarnation=0, message=stop))
 
 
-def _spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
+def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
     # The shards' processes need a job: this one has no data and no replicas.
     layout = Layout.of(request.tensors, n_shards=request.n_shards)
     nothing = "none:none"  # a shard builds neither model nor data
@@ -274,12 +274,12 @@ def _spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
     return msgspec.json.encode(spec)
 
 
-def _complain(text: str) -> None:
+def _warn_on_stderr(text: str) -> None:
     with suppress(OSError):  # standard output is only for the line of JSON
         sys.stderr.write(f"parameter server: {text}. It continues without this log\n")
 
 
-def _say(ready: ServerReady) -> None:
+def _print_ready(ready: ServerReady) -> None:
     text = json.dumps(cast("object", msgspec.to_builtins(ready)))
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -42,7 +42,7 @@ from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 
 
-TELL_SECONDS: Final = 30.0  # between two lines of progress, if there were pushes
+PROGRESS_SECONDS: Final = 30.0  # between two lines of progress, if there were pushes
 
 Tell = Callable[[str], None]
 
@@ -62,12 +62,12 @@ class ServeOptions:
 
 
 def run_server(
-    wanted: ServeOptions, directory: Path, *, tell: Tell, from_scratch: bool = False
+    options: ServeOptions, directory: Path, *, tell: Tell, from_scratch: bool = False
 ) -> str | None:
     """Run a server until Ctrl+C or SIGTERM; return its error, if any.
 
     Args:
-        wanted: The options.
+        options: The options.
         directory: For checkpoints and logs.
         tell: Prints a line for the user.
         from_scratch: Start again; earlier files are moved to a subdirectory.
@@ -77,16 +77,16 @@ def run_server(
         StorageError: a server runs in the directory, or the disk cannot be written.
         TransportError: the address cannot be bound.
     """
-    wanted.reach.check()
-    if wanted.reach.keys is not None:
+    options.reach.check()
+    if options.reach.keys is not None:
         # Read the keys now, so that an error in them comes before any file is written.
-        wanted.reach.keys.guard(log=lambda _level, _text: None)
-    with _taken(directory) as run:
-        request = _request(wanted, run, tell=tell, from_scratch=from_scratch)
+        options.reach.keys.guard(log=lambda _level, _text: None)
+    with _open_directory(directory) as run:
+        request = _request(options, run, tell=tell, from_scratch=from_scratch)
         return serve(request, _Terminal(request, tell=tell).watch, tell=tell)
 
 
-def _taken(directory: Path) -> RunDirectory:
+def _open_directory(directory: Path) -> RunDirectory:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in directory.iterdir()}
@@ -102,23 +102,23 @@ def _taken(directory: Path) -> RunDirectory:
 
 
 def _request(
-    wanted: ServeOptions, run: RunDirectory, *, tell: Tell, from_scratch: bool
+    options: ServeOptions, run: RunDirectory, *, tell: Tell, from_scratch: bool
 ) -> ServerRequest:
     # A new request, or the stored one of this directory.
-    parameters = list(wanted.model.parameters())
+    parameters = list(options.model.parameters())
     specs = tuple(parameter_specs(parameters))
     initial = run.path.absolute() / "initial.safetensors"
     request = ServerRequest(
         tensors=specs,
         initial_file=str(initial),
-        rule=wanted.rule,
-        n_shards=wanted.shards,
-        shard_copies=wanted.shard_copies,
-        shared_memory=wanted.shared_memory,
-        snapshot_every=wanted.snapshot_every,
+        rule=options.rule,
+        n_shards=options.shards,
+        shard_copies=options.shard_copies,
+        shared_memory=options.shared_memory,
+        snapshot_every=options.snapshot_every,
         directory=str(run.path.absolute()),
         run=secrets.token_hex(16),
-        reach=wanted.reach.pinned(),
+        reach=options.reach.pinned(),
     )
     file = run.path / "request.json"
     is_first = not file.is_file()
@@ -129,7 +129,7 @@ def _request(
     if not is_first:
         before = _read(file)
         _check_same(request, before, directory=run.path)
-        request = _gone_on(request, before)
+        request = _continued(request, before)
         tell(f"continuing from the checkpoints in {run.path}")
     else:
         values = {
@@ -141,7 +141,7 @@ def _request(
     return request
 
 
-def _gone_on(request: ServerRequest, before: ServerRequest) -> ServerRequest:
+def _continued(request: ServerRequest, before: ServerRequest) -> ServerRequest:
     # Name and secret of the run stay, so that the address of the server stays the same.
     reach, secret = request.reach, before.reach.secret
     if reach.secret and secret:
@@ -162,14 +162,14 @@ def _read(file: Path) -> ServerRequest:
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
-    for what, was, wanted in (
+    for what, old, new in (
         ("model", _shapes(before), _shapes(now)),
         ("rule", before.rule, now.rule),
         ("number of shards", before.n_shards, now.n_shards),
     ):
-        if was != wanted:
+        if old != new:
             raise JobError(
-                f"{directory} has another {what}: {was!s:.300} instead of {wanted!s:.300}. "
+                f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
                 "Use the same, or name a new directory (--directory)"
             )
 
@@ -185,7 +185,7 @@ class _Terminal:
     def __init__(self, request: ServerRequest, *, tell: Tell) -> None:
         self._request = request
         self._screen = Writer("screen", tell=tell)
-        self._say = tell
+        self._print = tell
         self._n_reported = 0  # number of the last message printed
         self._reported_at = time.monotonic()
         self._n_pushes = 0
@@ -203,11 +203,11 @@ class _Terminal:
             with self._screen:
                 error = node.run(lambda: self._tick(supervisor, ready))
         if not (error or supervisor.error or supervisor.interrupted):
-            self._tell(f"ended; the parameters are saved in {self._request.directory}")
+            self._report(f"ended; the parameters are saved in {self._request.directory}")
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         # In a thread: a terminal that nobody reads must not block the server.
-        self._screen.write(partial(self._say, text))
+        self._screen.write(partial(self._print, text))
 
     def _tick(self, supervisor: Supervisor, ready: ServerReady) -> None:
         now = time.monotonic()
@@ -215,18 +215,18 @@ class _Terminal:
         supervisor.take_records()
         if not self._is_ready and view.phase == "training":
             self._is_ready = True
-            for line in self._lines(ready):
-                self._tell(line)
+            for line in self._address_lines(ready):
+                self._report(line)
         for message in view.messages:
             if message.number > self._n_reported:
                 self._n_reported = message.number
-                self._tell(message.text)
-        if now - self._reported_at >= TELL_SECONDS and view.pushes_applied != self._n_pushes:
+                self._report(message.text)
+        if now - self._reported_at >= PROGRESS_SECONDS and view.pushes_applied != self._n_pushes:
             self._reported_at, self._n_pushes = now, view.pushes_applied
             pushes = formatting.count(view.pushes_applied)
-            self._tell(f"{_workers(view)}, {pushes} pushes applied")
+            self._report(f"{_workers(view)}, {pushes} pushes applied")
 
-    def _lines(self, ready: ServerReady) -> list[str]:
+    def _address_lines(self, ready: ServerReady) -> list[str]:
         # The addresses, and a warning if they give access to strangers.
         place = Endpoint.parse(ready.endpoint)
         is_anywhere = place.host == ANYWHERE

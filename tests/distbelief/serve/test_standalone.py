@@ -218,7 +218,7 @@ def test_a_user_is_told_where_it_is(
     } | {"reach": reach})  # fmt: skip
     terminal = standalone._Terminal(request, tell=pytest.fail)
     ready = ServerReady(endpoint=place, run="t", memory="/dev/shm/x")
-    lines = terminal._lines(ready)
+    lines = terminal._address_lines(ready)
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
     for line in lines:
