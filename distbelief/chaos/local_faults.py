@@ -264,12 +264,7 @@ class _RunUnderChaos:
 
 
 def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
-    """Run a job on this host under the fault schedule of a seed.
-
-    Args:
-        job: The job.
-        seed: Seed of the schedule.
-        console: Prints the run directory.
+    """Run a job on this host under the fault schedule of a seed; print its run directory.
 
     Raises:
         JobError: the job cannot be run.

@@ -67,12 +67,7 @@ class _SimulatedChaos:
 def run_simulated_chaos(
     prepared: PreparedJob, *, seed: int, progress: WaitProgress | None = None
 ) -> ChaosReport:
-    """Simulate a job under the fault schedule of a seed.
-
-    Args:
-        prepared: The job.
-        seed: Seed of the schedule and of all random numbers.
-        progress: Progress display, for `N_RUNS` runs.
+    """Simulate a job under the fault schedule of a seed; `progress` is for `N_RUNS` runs.
 
     Raises:
         SimulationFailed: a role broke an assertion, or the job does not end.

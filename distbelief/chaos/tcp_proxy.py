@@ -80,11 +80,7 @@ class ThreadLoop:
             raise self._error
 
     def await_next(self) -> None:
-        """Wait for a turn that began after this call.
-
-        Raises:
-            TimeoutError: there is none.
-        """
+        """Wait for a turn that began after this call."""
         with self._taken:
             n = self._n_taken + 2  # one may be in progress
             if not self._taken.wait_for(lambda: self._n_taken >= n, AWAITED_SECONDS_MAX):
@@ -130,11 +126,7 @@ class FrameSplitter:
         self._frames_end = 0  # in the incomplete message
 
     def feed(self, content: bytes) -> list[tuple[bytes, bool]]:
-        """Return the complete pieces, each with True if it is a message.
-
-        Raises:
-            NotZmtpError: the bytes are not ZMTP 3.
-        """
+        """Return the complete pieces, each with True if it is a message."""
         self._buffer += content
         if len(self._buffer) > UNIT_BYTES_MAX:
             raise NotZmtpError(f"a message of more than {UNIT_BYTES_MAX} bytes")

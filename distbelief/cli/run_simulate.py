@@ -29,12 +29,7 @@ WIDTH: Final = 200  # columns of a table in a pipe or file
 
 
 def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
-    """Simulate, print the results, and return whether all runs ended without an error.
-
-    Raises:
-        JobError: the job, cluster or sweep is not valid.
-        StorageError: the timeline cannot be written; the results are printed first.
-    """
+    """Simulate, print the results, and return whether all runs ended without an error."""
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
     with ended_by_signals():  # so that temporary files are removed
@@ -87,11 +82,7 @@ def _print(forecast: Forecast, request: SimulationRequest, console: Console) -> 
 
 
 def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as_json: bool) -> int:
-    """Run a job under faults, print the report, and return the exit code.
-
-    Raises:
-        JobError: the job cannot be run.
-    """
+    """Run a job under faults, print the report, and return the exit code."""
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
     job = load_job(job_file, overrides=overrides)

@@ -238,11 +238,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and sync them to disk.
-
-    Raises:
-        OSError: a directory cannot be made.
-    """
+    """Make a directory and its missing parents, and sync them to disk (or raise OSError)."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -256,11 +252,7 @@ def of_safetensors(error: SafetensorError) -> OSError:
 
 
 def force(path: Path) -> None:
-    """Sync a file or directory to disk (fsync).
-
-    Raises:
-        OSError: the sync failed.
-    """
+    """Sync a file or directory to disk with fsync, or raise OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,4 @@
-"""Signal handlers: Ctrl+C, SIGTERM and SIGHUP end a job cleanly.
-
-SIGHUP arrives when the terminal is closed. From then on each write to it fails, so standard
-input, output and error are redirected to /dev/null. A process that ignores SIGHUP (nohup)
-continues to ignore it.
-"""
+"""Signal handlers: Ctrl+C, SIGTERM and SIGHUP (the terminal was closed) end a job cleanly."""
 
 import errno
 import os
@@ -49,7 +44,7 @@ class Caught:
 
 
 def leave_terminal() -> None:
-    """Redirect standard input, output and error to /dev/null if their terminal is closed."""
+    """Redirect standard streams to /dev/null if their terminal is closed: writes would fail."""
     for descriptor in (0, 1, 2):
         try:
             termios.tcgetattr(descriptor)

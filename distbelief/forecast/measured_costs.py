@@ -6,10 +6,8 @@
     replica Computed apply     seconds per event of this kind, in the role's own thread
     message, work, timer       seconds of a core for each (`MessageCosts`)
 
-The roles run for a few seconds in virtual time with their real work. As many processes as
-there are cores do this at once, because a core is faster while the others are idle. The
-results are stored in ~/.cache/distbelief. On another machine, costs in operations scale with
-its computing speed, and costs in bytes with its memory rate.
+The results are stored in ~/.cache/distbelief. On another machine, costs in operations scale
+with its computing speed, and costs in bytes with its memory rate.
 """
 
 import hashlib

@@ -53,11 +53,7 @@ class PlacedCluster:
     budget: int | None = None  # --machines; None: all
 
     def placement(self, prepared: PreparedJob) -> dict[Address, Place]:
-        """Return the machine of each role.
-
-        Raises:
-            JobError: the cluster has too few machines.
-        """
+        """Return the machine of each role."""
         kinds = prepared.kinds
         places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
         if self.together:
@@ -89,11 +85,7 @@ class PlacedCluster:
         return 1 + sum(has_machine(name, kinds) for name in kinds)
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        """Return the options of the simulation.
-
-        Raises:
-            JobError: the job does not fit the cluster.
-        """
+        """Return the options of the simulation."""
         try:
             options = options_for(
                 self.cluster,
@@ -115,11 +107,7 @@ class PlacedCluster:
         return any((cluster.failures, cluster.preemptions, cluster.trace))
 
     def outages(self, prepared: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
-        """Return the outages of the job's machines within `horizon` seconds.
-
-        Raises:
-            JobError: the trace of the cluster is shorter.
-        """
+        """Return the outages of the job's machines within `horizon` seconds."""
         kinds = prepared.kinds
         # The supervisor's machine never fails: it is the user's own host.
         placement = {
@@ -133,12 +121,7 @@ class PlacedCluster:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
     def builders(self, prepared: PreparedJob, *, scale: CostScale = ONE) -> dict[Address, Builder]:
-        """Return the builders of a job's roles, with measured costs.
-
-        Args:
-            prepared: The job.
-            scale: The factors by which the simulation multiplies the costs.
-        """
+        """Return the builders of a job's roles; the simulation multiplies costs by `scale`."""
         builders = prepared.builders()
         if self.rates is None:
             return builders
@@ -287,9 +270,7 @@ class HostCosts:
     def hosting(self, job: Job, *, tell: Callable[[str], None]) -> PlacedCluster:
         """Return the machines for a job; measures the cost of its work if it is not known.
 
-        Args:
-            job: The job.
-            tell: Called with a message before a measurement.
+        `tell` is called before a measurement.
 
         Raises:
             JobError: the job cannot be run.

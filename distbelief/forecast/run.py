@@ -135,11 +135,7 @@ class PricedCluster:
 
 
 def stand_in_for(large: PreparedJob, preparation: Preparation) -> PreparedJob:
-    """Return the stand-in of a job: the same roles on a small task.
-
-    Raises:
-        JobError: the replicas are split, or the job has no other end than its target.
-    """
+    """Return the stand-in of a job: the same roles on a small task."""
     job = large.job
     if job.cluster.is_split:
         raise JobError(
@@ -203,11 +199,7 @@ def _n_bytes(layout: Layout) -> int:
 
 
 def check_learns_nothing(job: Job, *, suggests: bool) -> None:
-    """Check that a priced job does not search for the shortest time to a target.
-
-    Raises:
-        JobError: `suggests` and the job has a target.
-    """
+    """Check that a priced job does not search for the shortest time to a target."""
     if suggests and (job.stop.accuracy is not None or job.stop.loss is not None):
         raise JobError(
             "--priced learns nothing, so the time to the target of [stop] is unknown: leave "

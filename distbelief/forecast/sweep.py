@@ -39,11 +39,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(text: str) -> "Axis":
-        """Parse "KEY=1,2,4".
-
-        Raises:
-            JobError: `text` has another form.
-        """
+        """Parse "KEY=1,2,4"."""
         key, equals, values = text.partition("=")
         key = key.strip()
         split = tuple(value.strip() for value in _split_values(values))
@@ -91,11 +87,7 @@ def _split_values(values: str) -> Iterator[str]:
 
 
 def axes_of(texts: Sequence[str]) -> list[Axis]:
-    """Parse the axes of a sweep.
-
-    Raises:
-        JobError: an axis is not valid or given twice, or there are too many combinations.
-    """
+    """Parse the axes of a sweep."""
     axes = [Axis.of(text) for text in texts]
     for axis in axes:
         if sum(other.key == axis.key for other in axes) > 1:
@@ -139,11 +131,7 @@ def better(job: Job) -> Callable[[Variant], float]:
 
 
 def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
-    """Return the best variant.
-
-    Raises:
-        JobError: none fits the machines, completes, or reaches the target.
-    """
+    """Return the best variant."""
     few = [v for v in variants if v.n_machines <= n_machines]
     if not few:
         raise JobError(

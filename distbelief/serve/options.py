@@ -25,11 +25,7 @@ _BIND: Final = re.compile(r"tcp://(?P<host>[^:/?#\[\]]+):(?P<port>[0-9]{1,5}|\*)
 
 
 def model(path: str, *, seed: int) -> torch.nn.Module:
-    """Return the model that the function "MODULE:FUNCTION" makes, with this random seed.
-
-    Raises:
-        JobError: the function does not exist, or does not return a model.
-    """
+    """Return the model that the function "MODULE:FUNCTION" makes, with this random seed."""
     factory = resolve(path, table="model")
     torch.manual_seed(seed)
     made: object = factory()
@@ -39,11 +35,7 @@ def model(path: str, *, seed: int) -> torch.nn.Module:
 
 
 def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
-    """Return an update rule, with options such as "momentum=0.9".
-
-    Raises:
-        JobError: the rule or an option is not valid.
-    """
+    """Return an update rule, with options such as "momentum=0.9"."""
     table: dict[str, object] = {"name": name, "learning_rate": learning_rate}
     for option in options:
         try:
@@ -69,11 +61,7 @@ def join_server(
     cores: int | None,
     on: str | None = None,
 ) -> JoinServer:
-    """Return the join server of a job that other hosts may join.
-
-    Raises:
-        JobError: the address is not valid, or would be open to everyone.
-    """
+    """Return the join server of a job that other hosts may join."""
     if on not in {None, "ray"}:
         raise JobError(f'--on {on!r} is not supported: use "ray", or leave it out')
     parsed = listen_config(listen, keys=keys, insecure=insecure, option="--listen")
@@ -88,11 +76,7 @@ def join_server(
 def listen_config(
     bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind"
 ) -> ListenConfig:
-    """Return where to listen; by default only this user's processes can connect.
-
-    Raises:
-        JobError: the address is not valid, or would be open to everyone.
-    """
+    """Return where to listen; by default only this user's processes can connect."""
     if bind is None and keys is None and not insecure:
         return ListenConfig()
     bind = bind or ANY_PORT

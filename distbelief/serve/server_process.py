@@ -112,10 +112,7 @@ def serve(
 ) -> str | None:
     """Run a parameter server until it ends; return its error, if any.
 
-    Args:
-        request: The configuration.
-        watch: Runs the node until the server should end.
-        tell: Called with warnings about damaged files.
+    `watch` runs the node until the server should end; `tell` gets warnings about damaged files.
 
     Raises:
         DistBeliefError: the server cannot start.

@@ -299,10 +299,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 class Executors:
     """The executors of one simulated process: compute, data and so on.
 
-    Args:
-        event_queue: The event queue.
-        sharing: The work in progress on its host; None if the process has its own speed.
-        begins: Wake-up time of a sleeping executor.
+    `sharing` is None if the process has its own speed; `begins` is the wake-up time of a
+    sleeping executor.
     """
 
     def __init__(

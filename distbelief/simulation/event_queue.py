@@ -30,11 +30,7 @@ class EventQueue:
         self._n_added = 0
 
     def at(self, time: Seconds, call: Call) -> None:
-        """Schedule `call` at `time`: now if that is in the past, never if it is infinite.
-
-        Raises:
-            LocalProtocolError: `time` is not a number.
-        """
+        """Schedule `call` at `time`: now if that is in the past, never if it is infinite."""
         if not self.now <= time < math.inf:
             if math.isnan(time):
                 raise LocalProtocolError("a call is scheduled at time NaN")

@@ -185,12 +185,9 @@ class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
 
 
 class Trace:
-    """The lines of a run: all of them in the digest, the last ones in memory.
+    """The lines of a run: all in the digest, the last `n_kept` of each role in memory.
 
-    Args:
-        n_kept: Lines of each role to keep in memory.
-        full: Keep all lines.
-        order_only: Use only time, kind and role of an event, not its content.
+    With `full`, all lines are kept; with `order_only`, the content of events is left out.
     """
 
     def __init__(self, *, n_kept: int = 12, full: bool = False, order_only: bool = False) -> None:
