@@ -26,7 +26,7 @@ ABANDONED: Final = signal.SIGUSR1  # from the fork server to its children: super
 
 
 @final
-class Caught:
+class CaughtSignals:
     """The first signal caught, and the callback for every signal."""
 
     def __init__(self) -> None:
@@ -113,9 +113,9 @@ def handlers_kept() -> Iterator[None]:
 
 
 @contextmanager
-def caught_signals() -> Iterator[Caught]:
+def caught_signals() -> Iterator[CaughtSignals]:
     """Catch Ctrl+C, SIGTERM and SIGHUP; does nothing outside the main thread."""
-    caught = Caught()
+    caught = CaughtSignals()
     if not _is_main_thread():
         yield caught
         return

@@ -58,7 +58,7 @@ class PlacedCluster:
         places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
         if self.together:
             return places
-        alone = [name for name in kinds if has_machine(name, kinds)]
+        alone = [name for name in kinds if has_own_machine(name, kinds)]
         alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
         n_needed = self.n_needed(prepared)
         if n_needed > len(self.cluster):
@@ -82,7 +82,7 @@ class PlacedCluster:
         kinds = prepared.kinds
         if self.together:
             return 1
-        return 1 + sum(has_machine(name, kinds) for name in kinds)
+        return 1 + sum(has_own_machine(name, kinds) for name in kinds)
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return the options of the simulation."""
@@ -113,7 +113,7 @@ class PlacedCluster:
         placement = {
             name: place
             for name, place in self.placement(prepared).items()
-            if has_machine(name, kinds)
+            if has_own_machine(name, kinds)
         }
         try:
             return drawn_outages(self.cluster, placement, horizon=horizon, seed=seed)
@@ -152,7 +152,7 @@ def _handling(
     )
 
 
-def has_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
+def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
     """Return whether a role has a machine of its own."""
     if kinds[name] == "machine":
         return not name.startswith("evaluator")

@@ -176,7 +176,7 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
         (["--keys", "nowhere"], "distbelief keys new"),
         (["--keys", "server", "--insecure"], "--insecure and --keys exclude each other"),
         (["--rule", "king"], "--rule king"),
-        (["--directory", "."], "holds something else"),
+        (["--directory", "."], "is not the directory of a parameter server"),
     ],
 )
 def test_mistakes_are_named(place: Path, options: list[str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Breaking jobs on purpose: the schedule, both kinds of runs, the story."""
+"""Chaos: the schedule, both kinds of runs, the report."""
 
 import io
 import os
@@ -30,7 +30,7 @@ from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
 ROLES = ["shard-0", "shard-1", "replica-0", "replica-1"]
 
 
-def test_a_seed_always_gives_the_same_blows_and_another_one_others() -> None:
+def test_a_seed_always_gives_the_same_faults_and_another_one_others() -> None:
     assert schedule(7, ROLES) == schedule(7, ROLES)
     assert schedule(7, ROLES) != schedule(8, ROLES)
     times = [event.at for event in schedule(7, ROLES)]
@@ -63,14 +63,14 @@ BATCHES = ["shard-0", "shard-1", "coordinator", "replica-0", "replica-1", "evalu
 def test_a_link_that_is_hit_is_one_that_is_used(
     roles: list[str], some: tuple[str, str], never: tuple[str, str]
 ) -> None:
-    """Two shards were cut off from each other, who never talk: a blow at nobody."""
+    """Two shards were cut off from each other, which exchange no messages: no effect."""
     fault_events = [event for seed in range(400) for event in schedule(seed, roles)]
     links = {frozenset((b.role, b.other)) for b in fault_events if b.other is not None}
     assert frozenset(some) in links
     assert frozenset(never) not in links
 
 
-def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
+def test_fault_events_are_faults_of_the_simulation_over_the_jobs_length() -> None:
     shard = Address("shard-0")
 
     def fault(**given: object) -> object:
@@ -117,7 +117,7 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike(monkeypatch: pytest.MonkeyP
     assert told not in text
     assert told in printed(ended)
     assert "stop.seconds" not in printed(ended)
-    # A job that trains for 5 s met 3 of 13 blows, and nobody said how to meet them all.
+    # A job that trains for 5 s had 3 of 13 faults; the report says how to have all of them.
     real = msgspec.structs.replace(ended, real=True, horizon=30.0)
     assert (
         f"{told}: the schedule is for 30 s of training; "
@@ -218,7 +218,7 @@ def _loses_a_shard(fault_events: Sequence[FaultEvent]) -> bool:
     )
 
 
-def test_iterations_told_of_before_are_done_again_or_lost() -> None:
+def test_iterations_reported_before_are_done_again_or_lost() -> None:
     iterations, supervisor = IterationCount(), Listener()
     counting = iterations.around(supervisor)
     coordinator = Address("coordinator")

@@ -1,4 +1,4 @@
-"""Messages that pass through another process: hit as a whole, or let alone."""
+"""The proxy: faults affect whole messages or none."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,11 +56,11 @@ def test_who_has_said_nothing_has_no_name() -> None:
 
 
 class Talk:
-    """Says things from one transport to another, through a detour."""
+    """Sends messages from one transport to another, through the proxy."""
 
     def __init__(self, stack: ExitStack, seed: int, folder: Path) -> None:
         self.one, self.two = (stack.enter_context(link(name, folder)) for name in ("one", "two"))
-        self.now = 0.0  # by which blows end
+        self.now = 0.0  # clock for the end of faults
         self.proxy = TcpProxy(seed, clock=lambda: self.now)
         stack.enter_context(self.proxy.turns)
         endpoint = self.proxy.through("two", self.two.endpoint)
@@ -173,7 +173,7 @@ class Listening:
         return "listening", {"heard": float(len(self.count))}
 
 
-def test_the_supervisor_is_told_of_detours_only(tmp_path: Path) -> None:
+def test_the_supervisor_sees_only_proxy_endpoints(tmp_path: Path) -> None:
     supervisor = Listening()
     proxy = TcpProxy(0)
     with proxy.turns:
@@ -191,7 +191,7 @@ def test_the_supervisor_is_told_of_detours_only(tmp_path: Path) -> None:
 
 
 def test_what_fails_in_a_turn_is_raised_at_the_end() -> None:
-    """A thread that dies unseen leaves a job that seems to bear every blow."""
+    """A thread that dies unnoticed leaves a job that seems to survive every fault."""
     failed = threading.Event()
     ended: list[str] = []
 

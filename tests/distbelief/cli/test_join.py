@@ -1,4 +1,4 @@
-"""Options of `join`, and of `train` where machines may join."""
+"""Options of `join`, and of `train` where other hosts may join."""
 
 import sys
 from pathlib import Path

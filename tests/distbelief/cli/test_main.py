@@ -280,7 +280,7 @@ def test_a_run_that_begins_has_no_status_yet() -> None:
         assert "starting (process" in command("status").stdout
 
 
-def test_the_status_of_a_former_life_is_not_that_of_a_run_that_goes_on() -> None:
+def test_the_status_of_a_former_incarnation_is_not_that_of_a_run_that_goes_on() -> None:
     """While a resumed run began, it was said to have ended."""
     with a_run("runs/demo", ended=True) as run:
         last = run.read_status()

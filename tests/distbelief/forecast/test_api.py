@@ -1,4 +1,4 @@
-"""Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
+"""Jobs in virtual time: metrics, sweeps, the command line, and user errors."""
 
 import errno
 import io
@@ -144,7 +144,7 @@ def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
             assert getattr(priced, name) == pytest.approx(value, rel=0.3), name
 
 
-def test_while_a_priced_job_runs_nothing_is_told_of_what_its_stand_in_learns(
+def test_while_a_priced_job_runs_nothing_is_reported_of_what_its_stand_in_learns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lines said "accuracy 61.0 %" of a job of which nothing is computed."""
@@ -171,7 +171,7 @@ def test_without_learning_there_is_no_target() -> None:
         forecast(small("stop={accuracy=0.5}"), priced=True)
 
 
-def test_the_time_to_a_target_is_told_if_it_was_reached() -> None:
+def test_the_time_to_a_target_is_reported_if_it_was_reached() -> None:
     often = ("evaluation.every=0.1 s", "stop.samples=4000")
     (easy,) = forecast(small("stop.accuracy=0.01", *often)).variants
     assert easy.outcomes[0].target_seconds == easy.outcomes[0].training_seconds
@@ -262,7 +262,7 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
         ({"trace": Path("none/t.json")}, "--trace none/t.json cannot be written"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_told_in_one_sentence(
+def test_a_request_that_cannot_be_met_is_reported_in_one_sentence(
     change: dict[str, object], said: str
 ) -> None:
     with pytest.raises(JobError, match=said):
@@ -290,7 +290,7 @@ def test_a_trace_that_ends_early_is_refused() -> None:
         forecast(small())
 
 
-def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_told_as_such(
+def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_reported_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Virtual time seemed to begin again, and accuracy fell from 90 % to nothing."""
@@ -403,7 +403,7 @@ def test_the_command_prints_a_table_and_where_figures_are_from(tmp_path: Path) -
     assert any(event["name"] == "replica:step" for event in events)
 
 
-def test_a_timeline_that_ends_early_is_told_of(
+def test_a_timeline_that_ends_early_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long run it held the beginning, and nobody said so."""

@@ -1,4 +1,4 @@
-"""What work takes: timed, kept, and carried over to other machines."""
+"""Measured costs: timed, stored, and scaled to other machines."""
 
 import time
 from pathlib import Path
@@ -244,7 +244,7 @@ def test_variants_whose_work_differs_are_not_priced_alike(monkeypatch: pytest.Mo
     assert asked == [1, 2]
 
 
-def test_what_was_measured_while_others_computed_is_told_as_such(
+def test_what_was_measured_while_others_computed_is_reported_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside other jobs a step took half as long again, and so it was kept for good."""
@@ -341,7 +341,7 @@ def test_roles_that_nobody_looks_at_do_as_they_always_did() -> None:
     assert digest(wrapped=True) == digest(wrapped=False)
 
 
-def test_every_constant_of_a_cluster_is_told_with_its_origin() -> None:
+def test_every_constant_of_a_cluster_is_reported_with_its_origin() -> None:
     rows = constants_of(load_cluster("rack-1g"))
     values = {name: value for name, value, _ in rows}
     assert values["flops"] == "400 GFLOP/s"
@@ -359,7 +359,7 @@ def test_a_trace_of_outages_is_among_the_constants() -> None:
     assert constants_of(cluster)[-1] == ("trace", "2 outages within 86400 s", "our rack in May")
 
 
-def test_a_cluster_that_is_not_there_is_told_by_its_option() -> None:
+def test_a_cluster_that_is_not_there_is_reported_by_its_option() -> None:
     with pytest.raises(JobError, match="--cluster rak-1g: there is no cluster"):
         HostCosts("rak-1g", machines=None, measures=False)
 

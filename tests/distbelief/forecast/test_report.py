@@ -1,4 +1,4 @@
-"""Where the work of a run stands in its timeline."""
+"""The timeline of a run."""
 
 from distbelief.forecast.report import chrome_trace
 from distbelief.forecast.run import Span, WorkLog
@@ -8,7 +8,7 @@ from distbelief.roles.role import Address, Executor
 R, S = Address("r"), Address("s")
 
 
-def test_pieces_of_one_lane_never_overlap() -> None:
+def test_pieces_of_one_executor_never_overlap() -> None:
     """Each ended, it said, when its role handled that: a copy of 1 s, of which the
     role heard 2 s late, lay upon the step that had begun when the copy was done.
 

@@ -1,4 +1,4 @@
-"""Sweeps and suggestions: what they mean, and what they refuse."""
+"""Sweeps and suggestions, and what they reject."""
 
 import msgspec
 import pytest
@@ -136,7 +136,7 @@ def test_of_two_runs_the_suggestion_takes_the_median_that_the_table_shows() -> N
     assert best_of(variants, n_machines=3) is variants[1]
 
 
-def test_how_many_runs_reach_the_target_is_told_unless_all_do() -> None:
+def test_how_many_runs_reach_the_target_is_reported_unless_all_do() -> None:
     """Of three runs two came nowhere, and the table had the time of the third alone."""
     console = Console(width=200)
     with console.capture() as capture:
@@ -174,7 +174,7 @@ def test_a_suggestion_that_nothing_holds_says_why() -> None:
         best_of([lacking], n_machines=3)
 
 
-def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
+def test_what_failed_or_was_left_out_is_reported_with_its_reason() -> None:
     """A sweep that ended with exit code 1 showed a table without a blemish."""
     fails = a_variant("8", an_outcome(), an_outcome(error="no shard left", seed=1))
     large = [Variant(settings={}, job=small(), n_machines=9, left_out="takes 9 machines")]
@@ -187,7 +187,7 @@ def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.0332, "33.2 ms"), (0.719, "719 ms"), (1.76, "1.76 s"), (12.0, "12 s")]
 )
-def test_a_step_is_told_in_its_usual_unit(seconds: float, shown: str) -> None:
+def test_a_step_is_reported_in_its_usual_unit(seconds: float, shown: str) -> None:
     """One of Sandblaster's took "1.76e+03 ms"."""
     outcome = msgspec.structs.replace(an_outcome(), step_seconds=seconds)
     console = Console(width=200)

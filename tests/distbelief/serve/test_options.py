@@ -1,4 +1,4 @@
-"""What `distbelief serve` is told, and what it answers to nonsense."""
+"""Options of `distbelief serve`, and errors in them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a standing server keeps in its directory, and when it does not go on."""
+"""The directory of a standalone server, and when it does not continue from it."""
 
 import os
 from pathlib import Path
@@ -208,7 +208,7 @@ def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[ServerRe
         ),
     ],
 )
-def test_a_user_is_told_where_it_is(
+def test_a_user_sees_the_addresses(
     tmp_path: Path, served: list[ServerRequest], reach: ListenConfig, place: str, said: list[str]
 ) -> None:
     run_server(wanted(), tmp_path / "server", tell=pytest.fail)

@@ -1,4 +1,4 @@
-"""Processors that roles share, against what is counted on one's fingers."""
+"""Processor sharing, against times computed by hand."""
 
 import math
 from dataclasses import replace

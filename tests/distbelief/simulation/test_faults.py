@@ -1,4 +1,4 @@
-"""Random schedules of faults: reproducible, and healed by their horizon."""
+"""Random fault schedules: reproducible, and over by their horizon."""
 
 import pytest
 from hypothesis import given, strategies as st

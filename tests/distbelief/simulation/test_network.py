@@ -1,4 +1,4 @@
-"""Faults of messages and links: lost, late, twice, cut off."""
+"""Faults of messages and links: lost, late, duplicated, cut off."""
 
 import pytest
 

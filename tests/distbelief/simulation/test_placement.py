@@ -1,4 +1,4 @@
-"""Roles on the machines of a cluster file, and what befalls the machines."""
+"""Roles on the machines of a cluster file, and the outages of the machines."""
 
 import math
 from dataclasses import replace

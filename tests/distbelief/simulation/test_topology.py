@@ -1,4 +1,4 @@
-"""Cards and switches that flows share."""
+"""Network cards and switches that flows share."""
 
 import math
 from collections.abc import Mapping
