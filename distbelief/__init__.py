@@ -1,7 +1,7 @@
-"""Train networks larger, and data more, than one machine holds.
+"""Distributed training of neural networks: DistBelief (Dean et al. 2012) rebuilt on torch.
 
-DistBelief (Dean et al. 2012) rebuilt: many model replicas train asynchronously against
-a sharded parameter server, on ordinary, unequal, failing machines.
+Many model replicas train asynchronously against a sharded parameter server, on hosts that
+may be slow, unequal or fail. Models and data may be larger than one host.
 
     run = distbelief.train("job.toml")           # what `distbelief train` does
     run.model                                    # the trained torch module
@@ -11,10 +11,8 @@ a sharded parameter server, on ordinary, unequal, failing machines.
     with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
         optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
 
-    outlook = distbelief.plan(net, example, loss="cross_entropy", machines=(1, 2, 4))
-    print(outlook)                               # what `distbelief partition` prints
-
-Names are imported when first used: `import distbelief` alone does not load torch.
+    result = distbelief.plan(net, example, loss="cross_entropy", machines=(1, 2, 4))
+    print(result)                                # what `distbelief partition` prints
 """
 
 from importlib import import_module
@@ -42,7 +40,8 @@ if TYPE_CHECKING:
     from distbelief.serve.server import ParameterServer as ParameterServer
     from distbelief.trainer import train as train
 
-_HOMES = {
+# Names are imported on first use, so that `import distbelief` alone does not load torch.
+_MODULES = {
     "DistBeliefError": "distbelief.errors",
     "JobError": "distbelief.errors",
     "PeerLostError": "distbelief.errors",
@@ -60,16 +59,14 @@ _HOMES = {
     "RMSprop": "distbelief.parameter_server.optimizers",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ
+__all__ = sorted(_MODULES)  # noqa: PLE0605 -- derived, so that the two cannot differ
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its home."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'distbelief' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
-    return sorted(_HOMES)
+    return sorted(_MODULES)

@@ -1,18 +1,15 @@
-"""Every exception this package raises on purpose.
+"""Exceptions of the package.
 
-* DistBeliefError
-  x JobError               -- what the user gave cannot be run: file, model, data, loss
-    + JobFileError         -- the job file itself: a key, a value, a unit
-    + GraphError           -- the model, a plan or a cluster (in `graph.layer`)
-  x ProtocolError
-    + LocalProtocolError   -- our code sent or did something illegal
-    + RemoteProtocolError  -- a peer did
-  x PeerLostError          -- a peer has been silent beyond its bound
-  x MemoryGoneError        -- a shared buffer is not, or no longer, there
-  x StorageError           -- a disk or memory file cannot be read, written or trusted
-  x TransportError         -- a socket cannot be had
+DistBeliefError
+    JobError                  what the user gave cannot be run: file, model, data, loss
+        JobFileError          the job file: a key, a value, a unit
+        GraphError            the model, a plan or a cluster (in `graph.layer`)
+    ProtocolError             a message that is not legal in the current state ...
+        LocalProtocolError    ... sent by our own code: a bug in this package
+        RemoteProtocolError   ... sent by a peer
+    PeerLostError, MemoryGoneError, StorageError, TransportError
 
-A message names the culprit, shows the value that triggered it, and says what to do.
+A message says what is wrong, shows the value, and says how to fix it.
 """
 
 
@@ -21,15 +18,15 @@ class DistBeliefError(Exception):
 
 
 class JobError(DistBeliefError):
-    """What the user gave cannot be run."""
+    """The job, model, data or command of the user cannot be run."""
 
 
 class JobFileError(JobError):
-    """The job file has an unknown key, an ill-typed value or an unknown unit."""
+    """The job file has an unknown key, a value of the wrong type or an unknown unit."""
 
 
 class ProtocolError(DistBeliefError):
-    """A message is illegal in the present state."""
+    """A message is illegal in the current state."""
 
 
 class LocalProtocolError(ProtocolError):
@@ -41,7 +38,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class PeerLostError(DistBeliefError):
-    """A peer has been silent longer than the bound on its silence."""
+    """A peer has been silent for longer than its timeout."""
 
 
 class MemoryGoneError(DistBeliefError):
@@ -49,7 +46,7 @@ class MemoryGoneError(DistBeliefError):
 
 
 class StorageError(DistBeliefError):
-    """A file cannot be read, written or trusted."""
+    """A file on disk or in memory cannot be read or written, or is damaged."""
 
 
 class TransportError(DistBeliefError):

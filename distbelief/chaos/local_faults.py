@@ -1,8 +1,7 @@
-"""A job broken for real: its processes on this host, and what they say to each other.
+"""Chaos with real processes: a job on this host under the same fault schedule as in simulation.
 
-The schedule is that of the simulation, laid over the seconds that the job trains.
-Processes are hit by signals (`hands`), messages on their way (`detour`). What comes of
-it varies from run to run, as the machine does; the blows do not.
+Processes get signals, messages pass through a proxy (`tcp_proxy`). The schedule is the same in
+each run with the same seed, but the result varies, as the timing of processes does.
 """
 
 import os
@@ -35,22 +34,19 @@ from distbelief.supervisor.view import JobView
 from distbelief.trainer import train
 
 
-# Kills dealt by chaos itself, told to the supervisor as such.
-#
-# Who starts processes sees only that one was killed, and can but guess why: "out of
-# memory?". Here it is known.
-
+# The launcher sees only that a process was killed, and guesses the reason ("out of memory?").
+# `KillAwareSupervisor` replaces that guess for kills by chaos.
 KILLED: Final = "was killed by chaos"
 _SIGNAL: Final = "SIGKILL"
 
 
 @final
 class KillAwareSupervisor:
-    """A supervisor who is told which kills were chaos's own.
+    """Wraps a supervisor, and gives it the true reason for kills by chaos.
 
     Args:
         role: The supervisor.
-        owns: Whether chaos has killed the process of a role; asked once per death.
+        owns: Whether chaos has killed the process of a role; called once per death.
     """
 
     def __init__(self, role: Role, owns: Callable[[str], bool]) -> None:
@@ -62,58 +58,50 @@ class KillAwareSupervisor:
         return self._role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
-        # What ended by itself at the same moment keeps its own reason.
+        # A process that ended by itself at the same time keeps its own reason.
         if isinstance(event, PeerLost) and self._owns(event.peer) and _SIGNAL in event.reason:
             event = msgspec.structs.replace(event, reason=KILLED)
         return self._role.handle(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing."""
         return self._role.status()
 
 
-# Hands on real processes: kill them, stop them, let them go on; by their ids.
-#
-# A process that is slowed down is stopped most of the time: of each tenth of a second it
-# runs the `1 / factor`-th part.
-
+# A process that is slowed down runs for `1 / factor` of each period, and is stopped otherwise.
 PERIOD_SECONDS: Final = 0.1
 
 
 @final
 @dataclass(slots=True)
 class _PausedProcess:
-    """A process that is stopped now and then."""
-
     until: Seconds
-    factor: float | None  # None: it stands still all the time
+    factor: float | None  # None: it is stopped all the time
     begun: Seconds
     stopped: bool = False
 
 
 @final
 class ProcessFaults:
-    """What they hold is let go when its time is up, or by `release`."""
+    """Kills, stops and slows processes by their ids; `release` continues all of them."""
 
     def __init__(self) -> None:
         self._held: dict[int, _PausedProcess] = {}
 
     def kill(self, pid: int) -> bool:
-        """End a process; return whether there was one."""
+        """Kill a process; return whether it existed."""
         self._held.pop(pid, None)
         return _send(pid, signal.SIGKILL)
 
     def pause(self, pid: int, *, now: Seconds, seconds: Seconds) -> bool:
-        """Stop a process for so long; return whether there is one."""
+        """Stop a process for `seconds`; return whether it exists."""
         return self._hold(pid, _PausedProcess(until=now + seconds, factor=None, begun=now))
 
     def slow(self, pid: int, *, now: Seconds, seconds: Seconds, factor: float) -> bool:
-        """Let a process run a part of the time only; return whether there is one."""
+        """Let a process run for `1 / factor` of the time; return whether it exists."""
         return self._hold(pid, _PausedProcess(until=now + seconds, factor=factor, begun=now))
 
     def turn(self, now: Seconds) -> None:
-        """Stop and let go what is due: to be called often."""
+        """Stop and continue processes at their times; call it often."""
         for pid, held in list(self._held.items()):
             if now >= held.until:
                 self._let_go(pid)
@@ -121,7 +109,6 @@ class ProcessFaults:
                 self._set(pid, held, stopped=_is_to_stand(held, now))
 
     def release(self) -> None:
-        """Let everything go."""
         for pid in list(self._held):
             self._let_go(pid)
 
@@ -160,63 +147,59 @@ def _send(pid: int, what: signal.Signals) -> bool:
     return False
 
 
-HORIZON_SECONDS: Final = 30.0
-"""Over which blows are laid if [stop] does not say how long the job trains."""
+HORIZON_SECONDS: Final = 30.0  # length of the schedule if [stop] has no seconds
 
 TURN_SECONDS: Final = 0.01
 
-Plot = Callable[[Sequence[str]], Sequence[FaultEvent]]
-"""Given the names of the roles; returns what is done to them, in order of time."""
+MakeSchedule = Callable[[Sequence[str]], Sequence[FaultEvent]]  # from the names of the roles
 
 
 @final
 class FaultInjector:
-    """Deals the blows of a schedule, while it takes `turns`.
+    """Injects the faults of a schedule, while its thread loop (`turns`) runs.
 
     Args:
-        plot: Makes the schedule, once it is known who there is: of a replica that is
-            split, only the supervisor knows over how many machines.
-        horizon: Seconds that it is laid over, from when training begins.
-        detour: Of all messages; without one, none is hit.
-
-    Attributes:
-        turns: In each, what is due is dealt; at their end everything is let go.
-        blows: The schedule, once there is one.
-        view: What the supervisor last knew.
-        lines: What was dealt so far.
+        make_schedule: Called when the roles are known: only the supervisor knows over how many
+            machines a replica is split.
+        horizon: Length of the schedule in seconds, from the start of training.
+        proxy: Proxy of all messages; None: no faults of messages.
     """
 
-    def __init__(self, plot: Plot, *, horizon: Seconds, detour: TcpProxy | None = None) -> None:
-        self._plot = plot
-        self.blows: tuple[FaultEvent, ...] = ()
+    def __init__(
+        self, make_schedule: MakeSchedule, *, horizon: Seconds, proxy: TcpProxy | None = None
+    ) -> None:
+        self._make_schedule = make_schedule
+        self.fault_events: tuple[FaultEvent, ...] = ()  # the schedule
         self._due: list[FaultEvent] = []
         self._horizon = horizon
-        self._detour = detour
-        self._hands = ProcessFaults()
+        self._proxy = proxy
+        self._process_faults = ProcessFaults()
         self._lock = threading.Lock()
-        self.turns = ThreadLoop(self._attack, every=TURN_SECONDS, at_end=self._hands.release)
+        self.turns = ThreadLoop(
+            self._inject_due, every=TURN_SECONDS, at_end=self._process_faults.release
+        )
         self._pids: dict[str, int] = {}
-        self._killed: set[str] = set()  # whose deaths nobody has told of yet
-        self._began: Seconds | None = None  # training, by the clock of this process
-        self._before: Seconds = 0.0  # of the job, when that was
-        self.view = JobView()
-        self.lines: list[ReportLine] = []
+        self._killed: set[str] = set()  # roles whose deaths are not reported yet
+        self._began: Seconds | None = None  # start of training, by the clock of this process
+        self._before: Seconds = 0.0  # seconds of the job at that time
+        self.view = JobView()  # the last one
+        self.lines: list[ReportLine] = []  # faults injected so far
 
     def watch(self, view: JobView) -> bool:
-        """Take note of where processes are; the job is never to be ended."""
+        """Callback of the trainer: stores the view; never stops the job (False)."""
         with self._lock:
-            if not self.blows and view.roles:
+            if not self.fault_events and view.roles:
                 self._begin([role.name for role in view.roles])
             self.view = view
             self._pids = {r.name: r.pid for r in view.roles if r.pid is not None}
             if self._began is None and view.samples:
                 self._began, self._before = time.monotonic(), view.seconds
-            if view.stop_reason is not None:  # who has ended cannot be hit
+            if view.stop_reason is not None:  # the job has ended
                 self._due.clear()
         return False
 
     def owns(self, name: str) -> bool:
-        """Return whether the death of this role was dealt here; said once of each."""
+        """Return whether chaos killed this role; True only once per kill."""
         with self._lock:
             if name not in self._killed:
                 return False
@@ -224,101 +207,90 @@ class FaultInjector:
             return True
 
     def _begin(self, roles: Sequence[str]) -> None:
-        self.blows = tuple(self._plot(roles))
-        hits_all = self._detour is not None
-        self._due = [b for b in self.blows if hits_all or b.kind in PROCESS_KINDS]
+        self.fault_events = tuple(self._make_schedule(roles))
+        hits_all = self._proxy is not None
+        self._due = [b for b in self.fault_events if hits_all or b.kind in PROCESS_KINDS]
 
-    def _attack(self) -> None:
+    def _inject_due(self) -> None:
         now = time.monotonic()
         with self._lock:
-            self._hands.turn(now)
+            self._process_faults.turn(now)
             if self._began is None or not self._due:
                 return
-            blow = self._due[0]
-            if now - self._began < blow.at * self._horizon:
+            event = self._due[0]
+            if now - self._began < event.at * self._horizon:
                 return
             del self._due[0]
-            struck = self._strike(blow, now)
+            injected = self._inject(event, now)
             seconds = self._before + now - self._began
-        text = blow.text(self._horizon)
-        if not struck:
-            text += ": nobody there"
-        self.lines.append(ReportLine(seconds=seconds, what="blow", text=text))
+        text = event.text(self._horizon)
+        if not injected:
+            text += ": no such process"
+        self.lines.append(ReportLine(seconds=seconds, what="fault", text=text))
 
-    def _strike(self, blow: FaultEvent, now: Seconds) -> bool:
-        """Deal a blow; return whether there was whom to deal it to."""
-        seconds = blow.lasts * self._horizon
-        if blow.kind not in PROCESS_KINDS:
-            assert self._detour is not None
-            self._detour.strike(blow, now=now, seconds=seconds)
+    def _inject(self, event: FaultEvent, now: Seconds) -> bool:
+        # Returns whether the process exists.
+        seconds = event.lasts * self._horizon
+        if event.kind not in PROCESS_KINDS:
+            assert self._proxy is not None
+            self._proxy.inject(event, now=now, seconds=seconds)
             return True
-        pid = self._pids.get(blow.role)
+        pid = self._pids.get(event.role)
         if pid is None:
             return False
-        match blow.kind:
+        match event.kind:
             case "kill":
-                struck = self._hands.kill(pid)
-                if struck:
-                    self._killed.add(blow.role)
-                return struck
+                injected = self._process_faults.kill(pid)
+                if injected:
+                    self._killed.add(event.role)
+                return injected
             case "pause":
-                return self._hands.pause(pid, now=now, seconds=seconds)
+                return self._process_faults.pause(pid, now=now, seconds=seconds)
             case _:
-                return self._hands.slow(pid, now=now, seconds=seconds, factor=blow.factor)
+                return self._process_faults.slow(pid, now=now, seconds=seconds, factor=event.factor)
 
 
 @final
 class _RunUnderChaos:
-    """A run whose messages take detours, and whose supervisor is told who killed.
+    # Wraps the supervisor of a run, and leads its messages through the proxy.
 
-    Attributes:
-        iterations: That its supervisor was told of.
-    """
-
-    def __init__(self, detour: TcpProxy, attacker: FaultInjector) -> None:
-        self._detour = detour
-        self._attacker = attacker
+    def __init__(self, proxy: TcpProxy, injector: FaultInjector) -> None:
+        self._proxy = proxy
+        self._injector = injector
         self.iterations = IterationCount()
 
     def through(self, name: str, endpoint: str) -> str:
-        """Return where `name` is to be found, in place of `endpoint`."""
-        return self._detour.through(name, endpoint)
+        return self._proxy.through(name, endpoint)
 
     def around(self, supervisor: Role) -> Role:
-        """Return the supervisor as one who sends everybody there."""
-        overheard = self.iterations.around(self._detour.around(supervisor))
-        return KillAwareSupervisor(overheard, self._attacker.owns)
+        counting = self.iterations.around(self._proxy.around(supervisor))
+        return KillAwareSupervisor(counting, self._injector.owns)
 
 
 def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
-    """Run a job on this machine, and break it by the schedule of a seed.
-
-    Args:
-        job: The job.
-        seed: Of the schedule.
-        console: Where it is told where the run lies.
+    """Run a job on this host under the fault schedule of a seed; print its run directory.
 
     Raises:
         JobError: the job cannot be run.
     """
     horizon = job.stop.seconds or HORIZON_SECONDS
-    detour = TcpProxy(seed)
-    attacker = FaultInjector(partial(schedule, seed), horizon=horizon, detour=detour)
-    arranged = _RunUnderChaos(detour, attacker)
-    with detour.turns, attacker.turns:
-        run = train(job, show=False, watch=attacker.watch, detours=arranged)
-    view, summary = attacker.view, run.summary
+    proxy = TcpProxy(seed)
+    injector = FaultInjector(partial(schedule, seed), horizon=horizon, proxy=proxy)
+    wrapped = _RunUnderChaos(proxy, injector)
+    with proxy.turns, injector.turns:
+        run = train(job, show=False, watch=injector.watch, detours=wrapped)
+    view, summary = injector.view, run.summary
     has_coordinator = any(role.name == "coordinator" for role in view.roles)
-    iterations = arranged.iterations if has_coordinator else None
-    where = f"everything in {run.directory}"
+    iterations = wrapped.iterations if has_coordinator else None
+    where = f"run directory: {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
-    lines = [*attacker.lines, *report_lines(view), end_line(view, summary.error)]
+    lines = [*injector.lines, *report_lines(view), end_line(view, summary.error)]
     return ChaosReport(
         job=job.name,
         seed=seed,
         real=True,
         horizon=horizon,
-        blows=attacker.blows,
+        fault_events=injector.fault_events,
         lines=in_order(lines),
         error=summary.error,
         exit_code=run.exit_code,
@@ -328,9 +300,9 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
         undisturbed_seconds=None,
         seconds=summary.seconds,
         pushes_applied=summary.pushes_applied,
-        pushes_lost=summary.pushes_lost or 0,  # known, of a new run
+        pushes_lost=summary.pushes_lost or 0,  # None only in a resumed run
         pushes_refused=summary.pushes_refused,
-        messages_lost=detour.n_dropped,
+        messages_lost=proxy.n_dropped,
         restarts=restarts_of(view),
         steps_again=None,
         iterations_again=None if iterations is None else iterations.n_again,

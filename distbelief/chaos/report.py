@@ -1,4 +1,4 @@
-"""What came of breaking a job: a timeline, what was lost, what was done again."""
+"""The chaos report: a timeline of faults and reports, and what was lost or done again."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, final
@@ -16,31 +16,25 @@ from distbelief.roles.role import Action, Event, Received, Role, Seconds
 from distbelief.supervisor.view import JobView
 
 
-# Iterations of a job with a coordinator: which were done again, which were lost.
-#
-# A shard without a second copy comes back from a snapshot, and all go on from there. So
-# the coordinator tells of iterations that it has told of before.
-
-
 @final
 class IterationCount:
-    """Counts them by what the supervisor hears; a message that is lost is not counted.
+    """Counts iterations that a job with a coordinator has repeated or lost.
 
-    Attributes:
-        n_again: Told of once more.
+    A shard without a backup restarts from a checkpoint, and the job continues from there. The
+    coordinator then reports iterations again. A report that is lost is not counted.
     """
 
     def __init__(self) -> None:
-        self.n_again = 0
-        self._last = self._highest = -1  # the first is told of as 0
+        self.n_again = 0  # reported more than once
+        self._last = self._highest = -1  # the first iteration is 0
 
     @property
     def n_lost(self) -> int:
-        """How many the last one is behind the highest that there was."""
+        """How far the last iteration is behind the highest one."""
         return self._highest - self._last
 
-    def heard(self, event: Event) -> None:
-        """Take note of what the supervisor is told."""
+    def count(self, event: Event) -> None:
+        """Count an event of the supervisor."""
         if (
             isinstance(event, Received)
             and isinstance(event.message, Progress)
@@ -52,13 +46,12 @@ class IterationCount:
             self._highest = max(self._highest, self._last)
 
     def around(self, supervisor: Role) -> "CountingSupervisor":
-        """Return the supervisor as one at whom this listens."""
         return CountingSupervisor(supervisor, self)
 
 
 @final
 class CountingSupervisor:
-    """A supervisor of whose iterations count is kept."""
+    """Wraps a supervisor, to count the iterations that are reported to it."""
 
     def __init__(self, role: Role, iterations: IterationCount) -> None:
         self._role = role
@@ -69,162 +62,133 @@ class CountingSupervisor:
         return self._role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
-        self._iterations.heard(event)
+        self._iterations.count(event)
         return self._role.handle(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing."""
         return self._role.status()
 
 
 @final
 class ReportLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment of the timeline."""
+    """One line of the timeline."""
 
     seconds: Seconds
-    what: Literal["blow", "told", "end"]
+    what: Literal["fault", "report", "end"]
     text: str
 
 
 @final
 class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
-
-    Attributes:
-        job: Its name.
-        seed: By which it happens again.
-        real: Whether to processes, or in virtual time.
-        horizon: Seconds that the blows were laid over.
-        blows: The whole schedule.
-        lines: What happened, in order of time.
-        error: Why the job failed, if it did.
-        exit_code: Of the command: as of `distbelief train`.
-        samples: Trained on.
-        metric_name: What `metric` is.
-        metric: Held out, at the end.
-        undisturbed_seconds: How long it takes if nothing breaks; None if unknown.
-        seconds: How long it took.
-        pushes_applied: In the values of every shard; one, however many shards.
-        pushes_lost: Acknowledged, and gone with a shard; at least so many.
-        pushes_refused: Too late, of a former life of a replica; at least so many.
-        messages_lost: That never arrived; None where nobody counts them.
-        restarts: By role.
-        steps_again: Steps that were computed and do not count; None if unknown.
-        iterations_again: Of a job with a coordinator: told of more than once; None of
-            other jobs.
-        iterations_lost: Likewise: how far it ended behind where it had been.
-        digest: Of the trace; None of a real run.
-    """
+    """The result of a job under faults."""
 
     job: str
-    seed: int
-    real: bool
-    horizon: Seconds
-    blows: tuple[FaultEvent, ...]
-    lines: tuple[ReportLine, ...]
-    error: str | None
-    exit_code: int
+    seed: int  # the same seed repeats the schedule
+    real: bool  # real processes, or virtual time
+    horizon: Seconds  # length over which the schedule was laid
+    fault_events: tuple[FaultEvent, ...]  # the whole schedule
+    lines: tuple[ReportLine, ...]  # ordered by time
+    error: str | None  # why the job failed
+    exit_code: int  # of the command, as of `distbelief train`
     samples: int
     metric_name: str
-    metric: float | None
-    undisturbed_seconds: Seconds | None
+    metric: float | None  # held out, at the end
+    undisturbed_seconds: Seconds | None  # without faults; None if unknown
     seconds: Seconds
-    pushes_applied: int
-    pushes_lost: int
-    pushes_refused: int
+    pushes_applied: int  # a push to all shards counts as one
+    pushes_lost: int  # acknowledged, then lost with a shard; a lower bound
+    pushes_refused: int  # from earlier incarnations of replicas; a lower bound
     messages_lost: int | None
-    restarts: dict[str, int]
-    steps_again: int | None
-    iterations_again: int | None
-    iterations_lost: int | None
-    digest: str | None
+    restarts: dict[str, int]  # by role
+    steps_again: int | None  # computed steps that do not count; None if unknown
+    iterations_again: int | None  # reported more than once; None without a coordinator
+    iterations_lost: int | None  # how far the job ended behind its highest iteration
+    digest: str | None  # of the trace; None of a real run
 
 
 def report_lines(view: JobView) -> list[ReportLine]:
-    """Return what the supervisor has told."""
+    """Return the supervisor's reports."""
     return [
-        ReportLine(seconds=message.seconds, what="told", text=message.text)
+        ReportLine(seconds=message.seconds, what="report", text=message.text)
         for message in view.messages
     ]
 
 
 def end_line(view: JobView, error: str | None) -> ReportLine:
-    """Return the last line."""
     text = f"failed: {error}" if error else f"ended: {view.stop_reason}"
     return ReportLine(seconds=view.seconds, what="end", text=text)
 
 
 def in_order(lines: Sequence[ReportLine]) -> tuple[ReportLine, ...]:
-    """Return lines by time; of one moment, as they stand."""
+    """Return the lines ordered by time; lines of the same time keep their order."""
     return tuple(sorted(lines, key=lambda line: line.seconds))
 
 
 def restarts_of(view: JobView) -> dict[str, int]:
-    """Return how often each role was restarted, if it was."""
+    """Return the number of restarts of each role that was restarted."""
     return {role.name: role.restarts for role in view.roles if role.restarts}
 
 
-def rendered(story: ChaosReport) -> RenderableType:
-    """Return the story for people."""
+def rendered(report: ChaosReport) -> RenderableType:
+    """Return the report as text for the terminal."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    styles = {"blow": "bold red", "told": "", "end": "bold"}
-    marks = {"blow": "x", "told": "", "end": "="}
-    for line in story.lines:
+    styles = {"fault": "bold red", "report": "", "end": "bold"}
+    marks = {"fault": "x", "report": "", "end": "="}
+    for line in report.lines:
         style = styles[line.what]
         table.add_row(
             f"{line.seconds:.2f} s", Text(marks[line.what], style), Text(line.text, style)
         )
-    return Group(table, Text(), *(Text(text) for text in _summary(story)))
+    return Group(table, Text(), *(Text(text) for text in _summary(report)))
 
 
-def _spared(story: ChaosReport, n_blows: int) -> str:
-    text = f"{n_blows} more blows were to fall after its end"
-    if not story.real:
+def _remaining(report: ChaosReport, n_faults: int) -> str:
+    text = f"{n_faults} more faults were scheduled after its end"
+    if not report.real:
         return text
     return (
-        f"{text}: all lie over {story.horizon:g} s of training; "
-        "--set stop.seconds=N lays them over N"
+        f"{text}: the schedule is for {report.horizon:g} s of training; "
+        "--set stop.seconds=N makes it N"
     )
 
 
-def _summary(story: ChaosReport) -> list[str]:
-    lost = [f"{story.pushes_lost:,} acknowledged pushes"]
-    if story.iterations_lost is not None:
-        lost.insert(0, _iterations(story.iterations_lost))
-    if story.messages_lost is not None:
-        lost.append(f"{story.messages_lost:,} messages")
-    again = [f"{n} x {formatting.role(name)}" for name, n in story.restarts.items()]
-    took = formatting.duration(story.seconds)
-    if story.undisturbed_seconds is not None:
-        took += f", undisturbed {formatting.duration(story.undisturbed_seconds)}"
-    metric = formatting.metric(story.metric, story.metric_name)
-    n_struck = sum(line.what == "blow" for line in story.lines)
-    n_spared = len(story.blows) - n_struck
-    lines = [_spared(story, n_spared)] if n_spared else []
+def _summary(report: ChaosReport) -> list[str]:
+    lost = [f"{report.pushes_lost:,} acknowledged pushes"]
+    if report.iterations_lost is not None:
+        lost.insert(0, _iterations(report.iterations_lost))
+    if report.messages_lost is not None:
+        lost.append(f"{report.messages_lost:,} messages")
+    again = [f"{n} x {formatting.role(name)}" for name, n in report.restarts.items()]
+    took = formatting.duration(report.seconds)
+    if report.undisturbed_seconds is not None:
+        took += f", undisturbed {formatting.duration(report.undisturbed_seconds)}"
+    metric = formatting.metric(report.metric, report.metric_name)
+    n_injected = sum(line.what == "fault" for line in report.lines)
+    n_remaining = len(report.fault_events) - n_injected
+    lines = [_remaining(report, n_remaining)] if n_remaining else []
     lines += [
-        f"Lost: {', '.join(lost)}; {story.pushes_refused:,} pushes refused as too late",
-        f"Done again: {_steps(story)}; started again: {', '.join(again) or 'nobody'}",
-        f"Took {took}; {story.samples:,} samples, {story.metric_name} {metric}",
+        f"Lost: {', '.join(lost)}; {report.pushes_refused:,} pushes rejected as too late",
+        f"Repeated: {_steps(report)}; restarted: {', '.join(again) or 'none'}",
+        f"Took {took}; {report.samples:,} samples, {report.metric_name} {metric}",
     ]
-    replay = f"distbelief chaos JOB.toml --seed {story.seed}"
-    if story.real:
-        lines.append(f"The same blows again: {replay} --real")
+    replay = f"distbelief chaos JOB.toml --seed {report.seed}"
+    if report.real:
+        lines.append(f"To repeat the schedule: {replay} --real")
     else:
-        digest = (story.digest or "")[:16]
-        lines.append(f"Exactly the same again: {replay} (trace {digest})")
+        digest = (report.digest or "")[:16]
+        lines.append(f"To repeat this run exactly: {replay} (trace {digest})")
     return lines
 
 
-def _steps(story: ChaosReport) -> str:
-    if story.iterations_again is not None:
-        return _iterations(story.iterations_again)
-    if story.steps_again is None:
-        return "nobody counts what was computed twice"
-    return f"{story.steps_again:,} steps"
+def _steps(report: ChaosReport) -> str:
+    if report.iterations_again is not None:
+        return _iterations(report.iterations_again)
+    if report.steps_again is None:
+        return "steps not counted"
+    return f"{report.steps_again:,} steps"
 
 
 def _iterations(n: int) -> str:

@@ -1,15 +1,14 @@
-"""Blows: what breaks, where, when, for how long; all of it drawn from one seed.
+"""The fault schedule: fault events drawn from one seed.
 
-    kind        what is done to a role                           for real
+    kind        effect on a role                                 with real processes
     kill        its process ends at once                         SIGKILL
-    pause       it stands still, then goes on                    SIGSTOP, SIGCONT
-    slow        its work takes several times as long             stopped mostly
-    drop        some messages from and to it are lost            on a detour
-    duplicate   some arrive twice, perhaps late                  on a detour, at once
-    cut off     none passes between it and another, or anyone    on a detour, held
+    pause       its process stops for a while                    SIGSTOP, SIGCONT
+    slow        its work takes several times as long             stopped most of the time
+    drop        some messages from and to it are lost            in the proxy
+    duplicate   some messages arrive twice, perhaps late         in the proxy, not late
+    cut off     no messages between it and one or all others     held in the proxy
 
-Another is one that it talks to; else a blow on the link would hit nothing.
-Times are shares of the job's undisturbed length, so one schedule fits any job.
+Times are fractions of the job's undisturbed length, so that one schedule fits any job.
 """
 
 from collections.abc import Sequence
@@ -27,51 +26,38 @@ from distbelief.worker.group import group_rank_of
 
 Kind = Literal["kill", "pause", "slow", "drop", "duplicate", "cut off"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+# These affect a process; the others affect messages.
 PROCESS_KINDS: Final[frozenset[Kind]] = frozenset({"kill", "pause", "slow"})
-"""What is done to a process; the others are done to messages."""
 
-N_BLOWS: Final = 12
-FIRST, LAST = 0.1, 0.9
-"""Shares of the job between which blows fall."""
+N_EVENTS: Final = 12
+FIRST, LAST = 0.1, 0.9  # faults begin between these fractions of the job
+SHARE_MAX: Final = 0.15  # longest fault, as a fraction of the job
 
-SHARE_MAX: Final = 0.15
-"""Of the job, that a blow lasts at most."""
-
+# Kinds of roles that send messages to each other; all of them do to the supervisor.
 _PEERS: Final = (
     {"shard", "replica"},
     {"shard", "evaluator"},
     {"shard", "coordinator"},
     {"coordinator", "replica"},
 )
-"""Kinds of roles that talk to each other; all do to the supervisor."""
 
 _STREAM: Final = 0xC405
 
 
 @final
 class FaultEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that breaks.
-
-    Attributes:
-        kind: How.
-        role: Whom it hits.
-        other: The other end of a link that is hit; None: all links of `role`.
-        at: Share of the job's undisturbed length.
-        lasts: Likewise.
-        factor: How many times as long work takes, of "slow".
-        probability: Of each message, of "drop" and "duplicate".
-    """
+    """One fault of the schedule."""
 
     kind: Kind
     role: str
-    other: str | None = None
-    at: float
-    lasts: float = 0.0
-    factor: float = 1.0
-    probability: float = 0.0
+    other: str | None = None  # the other end of the affected link; None: all links of `role`
+    at: float  # fraction of the job's undisturbed length
+    lasts: float = 0.0  # fraction of the job's undisturbed length
+    factor: float = 1.0  # of "slow": how many times as long work takes
+    probability: float = 0.0  # of "drop" and "duplicate", for each message
 
     def text(self, horizon: Seconds) -> str:
-        """Return it in words."""
+        """Return a description, for a job of `horizon` seconds."""
         seconds = f"for {self.lasts * horizon:.1f} s"
         link = "" if self.other is None else f" - {self.other}"
         match self.kind:
@@ -85,21 +71,21 @@ class FaultEvent(msgspec.Struct, frozen=True, kw_only=True):
                 share = f"{self.probability:.0%} of the messages"
                 return f"{self.kind} {share} {self.role}{link} {seconds}"
             case "cut off":
-                far = "everybody" if self.other is None else self.other
+                far = "all others" if self.other is None else self.other
                 return f"cut {self.role} off from {far} {seconds}"
             case _:
                 assert_never(self.kind)
 
 
 def schedule(seed: int, roles: Sequence[str]) -> tuple[FaultEvent, ...]:
-    """Return the blows of a seed against these roles, in order of time."""
+    """Return the fault events of a seed for these roles, ordered by time."""
     stream = np.random.default_rng([seed, _STREAM])
-    blows = [_blow(stream, roles) for _ in range(N_BLOWS)]
-    return tuple(sorted(blows, key=lambda blow: blow.at))
+    fault_events = [_draw_event(stream, roles) for _ in range(N_EVENTS)]
+    return tuple(sorted(fault_events, key=lambda event: event.at))
 
 
-def _blow(stream: np.random.Generator, roles: Sequence[str]) -> FaultEvent:
-    """Draw one; always as many numbers, so that blows do not depend on each other."""
+def _draw_event(stream: np.random.Generator, roles: Sequence[str]) -> FaultEvent:
+    # Always draw the same number of random numbers, so that events are independent.
     kind = KINDS[int(stream.integers(len(KINDS)))]
     role = roles[int(stream.integers(len(roles)))]
     other = roles[int(stream.integers(len(roles)))]
@@ -117,11 +103,9 @@ def _blow(stream: np.random.Generator, roles: Sequence[str]) -> FaultEvent:
 
 
 def _talk(role: str, other: str, roles: Sequence[str]) -> bool:
-    """Whether two roles surely send each other messages: a link between them is one.
-
-    Of a replica or an evaluator that is split over machines, each machine talks to its
-    own group, and to those shards only that hold its regions.
-    """
+    # Whether two roles always exchange messages; a fault on another link would have no effect.
+    # A rank of a split replica or evaluator sends messages to its own group, and only to the
+    # shards that hold its regions.
     if role == other:
         return False
     if _group(role) == _group(other):
@@ -132,39 +116,39 @@ def _talk(role: str, other: str, roles: Sequence[str]) -> bool:
 
 
 def _group(role: str) -> str:
-    """Return the shard of which a role is a copy, or the machines that it is one of."""
+    # The shard of a primary or backup, or the group of a rank.
     place = group_rank_of(role)
     return shard_of(role) if place is None else place.group
 
 
-def faults_of(blow: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
-    """Return a blow as faults of the simulation.
+def faults_of(event: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
+    """Convert a fault event to faults of the simulation.
 
     Args:
-        blow: What breaks.
+        event: The fault event.
         horizon: Seconds that the job takes undisturbed.
-        roles: All there are.
+        roles: All roles of the job.
     """
-    at, seconds, role = blow.at * horizon, blow.lasts * horizon, Address(blow.role)
+    at, seconds, role = (event.at * horizon, event.lasts * horizon, Address(event.role))
     others = [Address(name) for name in roles if name != role]
-    if blow.other is not None:
-        others = [Address(blow.other)]
-    match blow.kind:
+    if event.other is not None:
+        others = [Address(event.other)]
+    match event.kind:
         case "kill":
             return (Kill(at=at, role=role),)
         case "pause":
             return (Pause(at=at, role=role, seconds=seconds),)
         case "slow":
-            return (Slow(at=at, role=role, factor=blow.factor, seconds=seconds),)
+            return (Slow(at=at, role=role, factor=event.factor, seconds=seconds),)
         case "drop":
             return tuple(
-                Drop(probability=blow.probability, between=(role, other), at=at, seconds=seconds)
+                Drop(probability=event.probability, between=(role, other), at=at, seconds=seconds)
                 for other in others
             )
         case "duplicate":
             return tuple(
                 Duplicate(
-                    probability=blow.probability,
+                    probability=event.probability,
                     seconds_max=seconds,
                     between=(role, other),
                     at=at,
@@ -173,7 +157,7 @@ def faults_of(blow: FaultEvent, *, horizon: Seconds, roles: Sequence[str]) -> tu
                 for other in others
             )
         case "cut off":
-            far = None if blow.other is None else Address(blow.other)
+            far = None if event.other is None else Address(event.other)
             return (CutOff(at=at, a=role, b=far, seconds=seconds),)
         case _:
-            assert_never(blow.kind)
+            assert_never(event.kind)

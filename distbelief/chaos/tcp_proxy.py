@@ -1,10 +1,9 @@
-"""Detours: real messages between processes of this host pass through this one.
+"""A proxy for messages between processes of this host: drops, duplicates and delays them.
 
-    role A --> detour of B (a socket of this process) --> inbox of B
+    role A --> proxy socket of B (in this process) --> socket of B
 
-The supervisor tells everybody the socket of a detour in place of the inbox itself. So a
-message can be dropped or doubled as a whole, and a link cut: nothing is read from it
-for a while, and it goes on where it was, as over TCP when a cable is put back.
+The supervisor gives all roles the proxy sockets instead of the real ones. Whole messages are
+dropped or duplicated. A cut link is not read for a while, then continues, as with TCP.
 """
 
 import selectors
@@ -29,11 +28,6 @@ from distbelief.roles.role import SUPERVISOR, Action, Event, Received, Role, Sec
 from distbelief.transport.address import Endpoint
 
 
-# Turns: a thread that does the same again and again, until it is told to end.
-#
-# So hands are moved and messages passed on while the job runs. What fails in a turn ends
-# them, and is raised where they are ended: it must not pass for a job that nobody broke.
-
 AWAITED_SECONDS_MAX: Final = 10.0
 
 
@@ -43,12 +37,14 @@ def _nothing() -> None:
 
 @final
 class ThreadLoop:
-    """Calls `turn`, over and over. A context manager: within it, a thread does so.
+    """A thread that calls `turn` repeatedly; a context manager.
+
+    An exception in `turn` ends the thread, and is raised at the end of the `with` block.
 
     Args:
-        turn: What is done in each.
-        every: Seconds between two of them; 0 if a turn waits by itself.
-        at_end: What is done after the last, whatever has happened.
+        turn: Called in each iteration.
+        every: Seconds between two calls; 0 if `turn` waits by itself.
+        at_end: Called once at the end, in any case.
     """
 
     def __init__(
@@ -68,7 +64,6 @@ class ThreadLoop:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> Self:
-        """Take turns from now on."""
         self._thread.start()
         return self
 
@@ -78,7 +73,6 @@ class ThreadLoop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take no more; raise what went wrong in one, unless something worse has."""
         self._ended.set()
         self._thread.join()
         self._at_end()
@@ -86,13 +80,9 @@ class ThreadLoop:
             raise self._error
 
     def await_next(self) -> None:
-        """Return after a turn that began later than this call.
-
-        Raises:
-            TimeoutError: there is none.
-        """
+        """Wait for a turn that began after this call."""
         with self._taken:
-            n = self._n_taken + 2  # one may be under way
+            n = self._n_taken + 2  # one may be in progress
             if not self._taken.wait_for(lambda: self._n_taken >= n, AWAITED_SECONDS_MAX):
                 raise TimeoutError(f"no turn within {AWAITED_SECONDS_MAX:g} s")
 
@@ -108,18 +98,13 @@ class ThreadLoop:
                 self._taken.notify_all()
 
 
-# What ZeroMQ says on a connection, cut into messages: of its sender's side only.
+# ZMTP 3.x (ZeroMQ's RFC 23), unencrypted:
 #
 #     greeting (64 bytes), command READY, then messages of one or more frames
-#
 #     frame    flags (1: more follow, 2: long, 4: command), length (1 or 8 bytes), content
-#
-# ZMTP 3.x as in ZeroMQ's RFC 23, not encrypted. Nothing of a message is looked at but
-# where it ends, and who sends the first.
 
 GREETING_BYTES: Final = 64
-UNIT_BYTES_MAX: Final = 1 << 28
-"""Of one message: what is longer is nothing that roles say."""
+UNIT_BYTES_MAX: Final = 1 << 28  # of one message; roles send no longer ones
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _VERSION_AT = 10
@@ -127,29 +112,21 @@ _VERSION_AT = 10
 
 @final
 class NotZmtpError(Exception):
-    """This is no connection of ZeroMQ's, or of one that is not understood."""
+    """The connection does not use ZMTP 3."""
 
 
 @final
 class FrameSplitter:
-    """Cuts what comes into pieces that are passed on as a whole.
-
-    Attributes:
-        name: Of who speaks, once that was said.
-    """
+    """Splits the bytes of one direction of a connection into whole messages."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
+        self.name: str | None = None  # of the sender, from its first message
         self._buffer = bytearray()
-        self._n_greeted = 0  # bytes of the greeting that have come
-        self._frames_end = 0  # of the message that is not complete
+        self._n_greeted = 0  # bytes of the greeting received
+        self._frames_end = 0  # in the incomplete message
 
     def feed(self, content: bytes) -> list[tuple[bytes, bool]]:
-        """Return what is complete by now, and whether it is a message.
-
-        Raises:
-            NotZmtpError: this cannot be cut.
-        """
+        """Return the complete pieces, each with True if it is a message."""
         self._buffer += content
         if len(self._buffer) > UNIT_BYTES_MAX:
             raise NotZmtpError(f"a message of more than {UNIT_BYTES_MAX} bytes")
@@ -169,7 +146,7 @@ class FrameSplitter:
         return pieces
 
     def _greeting(self) -> bytes:
-        """Return what of it has come: both sides speak in turns."""
+        # A part of a greeting is passed on at once: each side waits for the other's part.
         begin, buffer = self._n_greeted, self._buffer
         for at, least in ((0, 0xFF), (_VERSION_AT, 3)):
             if begin <= at < begin + len(buffer) and buffer[at - begin] < least:
@@ -179,7 +156,6 @@ class FrameSplitter:
         return content
 
     def _frame_end(self) -> int | None:
-        """Return where the next frame ends, if it has come."""
         begin, buffer = self._frames_end, self._buffer
         if len(buffer) <= begin:
             return None
@@ -215,8 +191,7 @@ class FrameSplitter:
 
 
 READ_BYTES: Final = 1 << 16
-WAITING_BYTES_MAX: Final = 1 << 22
-"""Of a link whose receiver does not read: then nothing more is read from its sender."""
+WAITING_BYTES_MAX: Final = 1 << 22  # for a slow receiver; then the sender is not read
 
 TURN_SECONDS: Final = 0.02
 _STREAM: Final = 0xDE70
@@ -225,12 +200,10 @@ _STREAM: Final = 0xDE70
 @final
 @dataclass(eq=False, slots=True)
 class _Link:
-    """One connection, through this process."""
-
-    near: socket.socket  # to who speaks
-    far: socket.socket  # to the inbox
+    near: socket.socket  # to the sender
+    far: socket.socket  # to the receiver
     receiver: str
-    cutter: FrameSplitter = field(default_factory=FrameSplitter)
+    splitter: FrameSplitter = field(default_factory=FrameSplitter)
     out: bytearray = field(default_factory=bytearray)  # to `far`
     back: bytearray = field(default_factory=bytearray)  # to `near`
 
@@ -238,26 +211,21 @@ class _Link:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    blow: FaultEvent
+    event: FaultEvent
     until: Seconds
 
     def hits(self, sender: str, receiver: str) -> bool:
-        blow, ends = self.blow, (sender, receiver)
-        return blow.role in ends and (blow.other is None or blow.other in ends)
+        event, ends = self.event, (sender, receiver)
+        return event.role in ends and (event.other is None or event.other in ends)
 
 
 @final
 class TcpProxy:
-    """Detours of all roles of a job, open while it takes `turns`.
+    """The proxy sockets of all roles of a job, open while its thread loop (`turns`) runs.
 
     Args:
-        seed: Of which messages are hit.
-        clock: By which blows end.
-
-    Attributes:
-        turns: In each, what has come goes on; at their end all links break.
-        n_dropped: Messages so far.
-        n_doubled: Likewise.
+        seed: Seed for the choice of affected messages.
+        clock: Clock for the end of faults.
     """
 
     def __init__(self, seed: int, *, clock: Callable[[], Seconds] = time.monotonic) -> None:
@@ -274,7 +242,7 @@ class TcpProxy:
         self.turns = ThreadLoop(self._turn, at_end=self._close_all)
 
     def through(self, name: str, endpoint: str) -> str:
-        """Return where `name` is to be found from now on, in place of `endpoint`."""
+        """Return the proxy endpoint for `name`, in place of `endpoint`."""
         if (known := self._known.get((name, endpoint))) is not None:
             return known
         far = Path(Endpoint.parse(endpoint).path)
@@ -285,18 +253,17 @@ class TcpProxy:
         listener.settimeout(0.0)
         with self._lock:
             self._new.append((listener, name, str(far)))
-        detour = f"ipc://{near}"
-        self._known[name, endpoint] = detour
-        return detour
+        proxy = f"ipc://{near}"
+        self._known[name, endpoint] = proxy
+        return proxy
 
     def around(self, supervisor: Role) -> "ProxiedLauncher":
-        """Return the supervisor as one who knows everybody by their detours."""
         return ProxiedLauncher(supervisor, self)
 
-    def strike(self, blow: FaultEvent, *, now: Seconds, seconds: Seconds) -> None:
-        """Let a blow act on messages for so long."""
+    def inject(self, event: FaultEvent, *, now: Seconds, seconds: Seconds) -> None:
+        """Apply a fault event to messages for `seconds`."""
         with self._lock:
-            self._rules.append(_Rule(blow=blow, until=now + seconds))
+            self._rules.append(_Rule(event=event, until=now + seconds))
 
     def _close_all(self) -> None:
         for link in list(self._links):
@@ -308,7 +275,7 @@ class TcpProxy:
         for listener, _, _ in self._new:
             listener.close()
 
-    # ---------------------------------------------------------------- in the thread
+    # --- in the thread ---
 
     def _turn(self) -> None:
         with self._lock:
@@ -334,7 +301,7 @@ class TcpProxy:
             try:
                 onward.connect(far)
             except OSError:
-                near.close()  # its process is gone
+                near.close()  # the process has ended
                 onward.close()
                 return
             for end in (near, onward):
@@ -344,8 +311,8 @@ class TcpProxy:
             self._watch(link, ())
 
     def _watch(self, link: _Link, rules: Sequence[_Rule]) -> None:
-        """Wait for what can go on: not for what is cut off, or stands in a jam."""
-        cut = any(rule.blow.kind == "cut off" for rule in self._hitting(link, rules))
+        # Do not read from a link that is cut off, or whose buffer is full.
+        cut = any(rule.event.kind == "cut off" for rule in self._hitting(link, rules))
         reads = not cut and len(link.out) < WAITING_BYTES_MAX
         back = not cut and len(link.back) < WAITING_BYTES_MAX
         self._want(link, link.near, reads=reads, writes=bool(link.back))
@@ -363,7 +330,7 @@ class TcpProxy:
 
     @staticmethod
     def _hitting(link: _Link, rules: Sequence[_Rule]) -> list[_Rule]:
-        sender = link.cutter.name or ""
+        sender = link.splitter.name or ""
         return [rule for rule in rules if rule.hits(sender, link.receiver)]
 
     def _serve(self, link: _Link, end: object, rules: Sequence[_Rule]) -> None:
@@ -372,7 +339,7 @@ class TcpProxy:
         try:
             if end is link.near:
                 _write(link.near, link.back)
-                for piece, is_message in link.cutter.feed(_read(link.near)):
+                for piece, is_message in link.splitter.feed(_read(link.near)):
                     link.out += piece * (self._copies(link, rules) if is_message else 1)
             else:
                 link.back += _read(link.far)
@@ -384,11 +351,10 @@ class TcpProxy:
         self._watch(link, rules)
 
     def _copies(self, link: _Link, rules: Sequence[_Rule]) -> int:
-        """Return how often a message goes on."""
         n = 1
         for rule in self._hitting(link, rules):
-            if self._stream.random() < rule.blow.probability:
-                if rule.blow.kind == "drop":
+            if self._stream.random() < rule.event.probability:
+                if rule.event.kind == "drop":
                     self.n_dropped += 1
                     return 0
                 self.n_doubled += 1
@@ -405,31 +371,29 @@ class TcpProxy:
 
 @final
 class ProxiedLauncher:
-    """A supervisor to whom all members are where their detours are."""
+    """Wraps a supervisor, and replaces the endpoints of members by proxy endpoints."""
 
-    def __init__(self, role: Role, detour: TcpProxy) -> None:
+    def __init__(self, role: Role, proxy: TcpProxy) -> None:
         self._role = role
-        self._detour = detour
+        self._proxy = proxy
 
     @property
     def accepts(self) -> frozenset[type]:
         return self._role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
         if isinstance(event, Received) and isinstance(event.message, Join):
-            event = _moved(event, event.message, self._detour)
+            event = _moved(event, event.message, self._proxy)
         return self._role.handle(event, now)
 
     def status(self) -> tuple[str, dict[str, float]]:
-        """Return what it is doing."""
-        word, figures = self._role.status()
-        return word, dict(figures)
+        state, metrics = self._role.status()
+        return state, dict(metrics)
 
 
-def _moved(event: Received, join: Join, detour: TcpProxy) -> Received:
+def _moved(event: Received, join: Join, proxy: TcpProxy) -> Received:
     assert event.sender != SUPERVISOR
-    endpoint = detour.through(event.sender, join.endpoint)
+    endpoint = proxy.through(event.sender, join.endpoint)
     return Received(
         sender=event.sender,
         incarnation=event.incarnation,
@@ -438,7 +402,6 @@ def _moved(event: Received, join: Join, detour: TcpProxy) -> Received:
 
 
 def _read(end: socket.socket) -> bytes:
-    """Return what has come; raise OSError at the end of it."""
     try:
         content = end.recv(READ_BYTES)
     except BlockingIOError:
@@ -449,7 +412,6 @@ def _read(end: socket.socket) -> bytes:
 
 
 def _write(end: socket.socket, content: bytearray) -> None:
-    """Write what can be written."""
     while content:
         try:
             n = end.send(content[:READ_BYTES])

@@ -1,17 +1,14 @@
-"""Where the program is entered: before anything that takes time is imported.
-
-Python answers Ctrl+C by an exception, which is a page of text if it comes while the
-command line itself is imported, for a quarter of a second. Until then the process ends
-as any other program does: at once, and in silence.
-"""
+"""The entry point of the program; it imports nothing slow before signals are set."""
 
 import signal
 
 
 def main() -> None:
-    """Run the command line; the entry point of the program."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else somebody ignores it: so do we
+    # Importing the command line takes a quarter of a second. Ctrl+C in that time would print
+    # a traceback; with the default handler the process just ends. A caller that ignores
+    # SIGINT (nohup, a shell script) keeps it ignored.
+    if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from distbelief.cli.main import app  # noqa: PLC0415 -- takes time
 

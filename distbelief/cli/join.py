@@ -1,4 +1,4 @@
-"""The command `distbelief join`, and the options of `train` that let machines join."""
+"""The command `distbelief join`, and the options of `train` that let other hosts join."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,8 @@ ListenOption = Annotated[
     typer.Option(
         "--listen",
         metavar="tcp://HOST:PORT",
-        help="Let other machines join here (distbelief join); 0.0.0.0: at all interfaces.",
+        help="Let other hosts join the job at this address (see: distbelief join). "
+        "0.0.0.0 listens on all interfaces.",
         show_default=False,
     ),
 ]
@@ -23,14 +24,16 @@ TrainKeysOption = Annotated[
     typer.Option(
         "--keys",
         metavar="DIR",
-        help="This machine's keys and allow-list (distbelief keys); needed to listen "
-        "beyond this machine.",
+        help="Directory with this host's keys and allow-list (see: distbelief keys). "
+        "Needed to listen on a network.",
         show_default=False,
     ),
 ]
 HostsOption = Annotated[
     int,
-    typer.Option("--hosts", metavar="N", min=0, max=1024, help="Begin when so many have joined."),
+    typer.Option(
+        "--hosts", metavar="N", min=0, max=1024, help="Start training when N hosts have joined."
+    ),
 ]
 HostsSecondsOption = Annotated[
     float,
@@ -38,7 +41,7 @@ HostsSecondsOption = Annotated[
         "--hosts-seconds",
         metavar="S",
         min=0.0,
-        help="For them; then it begins with those that are there.",
+        help="Wait at most S seconds for --hosts, then start with the hosts that have joined.",
     ),
 ]
 HereOption = Annotated[
@@ -48,7 +51,7 @@ HereOption = Annotated[
         metavar="N",
         min=0,
         max=4096,
-        help="Of this machine, for replicas, where others may join; all by default.",
+        help="With --listen: cores of this host that replicas may use. Default: all.",
         show_default=False,
     ),
 ]
@@ -57,12 +60,16 @@ OnOption = Annotated[
     typer.Option(
         "--on",
         metavar="ray",
-        help="Let a Ray cluster start and restart the machines: as many as --hosts.",
+        help="Let a Ray cluster start and restart the hosts, as many as --hosts says.",
         show_default=False,
     ),
 ]
 AddressArgument = Annotated[
-    str, typer.Argument(metavar="tcp://HOST:PORT?key=...", help="Of the job.")
+    str,
+    typer.Argument(
+        metavar="tcp://HOST:PORT?key=...",
+        help="The job's address, as `distbelief train --listen` prints it.",
+    ),
 ]
 CoresOption = Annotated[
     int | None,
@@ -70,14 +77,16 @@ CoresOption = Annotated[
         metavar="N",
         min=1,
         max=4096,
-        help="That the job may use; all by default.",
+        help="Cores that the job may use on this host. Default: all.",
         show_default=False,
     ),
 ]
 MemoryOption = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help='Likewise, such as "4 GiB"; all by default.', show_default=False
+        metavar="SIZE",
+        help='Memory that the job may use on this host, such as "4 GiB". Default: all.',
+        show_default=False,
     ),
 ]
 DeviceOption = Annotated[
@@ -85,7 +94,7 @@ DeviceOption = Annotated[
     typer.Option(
         "--device",
         metavar="D",
-        help="A GPU that the job may use: cuda. Once for each; none by default.",
+        help="A GPU that the job may use: cuda. Repeat it for each GPU. Default: none.",
         show_default=False,
     ),
 ]
@@ -94,8 +103,8 @@ AllowOption = Annotated[
     typer.Option(
         "--allow-import",
         metavar="MODULE",
-        help="A module or package whose functions a job may call here. May be given "
-        "several times; none by default.",
+        help="A module or package whose functions the job may call on this host. "
+        "May be repeated. Default: none.",
         show_default=False,
     ),
 ]
@@ -104,19 +113,22 @@ JoinKeysOption = Annotated[
     typer.Option(
         "--keys",
         metavar="DIR",
-        help="This machine's keys (distbelief keys), unless the address has a secret.",
+        help="Directory with this host's keys (see: distbelief keys). Not needed if the "
+        "address has a secret.",
         show_default=False,
     ),
 ]
 DirectoryOption = Annotated[
-    Path, typer.Option(metavar="DIR", help="For the logs of what runs here.")
+    Path, typer.Option(metavar="DIR", help="Where to write the logs of the roles that run here.")
 ]
 StayOption = Annotated[
-    bool, typer.Option("--stay", metavar=" ", help="When a job is over, wait for the next one.")
+    bool, typer.Option("--stay", metavar=" ", help="When a job has ended, wait for the next one.")
 ]
 WaitOption = Annotated[
     float,
-    typer.Option("--wait", metavar="S", min=1.0, help="Seconds for a job to take this machine."),
+    typer.Option(
+        "--wait", metavar="S", min=1.0, help="Wait at most S seconds for a job to accept this host."
+    ),
 ]
 
 
@@ -133,23 +145,24 @@ def join(  # noqa: PLR0913 -- options
     wait: WaitOption = 600.0,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Let a job that runs, or will run, on another machine use this one.
+    """Let a job on another host use this host too.
 
     [dim]$[/dim] distbelief join "tcp://10.0.0.1:7700?key=5f0c..."
     --keys ~/.distbelief/keys --allow-import nets
 
-    The job's model and data are looked for here, from the current directory. It calls
-    functions of the modules that you allow, and no others. Ctrl+C: what runs here is
-    moved, then it ends; twice: at once.
+    Start it before or after the job. Model and data of the job are looked up in
+    the current directory. The job can call only functions of modules that you
+    allow. Ctrl+C moves the roles that run here to other hosts, then ends; a
+    second Ctrl+C ends at once.
 
-    Exit code: 0 the job is over, 1 failed or sent away, 2 a mistake in what you gave,
-    130 stopped by Ctrl+C.
+    Exit code: 0 the job has ended, 1 failed or rejected, 2 wrong usage, 130
+    stopped by Ctrl+C.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief.cluster import join as join_module  # noqa: PLC0415 -- torch
         from distbelief.core import units  # noqa: PLC0415 -- start quickly
 
-        wanted = join_module.JoinOptions(
+        options = join_module.JoinOptions(
             address=address,
             keys=keys,
             cores=cores,
@@ -160,10 +173,10 @@ def join(  # noqa: PLR0913 -- options
             stays=stay,
             wait_seconds=wait,
         )
-        exit_code = join_module.join(wanted, tell=_say)
+        exit_code = join_module.join(options, tell=_print_line)
     raise typer.Exit(exit_code)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(line)
     sys.stdout.flush()

@@ -18,31 +18,32 @@ DEFAULT: Final = Path("~/.distbelief/keys")
 
 KeysOption = Annotated[
     Path,
-    typer.Option("--keys", metavar="DIR", help="Where this machine's keys and allow-list are."),
+    typer.Option("--keys", metavar="DIR", help="Directory with this host's keys and allow-list."),
 ]
 RoleOption = Annotated[
     list[str] | None,
     typer.Option(
         "--role",
         metavar="ROLE",
-        help="As what its holder may speak: worker (its own training loop), host (a "
-        "machine that joins jobs) or server. May be given several times.",
+        help="What the owner of the key may connect as: worker (a training loop of its "
+        "own), host (joins jobs) or server. May be repeated.",
         show_default="worker",
     ),
 ]
 
 keys = typer.Typer(
     no_args_is_help=True,
-    help="The keys by which machines know each other.",
+    help="Keys with which hosts identify themselves to each other.",
     rich_markup_mode="rich",
 )
 
 
 @keys.command()
 def new(*, directory: KeysOption = DEFAULT, tracebacks: TracebackOption = False) -> None:
-    """Make this machine's key, and print the public one.
+    """Create this host's key pair and print the public key.
 
-    The secret one stays in a file that only you can read, and is never printed.
+    The secret key is stored in a file that only you can read. It is never
+    printed.
     """
     with reported_errors(show_traceback=tracebacks):
         typer.echo(_files(directory).make())
@@ -55,44 +56,45 @@ def show(
     as_json: JsonOption = False,
     tracebacks: TracebackOption = False,
 ) -> None:
-    """Print this machine's public key, and whom it lets in."""
+    """Print this host's public key and the keys that it allows."""
     with reported_errors(show_traceback=tracebacks):
         files = _files(directory)
-        following = files.next_pair()
+        next_pair = files.next_pair()
         entries = files.allowed()
         content = {
             "directory": str(files.directory),
             "key": files.pair().public,
-            "next": None if following is None else following.public,
+            "next": None if next_pair is None else next_pair.public,
             "allowed": [{"key": e.key, "roles": list(e.roles), "name": e.name} for e in entries],
         }
         if as_json:
             typer.echo(json.dumps(content))
             return
-        typer.echo(f"{content['key']}  this machine ({files.directory})")
-        if following is not None:
-            typer.echo(f"{following.public}  follows it (keys rotate --finish)")
+        typer.echo(f"{content['key']}  this host ({files.directory})")
+        if next_pair is not None:
+            typer.echo(f"{next_pair.public}  next key (use it: distbelief keys rotate --finish)")
         for entry in entries:
             typer.echo(f"{entry.key}  {entry.name}, as {' and '.join(entry.roles)}")
         if not entries:
             typer.echo(
-                "nobody is let in so far: distbelief keys allow KEY NAME (--role host: "
-                "a machine that joins jobs)"
+                "no other key is allowed yet; to allow one: distbelief keys allow KEY NAME "
+                "(with --role host for a host that joins jobs)"
             )
 
 
 @keys.command()
 def allow(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A public key.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What you call it.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The public key of the other host.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Your name for this key.")],
     *,
     roles: RoleOption = None,
     directory: KeysOption = DEFAULT,
     tracebacks: TracebackOption = False,
 ) -> None:
-    """Let in the holder of a public key, as a worker unless you say otherwise.
+    """Allow a public key to connect to this host.
 
-    A server that is running takes note of it at once.
+    A running server applies it at once. To change the roles of a key, allow it
+    again.
     """
     with reported_errors(show_traceback=tracebacks):
         from distbelief.transport.keys import Allowed, public_key  # noqa: PLC0415 -- pyzmq
@@ -105,39 +107,44 @@ def allow(
         files = _files(directory)
         if entry.key == files.pair().public:
             raise JobError(
-                f"{entry.key} is this machine's own key, which need not be allowed: "
-                "give the one that `distbelief keys show` prints on the other machine"
+                f"{entry.key} is this host's own key: give the one that "
+                "`distbelief keys show` prints on the other host"
             )
         files.allow(entry)
-        typer.echo(f"{name} is let in as {' and '.join(entry.roles)}")
+        typer.echo(f"{name} is allowed as {' and '.join(entry.roles)}")
 
 
 @keys.command()
 def revoke(
-    which: Annotated[str, typer.Argument(metavar="KEY or NAME", help="Who.")],
+    which: Annotated[
+        str, typer.Argument(metavar="KEY or NAME", help="A key, or all keys with this name.")
+    ],
     *,
     directory: KeysOption = DEFAULT,
     tracebacks: TracebackOption = False,
 ) -> None:
-    """Let in a key, or all keys of a name, no longer.
+    """Stop allowing a key, or all keys with a name.
 
-    A server that is running closes their connections at once.
+    A running server closes their connections at once.
     """
     with reported_errors(show_traceback=tracebacks):
         for entry in _files(directory).revoke(which):
-            typer.echo(f"{entry.key} ({entry.name}) is let in no longer")
+            typer.echo(f"{entry.key} ({entry.name}) is no longer allowed")
 
 
 @keys.command()
 def rotate(
     *,
     finish: Annotated[
-        bool, typer.Option("--finish", metavar=" ", help="Use the new key from now on.")
+        bool, typer.Option("--finish", metavar=" ", help="Start using the new key.")
     ] = False,
     directory: KeysOption = DEFAULT,
     tracebacks: TracebackOption = False,
 ) -> None:
-    """Replace this machine's key: first tell others of the next, then use it.
+    """Replace this host's key in two steps.
+
+    The first step creates the next key, which you then allow on the other
+    hosts. The second step (--finish) starts using it.
 
     [dim]$[/dim] distbelief keys rotate
 
@@ -148,16 +155,16 @@ def rotate(
         if finish:
             key = files.finish_exchange()
             typer.echo(
-                f"{key}\nis this machine's key from now on; what runs keeps the old "
-                "one until it is started again. After that, on the others: distbelief "
-                "keys revoke the old one, which puts out who still uses it"
+                f"{key}\nis now this host's key. Running processes keep the old key until "
+                "they restart. After that, on the other hosts: distbelief keys revoke "
+                "OLD_KEY, which closes connections that still use it"
             )
             return
         key = files.begin_exchange()
         typer.echo(
-            f"{key}\nis the next key. Where this machine is let in: distbelief keys "
-            f"allow {key} NAME, with the --role that its present key has there "
-            "(distbelief keys show); then, here: distbelief keys rotate --finish"
+            f"{key}\nis the next key. On each host that allows this one: distbelief keys "
+            f"allow {key} NAME, with the same --role as the present key "
+            "(see: distbelief keys show). Then, here: distbelief keys rotate --finish"
         )
 
 

@@ -1,11 +1,9 @@
-"""The command line: `distbelief train JOB.toml`, `distbelief status`.
+"""The commands of the program: train, predict and partition; the others are registered here.
 
-Rules:
-
-* A mistake is answered by one message on standard error, never by a traceback. Exit
-  codes: 0 done, 1 failed, 2 your mistake, 130 stopped by Ctrl+C.
-* Nothing heavy is imported before it is needed: `--help` and `status` know no torch.
-* `--json` puts JSON, and nothing else, on standard output.
+* An error is one message on standard error, without a traceback.
+* Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl+C.
+* Heavy modules are imported inside the commands: `--help` and `status` must not load torch.
+* `--json` prints JSON, and nothing else, to standard output.
 """
 
 import os
@@ -92,7 +90,7 @@ def distbelief(
         ),
     ] = False,
 ) -> None:
-    """Train networks on many processes that may be slow, unequal, or gone.
+    """Train neural networks on many processes that may be slow, unequal or fail.
 
     [dim]$[/dim] distbelief train digits.toml
 
@@ -100,8 +98,8 @@ def distbelief(
 
     [dim]$[/dim] distbelief partition nets:make --input 784
 
-    digits.toml is a job file of yours, and nets:make a function make() in a file
-    nets.py of yours, in this directory, that returns a model.
+    Here digits.toml is your job file, and nets:make is the function make() in
+    your file nets.py in this directory. It returns a torch model.
     """
 
 
@@ -122,7 +120,7 @@ def train(  # noqa: PLR0913 -- options
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Run a job, in processes of this machine and of those that join it.
+    """Train a model on this host, and on other hosts that join the job.
 
     [dim]$[/dim] distbelief train speech.toml
 
@@ -133,27 +131,28 @@ def train(  # noqa: PLR0913 -- options
     [dim]$[/dim] distbelief train speech.toml --listen tcp://0.0.0.0:7700
     --keys ~/.distbelief/keys --hosts 2
 
-    Ctrl+C ends a job in good order: what is trained is pushed and saved, and the model
-    is written. Everything lands in the run directory that the job file names; if it
-    exists, in the next free one beside it (runs/speech.2).
+    Ctrl+C ends the job cleanly: gradients are pushed, checkpoints saved, and
+    the model is written. All files go to the run directory that the job file
+    names, or to the next free name if it exists (runs/speech.2).
 
-    Exit code: 0 done, 1 failed, 2 a mistake in what you gave, 130 stopped by Ctrl+C.
+    Exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
     with reported_errors(show_traceback=show_traceback):
         job_file = _job_file(job_file, resume)
         from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
         from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
 
-        with LocalLauncher() as launcher:  # it imports torch while we do
+        # The launcher's fork server imports torch while this process does.
+        with LocalLauncher() as launcher:
             job = load_job(job_file, overrides=overrides or ())
             from distbelief import trainer  # noqa: PLC0415 -- torch
 
             hosting = None
             if listen is not None or on is not None:
-                # Only who lets others join needs it.
-                from distbelief.serve.options import ANY_PORT, hosting_of  # noqa: PLC0415 -- start quickly
+                # Only jobs that other hosts may join need it.
+                from distbelief.serve.options import ANY_PORT, join_server  # noqa: PLC0415 -- start quickly
 
-                hosting = hosting_of(
+                hosting = join_server(
                     listen or ANY_PORT,
                     keys=keys,
                     insecure=insecure,
@@ -164,8 +163,8 @@ def train(  # noqa: PLR0913 -- options
                 )
             elif keys is not None or insecure or hosts or cores is not None:
                 raise JobError(
-                    "--keys, --insecure, --hosts and --cores are for a job that other "
-                    "machines may join: say where, as in --listen tcp://0.0.0.0:7700"
+                    "--keys, --insecure, --hosts and --cores need an address where hosts "
+                    "can join: add for example --listen tcp://0.0.0.0:7700"
                 )
             run = trainer.train(
                 job,
@@ -178,7 +177,7 @@ def train(  # noqa: PLR0913 -- options
             )
         exit_code = run.exit_code
         if exit_code == FAILED and not sys.stdout.isatty():
-            # Who keeps the output in a file reads here why it is short.
+            # On a terminal the screen shows the failure; a file or pipe needs this line.
             why = run.summary.error or "see its log"
             text = f"{job.name} failed: {why}; its logs are in {run.directory / 'logs'}"
             typer.echo(text, err=True)
@@ -198,12 +197,13 @@ def predict(
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Compute the outputs of a trained model.
+    """Compute the outputs of a trained model for a file of inputs.
 
     [dim]$[/dim] distbelief predict runs/digits scans.npy
 
-    A run that split its model over machines predicts with the same plan: one process
-    for each machine, each of which reads only its part of the model.
+    A run that split its model over several machines predicts with the same
+    plan: one process per machine, each of which reads only its part of the
+    model.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief import predict as predict_module  # noqa: PLC0415 -- torch
@@ -239,7 +239,7 @@ def partition(  # noqa: PLR0913 -- options
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Say what machines would buy: split a model over them, inside layers too.
+    """Split a model over machines, and predict the time of a training step.
 
     [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
     --machines 1,2,8 --cluster commodity-2012
@@ -249,19 +249,21 @@ def partition(  # noqa: PLR0913 -- options
 
     [dim]$[/dim] distbelief partition --diff plan.json other.json
 
-    nets:make is the function make of a file nets.py in this directory, such as:
+    nets:make is the function make() in the file nets.py in this directory, such
+    as:
 
       from torch import nn
       def make():
         return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
-    One row per number of machines: the time of a training step and of what it consists,
-    the memory, how far the plan may be from the best one. The plan of the last row is
-    what --out, --picture, --timeline and --explain are about. The model is made without
-    memory, so it may be larger than this machine.
+    The table has one row per number of machines: the time of a training step
+    and its parts, the memory, and how far the plan may be from the best one.
+    --out, --picture, --timeline and --explain use the plan of the last row.
+    Layers can be split inside too. The parameters are not allocated, so the
+    model may be larger than this host.
 
-    Exit code: 0 done, 1 the plan does not fit the machines' memory (or, with --diff,
-    the plans differ), 2 a mistake in what you gave.
+    Exit code: 0 done, 1 the plan does not fit the machines' memory (with
+    --diff: the plans differ), 2 wrong usage.
     """
     with reported_errors(show_traceback=show_traceback):
         if diff is not None:
@@ -271,14 +273,13 @@ def partition(  # noqa: PLR0913 -- options
             raise typer.Exit(0 if same else FAILED)
         if model is None or not inputs:
             raise JobError(
-                "there is no model to partition: name the function that makes it and "
-                "the shape of its input, as in `distbelief partition "
-                "nets:make --input 784`"
+                "no model to partition: name the function that makes it and the shape of "
+                "its input, as in `distbelief partition nets:make --input 784`"
             )
         from distbelief.partition import api  # noqa: PLC0415 -- torch
         from distbelief.task.imports import resolve  # noqa: PLC0415 -- start quickly
 
-        here = str(Path.cwd())  # where a function beside the user is found
+        here = str(Path.cwd())  # nets:make is looked up in the current directory
         sys.path[:0] = [] if here in sys.path else [here]
         asked = api.Request(
             model=model,
@@ -315,13 +316,12 @@ app.add_typer(keys, name="keys")
 
 
 def _job_file(job_file: Path | None, resume: Path | None) -> Path:
-    """Return the job file, which a run that is resumed brings with it."""
     if job_file is not None:
         return job_file
     if resume is None:
         raise JobError(
-            "there is no job to train: name a job file, as in `distbelief train "
-            "speech.toml`, or a run to go on with, as in `--resume runs/speech`"
+            "no job to train: name a job file, as in `distbelief train speech.toml`, or a "
+            "run to resume, as in `--resume runs/speech`"
         )
     from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 

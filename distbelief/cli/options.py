@@ -1,4 +1,4 @@
-"""Arguments and options of the command line, as typer has them: types with a help."""
+"""Arguments and options shared by commands, exit codes, and the report of errors."""
 
 import traceback
 from collections.abc import Iterator
@@ -11,18 +11,17 @@ import typer
 from distbelief.errors import DistBeliefError, JobError
 
 
-# What the command line answers to a mistake: one message, and an exit code.
-
 FAILED: Final = 1
 MISTAKEN: Final = 2
-INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 
+# An OSError without a file name that was raised inside these came from standard output.
 _PRINTERS: Final = frozenset({"click", "rich", "typer"})
 
 
 @contextmanager
 def reported_errors(*, show_traceback: bool) -> Iterator[None]:
-    """Turn what goes wrong into one message and an exit code."""
+    """Turn an exception into one message on standard error and an exit code."""
     try:
         yield
     except DistBeliefError as error:
@@ -43,7 +42,6 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
 
 
 def _output_refused(error: Exception) -> str | None:
-    """Return that the output takes nothing, if those who print met this error."""
     if not isinstance(error, OSError) or error.filename is not None:
         return None
     frames = [*traceback.walk_tb(error.__traceback__)]
@@ -54,12 +52,11 @@ def _output_refused(error: Exception) -> str | None:
 
 
 def _pointer(error: Exception) -> str:
-    """Return where an unexpected error arose, in two lines."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return (
         f"{type(error).__name__}: {error}{where}\n"
-        "This was not foreseen. The same command with --traceback shows all of it."
+        "This is an unexpected error. Run the command again with --traceback to see all of it."
     )
 
 
@@ -71,8 +68,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Replace one value of the job file, such as algorithm.n_push=5. "
-        "May be given several times.",
+        help="Replace one value of the job file, such as algorithm.n_push=5. May be repeated.",
         show_default=False,
     ),
 ]
@@ -80,7 +76,7 @@ ResumeOption = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN_DIR",
-        help="Go on with an earlier run, from its newest snapshots.",
+        help="Resume an earlier run from its newest checkpoints.",
         show_default=False,
     ),
 ]
@@ -89,30 +85,32 @@ FromScratchOption = Annotated[
     typer.Option(
         "--from-scratch",
         metavar=" ",
-        help="Begin anew in a directory that holds something already; what was saved "
-        "is kept there, in aside-1.",
+        help="Start again in a directory that already has checkpoints. They are kept, in "
+        "its subdirectory aside-1.",
     ),
 ]
 RunArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="RUN_DIR",
-        help="A run directory; by default the newest one in runs/ that is running.",
+        help="A run directory. Default: the newest running one in runs/.",
         show_default=False,
     ),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", metavar=" ", help="Print JSON, for other programs.")
+    bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
 ]
 TracebackOption = Annotated[
-    bool, typer.Option("--traceback", metavar=" ", help="Show where in the program an error arose.")
+    bool, typer.Option("--traceback", metavar=" ", help="Print the traceback of an error.")
 ]
 
 TrainedArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")]
 PredictInputArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="INPUT", help="Inputs, samples first: a .npy file, or .safetensors with one tensor."
+        metavar="INPUT",
+        help="Inputs, the first dimension being samples: a .npy file, or a .safetensors "
+        "file with one tensor.",
     ),
 ]
 PredictOutOption = Annotated[
@@ -120,7 +118,7 @@ PredictOutOption = Annotated[
     typer.Option(
         "--out",
         metavar="FILE",
-        help="Where to write the outputs: .npy or .safetensors.",
+        help="Where to write the outputs: a .npy or .safetensors file.",
         show_default="INPUT.outputs.npy",
     ),
 ]
@@ -136,7 +134,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODULE:FUNCTION",
-        help="What makes the model, without arguments.",
+        help="The function that makes the model; it takes no arguments.",
         show_default=False,
     ),
 ]
@@ -145,29 +143,30 @@ InputOption = Annotated[
     typer.Option(
         "--input",
         metavar="SHAPE",
-        help="Of an input, without the batch: 3x200x200; whole numbers with their "
-        "count: 128:30000. Once per input.",
+        help="Shape of an input without the batch dimension: 3x200x200. For integers add "
+        "how many values there are: 128:30000. Repeat it for each input.",
         show_default=False,
     ),
 ]
-BatchOption = Annotated[int, typer.Option(metavar="N", min=1, help="Samples of one step.")]
+BatchOption = Annotated[int, typer.Option(metavar="N", min=1, help="Samples in one step.")]
 LossOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="torch's name of the loss, or one_vs_all; without it, the outputs' own gradients.",
+        help="torch's name of the loss function, or one_vs_all. Without it, the step starts "
+        "from given gradients of the outputs.",
         show_default=False,
     ),
 ]
 MachinesOption = Annotated[
-    str, typer.Option(metavar="N,N,...", help="Numbers of machines, a row for each.")
+    str, typer.Option(metavar="N,N,...", help="Numbers of machines, one row for each.")
 ]
 ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME or FILE",
-        help="A ready-made cluster, or a TOML file: speed, memory and network of the "
-        "machines. Or `here`: machines like this one, which is measured.",
+        help="A built-in cluster, or a TOML file with speed, memory and network of its "
+        "machines. `here` measures this host and assumes machines like it.",
         show_default="rack-10g",
     ),
 ]
@@ -176,8 +175,8 @@ ProfileOption = Annotated[
     typer.Option(
         "--profile",
         metavar=" ",
-        help="Measure the layers on this machine, a minute at most: what they take "
-        "longer than by arithmetic, they do on the cluster's machines too.",
+        help="Measure the layers on this host (at most a minute), and correct the "
+        "computed times of the cluster's machines by the result.",
     ),
 ]
 PinOption = Annotated[
@@ -185,31 +184,30 @@ PinOption = Annotated[
     typer.Option(
         "--pin",
         metavar="LAYER=SPLIT",
-        help="Split a layer so: conv1=grid:3x3, fc=units:8, fc=inputs:4, loss=whole@0. "
-        "May be given several times.",
+        help="Fix the split of a layer: conv1=grid:3x3, fc=units:8, fc=inputs:4, "
+        "loss=whole@0. May be repeated.",
         show_default=False,
     ),
 ]
 ExactlyOption = Annotated[
-    bool,
-    typer.Option("--exactly", metavar=" ", help="Use all machines, even if fewer were faster."),
+    bool, typer.Option("--exactly", metavar=" ", help="Use all machines, even if fewer are faster.")
 ]
 ExplainOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="LAYER",
-        help="List every split of a layer, its cost, and why it lost. May be given several times.",
+        help="List every split of a layer, its cost, and why it was not chosen. May be repeated.",
         show_default=False,
     ),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write plan.json.", show_default=False)
+    Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.", show_default=False)
 ]
 PictureOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.png",
-        help="Draw which machine has which part of which layer.",
+        help="Draw which machine holds which part of each layer.",
         show_default=False,
     ),
 ]
@@ -217,7 +215,7 @@ TimelineOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="Write a step as a Chrome trace: what every machine does when.",
+        help="Write one step as a Chrome trace: what each machine does, and when.",
         show_default=False,
     ),
 ]
@@ -226,8 +224,8 @@ VerifyOption = Annotated[
     typer.Option(
         "--verify",
         metavar=" ",
-        help="Run the plan for the most machines on processes of this one: outputs, "
-        "gradients, bytes and times beside those of one process and the prediction.",
+        help="Run the plan with the most machines in processes on this host. Compare "
+        "outputs, gradients, bytes and times with one process and with the prediction.",
     ),
 ]
 DiffOption = Annotated[
@@ -239,24 +237,25 @@ SimulatedClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME or FILE",
-        help="A ready-made cluster, or a TOML file: speed, memory and network of the "
-        "machines. Or `here`: as many machines like this one as --machines says.",
+        help="A built-in cluster, or a TOML file with speed, memory and network of its "
+        "machines. `here` assumes --machines machines like this host.",
         show_default="this host",
     ),
 ]
-SeedOption = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Of all chance; the same seed, the same run.")
-]
+SeedOption = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random numbers.")]
 SeedsOption = Annotated[
-    int, typer.Option(metavar="K", min=1, help="Runs of each configuration: p10 to p90 is shown.")
+    int,
+    typer.Option(
+        metavar="K", min=1, help="Run each configuration with K seeds; show median, p10 and p90."
+    ),
 ]
 SweepOption = Annotated[
     list[str] | None,
     typer.Option(
         "--sweep",
         metavar="KEY=V,V,...",
-        help="Try several values: replicas=1,2,4, or any key of the job file. Given "
-        "several times, all combinations are tried.",
+        help="Try several values of a job-file key, such as replicas=1,2,4. If repeated, "
+        "all combinations are tried.",
         show_default=False,
     ),
 ]
@@ -265,8 +264,8 @@ SuggestOption = Annotated[
     typer.Option(
         "--suggest",
         metavar=" ",
-        help="Look for the configuration that reaches the target of \\[stop] first, or "
-        "else computes the most samples per second, within --machines.",
+        help="Search for the configuration, within --machines, that reaches the target in "
+        "\\[stop] first. Without a target: that computes the most samples per second.",
     ),
 ]
 BudgetOption = Annotated[
@@ -275,7 +274,7 @@ BudgetOption = Annotated[
         "--machines",
         metavar="N",
         min=1,
-        help="Machines of the cluster that may be used.",
+        help="Number of machines of the cluster that may be used.",
         show_default="all",
     ),
 ]
@@ -284,7 +283,7 @@ TraceOption = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE.json",
-        help="Write the first run as a Chrome trace: what every role does when.",
+        help="Write the first run as a Chrome trace: what each role does, and when.",
         show_default=False,
     ),
 ]
@@ -293,8 +292,8 @@ CountedOption = Annotated[
     typer.Option(
         "--counted",
         metavar=" ",
-        help="Take what work costs from counting its operations and bytes, instead of "
-        "measuring it on this machine.",
+        help="Compute the cost of work from its operations and bytes instead of measuring "
+        "it on this host.",
     ),
 ]
 PricedOption = Annotated[
@@ -302,12 +301,13 @@ PricedOption = Annotated[
     typer.Option(
         "--priced",
         metavar=" ",
-        help="Compute nothing of the model: times and bytes only, of thousands of machines.",
+        help="Simulate times and bytes only, without running the model. For clusters of "
+        "thousands of machines.",
     ),
 ]
 RealOption = Annotated[
     bool,
     typer.Option(
-        "--real", metavar=" ", help="Break processes of this machine, instead of simulated ones."
+        "--real", metavar=" ", help="Use real processes on this host instead of simulated ones."
     ),
 ]

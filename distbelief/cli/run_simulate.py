@@ -1,4 +1,4 @@
-"""What the commands do once their options are read: run, print, say whether it went."""
+"""Runs `distbelief simulate` and `distbelief chaos` and prints their results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,21 +25,15 @@ from distbelief.forecast.report import (
 )
 
 
-WIDTH: Final = 200
-"""Of what goes into a pipe; lines end where their text does."""
+WIDTH: Final = 200  # columns of a table in a pipe or file
 
 
-def simulate(wish: SimulationRequest, *, as_json: bool) -> bool:
-    """Do what `distbelief simulate` does; return whether all runs came to their end.
-
-    Raises:
-        JobError: something that is wished for cannot be had.
-        StorageError: the timeline cannot be written; all else is printed first.
-    """
+def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
+    """Simulate, print the results, and return whether all runs ended without an error."""
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
-    with ended_by_signals():  # so that temporary files are gone
-        forecast = run_request(wish, console=aside)
+    with ended_by_signals():  # so that temporary files are removed
+        forecast = run_request(request, console=aside)
     if as_json:
         text = forecast_as_json(
             forecast.job,
@@ -50,23 +44,22 @@ def simulate(wish: SimulationRequest, *, as_json: bool) -> bool:
         )
         console.out(text, highlight=False)
     else:
-        _print(forecast, wish, console)
-    if forecast.drawn is not None and forecast.drawn.error is not None:
-        raise forecast.drawn.error
+        _print(forecast, request, console)
+    if forecast.timeline is not None and forecast.timeline.error is not None:
+        raise forecast.timeline.error
     return all(
         outcome.error is None for variant in forecast.variants for outcome in variant.outcomes
     )
 
 
 def _console() -> Console:
-    """Return standard output; in a pipe tables are as wide as they like."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def _print(forecast: Forecast, wish: SimulationRequest, console: Console) -> None:
+def _print(forecast: Forecast, request: SimulationRequest, console: Console) -> None:
     run = [variant for variant in forecast.variants if variant.outcomes]
-    n_seeds = len(wish.seeds)
+    n_seeds = len(request.seeds)
     seeds = "" if n_seeds == 1 else f", {n_seeds} seeds: median (p10 to p90)"
     title = f"{forecast.job.name} on {forecast.cluster}{seeds}"
     console.print(Text(title, "bold"))
@@ -78,42 +71,38 @@ def _print(forecast: Forecast, wish: SimulationRequest, console: Console) -> Non
         console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
     for line in remarks_on(forecast.variants):
         console.print(line, soft_wrap=True, markup=False)
-    drawn = forecast.drawn
-    if drawn is not None and drawn.error is None:
-        where = f"timeline of the first run: {wish.trace}"
-        if n_lost := drawn.n_spans_lost:
-            where += f"; it ends early: {n_lost:,} more pieces of work did not fit"
+    timeline = forecast.timeline
+    if timeline is not None and timeline.error is None:
+        where = f"timeline of the first run: {request.trace}"
+        if n_lost := timeline.n_spans_lost:
+            where += f"; it ends early: {n_lost:,} more spans did not fit"
         console.print(where, soft_wrap=True, markup=False)
     console.print()
     console.print(constants_table(forecast.constants))
 
 
 def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as_json: bool) -> int:
-    """Do what `distbelief chaos` does; return its exit code.
-
-    Raises:
-        JobError: the job cannot be run.
-    """
+    """Run a job under faults, print the report, and return the exit code."""
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
     job = load_job(job_file, overrides=overrides)
     if real:
-        story = run_local_chaos(job, seed=seed, console=aside)
+        report = run_local_chaos(job, seed=seed, console=aside)
     else:
         with (
             ended_by_signals(),
-            Preparation() as staging,
-            WaitProgress(aside, n_runs=N_RUNS) as waiting,
+            Preparation() as preparation,
+            WaitProgress(aside, n_runs=N_RUNS) as progress,
         ):
-            waiting.say("Trying model and data")
-            staged = staging.stage(job)
-            story = run_simulated_chaos(staged, seed=seed, waiting=waiting)
-    _show(story, console, as_json=as_json)
-    return story.exit_code
+            progress.say("Trying model and data")
+            prepared = preparation.stage(job)
+            report = run_simulated_chaos(prepared, seed=seed, progress=progress)
+    _show(report, console, as_json=as_json)
+    return report.exit_code
 
 
-def _show(story: ChaosReport, console: Console, *, as_json: bool) -> None:
+def _show(report: ChaosReport, console: Console, *, as_json: bool) -> None:
     if as_json:
-        console.out(msgspec.json.encode(story).decode(), highlight=False)
+        console.out(msgspec.json.encode(report).decode(), highlight=False)
     else:
-        console.print(rendered(story))
+        console.print(rendered(report))

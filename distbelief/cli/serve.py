@@ -1,4 +1,4 @@
-"""The command `distbelief serve`: a standing parameter server."""
+"""The command `distbelief serve`: a parameter server that runs without a job."""
 
 import sys
 from pathlib import Path
@@ -20,15 +20,17 @@ from distbelief.errors import JobError
 RULES: Final = ("sgd", "momentum", "adagrad", "rmsprop", "adam")
 
 RuleOption = Annotated[
-    str, typer.Option(metavar="NAME", help=f"How a push is applied: {', '.join(RULES)}.")
+    str, typer.Option(metavar="NAME", help=f"Update rule of the shards: {', '.join(RULES)}.")
 ]
-RateOption = Annotated[float, typer.Option("--learning-rate", metavar="R", help="Of that rule.")]
+RateOption = Annotated[
+    float, typer.Option("--learning-rate", metavar="R", help="Learning rate of the rule.")
+]
 OptionOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Another value of the rule, such as momentum=0.9. May be given several times.",
+        help="Another setting of the rule, such as momentum=0.9. May be repeated.",
         show_default=False,
     ),
 ]
@@ -36,8 +38,8 @@ BindOption = Annotated[
     str | None,
     typer.Option(
         metavar="tcp://HOST:PORT",
-        help="Where to listen; 0.0.0.0: at all interfaces; port 0: any. By default "
-        "only your own processes on this machine reach it.",
+        help="Address to listen on. 0.0.0.0 means all interfaces, port 0 any free port. "
+        "Default: only your own processes on this host can connect.",
         show_default=False,
     ),
 ]
@@ -46,8 +48,8 @@ ServeKeysOption = Annotated[
     typer.Option(
         "--keys",
         metavar="DIR",
-        help="This machine's keys and allow-list (distbelief keys); needed to listen "
-        "beyond this machine.",
+        help="Directory with this host's keys and allow-list (see: distbelief keys). "
+        "Needed to listen on a network.",
         show_default=False,
     ),
 ]
@@ -56,20 +58,33 @@ InsecureOption = Annotated[
     typer.Option(
         "--insecure",
         metavar=" ",
-        help="Listen beyond this machine without key files: whoever has the address is let in.",
+        help="Listen on a network without key files. Anyone who has the address can connect.",
     ),
 ]
 DirectoryOption = Annotated[
-    Path, typer.Option(metavar="DIR", help="For snapshots and logs; to go on from.")
+    Path,
+    typer.Option(
+        metavar="DIR", help="For checkpoints and logs. The same directory continues from them."
+    ),
 ]
 ShardsOption = Annotated[
-    int, typer.Option(metavar="N", min=1, max=4096, help="Slices of the parameters.")
+    int, typer.Option(metavar="N", min=1, max=4096, help="Number of parameter-server shards.")
 ]
 CopiesOption = Annotated[
-    int, typer.Option("--shard-copies", metavar="N", min=1, max=2, help="Of each.")
+    int,
+    typer.Option(
+        "--shard-copies",
+        metavar="N",
+        min=1,
+        max=2,
+        help="Processes per shard; 2 adds a backup that takes over if the primary fails.",
+    ),
 ]
 SnapshotOption = Annotated[
-    float, typer.Option("--snapshot-every", metavar="S", min=0.1, help="Seconds.")
+    float,
+    typer.Option(
+        "--snapshot-every", metavar="S", min=0.1, help="Seconds between two checkpoints of a shard."
+    ),
 ]
 
 
@@ -90,44 +105,46 @@ def serve(  # noqa: PLR0913 -- options
     seed: SeedOption = 0,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Keep a model's parameters for training loops that use DownpourSGD.
+    """Run a parameter server for training loops that use DownpourSGD.
 
     [dim]$[/dim] distbelief serve nets:make --rule adagrad --learning-rate 0.02
 
     [dim]$[/dim] distbelief serve nets:make --bind tcp://0.0.0.0:7700
     --keys ~/.distbelief/keys
 
-    It prints the line that a loop gives to DownpourSGD(server=...). Loops come and go,
-    one after another or together, on this machine and, with keys, on others. Ctrl+C
-    saves and ends it; the same command goes on from there.
+    It prints an address to use as DownpourSGD(server=...). Training loops can
+    connect and leave at any time, on this host and, with keys, on others.
+    Ctrl+C saves the parameters and ends; the same command continues from there.
 
-    Exit code: 0 ended and saved, 1 failed, 2 a mistake in what you gave.
+    Exit code: 0 ended and saved, 1 failed, 2 wrong usage.
     """
     with reported_errors(show_traceback=show_traceback):
         if model is None:
             raise JobError(
-                "there is no model to serve: name the function that makes it, as in "
+                "no model to serve: name the function that makes it, as in "
                 "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
             )
-        from distbelief.serve import options as serving_options, standalone  # noqa: PLC0415 -- torch
+        from distbelief.serve import options as options_module, standalone  # noqa: PLC0415 -- torch
 
-        here = str(Path.cwd())  # where a function beside the user is found
+        here = str(Path.cwd())  # nets:make is looked up in the current directory
         sys.path[:0] = [] if here in sys.path else [here]
-        wanted = standalone.ServeOptions(
-            model=serving_options.model(model, seed=seed),
-            rule=serving_options.rule(rule, learning_rate, options or ()),
+        serve_options = standalone.ServeOptions(
+            model=options_module.model(model, seed=seed),
+            rule=options_module.rule(rule, learning_rate, options or ()),
             shards=shards,
             shard_copies=shard_copies,
             shared_memory=True,
             snapshot_every=snapshot_every,
-            reach=serving_options.reach(bind, keys=keys, insecure=insecure),
+            reach=options_module.listen_config(bind, keys=keys, insecure=insecure),
         )
-        error = standalone.run_server(wanted, directory, tell=_say, from_scratch=from_scratch)
+        error = standalone.run_server(
+            serve_options, directory, tell=_print_line, from_scratch=from_scratch
+        )
         if error is not None:
             typer.echo(error, err=True)
             raise typer.Exit(FAILED)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(line)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Commands about jobs in virtual time: `distbelief simulate`, `distbelief chaos`."""
+"""The commands `distbelief simulate` and `distbelief chaos`: jobs in virtual time."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def simulate(  # noqa: PLR0913 -- options
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Say what a job would do on a cluster that you do not have.
+    """Forecast how a job would run on a cluster that you do not have.
 
     [dim]$[/dim] distbelief simulate speech.toml --cluster rack-1g
 
@@ -51,20 +51,19 @@ def simulate(  # noqa: PLR0913 -- options
     [dim]$[/dim] distbelief simulate speech.toml --cluster rack-1g --suggest
     --machines 8
 
-    The job's own processes run in this one, in virtual time: gradients, losses and
-    staleness are real, and so is the accuracy, at the time it would have been reached.
-    What the work takes is measured on this machine, once, and carried over to the
-    cluster's machines by their speed.
+    The code of all roles runs in one process, in virtual time. Gradients,
+    losses and staleness are real, and so is the accuracy at each point in time.
+    The cost of the work is measured once on this host, and scaled by the speed
+    of the cluster's machines.
 
-    Exit code: 0 done, 1 the job failed, 2 a mistake in what you gave, 130 it was
-    interrupted.
+    Exit code: 0 done, 1 the job failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
         from distbelief.forecast.api import SimulationRequest  # noqa: PLC0415 -- start quickly
         from distbelief.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
 
-        wish = SimulationRequest(
+        request = SimulationRequest(
             job=_named(job_file, "simulate"),
             overrides=tuple(overrides or ()),
             axes=tuple(axes_of(sweep or ())),
@@ -76,7 +75,7 @@ def simulate(  # noqa: PLR0913 -- options
             measures=not counted,
             priced=priced,
         )
-        succeeded = run_simulate.simulate(wish, as_json=as_json)
+        succeeded = run_simulate.simulate(request, as_json=as_json)
     raise typer.Exit(0 if succeeded else FAILED)
 
 
@@ -89,19 +88,19 @@ def chaos(
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Break a job on purpose, and say what came of it.
+    """Inject faults into a job, and report how it recovers.
 
     [dim]$[/dim] distbelief chaos speech.toml --seed 7
 
     [dim]$[/dim] distbelief chaos speech.toml --seed 7 --real
 
-    Its processes are killed, paused, slowed down and cut off, and their messages lost
-    or sent twice, by a schedule that the seed decides. In virtual time the same seed
-    gives the same run, event by event. With --real, all of that is done to processes
-    of this machine, and to their messages, by the same schedule.
+    Its processes are killed, paused, slowed down and disconnected, and their
+    messages lost or duplicated. The seed decides the schedule of faults. In
+    virtual time, the same seed gives the same run, event by event. With --real,
+    the same schedule is applied to real processes on this host.
 
-    Exit code: 0 the job came to its end, 1 it failed, 2 a mistake in what you gave,
-    130 it was interrupted.
+    Exit code: 0 the job completed, 1 it failed, 2 wrong usage, 130 stopped by
+    Ctrl+C.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
@@ -119,7 +118,7 @@ def chaos(
 def _named(job_file: Path | None, command: str) -> Path:
     if job_file is None:
         raise JobError(
-            f"there is no job to {'break' if command == 'chaos' else command}: name a "
-            f"job file, as in `distbelief {command} speech.toml`"
+            f"no job for `distbelief {command}`: name a job file, as in "
+            f"`distbelief {command} speech.toml`"
         )
     return job_file

@@ -1,4 +1,4 @@
-"""The command `distbelief status`: what every role of a job is doing."""
+"""The command `distbelief status`: the state of each role of a job."""
 
 import datetime as dt
 from pathlib import Path
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from distbelief.run.directory import RunDirectory, Status
 
 
+# A running job writes its status every second; older than this, something is wrong.
 STALE_SECONDS: Final = 5.0
-"""A running job writes its status every second; older than this, something is wrong."""
 
 RUNS: Final = Path("runs")
 
@@ -26,13 +26,14 @@ def status(
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Show what every role of a job is doing.
+    """Show the state of each role of a job.
 
     [dim]$[/dim] distbelief status
 
     [dim]$[/dim] distbelief status runs/speech --json
 
-    The figures are those of the job's last second; of a job that has ended, its last.
+    A running job updates its status every second. For a job that has ended, the
+    last status is shown.
     """
     with reported_errors(show_traceback=show_traceback):
         from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
@@ -48,7 +49,7 @@ def status(
 
 
 def _newest_run() -> "RunDirectory":
-    """Return the newest run under runs/: a running one if there is any."""
+    # A running one is preferred.
     from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
     files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
@@ -57,7 +58,7 @@ def _newest_run() -> "RunDirectory":
     run = next(running, runs[0] if runs else None)
     if run is None:
         raise JobError(
-            f"there is no run in {RUNS.resolve()}: name a run directory, as in "
+            f"no run found in {RUNS.resolve()}: name a run directory, as in "
             "`distbelief status path/to/run`"
         )
     return run
@@ -72,7 +73,7 @@ def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: b
 
     last = run.read_status()
     if last is not None and pid is not None and last.pid != pid:
-        last = None  # of a former life: this one has not written any yet
+        last = None  # written before the run was resumed; this process has written none yet
     age = None if last is None else max(0.0, now - last.written)
     if as_json:
         content = {
@@ -89,13 +90,14 @@ def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: b
         screen = Screen(last.view, name=last.name, whole=True, is_past=is_past)
         console.print(screen)
     remark, style = _remark(run, last, pid=pid, age=age)
-    console.print(Text(remark, style), soft_wrap=True)  # it may hold a command
+    # Commands in the remark must stay on one line, so that they can be copied.
+    console.print(Text(remark, style), soft_wrap=True)
 
 
 def _remark(
     run: "RunDirectory", last: "Status | None", *, pid: int | None, age: float | None
 ) -> tuple[str, str]:
-    """Return in a sentence how far the status is to be trusted, and its style."""
+    # A sentence on how current the status is, and its style.
     from distbelief.core import formatting  # noqa: PLC0415 -- start quickly
 
     old = "" if age is None else formatting.duration(age)
@@ -104,12 +106,12 @@ def _remark(
         how = f"failed: {last.error}" if last.error else how
         return f"{run.path}: {how}, {old} ago", "red" if last.error else "dim"
     if pid is None:
-        seen = "" if last is None else f"; last sign of life {old} ago"
-        text = f"{run.path}: not running, but never ended{seen}"
-        return f"{text}. Go on: distbelief train --resume {run.path}", "yellow"
+        seen = "" if last is None else f"; last status {old} ago"
+        text = f"{run.path}: not running, and did not end properly{seen}"
+        return f"{text}. To resume: distbelief train --resume {run.path}", "yellow"
     if age is None:
         return f"{run.path}: starting (process {pid}), no status yet", "dim"
     if age > STALE_SECONDS:
-        text = f"{run.path}: this is {old} old: process {pid} lives, but is silent"
-        return f"{text}. It may be stopped, or out of memory", "yellow"
+        text = f"{run.path}: this status is {old} old: process {pid} runs but does not update it"
+        return f"{text}. It may be stopped or out of memory", "yellow"
     return f"{run.path}: process {pid}, {old} old", "dim"

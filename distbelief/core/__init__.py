@@ -1,1 +1,1 @@
-"""Memory, files, units and formatting: what every other package may use."""
+"""Memory regions, files, units, signals and formatting, used by all other packages."""

@@ -1,8 +1,8 @@
-"""Writing files so that nobody ever reads half of one; what the disk says, explained.
+"""Atomic file writes, temporary directories that survive no crash, and explained I/O errors.
 
-A file is written into a directory of its own beside its place, forced to the disk, and
-renamed into its place. A process that dies half-way leaves the old file as it was, and
-its directory, which the next write beside it removes.
+A file is written into a draft directory beside its target, synced to disk, and renamed. A
+process that dies in between leaves the old file intact, and a draft directory that the next
+write to the same directory removes.
 """
 
 import errno
@@ -22,40 +22,30 @@ from safetensors import SafetensorError
 from distbelief.errors import StorageError
 
 
-# Temporary directories that do not outlive their process for long.
-#
-# The process that makes one holds a lock on it, which the kernel drops when the process
-# ends, however it ends. What nobody holds was left by a process that had no time to
-# remove it, and the next process removes it instead (`sweep`). Process ids would do less:
-# they are used again, and mean nothing in another container that sees the same files.
-
+# The process that makes a temporary directory holds a lock on it, which the kernel releases
+# when the process ends, however it ends. An unlocked one was left by a process that was
+# killed, and the next process removes it (`sweep`). Process ids would not do: they are reused,
+# and mean nothing in another container that sees the same files.
 _PREFIX: Final = "distbelief-scratch-"
 
 
 @final
 class Scratch:
-    """A new directory that only this user may enter; made by `make`.
-
-    Attributes:
-        path: Where it is.
-        held: Descriptor of its lock. A child process that inherits it holds the
-            directory as well.
-    """
+    """A temporary directory that only this user may enter; created by `make`."""
 
     def __init__(self, path: Path, *, held: int) -> None:
         self.path = path
+        # Descriptor of the lock. A child process that inherits it holds the lock too.
         self.held = held
 
     @classmethod
     def make(cls, *, root: Path | None = None, name: str | None = None) -> Self:
-        """Make one, after those that killed processes left are removed.
+        """Make a directory, by default in the system's temporary directory, with a new name.
 
-        Args:
-            root: Where to; by default the directory for temporary files.
-            name: Its name; by default one of its own.
+        Directories that killed processes left are removed first.
 
         Raises:
-            StorageError: it cannot be made.
+            StorageError: the directory cannot be made.
         """
         root = Path(tempfile.gettempdir()) if root is None else root
         if name is None:
@@ -65,13 +55,12 @@ class Scratch:
         try:
             draft.mkdir(mode=0o700)
             held = lock(draft)
-            draft.rename(path)  # it has its name once it is locked
+            draft.rename(path)  # only now can `sweep` find it, and it is locked
         except OSError as error:
             raise StorageError(f"cannot make {path}: {error.strerror}") from error
         return cls(path, held=held)
 
     def remove(self) -> None:
-        """Remove it with all that is in it; nothing happens the second time."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.held >= 0:
             os.close(self.held)
@@ -80,10 +69,10 @@ class Scratch:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a new directory that only this user may enter; it is gone at the end.
+    """Yield a temporary directory that is removed at the end.
 
     Raises:
-        StorageError: it cannot be made.
+        StorageError: the directory cannot be made.
     """
     made = Scratch.make()
     try:
@@ -93,11 +82,7 @@ def scratch() -> Iterator[Path]:
 
 
 def sweep(pattern: str, *, root: Path) -> list[Path]:
-    """Remove what this user has of such names, and no living process holds.
-
-    Returns:
-        What was removed.
-    """
+    """Remove this user's paths that match and that no process has locked; return them."""
     return sorted(path for path in root.glob(pattern) if remove_if_free(path))
 
 
@@ -105,7 +90,7 @@ def lock(path: Path) -> int:
     """Return a descriptor that holds the lock of `path` until it is closed.
 
     Raises:
-        OSError: the path is gone, or somebody else holds it.
+        OSError: the path does not exist, or another process holds the lock.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -118,7 +103,7 @@ def lock(path: Path) -> int:
 
 
 def remove_if_free(path: Path) -> bool:
-    """Remove a file or directory of this user, unless a living process holds it."""
+    """Remove a file or directory of this user, unless a process holds its lock."""
     try:
         held = lock(path)
     except OSError:
@@ -134,12 +119,11 @@ def remove_if_free(path: Path) -> bool:
     return not path.exists()
 
 
-TEMPORARY: Final = ".tmp"
-"""End of the names of directories, and of files, that are being written."""
+TEMPORARY: Final = ".tmp"  # suffix of files and directories that are being written
 
 _DRAFT: Final = ".distbelief-draft-"
 
-_MENDS: Final = {
+_FIXES: Final = {
     errno.ENOSPC: "there is no space left: free some, then go on with --resume",
     errno.EDQUOT: "your quota is used up: free some space, then go on with --resume",
     errno.EFBIG: "the file would be too large for this disk or its limits (ulimit -f)",
@@ -151,54 +135,51 @@ _MENDS: Final = {
 
 
 def explained(error: OSError, path: Path, *, doing: str) -> StorageError:
-    """Return `error` as what the user should read: the path, why, and the mend."""
-    why = _MENDS.get(error.errno or 0) or error.strerror or str(error)
+    """Return `error` as a message for the user: the path, the reason and the fix."""
+    why = _FIXES.get(error.errno or 0) or error.strerror or str(error)
     return StorageError(f"cannot {doing} {path}: {why}")
 
 
 @final
 class LineFile:
-    """Lines at the end of a file. What cannot be written is dropped, never raised.
+    """Appends lines to a file. A line that cannot be written is dropped; nothing is raised.
 
     Args:
-        path: The file, made when first needed.
-        tell: Told once, in a sentence, that it cannot be written.
+        path: The file; created by the first line.
+        tell: Called once, with a message, when a line cannot be written.
     """
 
     def __init__(self, path: Path, *, tell: Callable[[str], object]) -> None:
         self._path = path
         self._tell = tell
-        self._told = False
+        self._has_reported = False
 
     def append(self, line: str) -> None:
-        """Add a line to the file, and hand it to the operating system."""
         try:
             with self._path.open("ab", buffering=0) as file:
                 file.write(f"{line}\n".encode(errors="backslashreplace"))
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._has_reported:
+                self._has_reported = True
                 self._tell(str(explained(error, self._path, doing="write")))
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace the file at `path`, whole or not at all.
+    """Replace the file at `path` atomically.
 
     Raises:
-        StorageError: it cannot be; the old file is as it was.
+        StorageError: the file cannot be written; the old one is unchanged.
     """
     write_by(path, lambda temporary: temporary.write_bytes(content))
 
 
 def write_by(path: Path, fill: Callable[[Path], object]) -> None:
-    """Replace the file at `path` by what `fill` writes to the path it is given.
-
-    A device or a pipe (/dev/null) is written to as it is: a file in its place would be
-    found by every other program.
+    """Replace the file at `path` atomically by what `fill` writes to the path it gets.
 
     Raises:
-        StorageError: it cannot be; the old file is as it was.
+        StorageError: the file cannot be written; the old one is unchanged.
     """
+    # A device or a pipe (/dev/null) is written directly, never replaced by a file.
     if path.exists() and not (path.is_file() or path.is_dir()):
         try:
             fill(path)
@@ -217,10 +198,7 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _draft_beside(path: Path) -> Iterator[Path]:
-    """Yield where to write what will be renamed to `path`.
-
-    In a directory, which can be locked: what fills the file may replace it.
-    """
+    # The lock is on a directory: `fill` may replace the file, and a lock on it would be lost.
     for left in path.parent.glob(f"{_DRAFT}*{TEMPORARY}"):
         remove_if_free(left)
     folder, held = _locked_draft(path.parent)
@@ -233,23 +211,22 @@ def _draft_beside(path: Path) -> Iterator[Path]:
 
 
 def _locked_draft(parent: Path) -> tuple[Path, int | None]:
-    """Make a directory, and lock it; there are disks on which nothing can be locked."""
     while True:
         folder = parent / f"{_DRAFT}{secrets.token_hex(8)}{TEMPORARY}"
         folder.mkdir(mode=0o700)
         try:
             return folder, lock(folder)
         except (BlockingIOError, FileNotFoundError):
-            continue  # swept before it was locked
-        except OSError:
+            continue  # another process removed it before it was locked
+        except OSError:  # some file systems have no locks
             return folder, None
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file that nobody else may read, not even for a moment.
+    """Replace a file atomically; no other user can read it at any time.
 
     Raises:
-        StorageError: it cannot be; the old file is as it was.
+        StorageError: the file cannot be written; the old one is unchanged.
     """
 
     def fill(draft: Path) -> None:
@@ -261,11 +238,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, and those above it that are missing, for good.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a directory and its missing parents, and sync them to disk (or raise OSError)."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -273,17 +246,13 @@ def make_directory(path: Path) -> None:
 
 
 def of_safetensors(error: SafetensorError) -> OSError:
-    """Return the disk's error, of which safetensors tells in words only."""
+    """Return the operating system's error; safetensors has its number only in the text."""
     number = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(number[1]) if number else errno.EIO, str(error))
 
 
 def force(path: Path) -> None:
-    """Have the disk hold what the operating system holds for this file or directory.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """Sync a file or directory to disk with fsync, or raise OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Misspelt words: what may have been meant."""
+"""Numbers as text, the same on the screen, in logs and in tables; spelling suggestions."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,29 +6,25 @@ from difflib import get_close_matches
 from typing import Final
 
 
-# Figures in words, the same everywhere: screen, plain lines, final table.
-#
-# What was not measured is a dash, never a zero.
-
-DASH: Final = "-"
+DASH: Final = "-"  # a value that was not measured; never shown as zero
 
 _SHARES: Final = frozenset({"accuracy", "top5"})
 _SHARE: Final = "_share"
-_COMMANDS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def harmless(text: str) -> str:
-    """Return it without what a terminal would obey; line ends and tabs stay."""
-    return _COMMANDS.sub("?", text)
+    """Replace control characters of terminals by "?"; line ends and tabs stay."""
+    return _CONTROL.sub("?", text)
 
 
 def is_share(metric_name: str) -> bool:
-    """Return whether this metric is a share, to be shown in percent."""
+    """Return whether this metric is shown in percent."""
     return metric_name in _SHARES
 
 
 def metric(value: float | None, name: str) -> str:
-    """Return "39.8 %" for shares, else four digits."""
+    """Return "39.8 %" for shares, else about three digits."""
     if value is None:
         return DASH
     return f"{value:.1%}".replace("%", " %") if is_share(name) else figure(value)
@@ -100,9 +96,9 @@ def staleness(mean: float | None, p95: float | None) -> str:
 
 
 def named(figures: Mapping[str, float]) -> list[str]:
-    """Return figures of an algorithm's own: "gradient norm 0.0123", "backups 12".
+    """Return metrics with their names: "gradient norm 0.0123", "backups 12".
 
-    One whose name ends in "share" is shown as such: "computing 94 %".
+    A name that ends in "_share" is shown in percent: "computing 94 %".
     """
     shown = []
     for name, value in figures.items():
@@ -120,6 +116,7 @@ def role(name: str) -> str:
     return name.replace("-", " ")
 
 
+# Names that other libraries use. `get_close_matches` cannot guess them from the spelling.
 SYNONYMS: Final = {
     "lr": "learning_rate",
     "eta": "learning_rate",
@@ -146,11 +143,10 @@ SYNONYMS: Final = {
     "network": "model",
     "output_dir": "directory",
 }
-"""What others call a thing, and what it is called here: letters alone do not tell."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the sentence that helps whoever wrote `word` instead of a known one."""
+    """Return a hint for an unknown word: "Did you mean 'n_push'?", or all known words."""
     known, word = list(known), word.lower()
     if SYNONYMS.get(word) in known:
         return f"Did you mean '{SYNONYMS[word]}'?"

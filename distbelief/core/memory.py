@@ -1,10 +1,9 @@
-"""Memory that a role owns and may lend to the other roles of its host.
+"""Memory regions that roles on one host share, and the settings of the allocator.
 
-A role asks its driver for named regions. The ZeroMQ driver backs them by mapped
-files, the simulated driver by arrays; both hand out the same bytes to whoever attaches.
-The role that created a region owns it and releases it; a name is never used twice in a
-run (it carries the owner's name and incarnation). Whoever reads what another writes
-checks a version before and after (`parameter_server.published`).
+A role asks its driver for named regions. The ZeroMQ driver maps files, the simulated driver
+uses arrays; every role that attaches to a region sees the same bytes. The role that creates
+a region owns it and releases it. A name is used once per run: it contains the owner's name
+and incarnation. Concurrent readers check a version (`parameter_server.shared_vector`).
 """
 
 import ctypes
@@ -18,16 +17,13 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, MemoryGoneError
 
 
-# How this process asks the system for memory: large blocks are kept, not given back.
-#
-# A step allocates as many bytes of gradients as the model has, and frees them. The C
-# library maps blocks beyond 32 MiB from the system and unmaps them each time, and trims
-# what lies free at the end of the heap; then every page is zeroed by the kernel and
-# faulted in anew, step after step. For 42 million parameters that is 34,000 page faults
-# and a quarter of the processor time of a step of 64 samples. Kept, the memory is no more
-# at its peak; only it does not shrink in between.
+# Every step allocates and frees gradients of the size of the model. By default, glibc maps
+# blocks beyond 32 MiB from the system, unmaps them on free, and trims the heap, so the kernel
+# zeroes and faults in every page again in each step. For 42 million parameters that is 34,000
+# page faults and a quarter of the processor time of a step of 64 samples. Keeping the memory
+# does not raise the peak; it only stops the process from shrinking in between.
 
-# malloc.h of glibc
+# Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
@@ -37,22 +33,22 @@ _M_ARENA_MAX: Final = -8
 _INT_MAX: Final = 2**31 - 1
 _TOP_PAD_BYTES: Final = 1 << 26
 
+# For processes that only send and receive: blocks of messages are kept, vectors are not.
+# glibc's own threshold also rises to this value, once a block of that size is freed.
 KEPT_BYTES_MAX: Final = 1 << 25
-"""For who only sends and receives: blocks of messages are kept, vectors are not.
-As much as glibc would come to by itself, once a block of that size has been freed."""
 
 
 def keep_memory(*, block_bytes_max: int | None = None) -> bool:
-    """Let the C library keep what is freed, for the rest of this process's life.
+    """Make the C library keep freed memory until this process ends.
 
-    Call before there are threads: one arena serves them all, so that what one of them
-    frees another can have.
+    Call it before threads start: they then share one arena, so that one thread can reuse
+    memory that another has freed.
 
     Args:
-        block_bytes_max: Larger blocks are given back at once; None keeps them all.
+        block_bytes_max: Larger blocks are returned at once; None keeps all of them.
 
     Returns:
-        Whether it does: only glibc can be told.
+        Whether it worked: it needs glibc.
     """
     if sys.platform != "linux":
         return False
@@ -74,18 +70,15 @@ _ALIGNMENT_BYTES = 64
 
 
 class Memory(Protocol):
-    """What a driver lends its roles."""
+    """The memory that a driver provides to its roles."""
 
     @property
     def host(self) -> str:
-        """Roles whose `host` is equal can attach to each other's regions.
-
-        The empty string means that nothing can be shared (block messages are used).
-        """
+        """Roles with the same `host` can attach to each other's regions; "" shares nothing."""
         ...
 
     def create(self, name: str, *, n_bytes: int) -> Region:
-        """Return a new zeroed region; raise `StorageError` if there is no room."""
+        """Return a new zeroed region; raise `StorageError` if there is no space."""
         ...
 
     def attach(self, name: str) -> Region:
@@ -93,27 +86,26 @@ class Memory(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Give up a region created or attached here; unknown names are ignored."""
+        """Release a region created or attached here; unknown names are ignored."""
         ...
 
     def disown(self, name: str) -> None:
-        """Forget a region created here; who has attached it keeps it until released.
+        """Forget a region created here; roles that have attached it keep it.
 
-        Nobody else finds it any more. For what a role that is taken for gone may still
-        have in use.
+        For a region that a role may still use although it is considered lost.
         """
         ...
 
     def retire(self, values: Vector) -> None:
-        """The lease on `values` has ended: nobody may rely on them any more.
-
-        The simulated driver fills them with NaN, so that a late reader is caught.
-        """
+        """Mark `values` as no longer valid; the simulated driver fills them with NaN."""
         ...
 
 
 class PrivateMemory:
-    """Regions of one process, in a dictionary; `retire` poisons if asked to."""
+    """Regions of one process, in a dictionary.
+
+    With `poison`, retired and released values become NaN, so that a late reader fails.
+    """
 
     def __init__(self, *, host: str = "here", poison: bool = False) -> None:
         self._host = host
@@ -122,14 +114,13 @@ class PrivateMemory:
 
     @property
     def host(self) -> str:
-        """Return the name given at construction."""
         return self._host
 
     def create(self, name: str, *, n_bytes: int) -> Region:
-        """Return a new zeroed region."""
         if name in self._regions:
             raise LocalProtocolError(f"region {name!r} exists already")
-        # numpy aligns to 16 bytes; how a sum is split, and its last bits, depend on it.
+        # numpy aligns to 16 bytes only. How a kernel splits a sum, and so its last bits,
+        # depends on the alignment; 64 bytes give the same result in every run.
         storage = np.zeros(n_bytes + 64, np.uint8)
         begin = -storage.ctypes.data % 64
         region = storage[begin : begin + n_bytes]
@@ -137,23 +128,19 @@ class PrivateMemory:
         return region
 
     def attach(self, name: str) -> Region:
-        """Return a region created earlier."""
         try:
             return self._regions[name]
         except KeyError:
             raise MemoryGoneError(f"no region {name!r} on host {self._host!r}") from None
 
     def release(self, name: str) -> None:
-        """Forget the region; whoever holds the array still may look at it."""
         region = self._regions.pop(name, None)
         if region is not None and self._poison:
             region.fill(0xFF)  # as float32 or float64: NaN
 
     def disown(self, name: str) -> None:
-        """Forget the region; whoever holds the array goes on with it."""
         self._regions.pop(name, None)
 
     def retire(self, values: Vector) -> None:
-        """Fill `values` with NaN if this memory poisons."""
         if self._poison:
             values.fill(np.nan)

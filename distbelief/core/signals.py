@@ -1,9 +1,4 @@
-"""Ctrl+C, SIGTERM and SIGHUP: caught while a job runs, so that it ends in good order.
-
-SIGHUP comes when the terminal is closed. From then on each write to it is an error, so
-standard input, output and error are led elsewhere. A process that ignores SIGHUP
-(nohup) goes on doing so.
-"""
+"""Signal handlers: Ctrl+C, SIGTERM and SIGHUP (the terminal was closed) end a job cleanly."""
 
 import errno
 import os
@@ -27,31 +22,29 @@ REASONS: Final = {
     signal.SIGHUP: "the terminal was closed (SIGHUP)",
 }
 
-ABANDONED: Final = signal.SIGUSR1
-"""The fork server sends it to its children when the supervisor is gone."""
+ABANDONED: Final = signal.SIGUSR1  # from the fork server to its children: supervisor lost
 
 
 @final
-class Caught:
-    """Signals caught so far, and whom to tell."""
+class CaughtSignals:
+    """The first signal caught, and the callback for every signal."""
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
         self.tell: Callable[[signal.Signals], None] = _ignore
 
     def catch(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal, and tell of it."""
         is_first = self.number is None
         self.number = self.number or signal.Signals(number)
         if number == signal.SIGHUP:
             leave_terminal()
             if not is_first:
-                return  # shell and kernel both send it: that is no second request
+                return  # shell and kernel both send SIGHUP: not a second request to stop
         self.tell(signal.Signals(number))
 
 
 def leave_terminal() -> None:
-    """Let nothing read from, or write to, a terminal that is gone."""
+    """Redirect standard streams to /dev/null if their terminal is closed: writes would fail."""
     for descriptor in (0, 1, 2):
         try:
             termios.tcgetattr(descriptor)
@@ -63,12 +56,10 @@ def leave_terminal() -> None:
 
 
 def _ignore(_number: signal.Signals) -> None:
-    """Nobody is there to be told yet."""
+    pass
 
 
 class _Terminated(KeyboardInterrupt):
-    """A signal that ends this, while nobody else handles it."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = signal.Signals(number)
@@ -76,29 +67,29 @@ class _Terminated(KeyboardInterrupt):
 
 def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
     if number == signal.SIGHUP:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it may come twice
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it may arrive twice
         leave_terminal()
     raise _Terminated(number)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this in good order, as Ctrl+C does."""
-    taken = _untaken() if _is_main_thread() else []
-    for number in taken:
+    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl+C does, so that cleanup code runs."""
+    replaced = _with_default_handler() if _is_main_thread() else []
+    for number in replaced:
         signal.signal(number, _terminate)
     try:
         yield
     except _Terminated as ending:
         raise SystemExit(EXIT_CODES[ending.number]) from None
     finally:
-        for number in taken:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a closed terminal
+        for number in replaced:
+            # `_terminate` set SIG_IGN if the terminal was closed; that must stay.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def _untaken() -> list[signal.Signals]:
-    """Return which of them would end this process at once."""
+def _with_default_handler() -> list[signal.Signals]:
     numbers = (signal.SIGTERM, signal.SIGHUP)
     return [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]
 
@@ -109,7 +100,7 @@ def _is_main_thread() -> bool:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Have the same handlers afterwards, whatever a library thinks that we need."""
+    """Restore the signal handlers at the end: some libraries replace them."""
     if not _is_main_thread():
         yield
         return
@@ -122,9 +113,9 @@ def handlers_kept() -> Iterator[None]:
 
 
 @contextmanager
-def caught_signals() -> Iterator[Caught]:
-    """Catch Ctrl+C, SIGTERM and SIGHUP, if this is the thread that can."""
-    caught = Caught()
+def caught_signals() -> Iterator[CaughtSignals]:
+    """Catch Ctrl+C, SIGTERM and SIGHUP; does nothing outside the main thread."""
+    caught = CaughtSignals()
     if not _is_main_thread():
         yield caught
         return
@@ -139,5 +130,5 @@ def caught_signals() -> Iterator[Caught]:
     finally:
         for number, handler in before.items():
             is_closed = number == caught.number == signal.SIGHUP
-            # What is still to be written is not to be ended by another one.
+            # After a closed terminal, a second SIGHUP must not interrupt the final writes.
             signal.signal(number, signal.SIG_IGN if is_closed else handler)

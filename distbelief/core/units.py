@@ -1,9 +1,7 @@
-"""Quantities with units, as a job file writes them: "2 s", "4 GiB", "1 Gbit/s".
+"""Quantities with units, as in a job file: "2 s", "4 GiB", "1 Gbit/s".
 
-The set of units is closed, and a bare number is refused: nobody has to remember
-whether a key counts seconds or milliseconds. Inside the program a time is a float of
-seconds, a size an int of bytes, a rate a float of bytes per second, and how fast a
-machine computes a float of floating point operations per second.
+A number without a unit is rejected. Inside the program a time is a float in seconds, a size
+an int in bytes, a rate a float in bytes per second, and computing speed a float in FLOP/s.
 
     time    us  ms  s  min  h  d
     bytes   B  kB  MB  GB  TB  (powers of 1000)    KiB  MiB  GiB  TiB  (of 1024)
@@ -66,10 +64,10 @@ _TEXT_MAX = 64
 def parse(value: object, dimension: Dimension) -> float:
     """Return a quantity in seconds, bytes, bytes per second or FLOP/s.
 
-    The result is the float nearest to what was written, and never negative.
+    The result is the nearest float, and never negative.
 
     Raises:
-        JobFileError: what is wrong with `value`, and how to mend it.
+        JobFileError: `value` is not a quantity of this dimension; says how to fix it.
     """
     example = _EXAMPLES[dimension]
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
@@ -95,7 +93,7 @@ def parse(value: object, dimension: Dimension) -> float:
 
 
 def show(quantity: float, dimension: Dimension) -> str:
-    """Return text that `parse` reads back as exactly `quantity`, short if possible."""
+    """Return a short text that `parse` reads back as exactly `quantity`."""
     for unit in _SHOWN[dimension]:
         count = Decimal(quantity) / UNITS[dimension][unit]
         whole = f"{count:.0f} {unit}"
@@ -108,5 +106,5 @@ def _unknown_unit(value: str, unit: str, dimension: Dimension) -> str:
     known = ", ".join(UNITS[dimension])
     ignoring_case = [u for u in UNITS[dimension] if u.lower() == unit.lower()]
     near = ignoring_case or get_close_matches(unit, UNITS[dimension], n=1)
-    mend = f"Did you mean '{near[0]}'? " if near else ""
-    return f"\"{value}\" has the unknown unit '{unit}'. {mend}Known: {known}"
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    return f"\"{value}\" has the unknown unit '{unit}'. {hint}Known: {known}"

@@ -1,16 +1,13 @@
-"""Writes in a thread of its own: whoever answers others must not wait for a file.
+"""A background thread that writes files and terminal output, so that roles never block on them.
 
-    who answers              the thread
-      | write(job) ------->  |  job(), one after the other
-      | renew(key, job) -->  |  of those of one key only the newest
+    caller                   thread
+      | write(job) ------->  |  runs the jobs in order
+      | renew(key, job) -->  |  replaces a waiting job of the same key
 
-A disk that hangs, or a terminal that nobody reads, holds up this thread alone. Rules:
-
-* Before `start`, and once `close` is over, a job is done at once by who hands it over.
-* At most `n_waiting_max` jobs wait. What comes beyond is dropped and counted, and the
-  count is told as soon as jobs are done again.
-* `close` waits for all that was handed over, but not for ever. If the thread hangs
-  then, it goes on when it can, and takes what is handed over still later.
+* Before `start` and after `close`, the caller runs its job itself.
+* At most `n_waiting_max` jobs wait. More are dropped and counted; the count is reported when
+  the thread runs jobs again.
+* `close` waits a limited time. A thread that hangs then continues when it can.
 """
 
 import threading
@@ -28,13 +25,13 @@ Job = Callable[[], object]
 
 @final
 class Writer:
-    """One thread, and what it is to write.
+    """A writer thread and its queue of jobs.
 
     Args:
-        name: Of the thread.
-        tell: Told, in the thread, what was dropped, and what a job has raised that
-            should have told of it itself.
-        n_waiting_max: Jobs that may wait.
+        name: Name of the thread.
+        tell: Called in the thread with a message about dropped jobs, and about exceptions
+            that a job has not handled itself.
+        n_waiting_max: Length of the queue.
     """
 
     def __init__(
@@ -44,39 +41,39 @@ class Writer:
         self._tell = tell
         self._n_waiting_max = n_waiting_max
         self._changed = threading.Condition()
-        self._waiting: dict[str | int, Job] = {}  # in the order in which they are done
-        self._n_handed = 0
+        self._waiting: dict[str | int, Job] = {}  # in the order in which they run
+        self._n_written = 0
         self._n_dropped = 0
         self._n_raised = 0
         self._closing = False
-        self._thread: threading.Thread | None = None  # as long as it takes jobs
+        self._thread: threading.Thread | None = None  # None if it takes no jobs
 
     def start(self) -> None:
-        """Start the thread; it may be started again once it has ended."""
+        """Start the thread; possible again after it has ended."""
         with self._changed:
             self._closing = False
             if self._thread is None:
-                # A daemon: a write that hangs must not keep the process from exiting.
+                # A daemon thread: a write that hangs must not keep the process from exiting.
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
 
     def write(self, job: Job) -> None:
-        """Do this after all that was handed over before."""
+        """Run this job after all earlier ones."""
         with self._changed:
-            self._n_handed += 1
-            if self._is_taken(self._n_handed, job):
+            self._n_written += 1
+            if self._is_taken(self._n_written, job):
                 return
         job()
 
     def renew(self, key: str, job: Job) -> None:
-        """Do this in place of the last one of this key, if that still waits."""
+        """Run this job; it replaces a waiting job of the same key."""
         with self._changed:
             if self._is_taken(key, job):
                 return
         job()
 
     def close(self, *, seconds_max: float = CLOSE_SECONDS_MAX) -> bool:
-        """Wait for all that was handed over; return whether it is done."""
+        """Wait for all jobs; return whether they have all run."""
         with self._changed:
             thread, self._closing = self._thread, True
             self._changed.notify()
@@ -96,10 +93,10 @@ class Writer:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ the thread
+    # --- the thread ---
 
     def _is_taken(self, key: str | int, job: Job) -> bool:
-        """Let the job wait, or drop it; return False if there is no thread."""
+        # False if there is no thread: then the caller runs the job.
         if self._thread is None:
             return False
         if key not in self._waiting and len(self._waiting) >= self._n_waiting_max:
@@ -115,11 +112,12 @@ class Writer:
                 job()
             except Exception:  # noqa: BLE001 -- a bug must not end all writing
                 self._n_raised += 1
-                if self._n_raised & (self._n_raised - 1) == 0:  # no flood
+                # Report the 1st, 2nd, 4th, 8th, ... so that the log is not flooded.
+                if self._n_raised & (self._n_raised - 1) == 0:
                     trace = traceback.format_exc()
                     self._tell(f"not written, {self._n_raised} so far: {trace}")
             del job
-            self._tell_dropped()
+            self._report_dropped()
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -130,9 +128,9 @@ class Writer:
                 self._changed.wait()
             return self._waiting.pop(next(iter(self._waiting)))
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         with self._changed:
             n_dropped, self._n_dropped = self._n_dropped, 0
         if n_dropped:
             noun = "line was" if n_dropped == 1 else "lines were"
-            self._tell(f"{n_dropped:,} {noun} dropped: writing has taken too long")
+            self._tell(f"{n_dropped:,} {noun} dropped: writing takes too long")

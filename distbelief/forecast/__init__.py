@@ -1,1 +1,1 @@
-"""Predicts speed and progress of a job on a cluster, by simulating it."""
+"""Forecasts: speed and progress of a job on a cluster, by simulating the job."""

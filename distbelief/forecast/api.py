@@ -1,8 +1,8 @@
-"""`simulate`: what a job would do on a cluster, without having one.
+"""The forecast API: `simulate` predicts how a job would run on a cluster.
 
-The roles are those of `distbelief train`, and so is the supervisor; gradients are real,
-time is virtual. What work takes is measured on this host (`rates`), and carried over to
-the cluster's machines by their speed.
+The roles and the supervisor are those of `distbelief train`. Gradients are real, time is
+virtual. The cost of work is measured on this host (`calibration`) and scaled by the speed of
+the cluster's machines.
 """
 
 import os
@@ -29,75 +29,55 @@ N_SEEDS_MAX: Final = 1000
 
 @final
 class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be simulated.
-
-    Attributes:
-        job: Path of the job file.
-        overrides: "TABLE.KEY=VALUE", as for `train`.
-        axes: What is varied.
-        cluster: Name or path of a cluster; None: this host.
-        machines: How many of its machines there are; None: all.
-        suggests: Whether the best configuration is looked for.
-        seeds: Of the runs of each variant.
-        trace: Where the timeline of the first run is written.
-        measures: Whether work takes what it takes on this host, measured if need be;
-            else what the roles say it costs, at the speed of the cluster's machines.
-        priced: Whether nothing is computed: times and bytes are all that is wanted.
-    """
+    """The simulations that a user asks for."""
 
     job: Path | Job
-    overrides: tuple[str, ...] = ()
-    axes: tuple[Axis, ...] = ()
-    cluster: str | None = None
-    machines: int | None = None
-    suggests: bool = False
-    seeds: tuple[int, ...] = (0,)
-    trace: Path | None = None
+    overrides: tuple[str, ...] = ()  # "TABLE.KEY=VALUE", as for `train`
+    axes: tuple[Axis, ...] = ()  # the sweep
+    cluster: str | None = None  # name or path; None: this host
+    machines: int | None = None  # number of machines of the cluster; None: all
+    suggests: bool = False  # search for the best configuration
+    seeds: tuple[int, ...] = (0,)  # one run of each variant per seed
+    trace: Path | None = None  # file for the timeline of the first run
+    # True: cost of work as measured on this host. False: cost as computed by the roles.
     measures: bool = True
-    priced: bool = False
+    priced: bool = False  # times and bytes only: the model is not run
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         if not 1 <= len(self.seeds) <= N_SEEDS_MAX:
-            raise JobError(f"--seeds {len(self.seeds)}: use 1 to {N_SEEDS_MAX} runs of each")
+            raise JobError(f"--seeds {len(self.seeds)}: use 1 to {N_SEEDS_MAX}")
         if min(self.seeds) < 0:
             raise JobError(f"--seed {min(self.seeds)}: use 0 or more")
         if self.machines is not None and self.machines < 1:
             raise JobError(f"--machines {self.machines}: use 1 or more")
         if self.trace is not None and (self.axes or self.suggests):
             raise JobError(
-                f"--trace {self.trace}: of which configuration? Leave --sweep and --suggest out"
+                f"--trace {self.trace} needs a single configuration: leave out --sweep and "
+                "--suggest"
             )
         if self.suggests and self.machines is None:
-            raise JobError(
-                "--suggest: within how many machines? Give --machines, for example --machines 16"
-            )
+            raise JobError("--suggest needs a number of machines: add for example --machines 16")
 
 
 @final
 class TimelineResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of the timeline that was wished for.
+    """Whether the timeline of a run was written."""
 
-    Attributes:
-        n_spans_lost: Pieces of work that did not fit into it.
-        error: Why it could not be written, if it could not.
-    """
-
-    n_spans_lost: int
-    error: StorageError | None
+    n_spans_lost: int  # pieces of work that did not fit
+    error: StorageError | None  # why it could not be written
 
 
 @final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """The result of `simulate`.
 
     Attributes:
-        job: As in the file, with what was set.
-        cluster: Its name.
-        constants: Name, value and origin of every figure it rests on.
-        variants: All that were run, in order.
-        best: The one to be suggested, if one was asked for.
-        drawn: Of the timeline; None if none was wished for.
+        job: The job of the first variant.
+        cluster: The cluster's name.
+        constants: Name, value and origin of every constant of the model.
+        variants: All variants, in order.
+        best: The suggested variant, if a suggestion was asked for.
+        drawn: The timeline; None if none was asked for.
     """
 
     job: Job
@@ -105,10 +85,10 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str, str], ...]
     variants: tuple[Variant, ...]
     best: Variant | None = None
-    drawn: TimelineResult | None = None
+    timeline: TimelineResult | None = None
 
 
-def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
+def simulate(  # noqa: PLR0913 -- public API: all but the first are options
     job: Job | str | os.PathLike[str],
     *,
     cluster: str | None = None,
@@ -120,25 +100,24 @@ def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
     suggest: bool = False,
     priced: bool = False,
 ) -> Forecast:
-    """Return what a job would do on a cluster.
+    """Forecast how a job would run on a cluster.
 
     Args:
         job: A job, or the path of a job file.
-        cluster: Name of one that comes along, or path of a cluster file; by default
-            this host.
-        seed: Of the first run.
-        seeds: How many runs of each variant, to see how far they lie apart.
+        cluster: Name of a built-in cluster, or path of a cluster file; default: this host.
+        seed: Seed of the first run.
+        seeds: Number of runs of each variant, to see the variation.
         overrides: "TABLE.KEY=VALUE", as for `train`.
         sweep: Values by key ("cluster.replicas"): all combinations are run.
-        machines: How many machines of the cluster there are.
-        suggest: Whether to look for the best configuration within `machines`.
-        priced: Whether times and bytes are all that is wanted: nothing is computed.
+        machines: Number of machines of the cluster that may be used.
+        suggest: Search for the best configuration within `machines`.
+        priced: Simulate times and bytes only, without running the model.
 
     Raises:
-        JobError: the job cannot be run, or the cluster cannot hold it.
+        JobError: the job cannot be run, or does not fit the cluster.
     """
     axes = axes_of([f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()])
-    wish = SimulationRequest(
+    request = SimulationRequest(
         job=job if isinstance(job, Job) else Path(job),
         overrides=tuple(overrides),
         axes=tuple(axes),
@@ -148,73 +127,69 @@ def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
         seeds=tuple(range(seed, seed + seeds)),
         priced=priced,
     )
-    return run_request(wish, console=Console(quiet=True))
+    return run_request(request, console=Console(quiet=True))
 
 
-def run_request(wish: SimulationRequest, *, console: Console) -> Forecast:
-    """Run everything that is wished for.
+def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
+    """Run all simulations of a request.
 
     Raises:
-        JobError: something in it cannot be had.
-        StorageError: there is no room for its timeline.
+        JobError: the job, cluster or sweep is not valid.
+        StorageError: the disk has no space for the timeline.
     """
-    axes = wish.axes
-    if wish.suggests and not axes:
-        assert wish.machines is not None
-        axes = tuple(usual_axes(wish.machines))
+    axes = request.axes
+    if request.suggests and not axes:
+        assert request.machines is not None
+        axes = tuple(usual_axes(request.machines))
     chosen = list(combinations(axes))
-    jobs = [_job(wish, settings) for settings in chosen]
-    hosts = HostCosts(wish.cluster, machines=wish.machines, measures=wish.measures)
-    if wish.priced:
-        check_learns_nothing(jobs[0], suggests=wish.suggests)
-    if wish.trace is not None:
-        check_place(wish.trace)
-    n_runs = len(chosen) * len(wish.seeds)
-    with Preparation() as staging, WaitProgress(console, n_runs=n_runs) as waiting:
+    jobs = [_job(request, settings) for settings in chosen]
+    hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
+    if request.priced:
+        check_learns_nothing(jobs[0], suggests=request.suggests)
+    if request.trace is not None:
+        check_place(request.trace)
+    n_runs = len(chosen) * len(request.seeds)
+    with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
         trials = [
             Trial.of(
-                staging.stage(job),
-                hosts.hosting(job, tell=waiting.say),
+                preparation.stage(job),
+                hosts.hosting(job, tell=progress.say),
                 settings,
-                priced_by=staging if wish.priced else None,
+                priced_by=preparation if request.priced else None,
             )
             for job, settings in zip(jobs, chosen, strict=True)
         ]
-        # Whether all of them fit is known before the first one has taken its time.
-        planned = [(trial, _planned(wish, trial)) for trial in trials]
-        tried = [_tried(wish, trial, variant, waiting) for trial, variant in planned]
-    variants = tuple(variant for variant, _ in tried)
+        # Check that all variants fit before the first of the long runs.
+        planned = [(trial, _planned(request, trial)) for trial in trials]
+        ran = [_run_trial(request, trial, variant, progress) for trial, variant in planned]
+    variants = tuple(variant for variant, _ in ran)
     best = None
-    if wish.suggests:
-        assert wish.machines is not None
-        best = best_of(variants, n_machines=wish.machines)
+    if request.suggests:
+        assert request.machines is not None
+        best = best_of(variants, n_machines=request.machines)
     return Forecast(
         job=jobs[0],
         cluster=hosts.cluster.name,
         constants=hosts.constants,
         variants=variants,
         best=best,
-        drawn=next((drawn for _, drawn in tried if drawn is not None), None),
+        timeline=next((timeline for _, timeline in ran if timeline is not None), None),
     )
 
 
-def _job(wish: SimulationRequest, settings: Mapping[str, str]) -> Job:
-    if isinstance(wish.job, Job):
-        if settings or wish.overrides:
-            raise JobError("a job that is no file cannot be varied: give the path of its file")
-        return wish.job
-    overrides = [*wish.overrides, *(f"{key}={v}" for key, v in settings.items())]
-    return load_job(wish.job, overrides=overrides)
+def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
+    if isinstance(request.job, Job):
+        if settings or request.overrides:
+            raise JobError("a Job object cannot be varied: give the path of a job file")
+        return request.job
+    overrides = [*request.overrides, *(f"{key}={v}" for key, v in settings.items())]
+    return load_job(request.job, overrides=overrides)
 
 
-def _planned(wish: SimulationRequest, trial: Trial) -> Variant:
-    """Return a variant before it is run; a suggestion does without those that cannot.
-
-    Raises:
-        JobError: the machines do not hold it.
-    """
-    if wish.suggests:
-        return trial.variant(machines=wish.machines)
+def _planned(request: SimulationRequest, trial: Trial) -> Variant:
+    # A suggestion skips variants that do not fit; otherwise they are an error.
+    if request.suggests:
+        return trial.variant(machines=request.machines)
     variant = trial.variant()
     if variant.left_out is not None:
         with_what = f"with {trial.name}: " if trial.settings else ""
@@ -222,33 +197,28 @@ def _planned(wish: SimulationRequest, trial: Trial) -> Variant:
     return variant
 
 
-def _tried(
-    wish: SimulationRequest, trial: Trial, variant: Variant, waiting: WaitProgress
+def _run_trial(
+    request: SimulationRequest, trial: Trial, variant: Variant, progress: WaitProgress
 ) -> tuple[Variant, TimelineResult | None]:
-    """Run a variant with every seed, unless it is left out.
-
-    Returns:
-        The variant, and what came of its timeline.
-    """
     if variant.left_out is not None:
-        for _ in wish.seeds:
-            waiting.end()
+        for _ in request.seeds:
+            progress.end()
         return variant, None
-    outcomes, drawn = [], None
-    for index, seed in enumerate(wish.seeds):
-        draws = wish.trace is not None and not index
-        ended = trial.run(seed=seed, waiting=waiting, keeps_spans=draws)
-        if draws and wish.trace is not None:
-            drawn = _drawn(wish.trace, ended.ledger)
+    outcomes, timeline = [], None
+    for index, seed in enumerate(request.seeds):
+        keeps_timeline = request.trace is not None and not index
+        ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
+        if keeps_timeline and request.trace is not None:
+            timeline = _write_timeline(request.trace, ended.work_log)
         outcomes.append(ended.outcome)
-    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), drawn
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), timeline
 
 
-def _drawn(path: Path, ledger: WorkLog) -> TimelineResult:
-    """Write a timeline; if that fails the figures of the run are there all the same."""
+def _write_timeline(path: Path, work_log: WorkLog) -> TimelineResult:
+    # The results of a long run must not be lost because its timeline cannot be written.
     error = None
     try:
-        write_trace(path, ledger)
+        write_trace(path, work_log)
     except StorageError as refused:
         error = refused
-    return TimelineResult(n_spans_lost=ledger.lost_spans, error=error)
+    return TimelineResult(n_spans_lost=work_log.lost_spans, error=error)

@@ -1,10 +1,10 @@
-"""Measures the rates of a job: a program that several processes run at once.
+"""Calibration: measures the costs of a job's work on this host, in several processes at once.
 
-    python -m distbelief.forecast.calibration FOLDER INDEX
+    python -m distbelief.forecast.calibration FOLDER INDEX N_PROCESSES
 
-It runs the job of FOLDER/job.json with one replica in virtual time, times every piece
-of work, and writes what it has found to FOLDER/INDEX.json. It begins when all others
-are ready, so that all of them compute at once.
+Each process runs the job in FOLDER/job.json with one replica in virtual time, times every
+piece of work, and writes the costs to FOLDER/INDEX.json. The processes start together, so
+that all cores are busy: a single busy core would be faster than the cores of a real job.
 """
 
 import math
@@ -47,10 +47,7 @@ from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
 
 
-# Every figure that a forecast rests on, in words, with where it is from.
-
-Constant = tuple[str, str, str]
-"""Name, value, origin."""
+Constant = tuple[str, str, str]  # name, value and origin of a constant of the forecast
 
 _DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
     "flops": "compute",
@@ -64,7 +61,7 @@ _DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
 
 
 def constants_of(cluster: Cluster) -> list[Constant]:
-    """Return the figures of a cluster, one row each; of equal machines once."""
+    """Return the constants of a cluster; equal machines are listed once."""
     rows: list[Constant] = []
     for machine, group in groupby(cluster.machines):
         count = len(list(group))
@@ -138,8 +135,7 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-SECONDS: Final = 8.0
-"""Of one measurement; the first part warms up."""
+SECONDS: Final = 8.0  # of one measurement, with the warm-up
 
 N_EVENTS_MAX: Final = 10**9
 READY_SECONDS_MAX: Final = 120.0
@@ -157,7 +153,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(job: Job, *, n_processes: int) -> Rates:
-    """Measure the rates of a job, in so many processes at once.
+    """Measure the costs of a job in `n_processes` processes at once.
 
     Raises:
         JobError: the job cannot be run.
@@ -165,7 +161,7 @@ def measure(job: Job, *, n_processes: int) -> Rates:
     with scratch() as path:
         (path / "job.json").write_bytes(_alone(job).to_json())
         command = [sys.executable, "-m", "distbelief.forecast.calibration", str(path)]
-        # They are killed, and what they have written goes with this folder.
+        # The processes are killed at the end; their temporary files are in this folder.
         environment = {**os.environ, "TMPDIR": str(path)}
         workers = [
             subprocess.Popen(  # noqa: S603 -- our own program
@@ -177,17 +173,17 @@ def measure(job: Job, *, n_processes: int) -> Rates:
             for index in range(n_processes)
         ]
         try:
-            said = [worker.communicate()[0].decode(errors="replace") for worker in workers]
+            outputs = [worker.communicate()[0].decode(errors="replace") for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
-        found = [_read(path / f"{i}.json", text) for i, text in enumerate(said)]
+        found = [_read(path / f"{i}.json", text) for i, text in enumerate(outputs)]
     return _together(found)
 
 
 def _alone(job: Job) -> Job:
-    """Return the job with one replica, that ends never."""
+    # One replica, and no end: the measurement stops it.
     cluster = msgspec.structs.replace(job.cluster, replicas=1, shard_copies=1)
     return msgspec.structs.replace(
         job,
@@ -197,9 +193,9 @@ def _alone(job: Job) -> Job:
     )
 
 
-def _read(path: Path, said: str) -> _Found:
+def _read(path: Path, output: str) -> _Found:
     if not path.is_file():
-        raise JobError(f"the job's work could not be measured; it said:\n{said[-2000:]}")
+        raise JobError(f"the cost of the job's work cannot be measured:\n{output[-2000:]}")
     return msgspec.json.decode(path.read_bytes(), type=_Found)
 
 
@@ -240,23 +236,23 @@ def _usual(found: Sequence[MessageCosts]) -> MessageCosts:
     return MessageCosts(**{name: median(f[name] for f in figures) for name in figures[0]})
 
 
-# --------------------------------------------------------------------- the program
+# --- the program ---
 
 
 def main(folder: str, index: int, n_processes: int) -> int:
-    """Measure, and write what was found; return the process's exit status."""
+    """Measure, write the costs, and return the exit status."""
     path = Path(folder)
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()
     try:
-        with Preparation() as staging:
-            staged = staging.stage(job)
-            # The clock of many threads goes on while nobody computes.
+        with Preparation() as preparation:
+            prepared = preparation.stage(job)
+            # With several threads only wall-clock time shows what work takes.
             watch = (
                 Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
             )
             builders = costed(
-                staged.builders(), staged.kinds, adapt=watch.adapt, handled=watch.handled
+                prepared.builders(), prepared.kinds, adapt=watch.adapt, handled=watch.handled
             )
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
@@ -273,7 +269,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
-    layout = staged.layout
+    layout = prepared.layout
     found = _Found(
         work=watch.work,
         waits=watch.waits,
@@ -286,13 +282,12 @@ def main(folder: str, index: int, n_processes: int) -> int:
 
 
 def begun_in(simulation: SimulatedCluster) -> bool:
-    """Return whether training has begun."""
     supervisor = simulation.role(SUPERVISOR)
     return supervisor.status()[1]["samples"] > 0
 
 
 def _meet(path: Path, index: int, n_processes: int) -> None:
-    """Wait until all are here, though not for ever: one may have failed."""
+    # Wait until all processes are ready, but for a limited time: one may have failed.
     (path / f"{index}.ready").touch()
     deadline = time.perf_counter() + READY_SECONDS_MAX
     while time.perf_counter() < deadline:

@@ -1,4 +1,14 @@
-"""Times the work of roles, and how they handle events, piece by piece."""
+"""Measured costs: times the work of roles, events and messages on this host, and stores them.
+
+    replica  replica:step      seconds per floating point operation
+             replica:push      seconds per byte
+    shard    shard:apply       seconds per byte
+    replica Computed apply     seconds per event of this kind, in the role's own thread
+    message, work, timer       seconds of a core for each (`MessageCosts`)
+
+The results are stored in ~/.cache/distbelief. On another machine, costs in operations scale
+with its computing speed, and costs in bytes with its memory rate.
+"""
 
 import hashlib
 import math
@@ -46,22 +56,9 @@ from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-# What the events of a process take of the processors of this host, role apart.
-#
-#     message      a small one, from where it is sent to where it is handled: both ends,
-#                  their threads of input and output as well
-#     work         a piece of work handed to a lane, done, and answered
-#     timer        set, and fired
-#     latency      of a message: what it takes beside that, for threads have to wake up
-#     wake         until a thread that slept has a core again, while all are taken
-#     begins       from where work is handed to a lane to where the lane begins it
-#     answers      from where it has done that to where its process handles the answer
-#
-# The last two are by the clock, less what they take of a core: two threads of a process
-# wake each other, and wait for the interpreter, each time.
-# Real nodes with roles that do next to nothing are timed; no job is. What is of a core is
-# timed between pieces of work that go through as much memory as the job's: these take
-# the caches, and code that finds nothing of its own there takes several times as long.
+# Messages, executors and timers are timed with real nodes whose roles do almost nothing. Core
+# time is measured between pieces of work that flush the caches as the job's work does: with
+# cold caches the same code takes several times as long.
 
 N_EVENTS: Final = 200
 N_WARM_EXCHANGES: Final = 30
@@ -69,43 +66,35 @@ N_SLEEPS: Final = 200
 SLEEP_SECONDS: Final = 2e-3
 WAIT_SECONDS_MAX: Final = 10.0
 N_HANDED: Final = 200
-CHILL_BYTES_MAX: Final = 3 << 20  # more than a core has caches to itself
+CHILL_BYTES_MAX: Final = 3 << 20  # more than the private caches of a core
 _MATRIX: Final = 1024
 _SMALL_MATRIX: Final = 256
 
 
 @final
 class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """See above; the first three are seconds of a core."""
+    """Costs of messages, executors and timers; the first three in seconds of a core."""
 
-    message: Seconds
-    work: Seconds
+    message: Seconds  # of a small message, both ends with their I/O threads
+    work: Seconds  # of passing work to an executor and handling its result
     timer: Seconds
-    latency: Seconds
-    wake: Seconds
-    begins: Seconds
-    answers: Seconds
+    latency: Seconds  # of a message, without the core time
+    wake: Seconds  # until a sleeping thread gets a core while all are busy
+    begins: Seconds  # until an executor begins its work, without core time
+    answers: Seconds  # until a process handles the result, without core time
 
 
 @final
 class CacheFlush:
-    """Work that takes the caches of its core from others.
-
-    Args:
-        n_bytes: That it goes through, up to what leaves others nothing.
-
-    Attributes:
-        seconds: Of a core, that it has taken so far.
-    """
+    """Work that flushes the caches of its core, by going through `n_bytes`."""
 
     def __init__(self, n_bytes: int) -> None:
-        self.seconds: Seconds = 0.0
+        self.seconds: Seconds = 0.0  # core time so far
         side = math.isqrt(min(n_bytes, CHILL_BYTES_MAX) // 12)  # of three matrices
         self._matrix = torch.zeros(side, side)
 
     def __call__(self) -> None:
-        """Go through it once."""
-        torch.get_num_threads()  # what is set for all is a thread's once it has asked
+        torch.get_num_threads()  # makes the setting of the process effective in this thread
         begun = time.thread_time()
         torch.mm(self._matrix, self._matrix)
         self.seconds += time.thread_time() - begun
@@ -113,12 +102,7 @@ class CacheFlush:
 
 @final
 class CountingRole:
-    """A role that counts its events, and does again what it was asked to do.
-
-    Args:
-        again: Returns that.
-        chill: Done before each.
-    """
+    """A role that counts its events, and repeats the action `again` after each one."""
 
     accepts: Final = ALL_MESSAGES
 
@@ -131,7 +115,6 @@ class CountingRole:
         self._chill = chill
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Count, and do it again if more is wanted."""
         if not isinstance(event, Received | Computed | TimerFired):
             return ()
         chilled = isinstance(event, Computed) and event.name == "chill"
@@ -141,29 +124,22 @@ class CountingRole:
         return [self._again(now)] if self.n < self.n_wanted else ()
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return nothing of interest."""
         return "counting", {}
 
 
 @final
 class WorkingRole:
-    """A role that has short work done, now and then.
-
-    Attributes:
-        begun: How long each piece waited for its lane.
-        answered: How long each waited to be handled.
-    """
+    """A role with short work from time to time."""
 
     accepts: Final = ALL_MESSAGES
 
     def __init__(self) -> None:
-        self.begun: list[Seconds] = []
-        self.answered: list[Seconds] = []
+        self.begun: list[Seconds] = []  # waiting times for the executor
+        self.answered: list[Seconds] = []  # waiting times of results
         self._matrix = torch.zeros(_SMALL_MATRIX, _SMALL_MATRIX)
         self._asked_at = self._begun_at = self._done_at = 0.0
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Have it done; ask anew when both threads have slept."""
         if isinstance(event, Computed) and event.name == "work":
             self.begun.append(self._begun_at - self._asked_at)
             self.answered.append(time.perf_counter() - self._done_at)
@@ -174,7 +150,6 @@ class WorkingRole:
         return ()
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return nothing of interest."""
         return "handing", {}
 
     def _work(self) -> None:
@@ -184,11 +159,7 @@ class WorkingRole:
 
 
 def measure_messages(n_bytes: int) -> MessageCosts:
-    """Measure everything.
-
-    Args:
-        n_bytes: That a piece of the job's work goes through: its parameters.
-    """
+    """Measure all message costs; `n_bytes` is the memory that a piece of work goes through."""
     chill = CacheFlush(n_bytes)
     with _one_thread():
         work, at_once = (_turns(partial(_work, each), each) for each in (chill, CacheFlush(0)))
@@ -209,7 +180,7 @@ def measure_messages(n_bytes: int) -> MessageCosts:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let work take the core of its own thread only, which is what `CacheFlush` sees."""
+    # `CacheFlush` measures the core time of its own thread only.
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -219,10 +190,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _messages(chill: CacheFlush | None) -> tuple[Seconds, Seconds]:
-    """Return what a message takes of cores, and how long it is on its way besides.
-
-    With `chill` it takes a piece of work as well, and how long it is tells nothing.
-    """
+    # Core time and latency of a message. With `chill`, the latency means nothing.
     with (
         scratch() as folder,
         _transport("one", folder) as one,
@@ -252,14 +220,12 @@ def _sending(to: str) -> Callable[[Seconds], Action]:
 
 
 def _cores_but(chill: CacheFlush | None) -> Seconds:
-    """Return what this process has taken of the cores, but for that work."""
     return time.process_time() - (chill.seconds if chill is not None else 0.0)
 
 
 def _talk(
     here: RoleRunner, there: RoleRunner, roles: Mapping[str, CountingRole], *, n_more: int
 ) -> None:
-    """Let both answer each other so often."""
     one, other = roles["one"], roles["other"]
     one.n_wanted = other.n_wanted = 1 << 62
     for _ in range(n_more):
@@ -284,13 +250,8 @@ def _timer(now: Seconds) -> Action:
 def _turns(
     again: Callable[[Seconds], Action], chill: CacheFlush, *, first: bool = False
 ) -> Seconds:
-    """Return what it takes of a core to be asked for something, and to answer.
-
-    Args:
-        again: Returns what is asked for.
-        chill: What this takes is not counted.
-        first: Whether it is done before each; then to hand it on is counted.
-    """
+    # Core time of one action and its event, without that of `chill`. With `first`, `chill`
+    # runs before each action, and passing it to the executor is included.
     role = CountingRole(again, chill if first else None)
     with (
         scratch() as folder,
@@ -304,7 +265,6 @@ def _turns(
 
 
 def _handing() -> tuple[Seconds, Seconds]:
-    """Return how long work waits for its lane, and its answer for the process."""
     role = WorkingRole()
     with (
         scratch() as folder,
@@ -323,10 +283,8 @@ def _turn(node: RoleRunner, role: CountingRole, *, n_more: int) -> None:
 
 
 def _wake() -> Seconds:
-    """Return how late a thread wakes up while another of its process computes.
-
-    Every core computes if as many processes do this as there are cores.
-    """
+    # How late a thread wakes up while another thread of its process computes. All cores are
+    # busy if as many processes do this as there are cores.
     ended = threading.Event()
     other = threading.Thread(target=_compute, args=(ended,), daemon=True)
     quiet = _lateness()
@@ -340,13 +298,13 @@ def _wake() -> Seconds:
 
 
 def _compute(ended: threading.Event) -> None:
-    matrix = torch.zeros(_MATRIX, _MATRIX)  # so large that little of it is Python's
+    matrix = torch.zeros(_MATRIX, _MATRIX)  # large, so that Python takes little of the time
     while not ended.is_set():
         torch.mm(matrix, matrix)
 
 
 def _lateness() -> Seconds:
-    """Return by how much a sleep is too long; of a poll, as nodes sleep."""
+    # How much longer than asked a sleep in a poll takes; nodes sleep in polls.
     one, other = socket.socketpair()
     one.settimeout(SLEEP_SECONDS)
     late = []
@@ -369,14 +327,11 @@ def _silent(level: str, text: str) -> None:
     del level, text
 
 
-# Which jobs do the same work, so that what one was measured to take holds for another.
-#
-# Jobs are alike by what their files say, and by the source of what they name: the same
-# factory may make another net today, or beside another job file.
-
-
 def job_key(job: Job) -> str:
-    """Return a hash of all that the time of a job's work depends on, but the host."""
+    """Return a hash of everything in a job that the cost of its work depends on.
+
+    It includes the source of the modules that the job names: a factory may change.
+    """
     task, cluster = job.task, job.cluster
     import_from(job)
     test = "" if task.test is None else task.test.factory
@@ -395,34 +350,17 @@ def job_key(job: Job) -> str:
 
 
 def _sources(named: Iterable[str]) -> list[str]:
-    """Return a hash of the source of each module that "MODULE:NAME" names."""
     modules = sorted({name.partition(":")[0] for name in named if ":" in name})
     return [_source(module) for module in modules]
 
 
 def _source(module: str) -> str:
-    with suppress(ImportError, ValueError, OSError):  # trying the job out tells of it
+    with suppress(ImportError, ValueError, OSError):  # the check of the job reports it
         spec = find_spec(module)
         if spec is not None and spec.origin is not None:
             return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
     return ""
 
-
-# How long the work of a job's roles takes on this host: measured, and kept.
-#
-#     replica  replica:step      seconds of each floating point operation asked for
-#              replica:push      seconds of each byte
-#     shard    shard:apply       seconds of each byte
-#     replica Computed apply     seconds of each such event, of the role's own thread
-#     message, work, timer       seconds of a core for each, role apart (`exchange`)
-#
-# What the parts of a job take is known best from doing them: the real roles run for a few
-# seconds in virtual time, with their real work, and every piece is timed. As many
-# processes as there are cores do so side by side, for a core computes faster, and memory
-# is nearer, while the others idle. What comes of it is kept in ~/.cache/distbelief.
-#
-# On another machine work takes as many times as long as that one is slower: what was
-# counted in operations by its speed, what was counted in bytes by its memory.
 
 VERSION: Final = 9
 
@@ -431,46 +369,29 @@ Unit = Literal["flops", "bytes", "times"]
 
 @final
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """How long one kind of work takes.
-
-    Attributes:
-        unit: What its cost is counted in.
-        seconds: Of each unit.
-        n: Pieces that were timed.
-        waiting: Besides, of each unit: seconds in which no core was at work.
-    """
+    """The measured cost of one kind of work."""
 
     unit: Unit
-    seconds: Seconds
-    n: int
-    waiting: Seconds = 0.0
+    seconds: Seconds  # per unit
+    n: int  # pieces timed
+    waiting: Seconds = 0.0  # per unit, in addition: no core is busy
 
 
 @final
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of one job on one host.
+    """The measured costs of one job on one host."""
 
-    Attributes:
-        work: By "KIND NAME by UNIT": of a role, of its work.
-        handling: Seconds that a role takes for an event, by "KIND LABEL", and by KIND
-            for those that never came; see `simulation.desk.label_of`.
-        exchange: What its process takes besides.
-        n_side_by_side: Processes that computed at once.
-        share: Of a core, that each of them had when it wanted one.
-        date: Of the measurement, ISO 8601.
-        version: Of what is measured, and how.
-    """
-
-    work: Mapping[str, Rate]
+    work: Mapping[str, Rate]  # by "KIND NAME by UNIT": role kind, name of the work
+    # Seconds per event, by "KIND LABEL" (`simulation.cpu.label_of`), and by KIND for others.
     handling: Mapping[str, Seconds]
     exchange: MessageCosts
-    n_side_by_side: int = 1
-    share: float = 1.0
-    date: str = ""
+    n_side_by_side: int = 1  # processes that measured at once
+    share: float = 1.0  # of a core that each of them got
+    date: str = ""  # ISO 8601
     version: int = VERSION
 
     def handling_of(self, kind: str) -> EventCost:
-        """Return what events take of a process that has this kind of role."""
+        """Return the cost of events for a process with this kind of role."""
         prefix = f"{kind} "
         seconds = {
             key.removeprefix(prefix): value + self._besides(key.removeprefix(prefix))
@@ -494,14 +415,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
                 return self.exchange.message
 
     def seconds_of(self, kind: str, asked: Compute) -> tuple[Unit, Seconds] | None:
-        """Return what this work takes here, and by what that would change."""
+        """Return the time of this work on this host, and the unit it depends on."""
         rate = self._rate_of(kind, asked)
         if rate is None:
             return None
         return rate.unit, rate.seconds * amount(asked.cost, rate.unit)
 
     def waiting_of(self, kind: str, asked: Compute) -> Seconds:
-        """Return for how long this work waits besides, on whatever machine."""
+        """Return the time that this work waits in addition, on any machine."""
         rate = self._rate_of(kind, asked)
         return 0.0 if rate is None else rate.waiting * amount(asked.cost, rate.unit)
 
@@ -512,11 +433,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mean_of(found: Sequence[Rates]) -> Rates:
-    """Return measurements of one job as one: work by pieces, the rest by halves.
-
-    Args:
-        found: At least one; the date is that of the last.
-    """
+    """Return the mean of several measurements of one job; work is weighted by its pieces."""
     work: dict[str, Rate] = {}
     for rates in found:
         for key, rate in rates.work.items():
@@ -542,23 +459,18 @@ def mean_of(found: Sequence[Rates]) -> Rates:
 
 
 def key_of(kind: str, name: str, unit: Unit) -> str:
-    """Return how a kind of work is called; numbers in names are of no account.
-
-    Work of one name may be counted in operations now and in bytes then.
-    """
+    """Return the key of a kind of work; digits in its name are ignored."""
     plain = "".join(letter for letter in name if not letter.isdigit())
     return f"{kind} {plain} by {unit}"
 
 
 def unit_of(cost: Cost) -> Unit:
-    """Return what a cost is best counted in."""
     if cost.flops > 0:
         return "flops"
     return "bytes" if cost.n_bytes > 0 else "times"
 
 
 def amount(cost: Cost, unit: Unit) -> float:
-    """Return how many of the unit it is."""
     match unit:
         case "flops":
             return cost.flops
@@ -569,15 +481,14 @@ def amount(cost: Cost, unit: Unit) -> float:
 
 
 def now() -> str:
-    """Return the date, for what is measured now."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-# ------------------------------------------------------------------------- keeping
+# --- storage ---
 
 
 def load_rates(job: Job) -> Rates | None:
-    """Return what was measured of such a job on this host before, if anything was."""
+    """Return the stored costs of such a job on this host, or None."""
     try:
         content = _path(job, this_host()).read_bytes()
         rates = msgspec.json.decode(content, type=Rates)
@@ -587,7 +498,7 @@ def load_rates(job: Job) -> Rates | None:
 
 
 def save_rates(job: Job, rates: Rates) -> None:
-    """Keep what was measured, where that can be; else it is measured again."""
+    """Store costs. If that fails, the next run measures again."""
     path = _path(job, this_host())
     with suppress(StorageError, OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -597,26 +508,19 @@ def save_rates(job: Job, rates: Rates) -> None:
 def _path(job: Job, host: Host) -> Path:
     what = f"{VERSION} {job_key(job)}"
     digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-    # Roles compute with as many threads as the job says, whatever this process does.
+    # Roles use the threads that the job sets, not those of this process.
     host = msgspec.structs.replace(host, n_threads=job.cluster.threads)
     return host.path.with_name(f"rates-{digest}-{host.path.stem[-8:]}.json")
 
 
-N_WARM: Final = 3
+N_WARM: Final = 3  # first pieces of each kind that do not count; at least this share:
 WARM_SHARE: Final = 0.25
-"""Of the pieces of one kind, that are not counted: caches fill, memory is fetched."""
-
-LAG: Final = 5.0
-"""Times as long as usual: then it was no work that took the time."""
-
+LAG: Final = 5.0  # a piece that takes so many times the median is an outlier
+# Of Linux: nanoseconds that this thread ran, and that it waited for a core.
 QUEUE: Final = Path("/proc/thread-self/schedstat")
-"""Of Linux: nanoseconds that this thread ran, that it waited for a core; and more."""
+WAITING_SHARE_MIN: Final = 0.2  # of the time of a kind of work: less is noise of the clocks
 
-WAITING_SHARE_MIN: Final = 0.2
-"""Of the time that a kind of work takes: less is what two clocks differ by."""
-
-Piece = tuple[Seconds, float]
-"""How long a piece of work took, and how many units it was."""
+Piece = tuple[Seconds, float]  # duration and units of a piece of work
 
 
 def _never() -> Seconds:
@@ -627,17 +531,10 @@ def _never() -> Seconds:
 class Stopwatch:
     """Times work and the handling of events.
 
-    By processor time, where one thread computes: what others take of the processors is
-    no property of the work. But a data set may wait for a disk, or for somebody else.
-
     Args:
-        clock: By which work is timed.
-        idle: For how long this thread has waited, of which that clock tells nothing.
-
-    Attributes:
-        work: Pieces by "KIND NAME by UNIT", and their unit.
-        waits: Of the data lane, how long those pieces waited besides.
-        handling: Seconds and number of events.
+        clock: Thread time by default: time that other programs take must not count.
+        idle: Total time for which this thread slept, which `clock` does not show. Data work
+            may wait for a disk.
     """
 
     def __init__(
@@ -653,7 +550,7 @@ class Stopwatch:
         self.handling: dict[str, tuple[Seconds, int]] = {}
 
     def adapt(self, kind: str, asked: Compute) -> Compute:
-        """Return the same work, timed; unless it is in vain."""
+        """Return the same work, timed."""
         unit, reads = unit_of(asked.cost), asked.lane is Executor.DATA
 
         def work() -> object:
@@ -676,7 +573,6 @@ class Stopwatch:
     def handled(
         self, kind: str, event: Event, handle: Callable[[], Sequence[Action]]
     ) -> Sequence[Action]:
-        """Let a role handle an event, timed."""
         begun = self._clock()
         actions = handle()
         seconds = self._clock() - begun
@@ -687,37 +583,28 @@ class Stopwatch:
 
 
 def warm(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the pieces after the first ones, if there are any."""
+    """Return the pieces after the warm-up."""
     n_cold = max(N_WARM, round(WARM_SHARE * len(pieces)))
     return pieces[n_cold:] or pieces
 
 
 def rate_of(pieces: Sequence[Piece]) -> Seconds:
-    """Return the seconds of a unit: of all pieces together, save for a few that lag.
-
-    Pieces of one kind may be of all sizes, and small ones take more for each unit.
-    """
+    """Return the mean seconds per unit of all pieces, without outliers."""
     usual = median(seconds / n for seconds, n in pieces)
     kept = [(s, n) for s, n in pieces if s / n <= LAG * usual] or pieces
     return sum(seconds for seconds, _ in kept) / sum(n for _, n in kept)
 
 
 def waiting_of(pieces: Sequence[Piece], *, besides: Seconds) -> Seconds:
-    """Return the seconds of a unit for which pieces have waited; 0 if that is nothing.
-
-    Args:
-        pieces: All of them: who waits now and then waits for a few only.
-        besides: What a unit takes otherwise.
-    """
+    """Return the mean waiting seconds per unit; 0 if they are negligible beside `besides`."""
     seconds = sum(seconds for seconds, _ in pieces) / sum(n for _, n in pieces)
     return seconds if seconds > WAITING_SHARE_MIN * (seconds + besides) else 0.0
 
 
 def idle() -> Seconds:
-    """Return for how long this thread has slept; only differences mean anything.
+    """Return how long this thread has slept; only differences have a meaning.
 
-    That is the time in which it neither computed nor stood in a queue for a core. Where
-    nobody tells of that queue no sleep is known of.
+    Sleep is time without computing and without waiting for a core; 0 where it is unknown.
     """
     with suppress(OSError):
         _, queued, _ = QUEUE.read_text().split()

@@ -1,8 +1,12 @@
-"""Which machines a job is simulated on: this host, machines like it, or a cluster.
+"""The machines on which a job is simulated, and the cost of its work on them.
 
-no --cluster          this host, as `train` would use it: all roles share its cores
---cluster here        as many machines like this one as --machines says
---cluster NAME, FILE  machines that somebody has written down
+no --cluster          this host, as `train` uses it: all roles share its cores
+--cluster here        --machines machines like this host
+--cluster NAME, FILE  a built-in cluster, or a cluster file
+
+On a cluster, each shard and each rank of a replica has a machine of its own (Dean et al. 2012,
+section 4: the parameter server is itself spread over machines). One more machine has the roles
+that compute little: supervisor, coordinator, evaluator.
 """
 
 import os
@@ -31,18 +35,8 @@ from distbelief.simulation.placement import Place, drawn_outages, options_for
 from distbelief.simulation.world import Builder
 
 
-# Where the roles of a job run: on machines of a cluster, each as fast as it is there.
-#
-# On this host, as `train` would have it, all roles share one machine and its cores. On a
-# cluster every machine of a replica and every shard has a machine of its own (Dean et al.
-# 2012, section 4: the parameter server is itself spread over machines), and one more has
-# what computes little: supervisor, coordinator, evaluator.
-
-VECTORS_OF_SHARD: Final = 4
-"""Values, state of the rule, two slots: how often a shard has its part in memory."""
-
-VECTORS_OF_REPLICA: Final = 4
-"""Values, gradients, what has accrued, what is being fetched."""
+VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers
+VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch buffer
 
 _FIRST: Final[Place] = 0
 
@@ -50,112 +44,85 @@ _FIRST: Final[Place] = 0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedCluster:
-    """A cluster, and what this host's work takes on it.
-
-    Attributes:
-        cluster: Its machines.
-        reference: A machine like the cores of this host, on which rates were measured.
-        rates: Measured here; None if the job's own costs are to be believed.
-        together: Whether all roles share the first machine.
-        budget: How many machines of the cluster the user lets the job have; None: all.
-    """
+    """A cluster on which the roles of a job are placed."""
 
     cluster: Cluster
-    reference: Machine
-    rates: Rates | None
-    together: bool
-    budget: int | None = None
+    reference: Machine  # one core of this host, on which the rates were measured
+    rates: Rates | None  # measured costs; None: the costs that the roles compute
+    together: bool  # all roles share the first machine
+    budget: int | None = None  # --machines; None: all
 
-    def placement(self, staged: PreparedJob) -> dict[Address, Place]:
-        """Return the machine of every role.
-
-        Raises:
-            JobError: there are not enough.
-        """
-        kinds = staged.kinds
+    def placement(self, prepared: PreparedJob) -> dict[Address, Place]:
+        """Return the machine of each role."""
+        kinds = prepared.kinds
         places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
         if self.together:
             return places
-        alone = [name for name in kinds if has_machine(name, kinds)]
-        alone.sort(key=lambda name: kinds[name] == "shard")  # the fastest compute most
-        n_needed = self.n_needed(staged)
+        alone = [name for name in kinds if has_own_machine(name, kinds)]
+        alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
+        n_needed = self.n_needed(prepared)
         if n_needed > len(self.cluster):
             larger = "raise --machines" if self.budget else "name a larger cluster"
             raise JobError(
-                f"{self._has()} the job takes {n_needed}: one for {count_of(staged)}, "
-                "and one for the supervisor and who else computes little. Lower "
-                f"[cluster] replicas, partitions or shards, or {larger}"
+                f"{self._has()} the job needs {n_needed}: one for {count_of(prepared)}, and one "
+                "for the supervisor and other small roles. Lower [cluster] replicas, "
+                f"partitions or shards, or {larger}"
             )
         places.update(dict.fromkeys(kinds, len(alone)))
         places.update({name: index for index, name in enumerate(alone)})
         return places
 
     def _has(self) -> str:
-        """Return how many machines there are, and who says so."""
         if self.budget is not None:
             return f"--machines {self.budget}:"
         return f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
 
-    def n_needed(self, staged: PreparedJob) -> int:
-        """Return how many machines a job takes."""
-        kinds = staged.kinds
+    def n_needed(self, prepared: PreparedJob) -> int:
+        """Return the number of machines that a job uses."""
+        kinds = prepared.kinds
         if self.together:
             return 1
-        return 1 + sum(has_machine(name, kinds) for name in kinds)
+        return 1 + sum(has_own_machine(name, kinds) for name in kinds)
 
-    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        """Return what the simulation is to be told of machines and links.
-
-        Raises:
-            JobError: the cluster cannot hold the job.
-        """
+    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+        """Return the options of the simulation."""
         try:
             options = options_for(
                 self.cluster,
-                self.placement(staged),
-                threads=staged.job.cluster.threads,
-                memory=memory_of(staged),
-                share_memory=staged.job.cluster.shared_memory,
+                self.placement(prepared),
+                threads=prepared.job.cluster.threads,
+                memory=memory_of(prepared),
+                share_memory=prepared.job.cluster.shared_memory,
             )
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
         if self.together and self.rates is not None:
-            options = _handling(options, self.rates, staged.kinds)
+            options = _handling(options, self.rates, prepared.kinds)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
 
     @property
     def loses_machines(self) -> bool:
-        """Whether machines of the cluster are gone now and then."""
+        """Whether the cluster has outages of machines."""
         cluster = self.cluster
         return any((cluster.failures, cluster.preemptions, cluster.trace))
 
-    def outages(self, staged: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
-        """Return when machines of the job are gone, within so many seconds.
-
-        That of the supervisor never is: it is where the user sits.
-
-        Raises:
-            JobError: the trace of the cluster ends earlier.
-        """
-        kinds = staged.kinds
+    def outages(self, prepared: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
+        """Return the outages of the job's machines within `horizon` seconds."""
+        kinds = prepared.kinds
+        # The supervisor's machine never fails: it is the user's own host.
         placement = {
             name: place
-            for name, place in self.placement(staged).items()
-            if has_machine(name, kinds)
+            for name, place in self.placement(prepared).items()
+            if has_own_machine(name, kinds)
         }
         try:
             return drawn_outages(self.cluster, placement, horizon=horizon, seed=seed)
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
-    def builders(self, staged: PreparedJob, *, scale: CostScale = ONE) -> dict[Address, Builder]:
-        """Return how to build the roles of a job, with the costs that were measured.
-
-        Args:
-            staged: The job.
-            scale: By what those costs are going to be multiplied.
-        """
-        builders = staged.builders()
+    def builders(self, prepared: PreparedJob, *, scale: CostScale = ONE) -> dict[Address, Builder]:
+        """Return the builders of a job's roles; the simulation multiplies costs by `scale`."""
+        builders = prepared.builders()
         if self.rates is None:
             return builders
         adapt: Adapt = partial(
@@ -165,13 +132,13 @@ class PlacedCluster:
             on_one_host=self.together,
             scale=scale,
         )
-        return costed(builders, staged.kinds, adapt=adapt)
+        return costed(builders, prepared.kinds, adapt=adapt)
 
 
 def _handling(
     options: ClusterOptions, rates: Rates, kinds: Mapping[Address, str]
 ) -> ClusterOptions:
-    """Return the host, on whose cores roles handle their events as well."""
+    # On one host, the handling of events uses the shared cores too.
     return replace(
         options,
         machines={
@@ -185,17 +152,17 @@ def _handling(
     )
 
 
-def has_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
+def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
     """Return whether a role has a machine of its own."""
     if kinds[name] == "machine":
         return not name.startswith("evaluator")
     return kinds[name] in {"replica", "shard"}
 
 
-def count_of(staged: PreparedJob) -> str:
-    """Return in words what needs machines of its own."""
-    cluster = staged.job.cluster
-    n_machines = staged.answer.n_machines
+def count_of(prepared: PreparedJob) -> str:
+    """Return a text that lists the roles with machines of their own."""
+    cluster = prepared.job.cluster
+    n_machines = prepared.preflight.n_machines
     per_replica = "" if n_machines is None else f" of {n_machines} machines"
     copies = "" if cluster.shard_copies == 1 else f" in {cluster.shard_copies} copies"
     replicas = f"{_each(cluster.replicas, 'replica')}{per_replica}"
@@ -206,11 +173,11 @@ def _each(n: int, noun: str) -> str:
     return f"the {noun}" if n == 1 else f"each of {n} {noun}s"
 
 
-def memory_of(staged: PreparedJob) -> dict[Address, float]:
-    """Return about how many bytes the vectors of each role take."""
-    layout, kinds = staged.layout, staged.kinds
+def memory_of(prepared: PreparedJob) -> dict[Address, float]:
+    """Return the approximate bytes of the vectors of each role."""
+    layout, kinds = prepared.layout, prepared.kinds
     itemsize = layout.dtype.itemsize
-    n_shards, n_split = layout.n_shards, staged.answer.n_machines or 1
+    n_shards, n_split = layout.n_shards, prepared.preflight.n_machines or 1
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
     bytes_of = {
         "shard": VECTORS_OF_SHARD * whole / n_shards,
@@ -230,16 +197,14 @@ def _at_cost(
     on_one_host: bool,
     scale: CostScale,
 ) -> Compute:
-    """Return the work with a cost that comes to the measured time on this host.
-
-    What was measured while all cores were at work holds as it is for this host. Only
-    elsewhere does it matter how much of it is memory's.
-    """
+    # Replace the cost of work by one that gives the measured time on this host. The time was
+    # measured with all cores busy, so it already includes the contention for memory here;
+    # on another machine the memory's part scales with its memory rate.
     found = rates.seconds_of(kind, asked)
     if found is None:
         return asked
     unit, seconds = found
-    if unit == "times":  # it takes as long as it took, whatever stands for the net
+    if unit == "times":  # the time does not depend on the size of the model: undo the scale
         seconds /= scale.data_bytes if asked.lane is Executor.DATA else scale.flops
     waiting = rates.waiting_of(kind, asked)
     if unit == "bytes" and not on_one_host:
@@ -249,29 +214,27 @@ def _at_cost(
     return msgspec.structs.replace(asked, cost=cost)
 
 
-N_HERE: Final = 64
-"""Machines like this one, if nobody says how many."""
+N_HERE: Final = 64  # machines of `--cluster here` without --machines
 
+# Between processes of this host: latency of a small message until it is measured, and bytes
+# per second.
 LOOPBACK_SECONDS: Final = 60e-6
 LOOPBACK_RATE: Final = 4e9
-"""Between processes of this host: of a small message, until it is measured; bytes."""
 
-
-SHARE_MIN: Final = 0.9
-"""Of a core: with less, others computed while the job's work was measured."""
+SHARE_MIN: Final = 0.9  # of a core; with less, other programs disturbed the measurement
 
 
 @final
 class HostCosts:
-    """Machines, and what a job's work takes on them.
+    """A cluster, and the measured costs of jobs on this host.
 
     Args:
-        name: Of a cluster, or its path; None: this host.
-        machines: How many of them; None: all.
-        measures: Whether what work takes is measured on this host.
+        name: Name or path of a cluster; None: this host.
+        machines: Number of its machines; None: all.
+        measures: Measure the cost of work on this host.
 
     Raises:
-        JobError: there is no such cluster, or it has fewer machines.
+        JobError: the cluster does not exist, or has fewer machines.
     """
 
     def __init__(self, name: str | None, *, machines: int | None, measures: bool) -> None:
@@ -282,13 +245,13 @@ class HostCosts:
         try:
             self.cluster = _cluster(name, machines)
         except GraphError as error:
-            name = name or HERE  # that of a file is in the error already
+            name = name or HERE
             why = str(error).removeprefix(f"{Path(name)}: ")
             raise JobError(f"--cluster {name}: {why}") from error
 
     @property
     def constants(self) -> tuple[tuple[str, str, str], ...]:
-        """Name, value and origin of every figure."""
+        """Name, value and origin of every constant."""
         rows = constants_of(self.cluster)
         if self._rates:
             n_kinds = sum(len(rates.work) for rates in self._rates.values())
@@ -296,7 +259,7 @@ class HostCosts:
             measured = f"measured on this host, {date}"
             share = min(rates.share for rates in self._rates.values())
             if share < SHARE_MIN:
-                measured += f", when others left {100 * share:.0f} % of each core"
+                measured += f", with only {100 * share:.0f} % of each core free"
             rows.append(("work of the roles", f"{n_kinds} kinds of it", measured))
             if self._together:
                 rows += _exchange_rows([*self._rates.values()][-1], measured)
@@ -305,11 +268,9 @@ class HostCosts:
         return tuple(rows)
 
     def hosting(self, job: Job, *, tell: Callable[[str], None]) -> PlacedCluster:
-        """Return the machines for a job; its work is measured if nobody has yet.
+        """Return the machines for a job; measures the cost of its work if it is not known.
 
-        Args:
-            job: The job.
-            tell: Told what is being done, if it takes long.
+        `tell` is called before a measurement.
 
         Raises:
             JobError: the job cannot be run.
@@ -331,7 +292,7 @@ class HostCosts:
         if key not in self._rates:
             known = load_rates(job)
             if known is None:
-                tell("Measuring what the job's work takes on this host")
+                tell("Measuring the cost of the job's work on this host")
                 known = measure(job, n_processes=os.cpu_count() or 1)
                 save_rates(job, known)
             self._rates[key] = known
@@ -348,18 +309,18 @@ def _cluster(name: str | None, machines: int | None) -> Cluster:
 
 
 def _exchange_rows(rates: Rates, origin: str) -> list[tuple[str, str, str]]:
-    words = {
+    labels = {
         "message": "core time of a message, both ends",
-        "work": "core time of handing on a piece of work",
+        "work": "core time to pass work to an executor",
         "timer": "core time of a timer",
-        "latency": "latency of a message besides",
-        "wake": "until a sleeper has one of the taken cores",
-        "begins": "until a lane begins what it is handed",
-        "answers": "until a process handles what its lane has done",
+        "latency": "latency of a message",
+        "wake": "until a sleeping thread gets a core, all busy",
+        "begins": "until an executor begins its work",
+        "answers": "until a process handles a result",
     }
     rows = [
-        (word, f"{1e6 * getattr(rates.exchange, name):.3g} us", origin)
-        for name, word in words.items()
+        (label, f"{1e6 * getattr(rates.exchange, name):.3g} us", origin)
+        for name, label in labels.items()
     ]
     handling = max(
         (seconds for key, seconds in rates.handling.items() if " " not in key), default=0.0
@@ -386,7 +347,6 @@ def this_host() -> Cluster:
 
 
 def _one_core() -> Machine:
-    """Return one core of this host."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

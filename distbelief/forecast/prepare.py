@@ -1,9 +1,9 @@
-"""Jobs made ready for virtual time: tried out in this process, their roles to be built.
+"""Prepared jobs: checked in this process, with builders for all their roles.
 
-`train` builds each role in a process of its own. Here all of them live in one, by the
-same builders, and share what none of them changes: the data sets, the file of initial
-values, the plan. A job that differs from an earlier one only in its cluster (replicas,
-shards) or in how often it fetches and pushes is not tried out again.
+`train` builds each role in a process of its own. Here the same builders put all roles into
+one process, where they share what none of them changes: data sets, initial values, plan. The
+check is not repeated for a job that differs only in its cluster (replicas, shards) or in how
+often it fetches and pushes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +32,11 @@ from distbelief.trainer import check_data, supervisor_config
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 
 
-# Roles as they are, save for what their work costs, or whether it is timed.
-
+# From the kind of a role and the work that it asks for to the work that is done instead.
 Adapt = Callable[[str, Compute], Compute]
-"""Given the kind of a role and what it asks for; returns what is done instead."""
 
+# From the kind of a role, an event and a call that handles it to the role's actions.
 Handled = Callable[[str, Event, Callable[[], Sequence[Action]]], Sequence[Action]]
-"""Given the kind of a role, an event and how it handles that; returns what it asks."""
 
 
 def _plainly(kind: str, event: Event, handle: Callable[[], Sequence[Action]]) -> Sequence[Action]:
@@ -49,7 +47,7 @@ def _plainly(kind: str, event: Event, handle: Callable[[], Sequence[Action]]) ->
 @final
 @dataclass(slots=True, kw_only=True)
 class CostedRole:
-    """A role whose work is looked at before it is done."""
+    """Wraps a role, to change the cost of its work or to measure it."""
 
     kind: str
     role: Role
@@ -61,7 +59,6 @@ class CostedRole:
         return self.role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
         handle = partial(self.role.handle, event, now)
         actions = self.handled(self.kind, event, handle)
         if not any(isinstance(action, Compute) for action in actions):
@@ -72,7 +69,6 @@ class CostedRole:
         ]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing."""
         return self.role.status()
 
 
@@ -83,7 +79,7 @@ def costed(
     adapt: Adapt,
     handled: Handled = _plainly,
 ) -> dict[Address, Builder]:
-    """Return builders of adapted roles; the supervisor, who computes nothing, stays."""
+    """Return builders of costed roles. The supervisor computes nothing and is not wrapped."""
 
     def build_with(name: Address, build: Builder) -> Builder:
         def build_it(memory: Memory) -> Role:
@@ -100,36 +96,25 @@ def costed(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedJob:
-    """A job that can be run in virtual time, any number of times.
-
-    Attributes:
-        job: The job.
-        answer: What was found when it was tried out.
-        layout: Of its tensors on its shards.
-        roster: Its roles, in order.
-        datasets: By table, shared by all roles.
-        plan: Path of the plan by which replicas are split; None if they are not.
-    """
+    """A job that can be simulated any number of times."""
 
     job: Job
-    answer: PreflightResult
+    preflight: PreflightResult
     layout: Layout
     roster: tuple[RosterEntry, ...]
-    datasets: Mapping[str, Dataset]
-    plan: str | None
+    datasets: Mapping[str, Dataset]  # by table of the job file; shared by all roles
+    plan: str | None  # path of the plan; None if replicas are not split
 
     @property
     def kinds(self) -> Mapping[Address, str]:
-        """The kind of every role, the supervisor among them."""
+        """The kind of each role, including the supervisor."""
         kinds = {Address(entry.name): str(entry.kind) for entry in self.roster}
         return {SUPERVISOR: "supervisor", **kinds}
 
     def config(self) -> SupervisorConfig:
-        """Return what its supervisor is told."""
-        return supervisor_config(self.job, self.answer)
+        return supervisor_config(self.job, self.preflight)
 
     def builders(self) -> dict[Address, Builder]:
-        """Return how to build every role."""
         config = self.config()
         algorithm = load(find(self.job.algorithm_name))
         builders: dict[Address, Builder] = {SUPERVISOR: lambda _: Supervisor(config)}
@@ -155,8 +140,8 @@ class PreparedJob:
         return build
 
     def _context(self, memory: Memory) -> BuildContext:
-        job, answer = self.job, self.answer
-        assert answer.task.train is not None
+        job, preflight = self.job, self.preflight
+        assert preflight.task.train is not None
         return BuildContext(
             task=job.task,
             layout=self.layout,
@@ -164,69 +149,68 @@ class PreparedJob:
             n_shards=job.cluster.shards,
             seed=job.evaluation.seed,
             memory=memory,
-            initials=answer.initials,
-            initial_file=answer.initial_file,
+            initials=preflight.initials,
+            initial_file=preflight.initial_file,
             evaluation_subset=job.evaluation.subset,
             threads=job.cluster.threads,
             shard_copies=job.cluster.shard_copies,
             plan=self.plan,
-            sample=answer.sample,
+            sample=preflight.sample,
             device=job.cluster.device,
-            n_train=answer.task.train.n_samples,
+            n_train=preflight.task.train.n_samples,
             datasets=self.datasets,
         )
 
 
 @final
 class Preparation:
-    """Makes jobs ready, and keeps what several of them have in common.
+    """Prepares jobs, and caches what several of them share.
 
-    A context manager: at its end its temporary files are gone.
+    A context manager: it removes its temporary files at the end.
     """
 
     def __init__(self) -> None:
         self._folder = Scratch.make()
-        self._answers: dict[bytes, tuple[PreflightResult, str]] = {}
+        self._preflights: dict[bytes, tuple[PreflightResult, str]] = {}
         self._datasets: dict[bytes, Dataset] = {}
         self._n_threads = torch.get_num_threads()
 
     def stage(self, job: Job) -> PreparedJob:
-        """Make a job ready.
+        """Check a job and prepare it for simulation.
 
         Raises:
-            JobError: it cannot be run.
+            JobError: the job cannot be run.
         """
         import_from(job)
         check_cluster(job)
-        answer, plan = self._answer(job)
-        check_data(job, answer)
-        layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
+        preflight, plan = self._preflight(job)
+        check_data(job, preflight)
+        layout = Layout.of(preflight.tensors, n_shards=job.cluster.shards, dtype=preflight.dtype)
         return PreparedJob(
             job=job,
-            answer=answer,
+            preflight=preflight,
             layout=layout,
-            roster=tuple(roster_of(job, n_machines=answer.n_machines)),
+            roster=tuple(roster_of(job, n_machines=preflight.n_machines)),
             datasets=self._data(job),
-            plan=None if answer.n_machines is None else plan,
+            plan=None if preflight.n_machines is None else plan,
         )
 
-    def _answer(self, job: Job) -> tuple[PreflightResult, str]:
-        """Try a job out, unless one was that cannot be told from it."""
+    def _preflight(self, job: Job) -> tuple[PreflightResult, str]:
         key = msgspec.json.encode((job.task, job.batch_size, _splits(job)))
-        if key not in self._answers:
+        if key not in self._preflights:
             prepare(job.data.train, table="data.train")
             if job.data.test is not None:
                 prepare(job.data.test, table="data.test")
-            stem = self._folder.path / f"job-{len(self._answers)}"
+            stem = self._folder.path / f"job-{len(self._preflights)}"
             plan = str(stem.with_suffix(".plan.json"))
-            question = PreflightRequest(
+            preflight_request = PreflightRequest(
                 job=msgspec.Raw(job.to_json()),
                 answer="",
                 initial_file=str(stem.with_suffix(".safetensors")),
                 plan=plan,
             )
-            self._answers[key] = answer_to(job, question), plan
-        return self._answers[key]
+            self._preflights[key] = answer_to(job, preflight_request), plan
+        return self._preflights[key]
 
     def _data(self, job: Job) -> dict[str, Dataset]:
         tables = {"data.train": job.data.train, "data.test": job.data.test}
@@ -241,7 +225,7 @@ class Preparation:
         return self._datasets[key]
 
     def __enter__(self) -> Self:
-        """Compute with one thread: so results depend on nothing but the job."""
+        # With one thread, results do not depend on the number of cores.
         self._n_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         return self
@@ -252,13 +236,12 @@ class Preparation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove temporary files."""
         torch.set_num_threads(self._n_threads)
         self._folder.remove()
 
 
 def _splits(job: Job) -> tuple[object, ...]:
-    """Return what decides how a replica is split over machines."""
+    # The keys that decide how a replica is split over machines.
     cluster = job.cluster
     if not cluster.is_split:
         return ()

@@ -1,7 +1,7 @@
-"""A run in virtual time as a picture for a trace viewer: who worked on what when.
+"""The report of a forecast: tables, JSON, and a timeline as a Chrome trace.
 
-For chrome://tracing and ui.perfetto.dev, like the timeline of a planned step
-(`program.timeline`): a process per role, with a row for each of its lanes.
+The timeline is for chrome://tracing and ui.perfetto.dev: one process per role, with one row
+for each of its executors.
 """
 
 import math
@@ -26,8 +26,6 @@ from distbelief.forecast.run import Span, WorkLog
 from distbelief.forecast.sweep import Variant
 from distbelief.roles.role import Address, Executor, Seconds
 
-
-# A forecast as a table for people, and as JSON for programs.
 
 Show = Callable[[float | None], str]
 
@@ -66,7 +64,7 @@ COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
 
 
 def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Table:
-    """Return one row per variant; the best one is marked."""
+    """Return a table with one row per variant; the best one is marked."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     keys = list(variants[0].settings)
     for key in keys:
@@ -97,12 +95,12 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
 
 
 def spread_text(spread: Spread | None, show: Show, *, n_runs: int) -> str:
-    """Return "12 (10 to 15)": the median, and between what most runs lie.
+    """Return "12 (10 to 15)": median, p10 and p90; with ", 3 of 5 runs" if some lack it.
 
     Args:
-        spread: Of the runs that have this figure; None if none has.
-        show: How the figure is written.
-        n_runs: How many runs there were; how many have it is told if not all do.
+        spread: Quantiles of the metric; None if no run has it.
+        show: Formats one value.
+        n_runs: Number of runs.
     """
     if spread is None:
         return formatting.DASH
@@ -116,12 +114,12 @@ def spread_text(spread: Spread | None, show: Show, *, n_runs: int) -> str:
 
 
 def details_of(variant: Variant) -> RenderableType:
-    """Return what a single configuration is told of besides: traffic, utilisation."""
+    """Return details of a single variant: why it ended, utilization, traffic, counters."""
     outcome = variant.outcomes[0]
     lines = [Text(f"ended: {outcome.error or outcome.ended}")]
     if outcome.utilisation:
         busy = ", ".join(f"{kind} {_share(share)}" for kind, share in outcome.utilisation.items())
-        lines.append(Text(f"at work: {busy}"))
+        lines.append(Text(f"utilization: {busy}"))
     if outcome.traffic:
         sent = ", ".join(
             f"{ends} {formatting.size(n_bytes)}" for ends, n_bytes in outcome.traffic.items()
@@ -145,7 +143,7 @@ def details_of(variant: Variant) -> RenderableType:
 
 
 def remarks_on(variants: Sequence[Variant]) -> list[str]:
-    """Return in words which runs failed, and what was not run, each reason once."""
+    """Return a line for each failed run, and for each reason to leave out variants."""
     lines = [
         f"{_settings_of(variant)}seed {run.seed} failed: {run.error}"
         for variant in variants
@@ -165,7 +163,7 @@ def _settings_of(variant: Variant) -> str:
 
 
 def constants_table(constants: Sequence[tuple[str, str, str]]) -> Table:
-    """Return every constant with its value and where it is from."""
+    """Return a table of all constants with their values and origins."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("constant", "value", "origin"):
         table.add_column(heading, overflow="fold")
@@ -182,7 +180,7 @@ def as_json(
     constants: Sequence[tuple[str, str, str]],
     best: Variant | None = None,
 ) -> str:
-    """Return all of it as JSON."""
+    """Return the forecast as JSON."""
     content = {
         "job": job.name,
         "cluster": cluster,
@@ -207,69 +205,67 @@ def _plain(variant: Variant) -> dict[str, object]:
 
 TraceEvent = dict[str, str | int | float | dict[str, str]]
 
-N_BYTES_TRIED: Final = 1 << 16
-"""Written to find out whether the disk takes anything; a timeline is often larger."""
+N_BYTES_TRIED: Final = 1 << 16  # written as a test whether the disk has space
 
 _ROWS: Final = {Executor.COMPUTE: 0, Executor.DATA: 1}
 
 
-def chrome_trace(ledger: WorkLog) -> list[TraceEvent]:
-    """Return the work of a run in the trace event format: to be written as JSON."""
+def chrome_trace(work_log: WorkLog) -> list[TraceEvent]:
+    """Return the work of a run in the Chrome trace event format."""
     roles: dict[Address, int] = {}
-    for span in ledger.spans:
+    for span in work_log.spans:
         roles.setdefault(span.role, len(roles))
     trace: list[TraceEvent] = []
     for role, number in roles.items():
         trace.append(_name("process_name", number, 0, role))
-        trace += [_name("thread_name", number, row, lane.value) for lane, row in _ROWS.items()]
+        trace += [
+            _name("thread_name", number, row, executor.value) for executor, row in _ROWS.items()
+        ]
     trace += [
         {
             "ph": "X",
             "pid": roles[span.role],
-            "tid": _ROWS[span.lane],
+            "tid": _ROWS[span.executor],
             "name": span.name,
             "cat": span.name.partition(":")[2] or span.name,
             "ts": (end - span.seconds) * 1e6,
             "dur": span.seconds * 1e6,
             "args": {"role": span.role},
         }
-        for span, end in zip(ledger.spans, ends_of(ledger.spans), strict=True)
+        for span, end in zip(work_log.spans, ends_of(work_log.spans), strict=True)
     ]
     return trace
 
 
 def ends_of(spans: Sequence[Span]) -> list[Seconds]:
-    """Return when each piece of work ended, as late as may be.
-
-    That a process was told of it is later, where processes have to wake up and have
-    events before it to handle; but a lane has one piece at a time, so each ended before
-    the next of its lane began.
-    """
+    """Return an upper bound for the time at which each piece of work ended."""
+    # `Span.ends` is when the process handled the result. The executor may have ended earlier:
+    # it does one piece at a time, so each ended before the next one began.
     begins: dict[tuple[Address, Executor], Seconds] = {}
     ends = []
     for span in reversed(spans):
-        lane = span.role, span.lane
-        end = min(span.ends, begins.get(lane, math.inf))
-        begins[lane] = end - span.seconds
+        executor = span.role, span.executor
+        end = min(span.ends, begins.get(executor, math.inf))
+        begins[executor] = end - span.seconds
         ends.append(end)
     return ends[::-1]
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place where no timeline can be written, before a long run and not after.
+    """Check, before a long run, that a timeline can be written to `path`.
 
     Raises:
-        JobError: it names the place.
-        StorageError: the disk takes nothing now.
+        JobError: the path is not writable.
+        StorageError: the disk has no space now.
     """
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise JobError(
-            f"--trace {path}: nothing can be written there: name a file, in a "
-            "directory that there is, and that you may write to"
+            f"--trace {path} cannot be written: name a file in an existing directory "
+            "that you may write to"
         )
     if path.exists() and not path.is_file():
-        return  # a device or a pipe would have been written to
+        return  # a test write to a device or a pipe would be visible there
     try:
         with tempfile.NamedTemporaryFile(
             dir=folder, prefix=f"{path.name}.", suffix=files.TEMPORARY
@@ -281,13 +277,13 @@ def check_place(path: Path) -> None:
         raise _refused(path, error) from error
 
 
-def write_trace(path: Path, ledger: WorkLog) -> None:
-    """Write the timeline of a run.
+def write_trace(path: Path, work_log: WorkLog) -> None:
+    """Write the timeline of a run as a Chrome trace.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
-    content = msgspec.json.encode({"traceEvents": chrome_trace(ledger)})
+    content = msgspec.json.encode({"traceEvents": chrome_trace(work_log)})
     try:
         files.write(path, content)
     except StorageError as error:
@@ -297,10 +293,10 @@ def write_trace(path: Path, ledger: WorkLog) -> None:
 
 
 def _refused(path: Path, error: OSError) -> StorageError:
-    """Return why nothing can be written; there is no run to go on with."""
+    # Not `files.explained`: its hint to use --resume is wrong here, there is no run.
     return StorageError(
-        f"--trace {path}: cannot write the timeline: {error.strerror or error}: mend "
-        "that, or name another place"
+        f"--trace {path}: cannot write the timeline: {error.strerror or error}: fix that, "
+        "or name another file"
     )
 
 

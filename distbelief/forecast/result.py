@@ -1,10 +1,10 @@
-"""What a run in virtual time came to, as figures; and how they vary over seeds.
+"""The result of a simulated run, and the spread of results over seeds.
 
-step time       of one replica: the time of training, over its share of the steps
-time to target  of training, until the rule of [stop] that asks for one was met; all of
-                it, if what is measured when it is over is the first to meet that rule
-utilisation     the share of the time in which its compute lane had work
-machine-hours   machines, times hours from the first process to the last
+step time       of one replica: training time divided by its share of the steps
+time to target  training time until the target of [stop] was met; the whole training time if
+                only the final evaluation met it
+utilization     share of the time in which the compute executor of a role had work
+machine-hours   machines times hours, from the first process to the last
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,89 +21,50 @@ from distbelief.supervisor.view import JobView, Point
 
 @final
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
-
-    Attributes:
-        seed: Of the simulation.
-        ended: Why it ended, in the supervisor's words.
-        error: Why it failed, if it did.
-        seconds: Virtual, of the whole job.
-        training_seconds: Since the first replica began to train.
-        n_machines: Of the cluster, that it took.
-        samples: Trained on, by all replicas.
-        steps: Of all replicas; of a job with a coordinator, iterations.
-        step_seconds: Of one replica; of one iteration.
-        samples_per_second: Mean over the time of training.
-        target_seconds: Of training, until the target was reached; None if it was not,
-            or none was asked for.
-        metric_name: What `metric` is.
-        metric: Held out, last measured.
-        held_out_loss: Likewise.
-        loss: Of training, last.
-        staleness_mean: In pushes.
-        staleness_p95: In pushes.
-        pushed_bytes: From replicas to shards.
-        fetched_bytes: From shards to replicas (and to the evaluator).
-        traffic: Bytes of messages, by kind of link.
-        utilisation: By kind of role.
-        machine_hours: See above.
-        pushes_lost: Acknowledged, and gone.
-        restarts: Of all roles.
-        n_messages: Delivered.
-        digest: Of the trace: equal runs have equal ones.
-        history: The curve.
-        figures: What else the algorithm counts, by name.
-    """
+    """The metrics of one simulated run."""
 
     seed: int
-    ended: str | None
-    error: str | None
-    seconds: Seconds
-    training_seconds: Seconds
-    n_machines: int
-    samples: int
-    steps: int
-    step_seconds: Seconds | None
-    samples_per_second: float | None
-    target_seconds: Seconds | None
+    ended: str | None  # stop reason of the supervisor
+    error: str | None  # why it failed
+    seconds: Seconds  # virtual, of the whole job
+    training_seconds: Seconds  # since the first replica began to train
+    n_machines: int  # of the cluster, used by the job
+    samples: int  # of all replicas
+    steps: int  # of all replicas; iterations of a job with a coordinator
+    step_seconds: Seconds | None  # of one replica; of one iteration
+    samples_per_second: float | None  # mean over the training time
+    target_seconds: Seconds | None  # None: not reached, or no target
     metric_name: str
-    metric: float | None
-    held_out_loss: float | None
-    loss: float | None
-    staleness_mean: float | None
+    metric: float | None  # last evaluation on held-out data
+    held_out_loss: float | None  # last evaluation on held-out data
+    loss: float | None  # last training loss
+    staleness_mean: float | None  # in pushes
     staleness_p95: float | None
-    pushed_bytes: int
-    fetched_bytes: int
-    traffic: Mapping[str, float]
-    utilisation: Mapping[str, float]
+    pushed_bytes: int  # from replicas to shards
+    fetched_bytes: int  # from shards to replicas and the evaluator
+    traffic: Mapping[str, float]  # bytes of messages, by the kinds of the two roles
+    utilisation: Mapping[str, float]  # by kind of role
     machine_hours: float
-    pushes_lost: int
-    restarts: int
-    n_messages: int
-    digest: str
+    pushes_lost: int  # acknowledged, then lost
+    restarts: int  # of all roles
+    n_messages: int  # delivered
+    digest: str  # of the trace: equal runs have equal digests
     history: tuple[Point, ...] = ()
-    figures: Mapping[str, float] = {}
+    figures: Mapping[str, float] = {}  # other metrics of the algorithm
 
 
 @final
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure over several seeds.
-
-    Attributes:
-        p10: A tenth of the runs has less.
-        p50: The median.
-        p90: A tenth of the runs has more.
-        n: How many runs have this figure at all.
-    """
+    """Quantiles of one metric over several seeds."""
 
     p10: float
     p50: float
     p90: float
-    n: int
+    n: int  # number of runs that have this metric
 
     @staticmethod
     def of(values: Sequence[float | None]) -> "Spread | None":
-        """Return the spread of those that there are; None if there are none."""
+        """Return the spread of the values that are not None; None if there are none."""
         known = [value for value in values if value is not None]
         if not known:
             return None
@@ -111,6 +72,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         return Spread(p10=p10, p50=p50, p90=p90, n=len(known))
 
 
+# Metrics that are shown with their spread over seeds.
 FIGURES: Final[Mapping[str, Callable[[Outcome], float | None]]] = {
     "step_seconds": lambda run: run.step_seconds,
     "samples_per_second": lambda run: run.samples_per_second,
@@ -125,11 +87,10 @@ FIGURES: Final[Mapping[str, Callable[[Outcome], float | None]]] = {
     "machine_hours": lambda run: run.machine_hours,
     "pushes_lost": lambda run: float(run.pushes_lost),
 }
-"""Figures that are shown with their spread, by name."""
 
 
 def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread]:
-    """Return the spread of every figure that any run has."""
+    """Return the spread of each metric that at least one run has."""
     found = {
         name: Spread.of([figure(outcome) for outcome in outcomes])
         for name, figure in FIGURES.items()
@@ -138,12 +99,12 @@ def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread]:
 
 
 def has_target(job: Job) -> bool:
-    """Return whether [stop] asks for an accuracy or a loss."""
+    """Return whether [stop] has a target: an accuracy or a loss."""
     return job.stop.accuracy is not None or job.stop.loss is not None
 
 
 def reached_at(job: Job, view: JobView) -> Seconds | None:
-    """Return when, of the time of training, the target of [stop] was met."""
+    """Return the training time at which the target of [stop] was met; None if it was not."""
     if not has_target(job):
         return None
     if (view.stop_reason or "").endswith("reached"):
@@ -157,11 +118,11 @@ def reached_at(job: Job, view: JobView) -> Seconds | None:
 
 
 def step_seconds(view: JobView, *, n_trainers: int) -> Seconds | None:
-    """Return the seconds of a step.
+    """Return the seconds of a step, or None before the first one.
 
     Args:
-        view: The last one.
-        n_trainers: Replicas that take steps side by side; 1 if they take them together.
+        view: The last view of the job.
+        n_trainers: Number of replicas; 1 if they take each step together (batch methods).
     """
     if not view.step:
         return None

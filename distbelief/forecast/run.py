@@ -1,4 +1,11 @@
-"""One variant of a job: whether its machines hold it, and a run with every seed."""
+"""One forecast run: a prepared job, simulated from its first process to its last.
+
+* `WorkLog` records the work of all roles.
+* `run_virtually` runs a job until its supervisor has ended.
+* A *priced* job is replaced by a small stand-in whose costs are multiplied (`CostScale`), so
+  that thousands of machines can be simulated. Nothing useful is learnt; times and bytes hold.
+* `Trial` is one variant of a sweep that can be run.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,65 +36,43 @@ from distbelief.supervisor.view import JobView
 from distbelief.task.task import DataSpec, ModelSpec
 
 
-# What every role did in a run in virtual time: work, messages, and when.
-#
-# An observer of the simulation. It adds up, and keeps single pieces of work only where a
-# timeline is wanted.
-
-N_SPANS_MAX: Final = 500_000
-"""Pieces of work of a timeline; a viewer does not take many more."""
+N_SPANS_MAX: Final = 500_000  # of a timeline: trace viewers fail on many more
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One piece of work.
-
-    Attributes:
-        role: Whose.
-        lane: Of that role.
-        name: Of the work.
-        ends: When the role was told that it is done; its lane may be further by then.
-        seconds: That it took.
-    """
+    """One piece of work in the timeline."""
 
     role: Address
-    lane: Executor
+    executor: Executor
     name: str
-    ends: Seconds
-    seconds: Seconds
+    ends: Seconds  # when the role handled the result; the executor may have ended earlier
+    seconds: Seconds  # duration
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class WorkLog:
-    """What was done.
+    """Records the work of all roles: an observer of the simulation."""
 
-    Attributes:
-        keeps_spans: Whether single pieces of work are kept.
-        spans: Those, in the order in which their roles were told.
-        busy: Seconds of work in the compute lane, by role.
-        lost_spans: How many did not fit.
-    """
+    keeps_spans: bool = False  # single pieces of work are needed only for a timeline
+    spans: list[Span] = field(default_factory=list)  # in the order of their results
+    busy: dict[Address, Seconds] = field(default_factory=dict)  # of compute executors
+    lost_spans: int = 0  # beyond N_SPANS_MAX
+    _executors: dict[tuple[Address, str], Executor] = field(default_factory=dict)
 
-    keeps_spans: bool = False
-    spans: list[Span] = field(default_factory=list)
-    busy: dict[Address, Seconds] = field(default_factory=dict)
-    lost_spans: int = 0
-    _lanes: dict[tuple[Address, str], Executor] = field(default_factory=dict)
-
-    def observe(self, happening: HandledEvent, now: Seconds) -> None:
-        """Take note of an event, and of what was done in reply."""
-        for action in happening.actions:
+    def observe(self, handled: HandledEvent, now: Seconds) -> None:
+        for action in handled.actions:
             if isinstance(action, Compute):
-                self._lanes[happening.name, action.name] = action.lane
-        event = happening.event
+                self._executors[handled.name, action.name] = action.lane
+        event = handled.event
         if isinstance(event, Computed):
-            self._worked(happening.name, event, now)
+            self._worked(handled.name, event, now)
 
     def _worked(self, name: Address, event: Computed, now: Seconds) -> None:
-        lane = self._lanes.get((name, event.name), Executor.COMPUTE)
-        if lane is Executor.COMPUTE:
+        executor = self._executors.get((name, event.name), Executor.COMPUTE)
+        if executor is Executor.COMPUTE:
             self.busy[name] = self.busy.get(name, 0.0) + event.seconds
         if not self.keeps_spans:
             return
@@ -95,52 +80,41 @@ class WorkLog:
             self.lost_spans += 1
             return
         self.spans.append(
-            Span(role=name, lane=lane, name=event.name, ends=now, seconds=event.seconds)
+            Span(role=name, executor=executor, name=event.name, ends=now, seconds=event.seconds)
         )
 
 
-# Priced jobs: no gradient of the net is computed, times and bytes are as if it were.
-#
-# The job's roles run on a small stand-in (`stand_in`), and what they do and send is
-# multiplied by how much larger the job's own net is (`simulation.scales`). So thousands
-# of machines fit into a small one. What is learnt means nothing: accuracies and times to
-# a target are not to be had.
+# --- priced jobs ---
 
-_HOME: Final = "distbelief.forecast.run"
+_MODULE: Final = "distbelief.forecast.run"
+# Metrics of an algorithm that depend on what is learnt.
 _LEARNT: Final = frozenset({"gradient_norm", "step_length"})
-"""Figures of an algorithm's own that tell what is learnt, and not what it takes."""
-
+# The smallest slice of a tensor that can be split over shards has this many elements.
 _WIDTH_PER_SHARD: Final = 64
-"""Elements of a tensor that cannot be divided between shards."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedCluster:
-    """The machines of a job, on which a stand-in costs what the job would.
+    """A cluster on which the stand-in of a job has the costs of the job (`large`)."""
 
-    Attributes:
-        hosting: The machines.
-        large: The job itself.
-    """
-
-    hosting: PlacedCluster
+    placed: PlacedCluster
     large: PreparedJob
 
-    def n_needed(self, staged: PreparedJob) -> int:
-        """Return how many machines a job takes."""
-        return self.hosting.n_needed(staged)
+    def n_needed(self, prepared: PreparedJob) -> int:
+        """Return the number of machines that a job uses."""
+        return self.placed.n_needed(prepared)
 
-    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        """Return what the simulation is to be told of machines, links and scales.
+    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
+        """Return the options of the simulation, with cost scales.
 
         Raises:
-            JobError: the cluster cannot hold the job.
+            JobError: the job does not fit the cluster.
         """
-        options = self.hosting.options(self.large, faults=faults)
-        small, large = staged.layout, self.large.layout
-        scale = self._scale(staged)
-        names = {n: scale.flops for n, kind in staged.kinds.items() if kind != "shard"}
+        options = self.placed.options(self.large, faults=faults)
+        small, large = prepared.layout, self.large.layout
+        scale = self._scale(prepared)
+        names = {n: scale.flops for n, kind in prepared.kinds.items() if kind != "shard"}
         return replace(
             options,
             scales=scales_for(small, large, names, data_bytes=scale.data_bytes),
@@ -149,43 +123,38 @@ class PricedCluster:
             trace="order",
         )
 
-    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
-        """Return how to build the roles of a job, with the costs that were measured."""
-        return self.hosting.builders(staged, scale=self._scale(staged))
+    def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
+        return self.placed.builders(prepared, scale=self._scale(prepared))
 
-    def _scale(self, staged: PreparedJob) -> CostScale:
-        """Return by what the work of all but shards is multiplied, lane by lane."""
+    def _scale(self, prepared: PreparedJob) -> CostScale:
+        # Of all roles except shards.
         return CostScale(
-            flops=n_parameters(self.large) / n_parameters(staged),
-            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(staged),
+            flops=n_parameters(self.large) / n_parameters(prepared),
+            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(prepared),
         )
 
 
-def stand_in_for(large: PreparedJob, staging: Preparation) -> PreparedJob:
-    """Return the job with a small task in place of its own.
-
-    Raises:
-        JobError: its replicas are split, or it would never end without a target.
-    """
+def stand_in_for(large: PreparedJob, preparation: Preparation) -> PreparedJob:
+    """Return the stand-in of a job: the same roles on a small task."""
     job = large.job
     if job.cluster.is_split:
         raise JobError(
-            "--priced: replicas that are split over machines are priced by `distbelief "
-            "partition`: leave [cluster] partitions, plan and device out, or --priced"
+            "--priced does not support split replicas: leave out --priced, or [cluster] "
+            "partitions, plan and device (`distbelief partition` has their cost)"
         )
     stop = msgspec.structs.replace(job.stop, accuracy=None, loss=None)
     if stop.is_empty and not job.stop.is_empty:
         raise JobError(
-            "--priced: nothing is learnt, so no target of [stop] is ever reached: give "
-            "epochs, samples or seconds"
+            "--priced learns nothing, so no target of [stop] is ever reached: give epochs, "
+            "samples or seconds"
         )
     width = _WIDTH_PER_SHARD * job.cluster.shards
-    facts = large.answer.task
+    facts = large.preflight.task
     assert facts.train is not None
-    return staging.stage(
+    return preparation.stage(
         msgspec.structs.replace(
             job,
-            model=ModelSpec(factory=f"{_HOME}:net", arguments={"width": width}),
+            model=ModelSpec(factory=f"{_MODULE}:net", arguments={"width": width}),
             data=DataTables(
                 train=_data(facts.train, width),
                 test=None if facts.test is None else _data(facts.test, width),
@@ -197,26 +166,23 @@ def stand_in_for(large: PreparedJob, staging: Preparation) -> PreparedJob:
     )
 
 
-def n_parameters(staged: PreparedJob) -> int:
-    """Return how many parameters a job's net has; a step takes operations of each."""
-    found = staged.answer.task.n_parameters
-    assert found, "a net without parameters is refused when it is tried out"
+def n_parameters(prepared: PreparedJob) -> int:
+    """Return the number of parameters of a job's model."""
+    found = prepared.preflight.task.n_parameters
+    assert found, "the check of the job rejects a model without parameters"
     return found
 
 
 def as_of(large: PreparedJob, small: PreparedJob, outcome: Outcome) -> Outcome:
-    """Return what came of a stand-in as that of the job it stands for.
+    """Convert the outcome of a stand-in (`small`) to that of the job (`large`).
 
-    Args:
-        large: The job.
-        small: The stand-in.
-        outcome: Its own: bytes counted by its shards, and figures of what it learnt.
+    Bytes counted by shards are scaled; what depends on learning is removed.
     """
     figures = {k: v for k, v in outcome.figures.items() if k not in _LEARNT}
     scale = _n_bytes(large.layout) / _n_bytes(small.layout)
     return msgspec.structs.replace(
         outcome,
-        metric_name=large.answer.metric_name,
+        metric_name=large.preflight.metric_name,
         metric=None,
         held_out_loss=None,
         loss=None,
@@ -233,37 +199,29 @@ def _n_bytes(layout: Layout) -> int:
 
 
 def check_learns_nothing(job: Job, *, suggests: bool) -> None:
-    """Refuse to look for the shortest time to a target where none is learnt.
-
-    Raises:
-        JobError: it says what to leave out.
-    """
+    """Check that a priced job does not search for the shortest time to a target."""
     if suggests and (job.stop.accuracy is not None or job.stop.loss is not None):
         raise JobError(
-            "--priced: nothing is learnt, so the time to the target of [stop] is "
-            "unknown: leave --priced out, or the target"
+            "--priced learns nothing, so the time to the target of [stop] is unknown: leave "
+            "out --priced, or the target"
         )
 
 
-def _bytes_of_sample(staged: PreparedJob) -> int:
-    """Return the bytes of input and target of a sample, which a batch has read."""
-    parts = read_batch(staged.datasets["data.train"], [0])
+def _bytes_of_sample(prepared: PreparedJob) -> int:
+    parts = read_batch(prepared.datasets["data.train"], [0])
     return max(1, sum(part.nbytes for part in parts))
 
 
 def _data(facts: DataFacts, width: int) -> DataSpec:
     return DataSpec(
-        factory=f"{_HOME}:data", arguments={"n_samples": facts.n_samples, "width": width}
+        factory=f"{_MODULE}:data", arguments={"n_samples": facts.n_samples, "width": width}
     )
 
 
-# A small task that stands for a large one, where only times and bytes are asked for.
-#
-# Logistic regression on as many samples as the large task has; every sample is one of
-# 1,024. It learns something, so line searches and staleness are real, and it costs next
-# to nothing, whatever the large net is.
+# The stand-in is a logistic regression with as many samples as the large task. It learns
+# something, so line searches and staleness are real, and it costs almost nothing.
 
-N_ROWS: Final = 1024
+N_ROWS: Final = 1024  # distinct samples
 
 
 def net(width: int) -> nn.Module:
@@ -273,7 +231,7 @@ def net(width: int) -> nn.Module:
 
 @final
 class Rows:
-    """So many samples of few rows."""
+    """A data set of `n_samples` samples that repeats N_ROWS rows."""
 
     def __init__(self, n_samples: int, width: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -282,48 +240,42 @@ class Rows:
         self._n_samples = n_samples
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
         return self._n_samples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one sample."""
         if not 0 <= index < self._n_samples:
             raise IndexError(f"sample {index} of {self._n_samples}")
         return self._inputs[index % N_ROWS], self._targets[index % N_ROWS]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a whole batch."""
         rows = torch.as_tensor(indices) % N_ROWS
         return self._inputs[rows], self._targets[rows]
 
 
 def data(n_samples: int, width: int) -> Rows:
-    """Return a data set of so many samples."""
+    """Return the data set of the stand-in."""
     return Rows(n_samples, width)
 
 
-# A simulated job, seen as its supervisor sees it, until it is over.
+# --- runs ---
 
 N_EVENTS_MAX: Final = 10**10
-N_EVENTS_BETWEEN: Final = 2000
-"""Events between two words about how far it is."""
+N_EVENTS_BETWEEN: Final = 2000  # between two reports of progress
 
 
 Tell = Callable[[JobView], None]
 
 
 def view_of(simulation: SimulatedCluster) -> JobView:
-    """Return what the supervisor knows now."""
+    """Return the supervisor's current view of the job."""
     supervisor = cast("Supervisor", simulation.role(SUPERVISOR))
     return supervisor.view(simulation.now)
 
 
 def report_until_over(simulation: SimulatedCluster, tell: Tell | None) -> Callable[[], bool]:
-    """Return whether the job is over: to be asked after every event.
+    """Return a condition for `run_until` that holds when the job has ended.
 
-    Args:
-        simulation: Of the job.
-        tell: Told now and then how far it is.
+    It calls `tell` with the view of the job after every N_EVENTS_BETWEEN events.
     """
     n_events = 0
 
@@ -332,82 +284,66 @@ def report_until_over(simulation: SimulatedCluster, tell: Tell | None) -> Callab
         n_events += 1
         if tell is not None and n_events % N_EVENTS_BETWEEN == 0:
             tell(view_of(simulation))
-        # Asked of every event: who has halted is found by going through all roles.
+        # `halted` goes through all roles; the first condition keeps it out of most events.
         return not simulation.is_alive(SUPERVISOR) and SUPERVISOR in simulation.halted
 
     return is_over
 
 
-# One run of a job in virtual time, from its first process to its last.
-
-SECONDS_MAX: Final = 366 * 86400.0
-"""Virtual; a job that is not over after a year never is."""
+SECONDS_MAX: Final = 366 * 86400.0  # virtual: a job that runs for a year never ends
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A run that is over.
-
-    Attributes:
-        outcome: Its figures.
-        view: What its supervisor last knew.
-        ledger: What every role did.
-        simulation: As it stands.
-    """
+    """A simulated run that has ended."""
 
     outcome: Outcome
-    view: JobView
-    ledger: WorkLog
+    view: JobView  # the last one
+    work_log: WorkLog
     simulation: SimulatedCluster
 
 
 class RunHost(Protocol):
-    """Where a job runs: see `hosting.Hosting`."""
+    """The machines for a run: a `PlacedCluster` or a `PricedCluster`."""
 
-    def n_needed(self, staged: PreparedJob) -> int:
-        """Return how many machines a job takes."""
-        ...
+    def n_needed(self, prepared: PreparedJob) -> int: ...
 
-    def options(self, staged: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        """Return what the simulation is to be told of them."""
-        ...
+    def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions: ...
 
-    def builders(self, staged: PreparedJob) -> dict[Address, Builder]:
-        """Return how to build the roles of a job."""
-        ...
+    def builders(self, prepared: PreparedJob) -> dict[Address, Builder]: ...
 
 
 def run_virtually(
-    staged: PreparedJob,
-    hosting: RunHost,
+    prepared: PreparedJob,
+    placed: RunHost,
     *,
     seed: int,
     faults: Sequence[Fault] = (),
     tell: Tell | None = None,
     keeps_spans: bool = False,
 ) -> FinishedRun:
-    """Run a job in virtual time, until it ends.
+    """Run a job in virtual time until it ends.
 
     Args:
-        staged: The job.
-        hosting: Where its roles run.
-        seed: Of all chance that is not the roles' own.
-        faults: What breaks, and when.
-        tell: Told how far it is, now and then.
-        keeps_spans: Whether single pieces of work are wanted, for a timeline.
+        prepared: The job.
+        placed: The machines of its roles.
+        seed: Seed of all random numbers except the roles' own.
+        faults: Faults to inject.
+        tell: Called with the view of the job now and then.
+        keeps_spans: Record single pieces of work, for a timeline.
 
     Raises:
-        JobError: the cluster cannot hold the job.
-        SimulationFailed: it does not end, or a role broke an assertion.
+        JobError: the job does not fit the cluster.
+        SimulationFailed: the job does not end, or a role broke an assertion.
     """
     simulation = SimulatedCluster(
-        hosting.builders(staged), seed=seed, options=hosting.options(staged, faults=faults)
+        placed.builders(prepared), seed=seed, options=placed.options(prepared, faults=faults)
     )
-    ledger = WorkLog(keeps_spans=keeps_spans)
+    work_log = WorkLog(keeps_spans=keeps_spans)
 
-    def observe(happening: HandledEvent) -> None:
-        ledger.observe(happening, simulation.now)
+    def observe(handled: HandledEvent) -> None:
+        work_log.observe(handled, simulation.now)
 
     simulation.observe(observe)
     is_over = report_until_over(simulation, tell)
@@ -417,27 +353,27 @@ def run_virtually(
         tell(view)
     return FinishedRun(
         outcome=_outcome(
-            staged, view, ledger, simulation, seed=seed, n_machines=hosting.n_needed(staged)
+            prepared, view, work_log, simulation, seed=seed, n_machines=placed.n_needed(prepared)
         ),
         view=view,
-        ledger=ledger,
+        work_log=work_log,
         simulation=simulation,
     )
 
 
 def _outcome(
-    staged: PreparedJob,
+    prepared: PreparedJob,
     view: JobView,
-    ledger: WorkLog,
+    work_log: WorkLog,
     simulation: SimulatedCluster,
     *,
     seed: int,
     n_machines: int,
 ) -> Outcome:
     seconds, training = view.seconds, view.training_seconds
-    kinds = staged.kinds
+    kinds = prepared.kinds
     together = "coordinator" in kinds.values()
-    n_trainers = 1 if together else staged.job.cluster.replicas
+    n_trainers = 1 if together else prepared.job.cluster.replicas
     return Outcome(
         seed=seed,
         ended=view.stop_reason,
@@ -449,7 +385,7 @@ def _outcome(
         steps=view.step,
         step_seconds=step_seconds(view, n_trainers=n_trainers),
         samples_per_second=view.samples / training if training else None,
-        target_seconds=reached_at(staged.job, view),
+        target_seconds=reached_at(prepared.job, view),
         metric_name=view.metric_name,
         metric=view.metric,
         held_out_loss=view.held_out_loss,
@@ -459,9 +395,9 @@ def _outcome(
         pushed_bytes=view.bytes_in,
         fetched_bytes=view.bytes_out,
         traffic=traffic_of(simulation, kinds={first_word(name) for name in kinds}),
-        utilisation=_utilisation(ledger, kinds=kinds, seconds=simulation.now),
+        utilisation=_utilisation(work_log, kinds=kinds, seconds=simulation.now),
         machine_hours=n_machines * seconds / 3600.0,
-        pushes_lost=view.pushes_lost or 0,  # known, of a new run
+        pushes_lost=view.pushes_lost or 0,  # None only in a resumed run
         restarts=sum(role.restarts for role in view.roles),
         n_messages=simulation.counts.delivered,
         digest=simulation.trace.digest,
@@ -476,7 +412,7 @@ def first_word(name: Address) -> str:
 
 
 def traffic_of(simulation: SimulatedCluster, *, kinds: set[str]) -> dict[str, float]:
-    """Return the bytes of messages between kinds of roles, both ways."""
+    """Return the bytes of messages between kinds of roles, both directions together."""
     ordered = sorted(kinds)
     found: dict[str, float] = {}
     for index, one in enumerate(ordered):
@@ -490,76 +426,61 @@ def traffic_of(simulation: SimulatedCluster, *, kinds: set[str]) -> dict[str, fl
 
 
 def _utilisation(
-    ledger: WorkLog, *, kinds: Mapping[Address, str], seconds: Seconds
+    work_log: WorkLog, *, kinds: Mapping[Address, str], seconds: Seconds
 ) -> dict[str, float]:
-    """Return the share of its time in which a compute lane worked, by kind of role."""
     totals: dict[str, list[float]] = {}
     for name, kind in kinds.items():
         if kind != "supervisor" and seconds > 0:
-            totals.setdefault(kind, []).append(ledger.busy.get(name, 0.0) / seconds)
+            totals.setdefault(kind, []).append(work_log.busy.get(name, 0.0) / seconds)
     return {kind: sum(shares) / len(shares) for kind, shares in totals.items()}
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A variant that can be run.
+    """A variant of a sweep that can be run."""
 
-    Attributes:
-        settings: What was varied, by key.
-        job: So, on its own data.
-        runs: What is run of it: itself, or a stand-in at its price.
-        hosting: Its machines.
-        host: The same, as what is run sees them.
-    """
-
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # value by key of the job file
     job: PreparedJob
-    runs: PreparedJob
-    hosting: PlacedCluster
-    host: RunHost
+    runs: PreparedJob  # the job, or its stand-in
+    placed: PlacedCluster
+    host: RunHost  # the machines as `runs` sees them
 
     @staticmethod
     def of(
         job: PreparedJob,
-        hosting: PlacedCluster,
+        placed: PlacedCluster,
         settings: Mapping[str, str],
         *,
         priced_by: Preparation | None = None,
     ) -> "Trial":
-        """Return the trial of a job.
-
-        Args:
-            job: Made ready.
-            hosting: Its machines.
-            settings: What was varied.
-            priced_by: Makes a stand-in ready, if nothing is to be learnt.
+        """Return the trial of a job; with `priced_by`, the trial runs a stand-in.
 
         Raises:
-            JobError: it cannot be priced.
+            JobError: the job cannot be priced.
         """
         runs = job
-        host: RunHost = hosting
+        host: RunHost = placed
         if priced_by is not None:
             runs = stand_in_for(job, priced_by)
-            host = PricedCluster(hosting=hosting, large=job)
-        return Trial(settings=settings, job=job, runs=runs, hosting=hosting, host=host)
+            host = PricedCluster(placed=placed, large=job)
+        return Trial(settings=settings, job=job, runs=runs, placed=placed, host=host)
 
     @property
     def name(self) -> str:
-        """Its settings in words, or its job's name."""
+        """The settings as text, or the name of the job."""
         short = (f"{key.rpartition('.')[2]} {v}" for key, v in self.settings.items())
         return ", ".join(short) or self.job.job.name
 
     def variant(self, *, machines: int | None = None) -> Variant:
-        """Return it as one that was not run, and why if it cannot be.
+        """Return the variant without outcomes; `left_out` says why if it cannot be run.
 
         Args:
-            machines: The most that it may take; None: as many as there are.
+            machines: Most machines that it may use; None for all.
         """
-        n_machines, left_out = self.hosting.n_needed(self.job), None
+        n_machines, left_out = self.placed.n_needed(self.job), None
         if machines is not None and n_machines > machines:
-            left_out = f"takes {n_machines} machines"
+            left_out = f"needs {n_machines} machines"
         else:
             try:
                 self.host.options(self.runs)
@@ -569,26 +490,27 @@ class Trial:
             settings=self.settings, job=self.job.job, n_machines=n_machines, left_out=left_out
         )
 
-    def run(self, *, seed: int, waiting: WaitProgress, keeps_spans: bool) -> FinishedRun:
-        """Run it once; where machines are lost, as long as it takes with that.
+    def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
+        """Run it once, with the outages of its machines.
 
         Raises:
-            JobError: it takes longer than is known of the machines.
+            JobError: the run is longer than the trace of the cluster.
         """
         name = f"{self.name}, seed {seed}"
-        loses = self.hosting.loses_machines
-        waiting.begin(f"{name}, before machines are lost" if loses else name)
-        tell = waiting.tell if self.runs is self.job else partial(_untaught, waiting)
+        loses = self.placed.loses_machines
+        progress.begin(f"{name}, before machines are lost" if loses else name)
+        tell = progress.tell if self.runs is self.job else partial(_report_without_metric, progress)
         ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=None)
+        # The outages must cover the run, whose length depends on them. So run without any
+        # first, then with the outages of twice that time, until they cover the run.
         horizon = 0.0
         while loses and ended.outcome.seconds > horizon:
-            waiting.begin(name)
-            # With every outage within twice that time it may take longer still.
-            trace, seconds = self.hosting.cluster.trace, ended.outcome.seconds
+            progress.begin(name)
+            trace, seconds = self.placed.cluster.trace, ended.outcome.seconds
             known = float("inf") if trace is None else trace.covers
             horizon = max(seconds, min(2 * seconds, known))
             ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=horizon)
-        waiting.end()
+        progress.end()
         if self.runs is not self.job:
             ended = replace(ended, outcome=as_of(self.job, self.runs, ended.outcome))
         return ended
@@ -596,7 +518,7 @@ class Trial:
     def _run(
         self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None
     ) -> FinishedRun:
-        outages = self.hosting.outages
+        outages = self.placed.outages
         return run_virtually(
             self.runs,
             self.host,
@@ -607,6 +529,6 @@ class Trial:
         )
 
 
-def _untaught(waiting: WaitProgress, view: JobView) -> None:
-    """Tell how far a stand-in is, but not what it has learnt."""
-    waiting.tell(replace(view, metric=None))
+def _report_without_metric(progress: WaitProgress, view: JobView) -> None:
+    # The metric of a stand-in means nothing.
+    progress.tell(replace(view, metric=None))

@@ -1,9 +1,9 @@
-"""Variants of a job: all combinations of values, and the one to be suggested.
+"""Sweeps: the variants of a job, and the best one to suggest.
 
     --sweep cluster.replicas=1,2,4 --sweep algorithm.n_push=1,5     six variants
 
-What a variant is compared by: the time to the target if [stop] asks for an accuracy or
-a loss, else samples per second. A suggestion stays within a number of machines.
+Variants are compared by the time to the target of [stop], or by samples per second if there
+is no target. A suggestion stays within a number of machines.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from distbelief.forecast.result import Outcome, Spread, has_target, spreads
 
 N_VARIANTS_MAX: Final = 1000
 
+# Frequent keys, which may be written without their table.
 SHORT: Final[Mapping[str, str]] = {
     "replicas": "cluster.replicas",
     "partitions": "cluster.partitions",
@@ -27,26 +28,21 @@ SHORT: Final[Mapping[str, str]] = {
     "n_fetch": "algorithm.n_fetch",
     "n_push": "algorithm.n_push",
 }
-"""Keys that are swept most may be written without their table."""
 
 
 @final
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    """One key of the job file, and the values it is to take."""
+    """A key of the job file, and its values in the sweep."""
 
     key: str
     values: tuple[str, ...]
 
     @staticmethod
     def of(text: str) -> "Axis":
-        """Return the axis that "KEY=1,2,4" means.
-
-        Raises:
-            JobError: it means none.
-        """
+        """Parse "KEY=1,2,4"."""
         key, equals, values = text.partition("=")
         key = key.strip()
-        split = tuple(value.strip() for value in _apart(values))
+        split = tuple(value.strip() for value in _split_values(values))
         key = SHORT.get(key, key)
         if not equals or "." not in key or not all(split):
             raise JobError(
@@ -55,41 +51,32 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
             )
         doubled = sorted({value for value in split if split.count(value) > 1})
         if doubled:
-            raise JobError(f"--sweep {text}: {doubled[0]} is there twice")
+            raise JobError(f"--sweep {text}: the value {doubled[0]} is given twice")
         return Axis(key=key, values=split)
 
 
 @final
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One combination, and what came of it.
+    """One combination of values, and the outcomes of its runs."""
 
-    Attributes:
-        settings: By key.
-        job: The job so.
-        n_machines: That it takes.
-        outcomes: One per seed.
-        left_out: Why it was not run; None if it was, or is to be.
-    """
-
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # value by key of the job file
     job: Job
     n_machines: int
-    outcomes: tuple[Outcome, ...] = ()
-    left_out: str | None = None
+    outcomes: tuple[Outcome, ...] = ()  # one per seed
+    left_out: str | None = None  # why it is not run
 
     @property
     def failure(self) -> str | None:
-        """Why a run of it failed; None if none did."""
+        """The error of the first failed run."""
         return next((run.error for run in self.outcomes if run.error is not None), None)
 
     @property
     def spreads(self) -> dict[str, Spread]:
-        """Of every figure."""
         return spreads(self.outcomes)
 
 
-def _apart(values: str) -> Iterator[str]:
-    """Yield what stands between commas that are in no brackets: "[1,2],[3]" is two."""
+def _split_values(values: str) -> Iterator[str]:
+    # Commas inside brackets do not separate: "[1,2],[3]" has two values.
     depth = begin = 0
     for index, letter in enumerate(values):
         depth += (letter in "[{") - (letter in "]}")
@@ -100,15 +87,11 @@ def _apart(values: str) -> Iterator[str]:
 
 
 def axes_of(texts: Sequence[str]) -> list[Axis]:
-    """Return the axes of a sweep.
-
-    Raises:
-        JobError: one is no axis, is there twice, or there are too many combinations.
-    """
+    """Parse the axes of a sweep."""
     axes = [Axis.of(text) for text in texts]
     for axis in axes:
         if sum(other.key == axis.key for other in axes) > 1:
-            raise JobError(f"--sweep {axis.key}: is there twice; list all its values")
+            raise JobError(f"--sweep {axis.key} is given twice: list all its values in one")
     n_variants = 1
     for axis in axes:
         n_variants *= len(axis.values)
@@ -118,15 +101,15 @@ def axes_of(texts: Sequence[str]) -> list[Axis]:
 
 
 def combinations(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
-    """Yield every combination, the last axis fastest; of no axis, the empty one."""
+    """Yield all combinations, the last axis varying fastest; without axes, one empty one."""
     keys = [axis.key for axis in axes]
     for values in itertools.product(*(axis.values for axis in axes)):
         yield dict(zip(keys, values, strict=True))
 
 
 def usual_axes(n_machines: int) -> list[Axis]:
-    """Return what a suggestion is looked for among: doublings that may fit."""
-    most = max(n_machines, 2)  # nothing fits one machine, which is told by and by
+    """Return the axes that a suggestion searches: powers of two that may fit."""
+    most = max(n_machines, 2)  # no job fits one machine; `best_of` reports that
     doublings = list(itertools.takewhile(lambda n: n < most, _doublings()))
     replicas = sorted({*doublings, max(n_machines - 2, 1)})
     shards = [n for n in doublings if n <= max(n_machines // 4, 1)]
@@ -141,22 +124,18 @@ def _doublings() -> Iterator[int]:
 
 
 def better(job: Job) -> Callable[[Variant], float]:
-    """Return what is the lower the better a variant of this job is."""
+    """Return the objective by which variants are compared; lower is better."""
     if has_target(job):
         return _target_seconds
-    return _lack_of_speed
+    return _negative_speed
 
 
 def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
-    """Return the variant to be suggested.
-
-    Raises:
-        JobError: none fits the machines, comes to its end, or reaches the target.
-    """
+    """Return the best variant."""
     few = [v for v in variants if v.n_machines <= n_machines]
     if not few:
         raise JobError(
-            f"--machines {n_machines}: no configuration takes so few; the least is "
+            f"--machines {n_machines}: no configuration uses so few; use at least "
             f"{min(v.n_machines for v in variants)}"
         )
     ran = [v for v in few if v.outcomes]
@@ -166,7 +145,7 @@ def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
         )
     fitting = [v for v in ran if v.failure is None]
     if not fitting:
-        raise JobError(f"none of {len(ran)} configurations comes to its end: {ran[0].failure}")
+        raise JobError(f"none of {len(ran)} configurations completes: {ran[0].failure}")
     rank = better(fitting[0].job)
     best = min(fitting, key=rank)
     if rank(best) == float("inf"):
@@ -178,13 +157,13 @@ def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
 
 
 def _target_seconds(variant: Variant) -> float:
-    """Return the median time to the target; a run that misses it takes for ever."""
+    # The median over seeds; a run that misses the target counts as infinite.
     return median(
         float("inf") if run.target_seconds is None else run.target_seconds
         for run in variant.outcomes
     )
 
 
-def _lack_of_speed(variant: Variant) -> float:
+def _negative_speed(variant: Variant) -> float:
     found = variant.spreads.get("samples_per_second")
     return float("inf") if found is None else -found.p50

@@ -1,1 +1,1 @@
-"""A parameter server without a job: for `DownpourSGD` and `distbelief serve`."""
+"""The parameter server without a job, for `DownpourSGD` and `distbelief serve`."""

@@ -1,7 +1,7 @@
-"""A worker's links to its server: `DownpourSGD`'s, from the first word to the last.
+"""The session of `DownpourSGD` with its parameter server.
 
-The role runs only inside these calls: there is no thread. What arrives meanwhile waits
-in the socket.
+There is no thread: the worker's role runs only inside the calls of `ClientSession`. Messages
+that arrive in between wait in the socket.
 """
 
 import secrets
@@ -27,22 +27,19 @@ from distbelief.worker.loop_worker import LEAVE, LoopWorker
 
 @final
 class ClientSession:
-    """Begun when it is made, as far as that needs no answer (`join`).
+    """A connection to a parameter server; call `join` before the first command.
 
     Args:
-        parameters: Of the worker's model, in the order that the server was given them.
-        address: Of the server.
-        keys: Directory of this machine's keys, for an address with a key.
+        parameters: The worker's parameters, in the order in which the server got them.
+        address: The server's address.
+        keys: Directory of this host's keys, for an address with a key.
 
     Attributes:
-        address: Of the server.
-        closed: Whether the worker has left.
-        values: Flat, one for each parameter, of whose memory they are.
-        client: Of the shards.
-        node: Runs the worker's role.
+        values: One flat tensor for each parameter, a view of its memory.
 
     Raises:
-        JobError: the address, the keys or the parameters make no sense.
+        JobError: the address, the keys or the parameters are not valid.
+        PeerLostError: a server on this host does not run.
     """
 
     def __init__(
@@ -67,20 +64,22 @@ class ClientSession:
             second_copies=second_copies,
         )
         self._log: list[str] = []
-        place = address.place()
-        reach = reach_towards(place, secret=address.secret, keys=keys)
-        self._key = "" if reach.keys is None else reach.keys.public
-        self._transport = reach.transport(name=name, incarnation=1, run=address.run, log=self._note)
+        endpoint = address.place()
+        listen = reach_towards(endpoint, secret=address.secret, keys=keys)
+        self._key = "" if listen.keys is None else listen.keys.public
+        self._transport = listen.transport(
+            name=name, incarnation=1, run=address.run, log=self._note
+        )
         try:
             self._transport.start()
         except TransportError as error:
-            if not place.path:
+            if not endpoint.path:
                 raise
             raise PeerLostError(
                 f"DownpourSGD: the server at {address.endpoint} cannot be reached: {error}"
             ) from None
         try:
-            self._transport.connect(SUPERVISOR, 1, str(place), watched=True)
+            self._transport.connect(SUPERVISOR, 1, str(endpoint), watched=True)
         except BaseException:
             self._transport.close()
             raise
@@ -93,11 +92,11 @@ class ClientSession:
             self._log = [*self._log[-9:], text]
 
     def join(self, timeout_seconds: float) -> None:
-        """Be let in by the server.
+        """Join the server.
 
         Raises:
-            JobError: it does not let in this machine's key.
-            PeerLostError: it does not answer in time.
+            JobError: the server does not allow this host's key.
+            PeerLostError: the server does not answer in time.
         """
         refused = False
 
@@ -113,56 +112,50 @@ class ClientSession:
     def _why_refused(self) -> str:
         endpoint = self.address.endpoint
         return (
-            f"DownpourSGD: the server at {endpoint} does not let in this machine's "
-            f"key. On the server: distbelief keys allow {self._key} NAME"
+            f"DownpourSGD: the server at {endpoint} does not allow this host's key. "
+            f"On the server: distbelief keys allow {self._key} NAME"
         )
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
-        """Let the role perform one command.
+        """Perform one command of the worker's role.
 
         Raises:
             PeerLostError: the server has ended, or the session is closed.
         """
         if self.closed or not self.node.tell(command):
-            self.wait(lambda: False, command.name, timeout_seconds)  # says why
+            self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
 
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
-        """Run the role until `until()`.
-
-        Args:
-            until: When to return.
-            what: Is waited for.
-            timeout_seconds: How long.
+        """Run the role until `until()` is true; `what` names the event in the error.
 
         Raises:
-            PeerLostError: that does not come in time, or the session is closed.
+            PeerLostError: it does not happen in time, or the session is closed.
         """
         if self.closed:
-            raise PeerLostError("DownpourSGD: it is closed, and cannot step any more")
+            raise PeerLostError("DownpourSGD is closed: make a new one to continue")
         if self.node.pump(until, timeout_seconds=timeout_seconds):
             return
-        whose = f"DownpourSGD: server {self.address.endpoint}"
+        server = f"DownpourSGD: server {self.address.endpoint}"
         if self.node.error is not None:
-            raise PeerLostError(f"{whose}: {self.node.error}")
+            raise PeerLostError(f"{server}: {self.node.error}")
         raise PeerLostError(
-            f"{whose}: no answer within {timeout_seconds:g} s (waiting for {what}). "
-            + " ".join([self._doubt(), *self._log[-1:]])
+            f"{server}: no answer within {timeout_seconds:g} s (waiting for {what}). "
+            + " ".join([self._hint(), *self._log[-1:]])
         )
 
-    def _doubt(self) -> str:
-        """Return what may be the matter with a server that does not answer."""
+    def _hint(self) -> str:
         if not self._transport.is_another(SUPERVISOR):
             return (
-                "Is it running, and is this the line that it prints now? One that "
-                "began in another directory has another run=."
+                "Is it running, and is this the address that it prints now? A server in "
+                "another directory has another run=."
             )
         return (
-            "Who listens there has not the key that the address names: use the line "
-            "that the server prints now."
+            "The process that listens there has not the key in the address: use the "
+            "address that the server prints now."
         )
 
     def close(self) -> None:
-        """Leave; what is unsent is sent, within a second."""
+        """Leave the server; unsent messages are sent, within a second."""
         if not self.closed:
             self.closed = True
             if self._worker.has_joined:
@@ -178,7 +171,7 @@ def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _memory(address: ServerAddress) -> Memory:
-    """Return the server's shared memory if this process sees it."""
+    # Shared memory only if this process sees the server's directory.
     directory = Path(address.memory)
     if address.memory and directory.is_dir():
         return FileMemory(directory)

@@ -1,4 +1,4 @@
-"""What options of `distbelief serve` and `train --listen` mean: a model, an address."""
+"""Options of `distbelief serve` and `train --listen`: model, update rule, address, keys."""
 
 import ipaddress
 import re
@@ -25,25 +25,17 @@ _BIND: Final = re.compile(r"tcp://(?P<host>[^:/?#\[\]]+):(?P<port>[0-9]{1,5}|\*)
 
 
 def model(path: str, *, seed: int) -> torch.nn.Module:
-    """Return the model that a function makes, drawn from this seed.
-
-    Raises:
-        JobError: there is no such function, or it makes something else.
-    """
+    """Return the model that the function "MODULE:FUNCTION" makes, with this random seed."""
     factory = resolve(path, table="model")
     torch.manual_seed(seed)
     made: object = factory()
     if not isinstance(made, torch.nn.Module):
-        raise JobError(f"{path} returns a {type(made).__name__}: let it return a model")
+        raise JobError(f"{path} must return a torch model, but returns a {type(made).__name__}")
     return made
 
 
 def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
-    """Return the rule of this name, with these options ("momentum=0.9").
-
-    Raises:
-        JobError: naming what makes no sense.
-    """
+    """Return an update rule, with options such as "momentum=0.9"."""
     table: dict[str, object] = {"name": name, "learning_rate": learning_rate}
     for option in options:
         try:
@@ -59,7 +51,7 @@ def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
     return made
 
 
-def hosting_of(
+def join_server(
     listen: str,
     *,
     keys: Path | None,
@@ -69,62 +61,52 @@ def hosting_of(
     cores: int | None,
     on: str | None = None,
 ) -> JoinServer:
-    """Return how a job spans machines.
-
-    Raises:
-        JobError: the address makes no sense, or would be open to strangers.
-    """
+    """Return the join server of a job that other hosts may join."""
     if on not in {None, "ray"}:
-        raise JobError(f"--on {on!r}: jobs run on this machine, or --on ray")
-    found = reach(listen, keys=keys, insecure=insecure, option="--listen")
-    if found.keys is not None:
-        ring = msgspec.structs.replace(found.keys, role="job")
-        found = msgspec.structs.replace(found, keys=ring)
+        raise JobError(f'--on {on!r} is not supported: use "ray", or leave it out')
+    parsed = listen_config(listen, keys=keys, insecure=insecure, option="--listen")
+    if parsed.keys is not None:
+        key_config = msgspec.structs.replace(parsed.keys, role="job")
+        parsed = msgspec.structs.replace(parsed, keys=key_config)
     return JoinServer(
-        reach=found, n_hosts=n_hosts, hosts_seconds=hosts_seconds, cores=cores, on_ray=on == "ray"
+        reach=parsed, n_hosts=n_hosts, hosts_seconds=hosts_seconds, cores=cores, on_ray=on == "ray"
     )
 
 
-def reach(
+def listen_config(
     bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind"
 ) -> ListenConfig:
-    """Return from where the server can be reached; by default, by its user's processes.
-
-    Raises:
-        JobError: the address makes no sense, or would be open to strangers.
-    """
+    """Return where to listen; by default only this user's processes can connect."""
     if bind is None and keys is None and not insecure:
         return ListenConfig()
     bind = bind or ANY_PORT
-    found = _BIND.fullmatch(bind)
-    if found is None or (found["port"] != "*" and int(found["port"]) > 65535):
+    parsed = _BIND.fullmatch(bind)
+    if parsed is None or (parsed["port"] != "*" and int(parsed["port"]) > 65535):
         raise JobError(
-            f"{option} {bind!r} is no address: it looks like tcp://10.0.0.1:7700, or "
+            f"{option} {bind!r} is no address: write for example tcp://10.0.0.1:7700, or "
             "tcp://0.0.0.0:7700 for all interfaces"
         )
     if keys is not None and insecure:
-        raise JobError(
-            "--insecure is for a network of friends, without keys: leave out one of them"
-        )
-    ring = None
+        raise JobError("--insecure and --keys exclude each other: leave out one of them")
+    key_config = None
     if keys is not None:
-        ring = KeyConfig(directory=str(keys.expanduser().absolute()), role="server")
-    number = number_of(found["host"])
-    is_named = found["host"] not in {number, "localhost"}
+        key_config = KeyConfig(directory=str(keys.expanduser().absolute()), role="server")
+    number = number_of(parsed["host"])
+    is_named = parsed["host"] not in {number, "localhost"}
     is_loopback = ipaddress.IPv4Address(number).is_loopback
     if is_named and is_loopback:
         raise JobError(
-            f"{option} {bind}: {found['host']} is {number} here, which no other "
-            "machine can reach: give the number of an interface, or tcp://0.0.0.0:7700 "
-            "for all interfaces; tcp://127.0.0.1:7700 is for this machine alone"
+            f"{option} {bind}: {parsed['host']} is {number} here, which no other host can "
+            "reach: give the IP address of an interface, or tcp://0.0.0.0:7700 for all; "
+            "tcp://127.0.0.1:7700 is for this host alone"
         )
-    # Without key files, the run gets a key pair of its own.
-    has_secret = ring is None and (insecure or is_loopback)
-    wanted = ListenConfig(
+    # Without key files, the address contains the secret of a key pair made for this run.
+    has_secret = key_config is None and (insecure or is_loopback)
+    config = ListenConfig(
         host=number,
-        port=0 if found["port"] == "*" else int(found["port"]),
+        port=0 if parsed["port"] == "*" else int(parsed["port"]),
         secret=new_secret() if has_secret else "",
-        keys=ring,
+        keys=key_config,
     )
-    wanted.check()
-    return wanted
+    config.check()
+    return config

@@ -1,4 +1,4 @@
-"""A standing parameter server on this host, for loops that use `DownpourSGD`."""
+"""`ParameterServer`: the handle of a parameter server on this host, and server addresses."""
 
 import select
 import subprocess
@@ -31,25 +31,23 @@ SHARDS_MAX: Final = 4096
 
 
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a worker needs to find its server, and to be let in.
+    """The address of a parameter server, with all that a worker needs to join it.
 
-    of a server      is written
-    of this user     ipc://DIRECTORY/.supervisor.1?run=…&shards=2&copies=1&memory=…
+    for this user    ipc://DIRECTORY/.supervisor.1?run=…&shards=2&copies=1&memory=…
     with keys        tcp://HOST:PORT?key=…&run=…&shards=2&copies=1
-    without          tcp://HOST:PORT?secret=…&run=…&shards=2&copies=1
+    without keys     tcp://HOST:PORT?secret=…&run=…&shards=2&copies=1
     """
 
     endpoint: str
-    run: str  # its name
-    key: str = ""  # public
-    secret: str = ""  # whoever knows it may push: as good as a password
+    run: str  # name of the run
+    key: str = ""  # public key of the server
+    secret: str = ""  # a password: every process that knows it may push
     n_shards: int
     shard_copies: int = 1
-    memory: str  # the directory of shared memory, for workers of this host
+    memory: str  # directory of shared memory, for workers on this host
 
     @override
     def __str__(self) -> str:
-        """Write it as one line."""
         query: dict[str, str | int] = {"key": self.key} if self.key else {}
         if self.secret:
             query = {"secret": self.secret}
@@ -60,10 +58,10 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.endpoint}?{urlencode(query)}"
 
     def place(self) -> Endpoint:
-        """Return where to connect to.
+        """Return the endpoint to connect to.
 
         Raises:
-            JobError: there is no address of such a host.
+            JobError: the host name cannot be resolved.
         """
         parts = urlsplit(self.endpoint)
         if parts.scheme == "ipc":
@@ -74,25 +72,23 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `str` wrote.
+        """Parse an address, as `str` writes it.
 
         Raises:
-            JobError: it is no such address.
+            JobError: `text` is not an address of a parameter server.
         """
         if not isinstance(text, str):
             raise JobError(
                 f"server is {text!r}, which is no address: use "
-                "ParameterServer(...).address, or the line that `distbelief serve` "
-                "prints"
+                "ParameterServer(...).address, or the address that `distbelief serve` prints"
             )
         try:
             return cls._read(text)
         except (KeyError, ValueError, JobError):
             raise JobError(
                 f"{text!r} is no address of a parameter server: use "
-                "ParameterServer(...).address, or the line that `distbelief serve` "
-                "prints; it begins with ipc://, or looks like "
-                "tcp://10.0.0.1:7700?key=…&run=…&shards=2"
+                "ParameterServer(...).address, or the address that `distbelief serve` "
+                "prints, such as tcp://10.0.0.1:7700?key=…&run=…&shards=2"
             ) from None
 
     @classmethod
@@ -124,10 +120,10 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
 def reach_towards(
     place: Endpoint, *, secret: str = "", keys: str | Path | None = None
 ) -> ListenConfig:
-    """Return from where a worker of the server at this place is to be reached.
+    """Return where a worker of the server at `place` listens.
 
     Raises:
-        JobError: the server is known by its key, and this side has none.
+        JobError: the server has a key, and this host has none.
     """
     if place.path:
         return ListenConfig(directory=str(Path(place.path).parent))
@@ -135,15 +131,15 @@ def reach_towards(
     if secret:
         return ListenConfig(host=host, secret=secret)
     directory = Path(DIRECTORY if keys is None else keys).expanduser()
-    ring = KeyConfig(directory=str(directory), role="worker", server_key=place.key)
-    return ListenConfig(host=host, keys=ring)
+    key_config = KeyConfig(directory=str(directory), role="worker", server_key=place.key)
+    return ListenConfig(host=host, keys=key_config)
 
 
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec]:
-    """Return how the parameters of one's own loop are called: by their position.
+    """Return the specs of a training loop's parameters, named by their positions.
 
     Raises:
-        JobError: there is none, or one of an element type that shards do not keep.
+        JobError: there are no parameters, or one is not float32.
     """
     specs = []
     for index, parameter in enumerate(parameters):
@@ -166,34 +162,32 @@ def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec
 
 
 def _check_unused(directory: Path) -> None:
-    """Refuse a directory with snapshots: shards would take them for their own."""
+    # Shards would restore the checkpoints of an earlier server.
     snapshots = directory / "snapshots"
     if any(snapshots.rglob("*.safetensors")):
         raise JobError(
-            f"ParameterServer: directory {directory} holds the snapshots of an earlier "
-            "server or run, and a server does not go on with those. Give it another "
-            f"directory, or remove {snapshots}"
+            f"ParameterServer: directory {directory} holds the checkpoints of an earlier "
+            f"server or run: use another directory, or remove {snapshots}"
         )
 
 
 @final
 class ParameterServer:
-    """Shards on this host, as processes of their own, for any number of workers.
+    """A parameter server: shards in processes on this host, for any number of workers.
 
     Args:
-        params: The model's parameters; their present values are the initial ones.
-        rule: How the shards apply a push: `distbelief.Adagrad(learning_rate=0.02)`, …
-        shards: Into how many slices they are cut, each in processes of its own.
-        shard_copies: How many processes keep each slice, 1 or 2: with 2, one takes
-            over at once where the other is lost, and nothing acknowledged is lost.
+        params: The model's parameters; their current values are the initial ones.
+        rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`.
+        shards: Number of shards over which the parameters are split.
+        shard_copies: Processes per shard, 1 or 2. With 2, a backup takes over when the
+            primary fails, and no acknowledged push is lost.
         shared_memory: Whether workers on this host share memory with the shards.
-        directory: For snapshots and logs of this server alone; by default one that
-            goes with it.
-        snapshot_every: Seconds between snapshots, from which a shard that dies returns.
-        start_seconds_max: How long the shards may take to be there.
+        directory: For checkpoints and logs; default: a temporary directory.
+        snapshot_every: Seconds between checkpoints, from which a failed shard restarts.
+        start_seconds_max: How long the shards may take to start.
 
     Raises:
-        JobError: parameters, rule or number of shards or copies make no sense.
+        JobError: an argument is not valid.
     """
 
     def __init__(
@@ -213,11 +207,11 @@ class ParameterServer:
         if not 1 <= shard_copies <= COPIES_MAX:
             raise JobError(
                 f"ParameterServer: shard_copies is {shard_copies}; use 1, or "
-                f"{COPIES_MAX} to lose nothing with a shard's process"
+                f"{COPIES_MAX} for a backup of each shard"
             )
         if not isinstance(cast("object", rule), UpdateRule):
             raise JobError(
-                f"ParameterServer: rule is {rule!r}; give it a rule, such as "
+                f"ParameterServer: rule is {rule!r}; use an update rule, such as "
                 "distbelief.Adagrad(learning_rate=0.02)"
             )
         if isinstance(params, torch.nn.Module):
@@ -237,7 +231,7 @@ class ParameterServer:
 
     @property
     def address(self) -> str:
-        """Where this user's processes on this machine find it.
+        """The address for processes of this user on this host.
 
         Raises:
             JobError: the server is not running.
@@ -249,12 +243,12 @@ class ParameterServer:
         return self._address
 
     def start(self) -> Self:
-        """Start the shards, and wait until they are there.
+        """Start the shards, and wait until they are ready.
 
         Raises:
-            JobError: it runs already, or its directory has another life's snapshots.
-            StorageError: there is no room for their values.
-            PeerLostError: they do not come up.
+            JobError: the server runs already, or its directory has old checkpoints.
+            StorageError: the disk has no space for the values.
+            PeerLostError: the shards do not start.
         """
         if self._process is not None:
             raise JobError("the parameter server is running already")
@@ -273,7 +267,7 @@ class ParameterServer:
             [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=held,  # so that it is held until both have ended
+            pass_fds=held,  # the directory stays locked until both processes have ended
         )
         try:
             self._address = self._await_address(self._process)
@@ -283,7 +277,7 @@ class ParameterServer:
         return self
 
     def close(self) -> None:
-        """End the shards; nothing happens if they have ended already."""
+        """Stop the shards; does nothing if they have stopped."""
         process, self._process, self._address = self._process, None, ""
         if process is not None:
             assert process.stdin is not None
@@ -295,14 +289,13 @@ class ParameterServer:
                 process.kill()  # its shards end with it
                 process.wait()
             process.stdout.close()
-            if process.returncode < 0:  # ended by force, so it removed nothing
+            if process.returncode < 0:  # killed: it could not remove its shared memory
                 FileMemory.sweep()
         if self._own_directory is not None:
             self._own_directory.remove()
             self._own_directory = None
 
     def __enter__(self) -> Self:
-        """Start."""
         return self.start()
 
     def __exit__(
@@ -311,7 +304,6 @@ class ParameterServer:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        """Close."""
         self.close()
 
     def _request(self, directory: Path) -> bytes:
@@ -342,19 +334,19 @@ class ParameterServer:
         if not line:
             status = process.poll()
             how = (
-                f"is not there after {self._start_seconds_max:g} s"
+                f"is not ready after {self._start_seconds_max:g} s"
                 if status is None
                 else f"ended with status {status}"
             )
             raise PeerLostError(f"the parameter server {how}")
-        told = msgspec.json.decode(line, type=ServerReady)
-        if told.error is not None:
-            raise PeerLostError(f"the parameter server cannot start: {told.error}")
+        reply = msgspec.json.decode(line, type=ServerReady)
+        if reply.error is not None:
+            raise PeerLostError(f"the parameter server cannot start: {reply.error}")
         address = ServerAddress(
-            endpoint=told.endpoint,
-            run=told.run,
+            endpoint=reply.endpoint,
+            run=reply.run,
             n_shards=self._n_shards,
             shard_copies=self._shard_copies,
-            memory=told.memory,
+            memory=reply.memory,
         )
         return str(address)

@@ -1,13 +1,11 @@
-"""A parameter server without a job: shards that serve whoever joins, until told to end.
+"""The process of a parameter server without a job: a supervisor and its shards.
 
     python -m distbelief.serve.server_process REQUEST_FILE
 
-The program behind `ParameterServer`. It writes one line, where workers find it, or what
-went wrong, and ends, with its shards, when its standard input is closed: so it never
-outlives the process that started it. `distbelief serve` does the same in a process of
-its own (`standing`).
-
-A directory that has snapshots is gone on with: every life of a role is a new one.
+`ParameterServer` starts this program. It prints one line of JSON (`ServerReady`), and ends
+with its shards when its standard input is closed, so it never outlives its parent. `distbelief
+serve` calls `serve` in its own process (`standalone`). If the directory has checkpoints, the
+server continues from them, with new incarnations of all roles.
 """
 
 import json
@@ -63,37 +61,23 @@ END_SECONDS_MAX: Final = 3.0
 
 
 class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be served.
-
-    Attributes:
-        tensors: Of the parameters.
-        initial_file: Safetensors file with their initial values.
-        rule: How shards apply a push.
-        n_shards: How many of them.
-        shard_copies: How many processes keep each.
-        shared_memory: Whether workers of this host may share memory with them.
-        snapshot_every: Seconds between snapshots.
-        directory: For snapshots and logs.
-        keeps: Whether the directory stays when the server has ended.
-        run: Its name; drawn if it is "".
-        reach: From where the server can be reached.
-    """
+    """The configuration of a parameter server."""
 
     tensors: tuple[TensorSpec, ...]
-    initial_file: str
+    initial_file: str  # safetensors, with the initial values
     rule: UpdateRule
     n_shards: int
     shard_copies: int
-    shared_memory: bool
-    snapshot_every: float
-    directory: str
-    keeps: bool = True
-    run: str = ""
+    shared_memory: bool  # with workers on this host
+    snapshot_every: float  # seconds between checkpoints
+    directory: str  # for checkpoints and logs
+    keeps: bool = True  # False: remove the directory at the end
+    run: str = ""  # name of the run; "": a random one
     reach: ListenConfig = ListenConfig()
 
 
 class ServerReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of output: where the server is, or why there is none."""
+    """The line of output: where the server listens, or why it could not start."""
 
     endpoint: str = ""
     run: str = ""
@@ -102,21 +86,21 @@ class ServerReady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(path: str) -> int:
-    """Serve what the request in this file asks for."""
-    # The terminal tells everybody; when to end is our parent's business.
+    """Run the server that the request file describes; return the exit status."""
+    # A terminal sends these to all its processes; here only the parent decides when to end.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     request = msgspec.json.decode(Path(path).read_bytes(), type=ServerRequest)
     try:
         error = serve(request, _watched_by_parent)
     except DistBeliefError as problem:
-        _say(ServerReady(error=str(problem)))
+        _print_ready(ServerReady(error=str(problem)))
         return 1
     finally:
-        if not request.keeps:  # its owner may have been killed
+        if not request.keeps:  # the parent may have been killed before it could remove it
             shutil.rmtree(request.directory, ignore_errors=True)
     if error is not None:
-        _say(ServerReady(error=error))
+        _print_ready(ServerReady(error=error))
     return 0
 
 
@@ -126,18 +110,15 @@ def serve(
     *,
     tell: Callable[[str], None] | None = None,
 ) -> str | None:
-    """Serve; return what went wrong, if anything did.
+    """Run a parameter server until it ends; return its error, if any.
 
-    Args:
-        request: What.
-        watch: Runs the node until the server is to end.
-        tell: Tells the user of what is damaged in its directory.
+    `watch` runs the node until the server should end; `tell` gets warnings about damaged files.
 
     Raises:
-        DistBeliefError: it cannot begin.
+        DistBeliefError: the server cannot start.
     """
     FileMemory.sweep()
-    memory = FileMemory.make()  # sockets lie in its directory as well
+    memory = FileMemory.make()  # its directory also contains the sockets
     try:
         return _serve(request, memory.directory, watch, tell)
     finally:
@@ -158,7 +139,7 @@ def _serve(
     def log_of(name: str) -> Path:
         return directory / f"{name}.log"
 
-    lines = files.LineFile(log_of("supervisor"), tell=_complain)
+    lines = files.LineFile(log_of("supervisor"), tell=_warn_on_stderr)
 
     disk = Writer("disk", tell=lambda text: log("warning", text))
 
@@ -170,14 +151,14 @@ def _serve(
         if tell is not None:
             tell(text)
 
-    legacy = _legacy(request, warn)
+    previous = _previous_run(request, warn)
     links = reach.transport(
-        name=SUPERVISOR, incarnation=legacy.incarnation, run=run, log=log, port=reach.port
+        name=SUPERVISOR, incarnation=previous.incarnation, run=run, log=log, port=reach.port
     )
     with links:
         spec = directory / "spec.json"
-        told = msgspec.structs.replace(request, run=run, reach=reach)
-        _write_private(spec, _spec(told, _own(links.endpoint), memory))
+        resolved = msgspec.structs.replace(request, run=run, reach=reach)
+        _write_private(spec, _role_spec(resolved, _own_endpoint(links.endpoint), memory))
         config = SupervisorConfig(
             roster=tuple(
                 (name, "shard")
@@ -187,9 +168,9 @@ def _serve(
             stop=None,
             admits_guests=True,
             snapshot_every=request.snapshot_every,
-            first_incarnation=legacy.incarnation,
-            first_label=legacy.label,
-            before=legacy.before,
+            first_incarnation=previous.incarnation,
+            first_label=previous.label,
+            before=previous.before,
         )
         supervisor = Supervisor(config)
         with LocalLauncher(spec=spec, log_of=log_of) as launcher:
@@ -201,16 +182,15 @@ def _serve(
 
 
 def _outcome(node: RoleRunner, supervisor: Supervisor, directory: Path) -> str | None:
-    """Return what went wrong, if anything did."""
     if supervisor.interrupted:
-        return f"ended at once: {directory} is as its last snapshot has it"
+        return f"ended at once: {directory} has the state of the last checkpoint"
     if supervisor.error is None and node.error is not None:
-        return f"{node.error}: {directory} is as its last snapshot has it"
+        return f"{node.error}: {directory} has the state of the last checkpoint"
     return supervisor.error
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Write a file for its user alone: whoever reads a run's secret could push."""
+    # For this user only: with the run's secret, any process could push.
     try:
         path.touch(mode=0o600)
         path.chmod(0o600)
@@ -219,18 +199,17 @@ def _write_private(path: Path, content: bytes) -> None:
         raise files.explained(error, path, doing="write") from error
 
 
-def _own(endpoint: str) -> str:
-    """Return where the server's own processes find the supervisor."""
+def _own_endpoint(endpoint: str) -> str:
+    # The supervisor's endpoint for the server's own processes.
     return str(Endpoint.parse(endpoint).seen_from(LOOPBACK))
 
 
-def _legacy(request: ServerRequest, warn: Callable[[str], None]) -> PreviousRun:
-    """Return what earlier lives of this server left in its directory."""
+def _previous_run(request: ServerRequest, warn: Callable[[str], None]) -> PreviousRun:
     run = RunDirectory(Path(request.directory), lock=None)
     store = CheckpointStore(run.snapshots, report=warn)
-    legacy = read_previous_run(run, store, n_shards=request.n_shards)
-    # Figures of replicas: a server has none.
-    return replace(legacy, before=PreviousTotals(clocks=legacy.before.clocks))
+    previous = read_previous_run(run, store, n_shards=request.n_shards)
+    # The other totals are those of replicas, which a server has not.
+    return replace(previous, before=PreviousTotals(clocks=previous.before.clocks))
 
 
 def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
@@ -238,7 +217,7 @@ def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, ready: ServerRe
 
 
 class _Parent:
-    """Tells the process that started this one when to begin, and asks when to end."""
+    # Reports to the parent process that the server is ready, and ends when it closes the pipe.
 
     def __init__(self, node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
         self._node = node
@@ -252,7 +231,7 @@ class _Parent:
     def _tick(self) -> None:
         serving = self._supervisor.status()[0] == "training"
         if self._ready is not None and serving:
-            _say(self._ready)
+            _print_ready(self._ready)
             self._ready = None
         readable, _, _ = select.select([sys.stdin], [], [], 0)
         if readable and not self._stopping and not os.read(sys.stdin.fileno(), 4096):
@@ -261,8 +240,8 @@ class _Parent:
             self._node.post(Received(sender=USER, incarnation=0, message=stop))
 
 
-def _spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
-    """Return what the shards' processes are told: a job with no data and no replica."""
+def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
+    # The shards' processes need a job: this one has no data and no replicas.
     layout = Layout.of(request.tensors, n_shards=request.n_shards)
     nothing = "none:none"  # a shard builds neither model nor data
     job = Job(
@@ -292,12 +271,12 @@ def _spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
     return msgspec.json.encode(spec)
 
 
-def _complain(text: str) -> None:
-    with suppress(OSError):  # standard output is for the one line
-        sys.stderr.write(f"parameter server: {text}. It goes on without this log\n")
+def _warn_on_stderr(text: str) -> None:
+    with suppress(OSError):  # standard output is only for the line of JSON
+        sys.stderr.write(f"parameter server: {text}. It continues without this log\n")
 
 
-def _say(ready: ServerReady) -> None:
+def _print_ready(ready: ServerReady) -> None:
     text = json.dumps(cast("object", msgspec.to_builtins(ready)))
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -1,15 +1,15 @@
-"""A standing parameter server in the foreground: what `distbelief serve` does.
+"""The standalone parameter server of `distbelief serve`.
 
     DIRECTORY/            0700
-      request.json  0600  what is served; a run's secret too, so that its address lasts
-      initial.safetensors parameters of the first life
-      snapshots/          to go on from
-      *.log               of the supervisor and every shard
-      lock                held while it runs
-      aside-N/            what it held before it began anew (--from-scratch)
+      request.json  0600  the configuration, with the run's secret: its address stays the same
+      initial.safetensors the initial parameters
+      snapshots/          checkpoints
+      *.log               of the supervisor and each shard
+      lock                held while the server runs
+      aside-N/            earlier files, moved there by --from-scratch
 
-The same directory again means: go on. Then the parameters come from its snapshots, the
-address is the one before (if its port is), and what is served must be the same.
+A server in the same directory continues from its checkpoints, with the same address if it has
+the same port. Model, rule and number of shards must be the same.
 """
 
 import secrets
@@ -42,8 +42,7 @@ from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 
 
-TELL_SECONDS: Final = 30.0
-"""Between two lines of progress, if anything has changed."""
+PROGRESS_SECONDS: Final = 30.0  # between two lines of progress, if there were pushes
 
 Tell = Callable[[str], None]
 
@@ -51,60 +50,50 @@ Tell = Callable[[str], None]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What the user wants served.
+    """The options of `distbelief serve`."""
 
-    Attributes:
-        model: Whose present parameters are the initial ones.
-        rule: How shards apply a push.
-        shards: Into how many slices the parameters are cut.
-        shard_copies: How many processes keep each.
-        shared_memory: Whether workers of this machine share memory with them.
-        snapshot_every: Seconds between snapshots.
-        reach: From where the server can be reached.
-    """
-
-    model: torch.nn.Module
+    model: torch.nn.Module  # its parameters are the initial ones
     rule: UpdateRule
     shards: int
     shard_copies: int
-    shared_memory: bool
-    snapshot_every: float
+    shared_memory: bool  # with workers on this host
+    snapshot_every: float  # seconds between checkpoints
     reach: ListenConfig
 
 
 def run_server(
-    wanted: ServeOptions, directory: Path, *, tell: Tell, from_scratch: bool = False
+    options: ServeOptions, directory: Path, *, tell: Tell, from_scratch: bool = False
 ) -> str | None:
-    """Serve until Ctrl+C or SIGTERM; return what went wrong, if anything did.
+    """Run a server until Ctrl+C or SIGTERM; return its error, if any.
 
     Args:
-        wanted: What.
-        directory: Where it is kept.
-        tell: Tells the user.
-        from_scratch: Whether to begin anew, and put aside what the directory holds.
+        options: The options.
+        directory: For checkpoints and logs.
+        tell: Prints a line for the user.
+        from_scratch: Start again; earlier files are moved to a subdirectory.
 
     Raises:
-        JobError: what is wanted cannot be, or is not what this directory holds.
-        StorageError: a server runs there already, or the disk does not take it.
-        TransportError: the address cannot be had.
+        JobError: the options are not valid, or differ from those of the directory.
+        StorageError: a server runs in the directory, or the disk cannot be written.
+        TransportError: the address cannot be bound.
     """
-    wanted.reach.check()
-    if wanted.reach.keys is not None:
-        wanted.reach.keys.guard(log=lambda _level, _text: None)  # can it be made?
-    with _taken(directory) as run:
-        request = _request(wanted, run, tell=tell, from_scratch=from_scratch)
+    options.reach.check()
+    if options.reach.keys is not None:
+        # Read the keys now, so that an error in them comes before any file is written.
+        options.reach.keys.guard(log=lambda _level, _text: None)
+    with _open_directory(directory) as run:
+        request = _request(options, run, tell=tell, from_scratch=from_scratch)
         return serve(request, _Terminal(request, tell=tell).watch, tell=tell)
 
 
-def _taken(directory: Path) -> RunDirectory:
-    """Return the directory, which is this process's as long as it is open."""
+def _open_directory(directory: Path) -> RunDirectory:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in directory.iterdir()}
         if "request.json" not in names and names - {"lock", "initial.safetensors"}:
             raise JobError(
-                f"{directory} holds something else than a parameter server: name a new "
-                "directory (--directory), or one that `distbelief serve` made"
+                f"{directory} is not the directory of a parameter server: name a new one "
+                "(--directory), or one that `distbelief serve` made"
             )
         directory.chmod(0o700)
     except OSError as error:
@@ -113,47 +102,47 @@ def _taken(directory: Path) -> RunDirectory:
 
 
 def _request(
-    wanted: ServeOptions, run: RunDirectory, *, tell: Tell, from_scratch: bool
+    options: ServeOptions, run: RunDirectory, *, tell: Tell, from_scratch: bool
 ) -> ServerRequest:
-    """Return what is to be served: as before, if there was anything before."""
-    parameters = list(wanted.model.parameters())
+    # A new request, or the stored one of this directory.
+    parameters = list(options.model.parameters())
     specs = tuple(parameter_specs(parameters))
     initial = run.path.absolute() / "initial.safetensors"
     request = ServerRequest(
         tensors=specs,
         initial_file=str(initial),
-        rule=wanted.rule,
-        n_shards=wanted.shards,
-        shard_copies=wanted.shard_copies,
-        shared_memory=wanted.shared_memory,
-        snapshot_every=wanted.snapshot_every,
+        rule=options.rule,
+        n_shards=options.shards,
+        shard_copies=options.shard_copies,
+        shared_memory=options.shared_memory,
+        snapshot_every=options.snapshot_every,
         directory=str(run.path.absolute()),
         run=secrets.token_hex(16),
-        reach=wanted.reach.pinned(),
+        reach=options.reach.pinned(),
     )
     file = run.path / "request.json"
     is_first = not file.is_file()
     if from_scratch and not is_first:
         place = run.put_aside(initial, run.snapshots)
-        tell(f"begins anew; what was saved before is in {place}")
-        is_first = True  # with a token of its own: nobody goes on with what was
+        tell(f"starting from scratch; earlier files are in {place}")
+        is_first = True  # a new name of the run: workers of the earlier server cannot push
     if not is_first:
         before = _read(file)
         _check_same(request, before, directory=run.path)
-        request = _gone_on(request, before)
-        tell(f"going on with what {run.path} holds")
+        request = _continued(request, before)
+        tell(f"continuing from the checkpoints in {run.path}")
     else:
         values = {
             spec.name: parameter.detach().contiguous().clone()
             for spec, parameter in zip(specs, parameters, strict=True)
         }
         files.write_by(initial, lambda path: save_file(values, path))
-    files.write_private(file, msgspec.json.encode(request))  # a secret may be in it
+    files.write_private(file, msgspec.json.encode(request))  # it may contain a secret
     return request
 
 
-def _gone_on(request: ServerRequest, before: ServerRequest) -> ServerRequest:
-    """Return what is to be served, under the name and by the secret from before."""
+def _continued(request: ServerRequest, before: ServerRequest) -> ServerRequest:
+    # Name and secret of the run stay, so that the address of the server stays the same.
     reach, secret = request.reach, before.reach.secret
     if reach.secret and secret:
         reach = msgspec.structs.replace(reach, secret=secret)
@@ -167,22 +156,21 @@ def _read(file: Path) -> ServerRequest:
         raise files.explained(error, file, doing="read") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise JobError(
-            f"{file} is damaged ({error}): the snapshots beside it are whole "
-            "all the same; begin in a new directory"
+            f"{file} is damaged ({error}): use a new directory; the checkpoints beside the "
+            "file are not affected"
         ) from None
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
-    for what, was, wanted in (
+    for what, old, new in (
         ("model", _shapes(before), _shapes(now)),
         ("rule", before.rule, now.rule),
         ("number of shards", before.n_shards, now.n_shards),
     ):
-        if was != wanted:
+        if old != new:
             raise JobError(
-                f"{directory} is of another {what}: it was {was!s:.300}, and now is "
-                f"{wanted!s:.300}. Leave it as it was, or name a new directory "
-                "(--directory)"
+                f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
+                "Use the same, or name a new directory (--directory)"
             )
 
 
@@ -192,14 +180,14 @@ def _shapes(request: ServerRequest) -> list[tuple[int, ...]]:
 
 @final
 class _Terminal:
-    """Says where the server is and how it goes, and ends it at Ctrl+C."""
+    """The terminal of a standalone server: address, progress, Ctrl+C."""
 
     def __init__(self, request: ServerRequest, *, tell: Tell) -> None:
         self._request = request
         self._screen = Writer("screen", tell=tell)
-        self._say = tell
-        self._told = 0  # number of the last message
-        self._told_at = time.monotonic()
+        self._print = tell
+        self._n_reported = 0  # number of the last message printed
+        self._reported_at = time.monotonic()
         self._n_pushes = 0
         self._is_ready = False
 
@@ -215,11 +203,11 @@ class _Terminal:
             with self._screen:
                 error = node.run(lambda: self._tick(supervisor, ready))
         if not (error or supervisor.error or supervisor.interrupted):
-            self._tell(f"ended; {self._request.directory} holds what was trained")
+            self._report(f"ended; the parameters are saved in {self._request.directory}")
 
-    def _tell(self, text: str) -> None:
-        """Say it, in a thread: nobody may be reading the terminal."""
-        self._screen.write(partial(self._say, text))
+    def _report(self, text: str) -> None:
+        # In a thread: a terminal that nobody reads must not block the server.
+        self._screen.write(partial(self._print, text))
 
     def _tick(self, supervisor: Supervisor, ready: ServerReady) -> None:
         now = time.monotonic()
@@ -227,19 +215,19 @@ class _Terminal:
         supervisor.take_records()
         if not self._is_ready and view.phase == "training":
             self._is_ready = True
-            for line in self._lines(ready):
-                self._tell(line)
+            for line in self._address_lines(ready):
+                self._report(line)
         for message in view.messages:
-            if message.number > self._told:
-                self._told = message.number
-                self._tell(message.text)
-        if now - self._told_at >= TELL_SECONDS and view.pushes_applied != self._n_pushes:
-            self._told_at, self._n_pushes = now, view.pushes_applied
+            if message.number > self._n_reported:
+                self._n_reported = message.number
+                self._report(message.text)
+        if now - self._reported_at >= PROGRESS_SECONDS and view.pushes_applied != self._n_pushes:
+            self._reported_at, self._n_pushes = now, view.pushes_applied
             pushes = formatting.count(view.pushes_applied)
-            self._tell(f"{_workers(view)}, {pushes} pushes applied")
+            self._report(f"{_workers(view)}, {pushes} pushes applied")
 
-    def _lines(self, ready: ServerReady) -> list[str]:
-        """Return what a user needs to know to begin."""
+    def _address_lines(self, ready: ServerReady) -> list[str]:
+        # The addresses, and a warning if they give access to strangers.
         place = Endpoint.parse(ready.endpoint)
         is_anywhere = place.host == ANYWHERE
         request = self._request
@@ -254,23 +242,23 @@ class _Terminal:
         )
         lines = []
         if not request.reach.is_local:
-            lines = [f"workers on other machines: {address}"]
+            lines = [f"address for workers on other hosts: {address}"]
             if is_anywhere:
-                lines.append("(any other address of this machine will do as well)")
+                lines.append("(other IP addresses of this host work too)")
         here = msgspec.structs.replace(address, memory=ready.memory)
-        lines.append(f"workers on this machine: {here}")
+        lines.append(f"address for workers on this host: {here}")
         if request.reach.is_open:
             lines.append(
-                "NOT SECURE: whoever has this line can read all that is trained, and "
-                "change it. Use keys: distbelief keys new"
+                "NOT SECURE: anyone who has this address can read and change the parameters. "
+                "Use keys instead: distbelief keys new"
             )
         elif request.reach.secret:
-            lines.append("whoever knows this line can push: keep it to yourself")
+            lines.append("anyone who knows this address can push: keep it secret")
         return lines
 
 
 def _workers(view: JobView) -> str:
-    """Return how many there are now: who is silent for long is away."""
+    # Workers that have been silent for long have no heartbeat age.
     heard = [role for role in view.roles if role.last_heartbeat_age is not None]
     n = sum(role.name.startswith("worker-") for role in heard)
     return "1 worker" if n == 1 else f"{n} workers"

@@ -1,8 +1,11 @@
-"""Lanes: one piece of work at a time in each, side by side, in virtual time.
+"""The CPU model: processor sharing on a host, the event loop and the executors of a process.
 
-A piece of work really runs, and at its virtual *end*: whatever others do to shared
-memory while it is under way, it sees (and a buffer it reads after its lease has ended
-is full of NaN by then).
+* `ProcessorSharing`: the roles of one host share its cores and memory bandwidth.
+* `EventLoop`: the single thread of a process that handles events in sequence.
+* `Executors`: one piece of work at a time in each executor of a process.
+
+The work itself runs at its virtual *end*. So it sees what other roles did to shared memory in
+the meantime; a buffer whose pin has been released is full of NaN by then.
 """
 
 import math
@@ -18,80 +21,65 @@ from distbelief.roles.role import Computed, Event, Executor, Received, Seconds, 
 from distbelief.simulation.event_queue import Call, EventQueue
 
 
-# Processors: the roles of one host share its cores, and its way to memory.
+# --- processor sharing ---
 #
-# Each piece of work asks for some cores and, for a part of its time, for memory. While
-# more cores are asked for than there are, all works go on slower by the same factor; so
-# do the parts that move memory, if together they would move more than the host can:
+# Each piece of work demands some cores and, for a part of its time, memory bandwidth. If more
+# cores are demanded than the host has, all work slows down by the same factor; the same holds
+# for memory time and bandwidth:
 #
-#     speed = 1 / ((1 - m) * c + m * max(c, b))     m: its share of memory time
-#                                                   c, b: by how much too many cores and
-#                                                   bytes are asked for; 1 if not
+#     speed = 1 / ((1 - m) * c + m * max(c, b))     m: the work's share of memory time
+#                                                   c, b: demand over supply of cores and of
+#                                                   bandwidth, at least 1
 #
-# Whenever a piece begins or ends, the others are brought up to date. A thread that sleeps
-# while all cores are taken does not begin at once: `wake_seconds`.
+# Speeds are computed again whenever a piece of work begins or ends.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
-    """What the roles of one host compute with.
-
-    Attributes:
-        cores: As many threads go on at full speed side by side.
-        bytes_per_second: To and from memory, for all of them together.
-        wake_seconds: Until a thread that has slept gets a core, if all are taken.
-    """
+    """The cores and the memory bandwidth of one host."""
 
     cores: float
-    bytes_per_second: float
-    wake_seconds: Seconds = 0.0
+    bytes_per_second: float  # to and from memory, all cores together
+    wake_seconds: Seconds = 0.0  # until a sleeping thread gets a core if all are busy
 
     def __post_init__(self) -> None:
         if not self.cores > 0 or not self.bytes_per_second > 0:
             raise ValueError(f"{self}: cores and bytes_per_second must be above 0")
         if not 0 <= self.wake_seconds < math.inf:
-            raise ValueError(f"{self}: wake_seconds may not be below 0, nor endless")
+            raise ValueError(f"{self}: wake_seconds must be finite and at least 0")
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What one piece of work asks of its host.
+    """The demand of one piece of work on its host."""
 
-    Attributes:
-        seconds: How long it takes if it has all it asks for.
-        threads: Cores that it keeps busy.
-        memory_share: Part of the time for which it waits for memory.
-        bytes_per_second: That it then moves.
-    """
-
-    seconds: Seconds
-    threads: float = 1.0
-    memory_share: float = 0.0
-    bytes_per_second: float = 0.0
+    seconds: Seconds  # its duration on an idle host
+    threads: float = 1.0  # cores that it keeps busy
+    memory_share: float = 0.0  # fraction of the time spent on memory transfers
+    bytes_per_second: float = 0.0  # bandwidth during that time
 
 
 @final
 class Job(msgspec.Struct, eq=False):
-    """A piece of work under way."""
+    """A piece of work in progress."""
 
     demand: Demand
     end: Callable[[], None]
     left: Seconds
     speed: float = 0.0
-    held: bool = False  # it stands still
-    sleeps: bool = False  # it has no core yet
+    held: bool = False  # its process is paused
+    sleeps: bool = False  # its thread waits for a core
 
     @property
     def runs(self) -> bool:
-        """Whether it is at work."""
         return not self.held and not self.sleeps
 
 
 @final
 @dataclass(slots=True, eq=False)
 class ProcessorSharing:
-    """The works under way on one host."""
+    """The work in progress on one host."""
 
-    agenda: EventQueue
+    event_queue: EventQueue
     processor: Processor
     _jobs: list[Job] = field(default_factory=list)
     _since: Seconds = 0.0
@@ -100,30 +88,25 @@ class ProcessorSharing:
     def add(self, demand: Demand, end: Callable[[], None], *, wakes: bool = False) -> Job:
         """Begin a piece of work; `end` is called when it is done.
 
-        Args:
-            demand: What it asks for.
-            end: Called then.
-            wakes: Whether the thread that does it has slept.
+        `wakes` says that its thread was sleeping: it may have to wait for a core.
         """
         self._catch_up()
         job = Job(demand, end, demand.seconds)
         wake_seconds = self.processor.wake_seconds
         if wakes and wake_seconds and self._is_crowded:
             job.sleeps = True
-            self.agenda.at(self.agenda.now + wake_seconds, partial(self._wake, job))
+            self.event_queue.at(self.event_queue.now + wake_seconds, partial(self._wake, job))
         self._jobs.append(job)
         self._plan()
         return job
 
     def remove(self, job: Job) -> None:
-        """Drop a piece of work that is not done."""
         if job in self._jobs:
             self._catch_up()
             self._jobs.remove(job)
             self._plan()
 
     def hold(self, job: Job, *, held: bool) -> None:
-        """Let it stand still, or go on."""
         if job.held is not held:
             self._catch_up()
             job.held = held
@@ -141,14 +124,14 @@ class ProcessorSharing:
             self._plan()
 
     def _catch_up(self) -> None:
-        seconds = self.agenda.now - self._since
-        self._since = self.agenda.now
+        seconds = self.event_queue.now - self._since
+        self._since = self.event_queue.now
         if seconds > 0:
             for job in self._jobs:
                 job.left -= seconds * job.speed
 
     def _plan(self) -> None:
-        """Set all speeds, and ask for the next end."""
+        # Compute all speeds, and schedule the end of the job that finishes first.
         processor, threads, moved = self.processor, 0.0, 0.0
         for job in self._jobs:
             if job.runs:
@@ -169,48 +152,38 @@ class ProcessorSharing:
                 first, soonest = job, seconds
         self._n_changes += 1
         if first is not None:
-            ends = self.agenda.now + soonest
-            self.agenda.at(ends, partial(self._end, first, self._n_changes))
+            ends = self.event_queue.now + soonest
+            self.event_queue.at(ends, partial(self._end, first, self._n_changes))
 
     def _end(self, job: Job, n_changes: int) -> None:
         if n_changes != self._n_changes:
-            return  # something began or ended meanwhile, and it was planned anew
+            return  # another job began or ended since, and the end was scheduled again
         self._catch_up()
         self._jobs.remove(job)
         self._plan()
         job.end()
 
 
-# Desks: the one thread of a process that handles its events, one after the other.
-#
-# An event waits for those before it, and then takes some time of a core of the host, like
-# any other work (`sharing`). Without a desk a role handles events in no time at all, and
-# only what it asks for takes any.
+# --- event loop ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventCost:
-    """What events take of the process that handles them.
+    """The time that a process takes to handle events."""
 
-    Attributes:
-        seconds: By `label_of` the event.
-        other: Of any other.
-        begins: Until a lane that sleeps begins what it is handed. Nobody computes.
-        answers: Until a process that sleeps handles what a lane has done, likewise.
-    """
-
-    seconds: Mapping[str, Seconds] = field(default_factory=dict)
-    other: Seconds = 0.0
+    seconds: Mapping[str, Seconds] = field(default_factory=dict)  # by `label_of` the event
+    other: Seconds = 0.0  # events without an entry in `seconds`
+    # Wake-up times, during which no core is busy: until a sleeping executor begins its work,
+    # and until a sleeping process handles the result of an executor.
     begins: Seconds = 0.0
     answers: Seconds = 0.0
 
     def of(self, event: Event) -> Seconds:
-        """Return how long this one takes."""
         return self.seconds.get(label_of(event), self.other)
 
 
 def label_of(event: Event) -> str:
-    """Return what an event is called: "Push", "Computed apply", "PeerLost"."""
+    """Return the kind of an event: "Push", "Computed apply", "PeerLost"."""
     match event:
         case Received():
             return type(event.message).__name__
@@ -223,13 +196,16 @@ def label_of(event: Event) -> str:
 
 @final
 class EventLoop:
-    """The events of one life of a role.
+    """The event loop of one simulated process: handles its events in sequence.
+
+    An event waits for those before it, then uses a core of the host for a while, like any
+    other work. A process without an event loop handles events in no time.
 
     Args:
-        sharing: The works of its host.
-        handling: What each event takes.
-        handle: Called with each, when it has taken that.
-        slowness: How many times as long everything takes at present.
+        sharing: The work in progress on its host.
+        handling: The cost of each event.
+        handle: Called with each event at the end of that time.
+        slowness: The factor by which faults slow down the process now.
     """
 
     def __init__(
@@ -246,34 +222,31 @@ class EventLoop:
         self._slowness = slowness
         self._queue: deque[Event] = deque()
         self._job: Job | None = None
-        self._handles = False  # just now, in no time
-        self._answers_at: Seconds = -math.inf  # when the last one that waits is told
+        self._handles = False  # inside `handle`
+        self._results_at: Seconds = -math.inf  # when the last waiting result is delivered
         self._closed = False
         self._held = False
 
     def add(self, event: Event) -> None:
-        """Handle an event after all that were added before."""
+        """Handle an event after all earlier ones."""
         self._queue.append(event)
         if self._job is None and not self._handles:
             self._begin(wakes=True)
 
-    def answer(self, event: Event) -> None:
-        """Handle what a lane has done; if the process sleeps, when it has woken up.
-
-        No answer overtakes one before it, though other events may wake the process in
-        between: what a lane has done is told in that order.
-        """
-        agenda = self._sharing.agenda
+    def deliver_result(self, event: Event) -> None:
+        """Handle the result of an executor; a sleeping process wakes up first."""
+        # Results are delivered in order, although another event may wake the process earlier.
+        event_queue = self._sharing.event_queue
         sleeps = self._job is None and not self._handles and not self._queue
-        awake_at = agenda.now + (self._handling.answers if sleeps else 0.0)
-        if awake_at > agenda.now or self._answers_at >= agenda.now:
-            self._answers_at = max(self._answers_at, awake_at)
-            agenda.at(self._answers_at, partial(self.add, event))
+        awake_at = event_queue.now + (self._handling.answers if sleeps else 0.0)
+        if awake_at > event_queue.now or self._results_at >= event_queue.now:
+            self._results_at = max(self._results_at, awake_at)
+            event_queue.at(self._results_at, partial(self.add, event))
         else:
             self.add(event)
 
     def hold(self, *, held: bool) -> None:
-        """Stand still, or go on."""
+        """Pause, or continue."""
         self._held = held
         if self._job is not None:
             self._sharing.hold(self._job, held=held)
@@ -281,7 +254,6 @@ class EventLoop:
             self._begin(wakes=True)
 
     def close(self) -> None:
-        """Forget everything, for good."""
         self._closed = True
         self._queue.clear()
         if self._job is not None:
@@ -300,11 +272,14 @@ class EventLoop:
     def _end(self) -> None:
         self._job = None
         event = self._queue.popleft()
-        self._handles = True  # what it brings about waits for its turn
+        self._handles = True  # events that it causes wait in the queue
         self._handle(event)
         self._handles = False
         if self._queue:
             self._begin(wakes=False)
+
+
+# --- executors ---
 
 
 def _nothing() -> None:
@@ -312,58 +287,60 @@ def _nothing() -> None:
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of work, as a lane sees it."""
+    """One piece of work for an executor."""
 
-    seconds: Callable[[], Seconds]  # asked when it begins
-    end: Callable[[Seconds], None]  # does the work; given how long it took
-    demand: Callable[[Seconds], Demand] | None = None  # of a shared host; None: a core
+    seconds: Callable[[], Seconds]  # its duration; called when it begins
+    end: Callable[[Seconds], None]  # does the work; gets the time that it took
+    demand: Callable[[Seconds], Demand] | None = None  # on a shared host; None: one core
     begin: Call = _nothing
-    cut_short: Call = _nothing  # the process was killed meanwhile
+    cut_short: Call = _nothing  # called if the process is killed before the end
 
 
 class Executors:
-    """The lanes of one life of one role.
+    """The executors of one simulated process: compute, data and so on.
 
-    Args:
-        agenda: When things end.
-        sharing: What else runs on its host; None if it has its speed for itself.
-        begins: Until one that sleeps begins what it is handed.
+    `sharing` is None if the process has its own speed; `begins` is the wake-up time of a
+    sleeping executor.
     """
 
     def __init__(
-        self, agenda: EventQueue, sharing: ProcessorSharing | None = None, *, begins: Seconds = 0.0
+        self,
+        event_queue: EventQueue,
+        sharing: ProcessorSharing | None = None,
+        *,
+        begins: Seconds = 0.0,
     ) -> None:
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._sharing = sharing
         self._begins = begins
         self._jobs: dict[Executor, Job] = {}  # of a shared host
         self._held_until: Seconds = 0.0
-        self._queues: dict[Executor, deque[Work]] = {lane: deque() for lane in Executor}
+        self._queues: dict[Executor, deque[Work]] = {executor: deque() for executor in Executor}
         self._began: dict[Executor, Seconds] = {}
         self._ends: dict[Executor, Seconds] = {}  # of the first in each busy queue
 
-    def add(self, lane: Executor, work: Work) -> None:
-        """Do `work` after all that was added to this lane before."""
-        queue = self._queues[lane]
+    def add(self, executor: Executor, work: Work) -> None:
+        """Do `work` after all earlier work of this executor."""
+        queue = self._queues[executor]
         queue.append(work)
         if len(queue) > 1:
             return
         if self._begins:
-            at = self._agenda.now + self._begins
-            self._agenda.at(at, partial(self._wake, lane, work))
+            at = self._event_queue.now + self._begins
+            self._event_queue.at(at, partial(self._wake, executor, work))
         else:
-            self._begin(lane, wakes=True)
+            self._begin(executor, wakes=True)
 
     def delay(self, seconds: Seconds) -> None:
-        """Stand still for so long: what is under way ends that much later."""
-        for lane in self._ends:
-            self._ends[lane] += seconds
+        """Pause for `seconds`: work in progress ends that much later."""
+        for executor in self._ends:
+            self._ends[executor] += seconds
         if self._sharing is not None:
             self._hold(seconds)
 
     def close(self, *, cut_short: bool) -> None:
-        """Drop everything; tell what is under way if it was cut short by force."""
-        running = [self._queues[lane][0] for lane in self._ends or self._jobs]
+        """Drop all work; with `cut_short`, call `Work.cut_short` of work in progress."""
+        running = [self._queues[executor][0] for executor in self._ends or self._jobs]
         self._ends.clear()
         for job in self._jobs.values():
             assert self._sharing is not None
@@ -375,62 +352,60 @@ class Executors:
             for work in running:
                 work.cut_short()
 
-    def _wake(self, lane: Executor, work: Work) -> None:
-        """Begin what a lane was handed when it slept."""
-        queue = self._queues[lane]
+    def _wake(self, executor: Executor, work: Work) -> None:
+        queue = self._queues[executor]
         if not queue or queue[0] is not work:
-            return  # closed meanwhile
-        if self._agenda.now < self._held_until:
-            self._agenda.at(self._held_until, partial(self._wake, lane, work))
+            return  # closed since
+        if self._event_queue.now < self._held_until:
+            self._event_queue.at(self._held_until, partial(self._wake, executor, work))
         else:
-            self._begin(lane, wakes=True)
+            self._begin(executor, wakes=True)
 
-    def _begin(self, lane: Executor, *, wakes: bool) -> None:
-        work = self._queues[lane][0]
+    def _begin(self, executor: Executor, *, wakes: bool) -> None:
+        work = self._queues[executor][0]
         work.begin()
-        self._began[lane] = self._agenda.now
+        self._began[executor] = self._event_queue.now
         if self._sharing is not None:
             seconds = work.seconds()
             demand = work.demand(seconds) if work.demand else Demand(seconds=seconds)
-            end = partial(self._end_shared, lane)
+            end = partial(self._end_shared, executor)
             job = self._sharing.add(demand, end, wakes=wakes)
-            self._jobs[lane] = job
+            self._jobs[executor] = job
             return
-        self._ends[lane] = self._agenda.now + work.seconds()
-        self._agenda.at(self._ends[lane], partial(self._end, lane))
+        self._ends[executor] = self._event_queue.now + work.seconds()
+        self._event_queue.at(self._ends[executor], partial(self._end, executor))
 
-    def _end(self, lane: Executor) -> None:
-        ends = self._ends.get(lane)
+    def _end(self, executor: Executor) -> None:
+        ends = self._ends.get(executor)
         if ends is None:
-            return  # closed meanwhile
-        if ends > self._agenda.now:  # delayed meanwhile
-            self._agenda.at(ends, partial(self._end, lane))
+            return  # closed since
+        if ends > self._event_queue.now:  # delayed since
+            self._event_queue.at(ends, partial(self._end, executor))
             return
-        del self._ends[lane]
-        self._finish(lane)
+        del self._ends[executor]
+        self._finish(executor)
 
-    def _end_shared(self, lane: Executor) -> None:
-        del self._jobs[lane]
-        self._finish(lane)
+    def _end_shared(self, executor: Executor) -> None:
+        del self._jobs[executor]
+        self._finish(executor)
 
     def _hold(self, seconds: Seconds) -> None:
-        """Let what runs on a shared host stand still for so much longer."""
         assert self._sharing is not None
-        self._held_until = max(self._held_until, self._agenda.now) + seconds
+        self._held_until = max(self._held_until, self._event_queue.now) + seconds
         for job in self._jobs.values():
             self._sharing.hold(job, held=True)
-        self._agenda.at(self._held_until, self._go_on)
+        self._event_queue.at(self._held_until, self._go_on)
 
     def _go_on(self) -> None:
-        if self._agenda.now >= self._held_until and self._sharing is not None:
+        if self._event_queue.now >= self._held_until and self._sharing is not None:
             for job in self._jobs.values():
                 self._sharing.hold(job, held=False)
 
-    def _finish(self, lane: Executor) -> None:
-        queue = self._queues[lane]
-        work = queue[0]  # stays there, so that what it calls for waits its turn
-        work.end(self._agenda.now - self._began[lane])
-        if queue and queue[0] is work:  # not closed in reply
+    def _finish(self, executor: Executor) -> None:
+        queue = self._queues[executor]
+        work = queue[0]  # it stays in the queue, so that work added by `end` waits
+        work.end(self._event_queue.now - self._began[executor])
+        if queue and queue[0] is work:  # `end` has not closed the executors
             queue.popleft()
             if queue:
-                self._begin(lane, wakes=False)
+                self._begin(executor, wakes=False)

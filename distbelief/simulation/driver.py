@@ -1,9 +1,9 @@
-"""The driver: delivers events to lives and performs what they ask, in virtual time.
+"""The driver: delivers events to simulated processes and performs their actions.
 
-Compute, Persist -> Lanes -> Computed, Persisted
+Compute, Persist -> Executors -> Computed, Persisted
 SetTimer -> Timers -> TimerFired
-Send -> Post -> Network -> Post -> Received
-Launch -> a new life -> Started; when it ends, PeerLost to its launcher
+Send -> MessageSizing -> Network -> Received
+Launch -> a new SimulatedProcess -> Started; when it ends, PeerLost to its launcher
 """
 
 from collections.abc import Sequence
@@ -43,120 +43,120 @@ from distbelief.simulation.world import HandledEvent, World
 
 
 class Driver:
-    """What `distbelief.transport.node` is to one real role, for all roles of a simulation."""
+    """Does for all simulated roles what `distbelief.transport.node` does for a real one."""
 
     def __init__(self, world: World) -> None:
-        self.lives = ProcessTable(world, self.deliver, self._handle)
-        self._lives = self.lives.known
-        self.network = Network(world.agenda, world.streams, deliver=self._arrive, lose=self._lose)
+        self.processes = ProcessTable(world, self.deliver, self._handle)
+        self._known = self.processes.known
+        self.network = Network(
+            world.event_queue, world.streams, deliver=self._arrive, lose=self._lose
+        )
         self._world = world
-        # What every event needs, at hand.
-        self._agenda = world.agenda
+        # Aliases: they are used for every event, and each attribute access costs time.
+        self._event_queue = world.event_queue
         self._note = world.trace.event
         self._observers, self._checks = world.observers, world.checks
         self._counts = world.counts
         run = f"simulation-{world.seed}"
-        self._post: MessageSizing = Encoded(run) if world.options.codec else PassedOn(run)
+        self._sizing: MessageSizing = Encoded(run) if world.options.codec else PassedOn(run)
 
-    # -------------------------------------------------------------------- events
+    # --- events ---
 
-    def deliver(self, life: SimulatedProcess, event: Event) -> None:
-        """Let a life handle an event: now, when it comes to it, or after its pause."""
-        if life.desk is None:
-            self._handle(life, event)
-        elif life.alive:
-            life.desk.add(event)
+    def deliver(self, process: SimulatedProcess, event: Event) -> None:
+        """Pass an event to a process: now, or after earlier events and its pause."""
+        if process.event_loop is None:
+            self._handle(process, event)
+        elif process.alive:
+            process.event_loop.add(event)
 
-    def _handle(self, life: SimulatedProcess, event: Event) -> None:
-        if not life.alive:
+    def _handle(self, process: SimulatedProcess, event: Event) -> None:
+        if not process.alive:
             return
-        if life.paused_until is not None:
-            life.waiting.append(event)
+        if process.paused_until is not None:
+            process.waiting.append(event)
             return
-        now = self._agenda.now
-        self._note(now, life.name, life.incarnation, event)
+        now = self._event_queue.now
+        self._note(now, process.name, process.incarnation, event)
         try:
             try:
-                check_accepted(life.role, event, name=life.name)
-                actions = life.role.handle(event, now)
-            except Exception as error:  # noqa: BLE001 - told apart there
-                actions = self._answer_to(life, error)
-            n_performed = self._perform_all(life, actions) if actions else 0
-        except LocalProtocolError as error:  # of the wire, of the agenda
-            raise self._blame(life, error) from error
+                check_accepted(process.role, event, name=process.name)
+                actions = process.role.handle(event, now)
+            except Exception as error:  # noqa: BLE001 - `_answer_to` distinguishes them
+                actions = self._actions_after(process, error)
+            n_performed = self._perform_all(process, actions) if actions else 0
+        except LocalProtocolError as error:  # from the codec or the event queue
+            raise self._blame(process, error) from error
         if self._observers:
-            self._observe(life, event, actions[:n_performed])
+            self._observe(process, event, actions[:n_performed])
         for check in self._checks:
             check()
 
-    def _observe(self, life: SimulatedProcess, event: Event, actions: Sequence[Action]) -> None:
-        happening = HandledEvent(
-            name=life.name,
-            incarnation=life.incarnation,
-            role=life.role,
+    def _observe(self, process: SimulatedProcess, event: Event, actions: Sequence[Action]) -> None:
+        handled = HandledEvent(
+            name=process.name,
+            incarnation=process.incarnation,
+            role=process.role,
             event=event,
             actions=actions,
         )
         for observer in self._world.observers:
-            observer(happening)
+            observer(handled)
 
-    def _answer_to(self, life: SimulatedProcess, error: Exception) -> Sequence[Action]:
-        """Return what a role that raised this is taken to have asked for."""
+    def _actions_after(self, process: SimulatedProcess, error: Exception) -> Sequence[Action]:
         match error:
             case RemoteProtocolError():
                 self._world.counts.refused += 1
-                self._world.note(life.name, life.incarnation, f"refused: {error}")
+                self._world.note(process.name, process.incarnation, f"refused: {error}")
                 return ()
             case LocalProtocolError():
-                raise error  # a bug: it must not merely halt, and be restarted
+                raise error  # a bug: end the run instead of restarting the role
             case DistBeliefError():
                 return (Exit(error=f"{type(error).__name__}: {error}"),)
             case _:
-                raise self._blame(life, error) from error
+                raise self._blame(process, error) from error
 
-    def _blame(self, life: SimulatedProcess, error: Exception) -> Exception:
+    def _blame(self, process: SimulatedProcess, error: Exception) -> Exception:
         return self._world.failure(
-            f"{life.name}#{life.incarnation} raised {type(error).__name__}: {error}"
+            f"{process.name}#{process.incarnation} raised {type(error).__name__}: {error}"
         )
 
     def _arrive(self, packet: Packet) -> None:
         path = packet.path
         receiver, incarnation = path.receiver, path.incarnation
-        # What was lent is read as late as it may be: when it arrives.
-        event = self._post.received(packet.payload)
-        life = self._lives.get((receiver, incarnation))
-        if life is not None and life.alive:
+        # Arrays that the sender lends are read as late as allowed: on arrival.
+        event = self._sizing.received(packet.payload)
+        process = self._known.get((receiver, incarnation))
+        if process is not None and process.alive:
             self._counts.delivered += 1
-            if life.handles_slowly:
-                self._hand_over(life, event, packet.n_bytes)
-            elif life.desk is None:
-                self._handle(life, event)
+            if process.handles_slowly:
+                self._deliver_in_sequence(process, event, packet.n_bytes)
+            elif process.event_loop is None:
+                self._handle(process, event)
             else:
-                life.desk.add(event)
+                process.event_loop.add(event)
         elif receiver not in self._world.builders:
-            self._world.hand_out(receiver, event)
-        elif self._goes_astray():
-            self.lives.deliver_to_next(receiver, incarnation, event)
+            self._world.keep_for_test(receiver, event)
+        elif self._is_misrouted():
+            self.processes.deliver_to_next(receiver, incarnation, event)
         else:
-            self._lose(packet, "nobody there")
+            self._lose(packet, "no such process")
 
-    def _hand_over(self, life: SimulatedProcess, event: Received, n_bytes: float) -> None:
-        """Deliver a message once its process has dealt with those before.
-
-        What it takes itself delays those behind it, and is part of its latency. Such a
-        life has no desk.
-        """
-        agenda, machine = self._agenda, life.machine
-        begins, now = life.handles_until, agenda.now
+    def _deliver_in_sequence(
+        self, process: SimulatedProcess, event: Received, n_bytes: float
+    ) -> None:
+        # A process without an event loop handles messages in sequence: the cost of a message
+        # delays those behind it. Its own delay is already part of the link's latency.
+        event_queue, machine = self._event_queue, process.machine
+        begins, now = process.handles_until, event_queue.now
         takes = machine.handling_seconds + n_bytes / machine.handling_bytes_per_second
         if begins <= now:
-            life.handles_until = now + takes
-            self._handle(life, event)
+            process.handles_until = now + takes
+            self._handle(process, event)
         else:
-            life.handles_until = begins + takes
-            agenda.at(begins, partial(self._handle, life, event))
+            process.handles_until = begins + takes
+            event_queue.at(begins, partial(self._handle, process, event))
 
-    def _goes_astray(self) -> bool:
+    def _is_misrouted(self) -> bool:
         port_reuse = self._world.options.port_reuse
         return bool(port_reuse and self._world.streams.faults.random() < port_reuse)
 
@@ -165,79 +165,79 @@ class Driver:
         path = packet.path
         self._world.note(path.receiver, path.incarnation, f"lost, from {path.sender}: {reason}")
 
-    # ------------------------------------------------------------------- actions
+    # --- actions ---
 
-    def _perform_all(self, life: SimulatedProcess, actions: Sequence[Action]) -> int:
-        """Perform them as long as it lives; return how many that was."""
-        n_last, n_performed = life.last_actions, 0
+    def _perform_all(self, process: SimulatedProcess, actions: Sequence[Action]) -> int:
+        # Stops when an action ends the process; returns how many were performed.
+        n_last, n_performed = process.last_actions, 0
         for action in actions if n_last is None else actions[:n_last]:
-            if type(action) is Send:  # as is most frequent
-                self._send(life, action)
+            if type(action) is Send:  # the most frequent one, without the match statement
+                self._send(process, action)
             else:
-                self._perform(life, action)
+                self._perform(process, action)
             n_performed += 1
-            if not life.alive:
+            if not process.alive:
                 return n_performed
         if n_last is not None:
-            self.lives.end(life, f"killed after {n_last} actions of this event")
+            self.processes.end(process, f"killed after {n_last} actions of this event")
         return n_performed
 
-    def _perform(self, life: SimulatedProcess, action: Action) -> None:
+    def _perform(self, process: SimulatedProcess, action: Action) -> None:
         match action:
             case Send():
-                self._send(life, action)
+                self._send(process, action)
             case SetTimer():
-                life.timers.set(action.name, action.at)
+                process.timers.set(action.name, action.at)
             case CancelTimer():
-                life.timers.cancel(action.name)
+                process.timers.cancel(action.name)
             case Compute():
-                self._compute(life, action)
+                self._compute(process, action)
             case Persist():
-                self._persist(life, action.snapshot)
+                self._persist(process, action.snapshot)
             case _:
-                self._perform_rare(life, action)
+                self._perform_rare(process, action)
 
     def _perform_rare(
         self,
-        life: SimulatedProcess,
+        process: SimulatedProcess,
         action: Report | Connect | Launch | AssignName | Terminate | Exit,
     ) -> None:
         match action:
             case Report():
-                self._world.reports.append((life.name, action))
+                self._world.reports.append((process.name, action))
                 text = f"{action.level}: {action.text}"
-                self._world.note(life.name, life.incarnation, text)
+                self._world.note(process.name, process.incarnation, text)
             case Connect():
-                self.lives.connect(life, action.peer, action.incarnation)
+                self.processes.connect(process, action.peer, action.incarnation)
             case Launch():
-                self.lives.launch(action.name, incarnation=action.incarnation, launcher=life)
+                self.processes.launch(action.name, incarnation=action.incarnation, launcher=process)
             case AssignName():
-                pass  # in a simulation everybody is who he says
+                pass  # simulated roles need no proof of identity
             case Terminate():
-                self.lives.terminate(action.name, f"terminated by {life.name}")
+                self.processes.terminate(action.name, f"terminated by {process.name}")
             case Exit():
-                life.halted, life.error = True, action.error
-                self.lives.end(life, f"halted: {action.error or 'as planned'}")
+                process.halted, process.error = True, action.error
+                self.processes.end(process, f"halted: {action.error or 'as planned'}")
             case _:
                 assert_never(action)
 
-    def _send(self, life: SimulatedProcess, action: Send) -> None:
-        post, receiver = self._post, action.receiver
-        payload = post.sent(action, sender=life.name, incarnation=life.incarnation)
-        path = life.paths.get(receiver) or self.lives.path(life, receiver)
+    def _send(self, process: SimulatedProcess, action: Send) -> None:
+        sizing, receiver = self._sizing, action.receiver
+        payload = sizing.sent(action, sender=process.name, incarnation=process.incarnation)
+        path = process.paths.get(receiver) or self.processes.path(process, receiver)
         if path is None:
             self._counts.lost += 1
             text = f"lost, not connected to {receiver}"
-            self._world.note(life.name, life.incarnation, text)
+            self._world.note(process.name, process.incarnation, text)
             return
-        header, arrays = post.size
+        header, arrays = sizing.size
         n_bytes = header + round(arrays * path.frame_scale) if arrays else header
         self.network.send(path, payload, n_bytes)
 
-    def _compute(self, life: SimulatedProcess, action: Compute) -> None:
-        machine, cost = life.machine, action.cost
-        if life.scale is not ONE:
-            cost = life.scale.of(cost, action.lane)
+    def _compute(self, process: SimulatedProcess, action: Compute) -> None:
+        machine, cost = process.machine, action.cost
+        if process.scale is not ONE:
+            cost = process.scale.of(cost, action.lane)
 
         def seconds() -> Seconds:
             left = cost
@@ -249,61 +249,63 @@ class Driver:
                     waiting=part * cost.waiting,
                 )
             modelled = machine.seconds_of(left, self._world.streams.schedule)
-            return modelled * self._world.slowness(life.name)
+            return modelled * self._world.slowness(process.name)
 
         def demand(seconds: Seconds) -> Demand:
             threads = machine.threads if action.lane is Executor.COMPUTE else 1
-            slowness = self._world.slowness(life.name)  # it leaves more to the others
+            slowness = self._world.slowness(process.name)  # a slowed role leaves cores to others
             return machine.demand(cost, seconds, threads / slowness)
 
         def end(seconds: Seconds) -> None:
             if action.lane is Executor.COMPUTE:
                 busy = self._world.busy
-                busy[life.name] = busy.get(life.name, 0.0) + seconds
+                busy[process.name] = busy.get(process.name, 0.0) + seconds
             result: object = None
             failed: Exception | None = None
             try:
                 result = action.work()
-            except Exception as error:  # noqa: BLE001 - told to the role, as `node` does
+            except Exception as error:  # noqa: BLE001 - reported to the role, as `node` does
                 failed = error
-            answer = Computed(name=action.name, result=result, error=failed, seconds=seconds)
-            self._answer(life, answer)
+            result_event = Computed(name=action.name, result=result, error=failed, seconds=seconds)
+            self._deliver_result(process, result_event)
 
-        life.lanes.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
+        process.executors.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
 
-    def _answer(self, life: SimulatedProcess, answer: Computed | Persisted) -> None:
-        """Let a life handle what its lane has done, once it has woken up."""
-        if life.desk is None:
-            self._handle(life, answer)
-        elif life.alive:
-            life.desk.answer(answer)
+    def _deliver_result(
+        self, process: SimulatedProcess, result_event: Computed | Persisted
+    ) -> None:
+        if process.event_loop is None:
+            self._handle(process, result_event)
+        elif process.alive:
+            process.event_loop.deliver_result(result_event)
 
-    def _persist(self, life: SimulatedProcess, snapshot: Snapshot) -> None:
+    def _persist(self, process: SimulatedProcess, snapshot: Snapshot) -> None:
         world = self._world
         sums: dict[str, int] = {}
 
         def begin() -> None:
+            # Compared at the end: a role must not change arrays while they are written.
             sums.update(checksums(snapshot))
 
         def seconds() -> Seconds:
-            n_bytes = size_of(snapshot) * life.scale.n_bytes
-            modelled = life.machine.seconds_to_save(n_bytes, world.streams.disk)
-            return modelled * world.slowness(life.name)
+            n_bytes = size_of(snapshot) * process.scale.n_bytes
+            modelled = process.machine.seconds_to_save(n_bytes, world.streams.disk)
+            return modelled * world.slowness(process.name)
 
         def end(_: Seconds) -> None:
             if checksums(snapshot) != sums:
                 raise world.failure(
-                    f"{life.name}#{life.incarnation} changed its arrays while they "
+                    f"{process.name}#{process.incarnation} changed its arrays while they "
                     f"were being saved as {snapshot.label!r}"
                 )
             error = NO_SPACE if world.disk.full else None
             if error is None:
-                world.disk.save(life.name, snapshot)
-            self._answer(life, Persisted(label=snapshot.label, error=error))
+                world.disk.save(process.name, snapshot)
+            self._deliver_result(process, Persisted(label=snapshot.label, error=error))
 
         def cut_short() -> None:
-            if life.tears:
-                world.disk.save(life.name, snapshot, whole=False)
+            if process.tears:
+                world.disk.save(process.name, snapshot, whole=False)
 
         work = Work(seconds=seconds, begin=begin, end=end, cut_short=cut_short)
-        life.lanes.add(Executor.COMPUTE, work)
+        process.executors.add(Executor.COMPUTE, work)

@@ -1,9 +1,8 @@
-"""Faults as data: what breaks, when, for how long.
+"""Faults of a simulation, as data: kills, pauses, lost messages and the like.
 
-A schedule of faults is a tuple of these; `random_faults` draws one. Everything it draws
-has healed by its horizon, so that a test can ask for progress afterwards. Faults of
-messages throw dice of their own (`RandomStreams.faults`): adding one moves no other
-random number.
+A schedule is a tuple of faults; `random_faults` draws one. All its faults end before the
+horizon, so that a test can demand progress afterwards. Message faults have a random stream
+of their own (`RandomStreams.faults`): adding one changes no other random number.
 """
 
 import math
@@ -17,31 +16,30 @@ from distbelief.roles.role import Address, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """The process dies: state, timers and unsent bytes are gone; files stay."""
+    """The process dies. Its state, timers and unsent bytes are lost; files stay."""
 
     at: Seconds
     role: Address
     restart_after: Seconds | None = None  # None: left to the supervisor
-    # None: between two events. k: in the midst of the next event that asks for
-    # actions, after the first k of them ("crash at any effect boundary"); with
-    # `restart_after`, not at all if there is no such event for so long.
+    # None: between two events. k: after the first k actions of the next event that has
+    # actions. With `restart_after`, the kill is dropped if there is no such event in time.
     after_actions: int | None = None
-    tears: bool = False  # a snapshot just being written stays, torn
+    tears: bool = False  # a checkpoint that is being written stays, damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """A machine is gone: its roles die, and no life of them begins for so long."""
+    """A machine fails: its roles die, and none of them can start for `seconds`."""
 
     at: Seconds
     roles: tuple[Address, ...]
     seconds: Seconds
-    restarts: bool = False  # they come back by themselves; else their supervisor asks
+    restarts: bool = False  # True: the roles restart by themselves; False: the supervisor does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """The process stands still (SIGSTOP), then goes on as if nothing had been."""
+    """The process is stopped (SIGSTOP) and continues after `seconds`."""
 
     at: Seconds
     role: Address
@@ -50,7 +48,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supersede:
-    """The process is taken for dead: its next life begins while this one goes on."""
+    """The process is wrongly declared dead: its next incarnation starts while it still runs."""
 
     at: Seconds
     role: Address
@@ -58,7 +56,7 @@ class Supersede:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Work that begins meanwhile takes `factor` times as long."""
+    """Work that begins during the fault takes `factor` times as long."""
 
     at: Seconds
     role: Address
@@ -68,14 +66,14 @@ class Slow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOff:
-    """No message passes between `a` and `b` (or anyone): it waits, or is lost."""
+    """The link between `a` and `b` (None: and all others) is cut: messages wait or are lost."""
 
     at: Seconds
     a: Address
     b: Address | None = None
     seconds: Seconds
-    loses: bool = False  # False: TCP sends again once the link is back
-    one_way: bool = False  # only what `a` sends is held
+    loses: bool = False  # False: TCP retransmits when the link is back
+    one_way: bool = False  # True: only messages from `a` are affected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duplicate:
-    """Each message arrives again, perhaps late and out of order."""
+    """Each message is delivered twice with this probability, the second time perhaps late."""
 
     probability: float
     seconds_max: Seconds = 1.0  # how late
@@ -101,11 +99,11 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delay:
-    """Each message is late with this probability, and those behind it with it."""
+    """Each message is late with this probability, and so are those behind it."""
 
     probability: float
     seconds_max: Seconds = 1.0
-    overtaken: bool = False  # True: those behind it pass it
+    overtaken: bool = False  # True: messages behind it overtake it
     between: tuple[Address, Address] | None = None
     at: Seconds = 0.0
     seconds: Seconds = math.inf
@@ -113,7 +111,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFull:
-    """Nothing can be persisted."""
+    """No checkpoint can be written."""
 
     at: Seconds
     seconds: Seconds
@@ -121,7 +119,7 @@ class DiskFull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TornSnapshot:
-    """The newest snapshot of `role` turns out to be damaged; starts skip it."""
+    """The newest checkpoint of `role` is damaged; a restart skips it."""
 
     at: Seconds
     role: Address
@@ -140,19 +138,18 @@ def random_faults(
     intensity: float = 1.0,
     restarts: bool = True,
 ) -> tuple[Fault, ...]:
-    """Draw a schedule of faults, in order of time.
+    """Draw a schedule of faults, ordered by time.
 
     Args:
-        seed: Same seed and roles, same faults.
-        roles: Who may be hit.
-        horizon: Seconds; by then everything has healed (a killed role has restarted).
-        intensity: How often each role is hit on average.
-        restarts: Whether killed roles come back by themselves; False leaves that to a
-            supervisor.
+        seed: The same seed and roles give the same faults.
+        roles: Roles that faults may affect.
+        horizon: Seconds. By then all faults have ended, and killed roles have restarted.
+        intensity: Average number of faults per role.
+        restarts: Whether killed roles restart by themselves; False leaves it to a supervisor.
     """
     stream = np.random.default_rng([seed, 0xFA17])
     if not roles or horizon <= 0:
-        raise ValueError(f"faults for {len(roles)} roles within {horizon} s: none fit")
+        raise ValueError(f"random_faults needs roles and a horizon, got {len(roles)}, {horizon} s")
     drawn: list[Fault] = [
         _draw_one(stream, roles, horizon=horizon, restarts=restarts)
         for _ in range(int(stream.poisson(intensity * len(roles))))
@@ -224,7 +221,6 @@ def _draw_for_messages(
 
 
 def _window(stream: np.random.Generator, horizon: Seconds) -> tuple[Seconds, Seconds]:
-    """Draw a beginning and a length that end within the horizon; mostly short."""
     at = float(stream.uniform(0.0, 0.9 * horizon))
     seconds = float(stream.exponential(0.1 * horizon))
     return at, min(seconds, 0.95 * horizon - at)

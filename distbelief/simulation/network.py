@@ -1,10 +1,12 @@
-"""The post: what travels for a message, how large that is, and what comes of it.
+"""The network: carries messages along paths, subject to faults, and computes their sizes.
 
-*Encoded*: every message is written to frames and read again, as between real processes;
-no array is shared by accident, and what cannot be sent is found out. *Passed on*: the
-message itself travels; only its array is copied, as early, or as late if it is lent, as
-a frame would be. The sizes of headers are those of the first message of each kind
-where all are about alike; of the others they are measured.
+It guarantees what ZeroMQ over TCP does: messages of one path arrive whole and in order, if at
+all, except where a fault changes that. A path has its own link, or a route through a fabric
+that paths share. Messages travel in one of two forms:
+
+* `Encoded`: each message is encoded to frames and decoded, as between real processes. No array
+  is shared by accident, and a message that cannot be encoded fails.
+* `PassedOn`: the message object travels, only its array is copied. This is faster.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,15 +37,8 @@ from distbelief.simulation.topology import Path, Port
 from distbelief.simulation.world import RandomStreams, draws
 
 
-# The simulated network: carries messages along paths, subject to faults.
-#
-# It knows no roles and reads no message. What it promises is what ZeroMQ over TCP does:
-# messages of one path arrive whole and in order, if at all, save where a fault says
-# otherwise. A path has a link of its own, or leads over a `fabric` that others share.
-
-
-class Packet(msgspec.Struct, eq=False):  # made in half the time of a dataclass
-    """One message under way: its frames, or itself."""
+class Packet(msgspec.Struct, eq=False):  # twice as fast to create as a dataclass
+    """A message in transit: its frames, or the message object."""
 
     path: Path
     payload: object
@@ -57,7 +52,6 @@ class _Cut:
     held: list[Packet] = field(default_factory=list)
 
     def holds(self, path: Path) -> bool:
-        """Whether nothing passes along `path`."""
         fault, ends = self.fault, (path.sender, path.receiver)
         if fault.one_way and fault.a != path.sender:
             return False
@@ -65,17 +59,17 @@ class _Cut:
 
 
 class Network:
-    """Calls `deliver` when a packet arrives, `lose` when it never will."""
+    """The simulated network; calls `deliver` when a packet arrives, `lose` when it is lost."""
 
     def __init__(
         self,
-        agenda: EventQueue,
+        event_queue: EventQueue,
         streams: RandomStreams,
         *,
         deliver: Callable[[Packet], None],
         lose: Callable[[Packet, str], None],
     ) -> None:
-        self._agenda = agenda
+        self._event_queue = event_queue
         self._streams = streams
         self._deliver = deliver
         self._lose = lose
@@ -84,15 +78,15 @@ class Network:
         self._cuts: list[_Cut] = []
 
     def send(self, path: Path, payload: object, n_bytes: float) -> None:
-        """Put a message of so many bytes on its way."""
-        tally = path.tally
-        tally[0] += 1
-        tally[1] += n_bytes
-        route, now = path.route, self._agenda.now
+        traffic = path.traffic
+        traffic[0] += 1
+        traffic[1] += n_bytes
+        route, now = path.route, self._event_queue.now
         if route is None:
             departs = passed = path.depart(n_bytes, now)
         else:
             card = route.card
+            # Small messages slip in between the packets of large ones; see `Route`.
             if (card.free_at > now or card.turns) and (
                 n_bytes > card.small_bytes or path in card.queues
             ):
@@ -103,32 +97,32 @@ class Network:
         self._go(Packet(path, payload, n_bytes, departs), passed)
 
     def _wake(self, card: Port) -> None:
-        """See to it that what waits for the card goes out when it is free."""
+        # Send the next waiting packet when the card is free.
         if not card.woken and card.turns:
             card.woken = True
-            self._agenda.at(card.free_at, partial(self._next_of, card))
+            self._event_queue.at(card.free_at, partial(self._next_of, card))
 
     def _next_of(self, card: Port) -> None:
         card.woken = False
-        if card.free_at <= self._agenda.now:  # small ones may have come between
+        if card.free_at <= self._event_queue.now:  # small messages may have used the card since
             packet = card.next()
             assert isinstance(packet, Packet)
             assert packet.path.route is not None
-            now, route = self._agenda.now, packet.path.route
+            now, route = self._event_queue.now, packet.path.route
             packet.departs, passed = route.pass_through(packet.n_bytes, now)
             self._go(packet, passed)
         self._wake(card)
 
     def _go(self, packet: Packet, passed: Seconds) -> None:
-        """Let a packet arrive that has passed everything but its latency."""
+        # The packet has passed all ports; only the latency remains.
         if self._faults:
             self._go_with_faults(packet, passed)
             return
         arrives = packet.path.arrive(passed, next(self._chances))
-        self._agenda.at(arrives, partial(self._arrive, packet))
+        self._event_queue.at(arrives, partial(self._arrive, packet))
 
     def begin(self, fault: NetworkFault) -> None:
-        """Let `fault` act from now on, until its time has passed."""
+        """Start a fault; it ends after `fault.seconds`."""
         if isinstance(fault, CutOff):
             cut = _Cut(fault)
             self._cuts.append(cut)
@@ -136,7 +130,7 @@ class Network:
         else:
             self._faults.append(fault)
             end = partial(self._faults.remove, fault)
-        self._agenda.at(self._agenda.now + fault.seconds, end)
+        self._event_queue.at(self._event_queue.now + fault.seconds, end)
 
     def _go_with_faults(self, packet: Packet, passed: Seconds) -> None:
         delay, overtaken, copies = 0.0, False, [0.0]
@@ -156,7 +150,7 @@ class Network:
                     assert_never(fault)
         arrives = packet.path.arrive(passed, next(self._chances), delay=delay, overtaken=overtaken)
         for late in copies:
-            self._agenda.at(arrives + late, partial(self._arrive, packet))
+            self._event_queue.at(arrives + late, partial(self._arrive, packet))
 
     def _hits(self, fault: MessageFault, path: Path) -> bool:
         if fault.between is not None and (
@@ -177,7 +171,6 @@ class Network:
         self._deliver(packet)
 
     def _is_cut_off(self, packet: Packet) -> bool:
-        """Whether a packet does not get through now; it is held, or lost."""
         for cut in self._cuts:
             if cut.holds(packet.path):
                 if cut.fault.loses:
@@ -189,9 +182,10 @@ class Network:
 
     def _heal(self, cut: _Cut) -> None:
         self._cuts.remove(cut)
-        self._agenda.before_all(partial(self._arrive, packet) for packet in cut.held)
+        self._event_queue.before_all(partial(self._arrive, packet) for packet in cut.held)
 
 
+# Messages whose headers all have about the same size: it is measured once for each kind.
 _ALIKE: Final = frozenset(
     {
         PushApplied,
@@ -207,62 +201,52 @@ _ALIKE: Final = frozenset(
 )
 
 
+# The array field of each kind of message; no message has more than one.
 _ARRAYS: Final[Mapping[type[Message], str]] = {
     kind: field.name
     for kind in get_args(Message)
     for field in msgspec.structs.fields(kind)
     if field.type in {Vector, Vector | None}
 }
-"""The field of each message that is an array: no message has more than one."""
 
 
 class MessageSizing(Protocol):
-    """How messages travel.
+    """The form in which messages travel, and their sizes."""
 
-    Attributes:
-        size: Of what was sent last: bytes of its header, and of its array.
-    """
-
-    size: tuple[int, int]
+    size: tuple[int, int]  # bytes of header and array of the last message sent
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
-        """Return what travels."""
+        """Return the payload that travels."""
         ...
 
     def received(self, payload: object) -> Received:
-        """Return what it is to its receiver."""
+        """Return the event for the receiver."""
         ...
 
 
 @final
 class Encoded:
-    """Messages as frames.
-
-    Args:
-        run: Its name.
-    """
+    """Messages travel as encoded frames."""
 
     def __init__(self, run: str) -> None:
         self._wire = Codec(run=run)
         self.size = (0, 0)
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
-        """Return the frames; copies, for what its owner does to an array is not seen.
-
-        A header is a copy as it is.
+        """Return the frames of the message.
 
         Raises:
-            LocalProtocolError: no receiver would accept it.
+            LocalProtocolError: no receiver would accept the message.
         """
         frames = self._wire.encode(action.message, sender=sender, incarnation=incarnation)
         if len(frames) == 1:
             self.size = len(frames[0]), 0
             return frames
         self.size = len(frames[0]), sum(map(len, frames[1:]))
+        # Copied now: the sender may change the array. A lent one is copied on arrival.
         return frames if action.lent else [bytes(frame) for frame in frames]
 
     def received(self, payload: object) -> Received:
-        """Return the message that these frames hold."""
         frames = cast("Sequence[Frame]", payload)
         if len(frames) > 1:
             frames = [bytes(frame) for frame in frames]
@@ -276,18 +260,12 @@ class Encoded:
 
 @final
 class _Lent(msgspec.Struct, eq=False):
-    """An event whose array may yet change."""
-
-    event: Received
+    event: Received  # its array may still change
 
 
 @final
 class PassedOn:
-    """Messages themselves.
-
-    Args:
-        run: Its name.
-    """
+    """Messages travel as objects; their arrays are copied when frames would be."""
 
     def __init__(self, run: str) -> None:
         self._wire = Codec(run=run)
@@ -295,7 +273,6 @@ class PassedOn:
         self.size = (0, 0)
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
-        """Return the event that it will be, its array copied unless it is lent."""
         message = action.message
         kind = type(message)
         header = self._headers.get(kind)
@@ -316,7 +293,6 @@ class PassedOn:
         return _Lent(event) if array is not None and action.lent else event
 
     def received(self, payload: object) -> Received:
-        """Return that event, its array copied if it was lent."""
         if isinstance(payload, Received):
             return payload
         assert isinstance(payload, _Lent)
@@ -330,7 +306,6 @@ class PassedOn:
 
 
 def _copied(message: Message, name: str, array: Vector) -> Message:
-    """Return the message with an array of its own, which nobody can write to."""
     copy = array.copy()
-    copy.flags.writeable = False
+    copy.flags.writeable = False  # as arrays decoded from frames
     return msgspec.structs.replace(message, **{name: copy})

@@ -1,4 +1,10 @@
-"""When machines are gone, as faults: drawn from a cluster's processes, or its trace."""
+"""Roles on the machines of a cluster, and the outages of these machines.
+
+placement   {"shard-0": 0, "replica-0": 1, "replica-1": (2, 4)}
+machine 0   shard-0                     one network card; roles share the cores
+machine 2 to 5, replica-1               a replica split over four machines, simulated as one
+                                        machine with all their cores and cards
+"""
 
 import math
 from collections import defaultdict
@@ -17,14 +23,7 @@ from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.topology import Card, Fabric, Uplink
 
 
-# Roles on the machines of a cluster: what that is to a simulation.
-#
-# placement   {"shard-0": 0, "replica-0": 1, "replica-1": (2, 4)}
-# machine 0   shard-0                     one card, its cores shared by its roles
-# machine 2 to 5, replica-1               a replica split over four: priced as one
-#                                         machine with all their cores and cards
-
-Place = int | tuple[int, int]  # a machine; or the first of some, and how many
+Place = int | tuple[int, int]  # a machine; or the first of several, and their number
 
 _LATENCY_JITTER: Final = 0.1
 
@@ -37,21 +36,21 @@ def options_for(
     memory: Mapping[Address, float] | None = None,
     share_memory: bool = True,
 ) -> ClusterOptions:
-    """Return a simulated cluster with these roles on these machines.
+    """Return the options of a simulated cluster with these roles on these machines.
 
-    Add faults, scales and whatever else there is to say by `dataclasses.replace`.
+    Add faults, scales and other options with `dataclasses.replace`.
 
     Args:
-        cluster: Machines, and what lies between them.
-        placement: Where each role is.
-        threads: That the compute lane of a role keeps busy, at most; of a role on
-            several machines, all their cores.
-        memory: Bytes that roles take; what is not named takes none.
-        share_memory: Whether the roles of a machine fetch and push through memory that
-            they share; else by messages.
+        cluster: Machines and network.
+        placement: The machine of each role.
+        threads: Cores that the compute executor of a role uses at most. A role on several
+            machines uses all their cores.
+        memory: Bytes that each role needs; roles without an entry need none.
+        share_memory: Whether roles on one machine fetch and push through shared memory;
+            otherwise they use messages.
 
     Raises:
-        GraphError: there is no such machine, or it cannot hold what is put there.
+        GraphError: a machine does not exist, or has not enough memory.
     """
     on: dict[Place, list[Address]] = defaultdict(list)
     for name, place in placement.items():
@@ -79,7 +78,7 @@ def options_for(
 
 
 def machine_of(given: Given, *, threads: int = 1) -> Machine:
-    """Return what a role with so many threads has of a machine."""
+    """Return the machine as a role with `threads` threads sees it."""
     threads = min(threads, given.cores)
     return Machine(
         flops_per_second=given.flops * threads / given.cores,
@@ -94,12 +93,11 @@ def machine_of(given: Given, *, threads: int = 1) -> Machine:
 
 
 def spread(names: Sequence[Address], n_machines: int, *, first: int = 0) -> dict[Address, Place]:
-    """Return a placement of roles on machines, one after the other, in turns."""
+    """Place roles on machines round-robin."""
     return {name: first + index % n_machines for index, name in enumerate(names)}
 
 
 def host_name(place: Place) -> str:
-    """Return how the simulation calls a machine, or several as one."""
     if isinstance(place, int):
         return f"machine-{place}"
     first, n = place
@@ -117,7 +115,7 @@ def _check(cluster: Cluster, name: Address, place: Place) -> None:
 
 
 def _check_groups(cluster: Cluster, on: Mapping[Place, Sequence[Address]]) -> None:
-    """Refuse a machine that is in a group and used otherwise as well."""
+    # A machine of a group must not hold another role.
     user: dict[int, Place] = {}
     for place, names in on.items():
         first, n = place if isinstance(place, tuple) else (place, 1)
@@ -147,12 +145,12 @@ def _check_memory(
                 f"{host_name(place)} of cluster {cluster.name!r} cannot hold "
                 f"{', '.join(names)}: they take {needs / 2**30:.3g} GiB, and it has "
                 f"{has / 2**30:.3g} GiB: use more machines, more shards or a smaller "
-                "net"
+                "model"
             )
 
 
 def _together(cluster: Cluster, place: Place) -> Given:
-    """Return several machines as one; the slowest sets the pace of all."""
+    # Several machines as one. The slowest one limits the others.
     if isinstance(place, int):
         return cluster.machines[place]
     first, n = place
@@ -204,7 +202,7 @@ def _fabric(cluster: Cluster, hosts: Mapping[Place, Given]) -> Fabric:
 
 N_DRAWN_MAX: Final = 1_000_000
 
-Absence = tuple[Seconds, int, Seconds]  # from when, which machine, for how long
+Absence = tuple[Seconds, int, Seconds]  # start, machine, duration
 
 
 def drawn_outages(
@@ -215,17 +213,19 @@ def drawn_outages(
     seed: int,
     restarts: bool = False,
 ) -> tuple[Outage, ...]:
-    """Return what befalls the machines that hold roles, in order of time.
+    """Return the outages of machines that hold roles, ordered by time.
+
+    They come from the cluster's failure and preemption processes, and from its trace.
 
     Args:
-        cluster: Whose failures, preemptions and trace these are.
-        placement: Which roles die with a machine.
-        horizon: Seconds within which.
-        seed: Same seed and cluster, same outages, wherever the roles are.
-        restarts: Whether the roles come back by themselves; else a supervisor asks.
+        cluster: The cluster.
+        placement: The machine of each role.
+        horizon: Seconds.
+        seed: The same seed and cluster give the same outages, wherever the roles are.
+        restarts: Whether the roles restart by themselves; otherwise a supervisor does it.
 
     Raises:
-        GraphError: the trace ends before the horizon, or there are too many.
+        GraphError: the trace ends before the horizon, or there are too many outages.
     """
     on: dict[int, list[Address]] = defaultdict(list)
     for name, place in placement.items():
@@ -237,8 +237,8 @@ def drawn_outages(
         if cluster.trace.covers < horizon:
             raise GraphError(
                 f"the trace of cluster {cluster.name!r} ends early: it covers "
-                f"{cluster.trace.covers:g} s, and {horizon:g} s are asked for: give a "
-                "longer one, or simulate less"
+                f"{cluster.trace.covers:g} of {horizon:g} s: give a longer one, or "
+                "simulate less time"
             )
         found += [(lost.at, lost.machine, lost.away) for lost in cluster.trace.outages]
     return tuple(
@@ -268,6 +268,6 @@ def _check_outages(process: Outages, cluster: Cluster, horizon: Seconds) -> None
     if not expected <= N_DRAWN_MAX:
         raise GraphError(
             f"cluster {cluster.name!r} would have about {expected:.0f} outages within "
-            f"{horizon:g} s: simulate less, or raise mean_time "
+            f"{horizon:g} s: simulate less time, or raise mean_time "
             f"({process.mean_time:g} s)"
         )

@@ -1,9 +1,8 @@
-"""Lives: every incarnation of every role, from its start to its end.
+"""Simulated processes: each incarnation of each role, from its start to its end.
 
-A *life* is what a process is on a real host. It is built anew each time, and what it
-held in private is gone when it ends. An older life may still be there when the next one
-begins (its supervisor took it for dead, but it was only paused): its messages then
-carry the older incarnation.
+A role is built again for each incarnation, and its private state is lost when it ends. An
+older incarnation may still run when the next one starts, if the supervisor declared it dead
+while it was only paused. Its messages then carry the older incarnation number.
 """
 
 from collections import deque
@@ -31,12 +30,12 @@ from distbelief.simulation.topology import Path
 from distbelief.simulation.world import World
 
 
-N_ASTRAY_MAX = 1000  # messages for one life to come; ZeroMQ's queues end there as well
+N_MISROUTED_MAX = 1000  # messages for a future incarnation; the limit of ZeroMQ's queues
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedProcess:
-    """One incarnation of one role, and all that dies with it."""
+    """One incarnation of one role, with all state that is lost when it ends."""
 
     name: Address
     incarnation: int
@@ -44,67 +43,59 @@ class SimulatedProcess:
     machine: Machine
     scale: CostScale
     memory: LentMemory
-    lanes: Executors
+    executors: Executors
     timers: Timers
     launcher: "SimulatedProcess | None"
     paths: dict[Address, Path] = field(default_factory=dict)
     alive: bool = True
-    desk: EventLoop | None = None  # what it has to handle, if that takes any time
+    event_loop: EventLoop | None = None  # None if handling events takes no time
     paused_until: Seconds | None = None
     waiting: list[Event] = field(default_factory=list)  # while paused
-    handles_slowly: bool = False  # its process is busy with messages
-    handles_until: Seconds = 0.0  # the messages that have come so far
-    last_actions: int | None = None  # it dies after so many more, in mid-event
-    tears: bool = False  # a snapshot that its death cuts short stays, torn
-    restart_after: Seconds | None = None  # it dies
-    halted: bool = False
+    handles_slowly: bool = False  # messages take time, although it has no event loop
+    handles_until: Seconds = 0.0  # when the messages received so far are handled
+    last_actions: int | None = None  # it dies after this many actions of the next event
+    tears: bool = False  # a checkpoint that its death interrupts stays, damaged
+    restart_after: Seconds | None = None  # after its death
+    halted: bool = False  # it ended by itself
     error: str | None = None  # why it halted
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Launch:
-    """A process being started."""
-
     name: Address
     incarnation: int
     launcher: SimulatedProcess
-    cancelled: str | None = None  # why
+    cancelled: str | None = None  # the reason
 
 
 Deliver = Callable[[SimulatedProcess, Event], None]
 
 
 class ProcessTable:
-    """All lives of a simulated cluster, past and present.
-
-    Attributes:
-        newest: The last of each role, over or not.
-        known: All, by role and incarnation.
-    """
+    """All processes of a simulated cluster, running or ended."""
 
     def __init__(self, world: World, deliver: Deliver, handle: Deliver) -> None:
-        self.newest: dict[Address, SimulatedProcess] = {}
-        self.known: dict[tuple[Address, int], SimulatedProcess] = {}
+        self.newest: dict[Address, SimulatedProcess] = {}  # newest incarnation, running or ended
+        self.known: dict[tuple[Address, int], SimulatedProcess] = {}  # by role and incarnation
         self._world = world
         self._deliver = deliver
-        self._handle = handle  # at once
+        self._handle = handle  # immediately, without the event loop
         self._launches: list[_Launch] = []
-        self._astray: dict[Address, deque[Event]] = {}  # for lives to come
+        self._misrouted: dict[Address, deque[Event]] = {}  # for future incarnations
         self._incarnations: dict[Address, int] = {}
         self._hosts: dict[str, HostMemory] = {}
 
     def host_of(self, name: Address) -> HostMemory:
-        """Return the memory of the host on which `name` runs."""
         machine = self._world.options.machine_of(name)
         host = machine.host if machine.shares_memory else ""
-        # Host "" shares with nobody: each role has one of its own.
+        # Host "" shares nothing: each role gets a memory of its own.
         key = host or f"/{name}"
         if key not in self._hosts:
             n_bytes_max = self._world.options.host_bytes_max
             self._hosts[key] = HostMemory(host, n_bytes_max=n_bytes_max)
         return self._hosts[key]
 
-    # --------------------------------------------------------------------- start
+    # --- start ---
 
     def start(
         self,
@@ -113,7 +104,7 @@ class ProcessTable:
         incarnation: int | None = None,
         launcher: SimulatedProcess | None = None,
     ) -> None:
-        """Begin a new life of `name`; by default its incarnation is the next one."""
+        """Start a new incarnation of `name`, by default with the next number."""
         number = self._next_incarnation(name, incarnation)
         before = self.newest.get(name)
         if before is not None and not before.alive:
@@ -122,14 +113,14 @@ class ProcessTable:
         try:
             role = self._world.builders[name](memory)
         except DistBeliefError as error:
-            self._stillborn(name, number, launcher, error)
+            self._report_build_failure(name, number, launcher, error)
             return
-        agenda, options = self._world.agenda, self._world.options
+        event_queue, options = self._world.event_queue, self._world.options
         machine = options.machine_of(name)
         sharing = self._world.sharings.get(machine.host)
         handling = machine.handling if sharing is not None else None
         begins = 0.0 if handling is None else handling.begins
-        life = SimulatedProcess(
+        process = SimulatedProcess(
             name=name,
             incarnation=number,
             role=role,
@@ -137,41 +128,41 @@ class ProcessTable:
             scale=scale_of(options.scales, name),
             handles_slowly=machine.handles_slowly,
             memory=memory,
-            lanes=Executors(agenda, sharing, begins=begins),
-            timers=Timers(agenda, lambda timer: self._fire(life, timer)),
+            executors=Executors(event_queue, sharing, begins=begins),
+            timers=Timers(event_queue, lambda timer: self._fire(process, timer)),
             launcher=launcher,
         )
         if handling is not None and sharing is not None:
-            life.desk = EventLoop(
+            process.event_loop = EventLoop(
                 sharing,
                 handling,
-                partial(self._handle, life),
+                partial(self._handle, process),
                 slowness=partial(self._world.slowness, name),
             )
-        self.newest[name] = self.known[name, number] = life
+        self.newest[name] = self.known[name, number] = process
         if options.introduce and number > 1:
-            self._lead_to_newest(name, number)
+            self._redirect_to_newest(name, number)
         restored = self._world.disk.newest(name)
-        self._deliver(life, Started(incarnation=number, restored=restored))
-        for event in self._astray.pop(name, ()):
-            self._deliver(life, event)
+        self._deliver(process, Started(incarnation=number, restored=restored))
+        for event in self._misrouted.pop(name, ()):
+            self._deliver(process, event)
         if self._world.options.introduce:
-            self._introduce(life)
+            self._introduce(process)
 
-    def _lead_to_newest(self, name: Address, incarnation: int) -> None:
-        """From now on whoever speaks to `name` speaks to this life of it."""
-        for life in self.known.values():
-            path = life.paths.get(name)
+    def _redirect_to_newest(self, name: Address, incarnation: int) -> None:
+        # Drop the paths to older incarnations, so that senders connect to the new one.
+        for process in self.known.values():
+            path = process.paths.get(name)
             if path is not None and path.incarnation != incarnation:
-                del life.paths[name]
+                del process.paths[name]
 
     def launch(self, name: Address, *, incarnation: int, launcher: SimulatedProcess) -> None:
-        """Begin a new life of `name` as soon as its process has started."""
+        """Start an incarnation of `name` after the time that a process needs to start."""
         launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
         self._launches.append(launch)
-        agenda = self._world.agenda
-        begins = agenda.now + self._world.options.launch_seconds
-        agenda.at(begins, partial(self._finish_launch, launch))
+        event_queue = self._world.event_queue
+        begins = event_queue.now + self._world.options.launch_seconds
+        event_queue.at(begins, partial(self._finish_launch, launch))
 
     def _finish_launch(self, launch: "_Launch") -> None:
         name, number = launch.name, launch.incarnation
@@ -182,173 +173,176 @@ class ProcessTable:
         if launch.cancelled is None:
             self.start(name, incarnation=number, launcher=launch.launcher)
         else:
-            self._tell(launch.launcher, name, number, launch.cancelled)
+            self._report_loss(launch.launcher, name, number, launch.cancelled)
 
     def _waits_for_machine(self, name: Address, call: Call) -> bool:
-        """Whether the machine of `name` is away; then `call` when it is back."""
-        agenda = self._world.agenda
+        # True if the machine of `name` is in an outage; then `call` is made at its end.
+        event_queue = self._world.event_queue
         back_at = self._world.away_until.get(name, 0.0)
-        if back_at <= agenda.now:
+        if back_at <= event_queue.now:
             return False
-        agenda.at(back_at, call)
+        event_queue.at(back_at, call)
         return True
 
     def _next_incarnation(self, name: Address, wanted: int | None) -> int:
         if name not in self._world.builders:
             known = ", ".join(self._world.builders)
             raise self._world.failure(
-                f"nobody knows how to build {name!r}; there are builders for {known}"
+                f"there is no builder for {name!r}; there are builders for {known}"
             )
         last = self._incarnations.get(name, 0)
         number = last + 1 if wanted is None else wanted
         if number <= last:
             raise self._world.failure(
-                f"{name} is launched as incarnation {number}, but has been {last} "
-                "already: each start needs a higher one"
+                f"{name} is launched as incarnation {number}, but had {last} already: "
+                "each start needs a higher number"
             )
         self._incarnations[name] = number
         return number
 
-    def _stillborn(
+    def _report_build_failure(
         self, name: Address, number: int, launcher: SimulatedProcess | None, error: Exception
     ) -> None:
         reason = f"could not be built: {error}"
         if launcher is None:
             raise self._world.failure(f"{name}#{number} {reason}") from error
         self._world.note(name, number, reason)
-        self._tell(launcher, name, number, reason)
+        self._report_loss(launcher, name, number, reason)
 
-    def _fire(self, life: SimulatedProcess, timer: str) -> None:
-        self._deliver(life, TimerFired(name=timer))
+    def _fire(self, process: SimulatedProcess, timer: str) -> None:
+        self._deliver(process, TimerFired(name=timer))
 
-    def _introduce(self, life: SimulatedProcess) -> None:
-        joined = PeerJoined(peer=life.name, incarnation=life.incarnation)
+    def _introduce(self, process: SimulatedProcess) -> None:
+        joined = PeerJoined(peer=process.name, incarnation=process.incarnation)
         acquainted = self._world.options.acquainted
-        others = [other for other in self.newest.values() if other is not life]
+        others = [other for other in self.newest.values() if other is not process]
         for other in others:
-            if other.alive and (not acquainted or acquainted(life.name, other.name)):
+            if other.alive and (not acquainted or acquainted(process.name, other.name)):
                 self._deliver(other, joined)
                 known = PeerJoined(peer=other.name, incarnation=other.incarnation)
-                self._deliver(life, known)
+                self._deliver(process, known)
 
-    # ----------------------------------------------------------------------- end
+    # --- end ---
 
-    def end(self, life: SimulatedProcess, reason: str) -> None:
-        """End a life: by its own `Exit` (what it sent still leaves), or by force."""
-        if not life.alive:
+    def end(self, process: SimulatedProcess, reason: str) -> None:
+        """End a process: by its own `Exit` (sent messages still leave), or by a kill."""
+        if not process.alive:
             return
-        self._world.note(life.name, life.incarnation, reason)
-        life.alive = False
-        life.timers.close()
-        life.lanes.close(cut_short=not life.halted)
-        if life.desk is not None:
-            life.desk.close()
-        life.waiting.clear()
-        if not life.halted:
-            for path in life.paths.values():
-                path.broken_at = self._world.agenda.now
-        if self.newest[life.name] is not life:
-            life.memory.release_all()
-        if life.launcher is not None:
-            self._tell(life.launcher, life.name, life.incarnation, reason)
-        if life.restart_after is not None and not life.halted:
-            agenda = self._world.agenda
-            agenda.at(agenda.now + life.restart_after, partial(self._succeed, life))
+        self._world.note(process.name, process.incarnation, reason)
+        process.alive = False
+        process.timers.close()
+        process.executors.close(cut_short=not process.halted)
+        if process.event_loop is not None:
+            process.event_loop.close()
+        process.waiting.clear()
+        if not process.halted:
+            for path in process.paths.values():
+                path.broken_at = self._world.event_queue.now
+        if self.newest[process.name] is not process:
+            process.memory.release_all()
+        if process.launcher is not None:
+            self._report_loss(process.launcher, process.name, process.incarnation, reason)
+        if process.restart_after is not None and not process.halted:
+            event_queue = self._world.event_queue
+            event_queue.at(event_queue.now + process.restart_after, partial(self._restart, process))
 
-    def _succeed(self, life: SimulatedProcess) -> None:
-        if self._waits_for_machine(life.name, partial(self._succeed, life)):
+    def _restart(self, process: SimulatedProcess) -> None:
+        if self._waits_for_machine(process.name, partial(self._restart, process)):
             return
-        if self.newest[life.name] is life:
-            self.start(life.name)
+        if self.newest[process.name] is process:
+            self.start(process.name)
 
     def terminate(self, name: Address, reason: str) -> None:
-        """End every life of `name` by force, the oldest first, and all to come."""
+        """Kill all incarnations of `name`, the oldest first, and cancel its launches."""
         for launch in self._launches:
             if launch.name == name:
                 launch.cancelled = reason
-        for life in list(self.known.values()):
-            if life.name == name:
-                self.end(life, reason)
+        for process in list(self.known.values()):
+            if process.name == name:
+                self.end(process, reason)
 
-    def _tell(
+    def _report_loss(
         self, launcher: SimulatedProcess, name: Address, incarnation: int, reason: str
     ) -> None:
         lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
-        agenda = self._world.agenda
-        agenda.at(
-            agenda.now + self._world.options.notice_seconds, partial(self._deliver, launcher, lost)
+        event_queue = self._world.event_queue
+        event_queue.at(
+            event_queue.now + self._world.options.notice_seconds,
+            partial(self._deliver, launcher, lost),
         )
 
-    # --------------------------------------------------------------------- pause
+    # --- pause ---
 
-    def pause(self, life: SimulatedProcess, seconds: Seconds) -> None:
-        """Let a life stand still: its events wait, its work ends later."""
-        agenda = self._world.agenda
-        until = agenda.now + seconds
-        stands_until = agenda.now if life.paused_until is None else life.paused_until
-        if not life.alive or until <= stands_until:
+    def pause(self, process: SimulatedProcess, seconds: Seconds) -> None:
+        """Stop a process for `seconds`: its events wait, its work ends later."""
+        event_queue = self._world.event_queue
+        until = event_queue.now + seconds
+        stands_until = event_queue.now if process.paused_until is None else process.paused_until
+        if not process.alive or until <= stands_until:
             return
-        self._world.note(life.name, life.incarnation, f"paused until {until!r}")
-        life.lanes.delay(until - stands_until)
-        if life.desk is not None:
-            life.desk.hold(held=True)
-        life.paused_until = until
-        agenda.at(until, partial(self._resume, life))
+        self._world.note(process.name, process.incarnation, f"paused until {until!r}")
+        process.executors.delay(until - stands_until)
+        if process.event_loop is not None:
+            process.event_loop.hold(held=True)
+        process.paused_until = until
+        event_queue.at(until, partial(self._resume, process))
 
-    def _resume(self, life: SimulatedProcess) -> None:
-        if life.paused_until is None or life.paused_until > self._world.agenda.now:
+    def _resume(self, process: SimulatedProcess) -> None:
+        if process.paused_until is None or process.paused_until > self._world.event_queue.now:
             return  # paused again, for longer
-        life.paused_until = None
-        if life.desk is not None:
-            life.desk.hold(held=False)
-        waiting, life.waiting = life.waiting, []
-        self._world.agenda.before_all(partial(self._deliver, life, event) for event in waiting)
+        process.paused_until = None
+        if process.event_loop is not None:
+            process.event_loop.hold(held=False)
+        waiting, process.waiting = process.waiting, []
+        self._world.event_queue.before_all(
+            partial(self._deliver, process, event) for event in waiting
+        )
 
-    # --------------------------------------------------------------- connections
+    # --- connections ---
 
     def deliver_to_next(self, name: Address, incarnation: int, event: Event) -> None:
-        """Deliver what was meant for a life that is over to the one that follows it."""
+        """Deliver a message for an ended incarnation to the next one (see `port_reuse`)."""
         newest = self.newest.get(name)
         if newest is not None and newest.alive and newest.incarnation > incarnation:
             self._deliver(newest, event)
         else:
-            held = self._astray.setdefault(name, deque(maxlen=N_ASTRAY_MAX))
+            held = self._misrouted.setdefault(name, deque(maxlen=N_MISROUTED_MAX))
             held.append(event)
 
-    def connect(self, life: SimulatedProcess, peer: Address, incarnation: int) -> Path:
-        """Let what `life` sends to `peer` go to this incarnation of it."""
-        path = life.paths.get(peer)
+    def connect(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
+        """Connect a process to this incarnation of `peer`."""
+        path = process.paths.get(peer)
         if path is None or path.incarnation != incarnation:
-            path = life.paths[peer] = self._new_path(life, peer, incarnation)
+            path = process.paths[peer] = self._new_path(process, peer, incarnation)
         return path
 
-    def _new_path(self, life: SimulatedProcess, peer: Address, incarnation: int) -> Path:
-        world, ends = self._world, (life.name, peer)
+    def _new_path(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
+        world, ends = self._world, (process.name, peer)
         options = world.options
         path = Path(
-            options.link_of(life.name, peer),
-            sender=life.name,
+            options.link_of(process.name, peer),
+            sender=process.name,
             receiver=peer,
             incarnation=incarnation,
         )
-        route = world.ports.route(life.machine.host, options.machine_of(peer).host)
+        route = world.ports.route(process.machine.host, options.machine_of(peer).host)
         if route is not None:
-            path.lead_over(route)
-        path.take_longer(options.machine_of(peer).handling_seconds)
-        path.frame_scale = frame_scale(options.scales, life.name, peer)
-        path.tally = world.tallies.setdefault(ends, [0, 0])
+            path.use_route(route)
+        path.add_latency(options.machine_of(peer).handling_seconds)
+        path.frame_scale = frame_scale(options.scales, process.name, peer)
+        path.traffic = world.traffic.setdefault(ends, [0, 0])
         return path
 
-    def path(self, life: SimulatedProcess, receiver: Address) -> Path | None:
+    def path(self, process: SimulatedProcess, receiver: Address) -> Path | None:
         """Return the connection to `receiver`, or None if there is none."""
         introduced = self._world.options.introduce
-        known = life.paths.get(receiver)
+        known = process.paths.get(receiver)
         if known is not None:
             return known
         if receiver not in self._world.builders:
-            return self.connect(life, receiver, 0)
+            return self.connect(process, receiver, 0)
         if not introduced and receiver != SUPERVISOR:
             return None
         newest = self.newest.get(receiver)
-        # 1: it begins at this very moment, but after its peer.
-        return self.connect(life, receiver, newest.incarnation if newest else 1)
+        # 1: the receiver starts at the same time, but after its peer.
+        return self.connect(process, receiver, newest.incarnation if newest else 1)

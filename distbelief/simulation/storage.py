@@ -1,10 +1,9 @@
-"""Shared memory of simulated hosts: every buffer that nobody may read is NaN.
+"""The simulated disk with its checkpoints, and the shared memory of simulated hosts.
 
-As files do, the regions of a role that was killed outlive it, until its next life
-begins. Then their names are gone, and each of them is poisoned as soon as nobody has it
-attached; until then it keeps its bytes and takes its room, as a mapping does. What its
-owner releases itself is poisoned at once: its lease is over, and whoever reads it all
-the same computes NaN, and is caught by the checks every role makes on its numbers.
+A released memory region is filled with NaN at once: a role that still reads it computes NaN,
+and fails the checks that each role makes on its numbers. As with files, the regions of a
+killed role stay until its next incarnation starts. Then their names are removed, and each
+region becomes NaN when no other role has it attached.
 """
 
 from collections.abc import Mapping
@@ -18,25 +17,24 @@ from distbelief.roles.role import FIRST_LABEL, NEWEST, Address, Snapshot
 from distbelief.simulation.trace import crc
 
 
-# The simulated disk: per role its snapshots, which survive every kill.
-
-N_KEPT = 8  # snapshots of one role; the oldest goes first
+N_KEPT = 8  # checkpoints of one role; the oldest is deleted first
 
 NO_SPACE = "no space left on device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One snapshot as it lies on the disk."""
+    """A checkpoint on the disk."""
 
     snapshot: Snapshot
-    whole: bool  # False: torn by a kill, or found damaged
+    whole: bool  # False: damaged by a kill or a fault
 
 
 class Disk:
-    """Snapshots of all roles. Copies in, copies out: no array is shared with a role.
+    """The checkpoints of all roles; they survive every kill.
 
-    Both copies of a shard have one shelf, as in a job's run directory.
+    Arrays are copied on writing and reading. Primary and backup of a shard share one
+    directory, as in a job's run directory.
     """
 
     def __init__(self) -> None:
@@ -45,19 +43,18 @@ class Disk:
 
     @property
     def full(self) -> bool:
-        """Whether nothing can be saved at present."""
+        """Whether writes fail now."""
         return self._n_fillers > 0
 
     def fill(self) -> None:
-        """Let something else take all the room, until as many calls of `clear`."""
+        """Make writes fail, until `clear` has been called as many times as `fill`."""
         self._n_fillers += 1
 
     def clear(self) -> None:
-        """Give the room back."""
         self._n_fillers -= 1
 
     def save(self, role: Address, snapshot: Snapshot, *, whole: bool = True) -> None:
-        """Keep a copy; one of the same label is replaced."""
+        """Write a checkpoint; it replaces one with the same label."""
         shelf = self._stored.setdefault(shard_of(role), {})
         label = snapshot.label
         if label == NEWEST:
@@ -68,18 +65,19 @@ class Disk:
             del shelf[min(shelf)]
 
     def newest(self, role: Address) -> Snapshot | None:
-        """Return a copy of the newest whole snapshot (labels sort by age), or None."""
+        """Return a copy of the newest undamaged checkpoint, or None."""
         shelf = self._stored.get(shard_of(role), {})
+        # Labels sort by age.
         labels = [label for label, stored in shelf.items() if stored.whole]
         return _copy(shelf[max(labels)].snapshot) if labels else None
 
     def snapshots(self, role: Address) -> tuple[Stored, ...]:
-        """Return all that lies there, torn ones too, oldest first."""
+        """Return all checkpoints of a role, damaged ones too, oldest first."""
         shelf = self._stored.get(shard_of(role), {})
         return tuple(shelf[label] for label in sorted(shelf))
 
     def tear_newest(self, role: Address) -> None:
-        """Damage the newest whole snapshot, so that the one before it is the newest."""
+        """Damage the newest undamaged checkpoint."""
         newest = self.newest(role)
         if newest is not None:
             shelf = self._stored[shard_of(role)]
@@ -87,7 +85,7 @@ class Disk:
 
 
 def size_of(snapshot: Snapshot) -> int:
-    """Return the size of a snapshot's arrays."""
+    """Return the bytes of a checkpoint's arrays."""
     return sum(values.nbytes for values in snapshot.arrays.values())
 
 
@@ -106,15 +104,13 @@ def _copy(snapshot: Snapshot) -> Snapshot:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """One region, and who has it besides its owner."""
-
     n_bytes: int
-    readers: "set[LentMemory]" = field(default_factory=set)
-    orphaned: bool = False  # its owner's life is over, and its name is gone
+    readers: "set[LentMemory]" = field(default_factory=set)  # attached, besides the owner
+    orphaned: bool = False  # its owner has ended, and its name is removed
 
 
 class HostMemory:
-    """All regions of one host."""
+    """The shared memory regions of one host."""
 
     def __init__(self, host: str, *, n_bytes_max: int) -> None:
         self._regions = PrivateMemory(host=host, poison=True)
@@ -123,26 +119,24 @@ class HostMemory:
 
     @property
     def host(self) -> str:
-        """The host's name."""
         return self._regions.host
 
     @property
     def n_bytes(self) -> int:
-        """How much is taken at present."""
+        """Bytes in use."""
         return sum(lease.n_bytes for lease in self._leases.values())
 
     def lend(self) -> "LentMemory":
-        """Return this memory as one life of one role sees it."""
+        """Return this memory as seen by one simulated process."""
         return LentMemory(self)
 
     def create(self, name: str, *, n_bytes: int) -> Region:
-        """Return a new region, or raise `StorageError` if the host has no room."""
+        """Return a new region, or raise `StorageError` if the host is full."""
         taken = self.n_bytes
         if taken + n_bytes > self._n_bytes_max:
             raise StorageError(
-                f"no room on host {self.host!r} for region {name!r} of "
-                f"{n_bytes} bytes: {taken} of {self._n_bytes_max} are taken; "
-                "give the host more memory or run fewer roles on it"
+                f"no room on host {self.host!r} for region {name!r} of {n_bytes} bytes: "
+                f"{taken} of {self._n_bytes_max} are taken; run fewer roles on the host"
             )
         region = self._regions.create(name, n_bytes=n_bytes)
         self._leases[name] = _Lease(n_bytes)
@@ -160,7 +154,7 @@ class HostMemory:
         return self._regions.attach(name)
 
     def detach(self, name: str, reader: "LentMemory") -> None:
-        """Forget that `reader` has attached it; the last one ends an orphan."""
+        """Detach `reader`; an orphaned region ends with its last reader."""
         lease = self._leases.get(name)
         if lease is not None:
             lease.readers.discard(reader)
@@ -168,24 +162,23 @@ class HostMemory:
                 self.remove(name)
 
     def remove(self, name: str) -> None:
-        """Poison a region and forget it."""
+        """Fill a region with NaN and remove it."""
         self._regions.release(name)
         self._leases.pop(name, None)
 
     def orphan(self, name: str) -> None:
-        """The owner is dead: nobody else finds the region, and it ends with its use."""
+        """Remove the name of a region whose owner has ended; readers keep it."""
         lease = self._leases[name]
         lease.orphaned = True
         if not lease.readers:
             self.remove(name)
 
     def retire(self, values: Vector) -> None:
-        """Poison `values`."""
         self._regions.retire(values)
 
 
 class LentMemory:
-    """A `Memory` for one life of one role; knows what that life created."""
+    """The `Memory` of one simulated process; knows the regions that it created."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
@@ -194,23 +187,20 @@ class LentMemory:
 
     @property
     def host(self) -> str:
-        """The host's name; roles of equal host share memory."""
         return self._memory.host
 
     def create(self, name: str, *, n_bytes: int) -> Region:
-        """Return a new zeroed region that this life owns."""
         region = self._memory.create(name, n_bytes=n_bytes)
         self._owned.add(name)
         return region
 
     def attach(self, name: str) -> Region:
-        """Return a region of this host, or raise `MemoryGoneError`."""
         region = self._memory.attach(name, self)
         self._attached.add(name)
         return region
 
     def release(self, name: str) -> None:
-        """Poison and remove a region this life owns; an attached one stays."""
+        """Remove an owned region, filled with NaN, or detach from another role's region."""
         if name in self._owned:
             self._owned.remove(name)
             self._memory.remove(name)
@@ -219,13 +209,12 @@ class LentMemory:
             self._memory.detach(name, self)
 
     def disown(self, name: str) -> None:
-        """Let a region that this life owns end with its use."""
         if name in self._owned:
             self._owned.remove(name)
             self._memory.orphan(name)
 
     def release_all(self) -> None:
-        """This life is over: its regions outlive it where somebody uses them."""
+        """Release everything; regions that other roles have attached stay for them."""
         for name in self._attached:
             self._memory.detach(name, self)
         for name in self._owned:
@@ -234,5 +223,4 @@ class LentMemory:
         self._owned.clear()
 
     def retire(self, values: Vector) -> None:
-        """Fill `values` with NaN: nobody may read them any more."""
         self._memory.retire(values)

@@ -1,10 +1,10 @@
-"""Links: how long messages travel from one role to another.
+"""The network topology: links between roles, and a fabric of network cards and switches.
 
-As over TCP, one message leaves after the other and none overtakes another of its link:
+sent     departs = all bytes have left     arrives
+ |---------- serialization ----------|--- latency ---|      a link: as over TCP, messages
+         (after earlier messages)                           leave and arrive in order
 
-    sent     departs = when all of its bytes are out     arrives
-     |------------- serialisation ---------------|--- latency ---|
-                    (after those before it)
+sender's card --> [switches] --> receiver's card -- latency --> arrived      a fabric
 """
 
 import math
@@ -16,31 +16,25 @@ from typing import Final, final
 from distbelief.roles.role import Address, Seconds
 
 
-# The fabric: network cards and switches that all flows through them share.
-#
-#     sender's card --> [switches] --> receiver's card -- latency --> arrived
-#
-# Each of these *ports* carries so many bytes per second in each direction. A message is
-# sent through at the pace of the slowest, without being stored on the way. What waits for
-# a card goes out one message of each flow in turn, so that flows share it fairly, as
-# blocks of about 1 MiB make good; switches and the receiver's card take what comes in
-# order of its coming. Messages of a few packets do not wait behind large ones, save those
-# of their own flow; where such a message takes long by itself, it waits as they do.
+# Each port of the fabric (one direction of a card or switch) has a bandwidth. A message passes
+# at the speed of the slowest port; it is not stored on the way. At the sender's card the flows
+# take turns, one message each: with blocks of about 1 MiB that is fair. Switches and receiving
+# cards serve messages in order of arrival. A small message does not wait behind large ones of
+# other flows, except on a slow port.
 
-SMALL_BYTES: Final = 4096
-"""Of a message that slips in between the packets of larger ones, at most."""
+SMALL_BYTES: Final = 4096  # largest message that slips in between the packets of larger ones
 
+# Bytes per second (1 Mbit/s). On a slower port, where 4096 bytes take more than 33 ms, only
+# smaller messages slip in.
 NARROW: Final = 125_000.0
-"""Bytes per second, below which fewer slip in: what a port of 1 Mbit/s carries in the
-time of `SMALL_BYTES`, 33 ms, in which messages are few and none waits for another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """How one host is connected, in each direction."""
+    """The network card of one host; the values hold for each direction."""
 
     bytes_per_second: float
-    overhead_seconds: Seconds = 0.0  # that each message keeps it busy besides
+    overhead_seconds: Seconds = 0.0  # additional time for each message
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or not 0 <= self.overhead_seconds < math.inf:
@@ -51,7 +45,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uplink:
-    """What passes into, or out of, a group of hosts shares this."""
+    """The link of a switch that all traffic into, or out of, a group of hosts shares."""
 
     hosts: frozenset[str]
     bytes_per_second: float
@@ -59,26 +53,19 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """All cards and switches.
+    """The network cards and switches that all flows share."""
 
-    Attributes:
-        cards: Of each host, by its name.
-        uplinks: Of groups of hosts, the inner ones first.
-        links: Bytes per second between two hosts, where that is less than their cards.
-        latency_seconds: From the end of sending to the arrival.
-        jitter: A latency is drawn from [1, 1 + jitter] times that.
-    """
-
-    cards: Mapping[str, Card]
-    uplinks: tuple[Uplink, ...] = ()
+    cards: Mapping[str, Card]  # by host
+    uplinks: tuple[Uplink, ...] = ()  # of groups of hosts, inner groups first
+    # Bytes per second between two hosts, where that is less than their cards have.
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    latency_seconds: Seconds = 0.0
-    jitter: float = 0.0
+    latency_seconds: Seconds = 0.0  # from the end of sending to the arrival
+    jitter: float = 0.0  # a latency is drawn from [1, 1 + jitter] times the value above
 
     def __post_init__(self) -> None:
         for name in ("latency_seconds", "jitter"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"a fabric's {name} is {getattr(self, name)}; use 0 or more")
+                raise ValueError(f"Fabric.{name} is {getattr(self, name)}; use 0 or more")
 
 
 @final
@@ -100,13 +87,13 @@ class Port:
         self.overhead_seconds = overhead_seconds
         self.small_bytes = SMALL_BYTES * min(1.0, bytes_per_second / NARROW)
         self.free_at: Seconds = 0.0
-        # What waits, by flow, and whose turn is next; of a sender's card only.
+        # Waiting packets by flow, and the order of the flows; only at a sender's card.
         self.queues: dict[object, deque[object]] = {}
         self.turns: deque[object] = deque()
-        self.woken = False  # does the agenda know when it is free again?
+        self.woken = False  # a call for the time when it is free is scheduled
 
     def wait(self, flow: object, packet: object) -> None:
-        """Let a packet wait for its turn."""
+        """Add a packet to the queue of its flow."""
         queue = self.queues.get(flow)
         if queue is None:
             queue = self.queues[flow] = deque()
@@ -114,7 +101,7 @@ class Port:
         queue.append(packet)
 
     def next(self) -> object:
-        """Take what goes out next: the flows take turns."""
+        """Remove and return the next packet; the flows take turns."""
         flow = self.turns.popleft()
         queue = self.queues[flow]
         packet = queue.popleft()
@@ -140,13 +127,11 @@ class Route:
         self._ports = (card, *others)
 
     def pass_through(self, n_bytes: float, now: Seconds) -> tuple[Seconds, Seconds]:
-        """Send so much from now on; return when it has left the card, and has passed.
-
-        A small message does not wait, but takes its room. Where it is none, it waits
-        for that port alone: it has not blocked the ports behind until then.
-        """
+        """Send `n_bytes`; return when they have left the card, and when they have passed."""
+        # A small message does not wait, but uses bandwidth. On a slow port, where it is not
+        # small, it waits for that port only: it has not blocked the later ports until then.
         begins, departs, ends = now, 0.0, 0.0
-        for port in self._ports:  # without max() and the like: it is called often
+        for port in self._ports:  # without max(): this loop is hot
             takes = port.overhead_seconds + n_bytes / port.bytes_per_second
             free_at = port.free_at
             ended = begins + takes
@@ -167,7 +152,7 @@ class Route:
 
 @final
 class Ports:
-    """The state of a fabric."""
+    """The ports of a fabric and the routes through them."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
@@ -175,7 +160,7 @@ class Ports:
         self._routes: dict[tuple[str, str], Route | None] = {}
 
     def route(self, sender: str, receiver: str) -> Route | None:
-        """Return the way between two hosts; None if that is not over the fabric."""
+        """Return the route between two hosts; None if it does not use the fabric."""
         ends = sender, receiver
         if ends not in self._routes:
             self._routes[ends] = self._found(sender, receiver)
@@ -214,7 +199,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction between two roles."""
+    """One direction of a connection between two roles."""
 
     latency_seconds: Seconds = 100e-6
     bytes_per_second: float = 1.25e8  # 1 Gbit/s
@@ -223,13 +208,12 @@ class Link:
     def __post_init__(self) -> None:
         if self.latency_seconds < 0 or self.jitter < 0 or not self.bytes_per_second > 0:
             raise ValueError(
-                f"{self}: latency and jitter may not be below 0, and bytes_per_second "
-                "must be above it"
+                f"{self}: latency and jitter must be at least 0, bytes_per_second above 0"
             )
 
 
+# Half a round trip of 64 bytes over ZeroMQ on loopback, and its throughput.
 WITHIN_HOST = Link(latency_seconds=40e-6, bytes_per_second=5e9)
-"""Half a round trip of 64 bytes over ZeroMQ on loopback, and its throughput."""
 
 
 class Path:
@@ -247,14 +231,14 @@ class Path:
         "receiver",
         "route",
         "sender",
-        "tally",
+        "traffic",
     )
 
     def __init__(self, link: Link, *, sender: Address, receiver: Address, incarnation: int) -> None:
         self.link = link
-        self.route: Route | None = None  # over a fabric; else the link is its own
-        self.frame_scale = 1.0  # of the arrays in its messages
-        self.tally: list[float] = [0, 0]  # messages, bytes sent, of the two roles
+        self.route: Route | None = None  # through a fabric; None: it uses `link`
+        self.frame_scale = 1.0  # factor for the arrays in its messages
+        self.traffic: list[float] = [0, 0]  # messages and bytes sent between the two roles
         self._latency_seconds = link.latency_seconds
         self._jitter = link.jitter
         self.sender = sender
@@ -264,17 +248,16 @@ class Path:
         self._free_at: Seconds = 0.0
         self._arrives_last: Seconds = 0.0
 
-    def lead_over(self, route: Route) -> None:
-        """Go over a fabric from now on."""
+    def use_route(self, route: Route) -> None:
         self.route = route
         self._latency_seconds, self._jitter = route.latency_seconds, route.jitter
 
-    def take_longer(self, seconds: Seconds) -> None:
-        """Let every message arrive so much later."""
+    def add_latency(self, seconds: Seconds) -> None:
+        """Add to the latency of each message."""
         self._latency_seconds += seconds
 
     def depart(self, n_bytes: float, now: Seconds) -> Seconds:
-        """Return when a message sent now has left the sender."""
+        """Return when a message that is sent now has left the sender."""
         begins = max(now, self._free_at)
         self._free_at = begins + n_bytes / self.link.bytes_per_second
         return self._free_at
@@ -282,11 +265,10 @@ class Path:
     def arrive(
         self, departs: Seconds, chance: float, *, delay: Seconds = 0.0, overtaken: bool = False
     ) -> Seconds:
-        """Return when it arrives, if it has left at `departs`: after all before it.
+        """Return when a message that left at `departs` arrives: after all earlier ones.
 
-        `chance` is a number in [0, 1) for its latency.
-
-        Those behind it arrive after it as well, unless it may be overtaken.
+        `chance`, in [0, 1), determines its latency. Later messages arrive after it, unless
+        it may be `overtaken`.
         """
         latency = self._latency_seconds * (1 + self._jitter * chance)
         arrives = departs + latency + delay

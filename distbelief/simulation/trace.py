@@ -1,7 +1,8 @@
-"""Traffic: how many messages, and bytes, went from whom to whom.
+"""The trace of a simulation: one line per event, in a running SHA-256; and traffic counts.
 
-Bytes are those of the large task, where a small one stands for it (`scales`). What
-passes through shared memory is not sent.
+Two runs with the same seed have equal digests, whatever PYTHONHASHSEED is: no text contains
+an address or depends on the order of a set, and arrays are written as their CRC-32. A failed
+run prints the last lines of each role in the order of events.
 """
 
 import dataclasses
@@ -31,23 +32,15 @@ from distbelief.roles.role import (
 )
 
 
-# Short texts of events and values, the same in every process.
-#
-# Nothing here depends on an address or on the order of a set; arrays are written as
-# their CRC-32.
-
 TEXT_MAX = 240  # characters of one event's content
 ITEMS_MAX = 8
 DEPTH_MAX = 3
 
+# The types of most values; their subclasses, such as numpy's float64, take the slow path.
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
-"""What most values are; subclasses, such as numpy's float64, are looked at closer."""
 
-_names: Final[dict[type, Sequence[str] | None]] = {}
-"""The fields that a type declares, looked up once."""
-
-_dtypes: Final[dict[object, str]] = {}
-"""What each type of numbers is called, which numpy makes up anew each time."""
+_names: Final[dict[type, Sequence[str] | None]] = {}  # declared fields of each type, cached
+_dtypes: Final[dict[object, str]] = {}  # name of each dtype: numpy builds it at each str()
 
 _WITH_ARRAYS = {
     kind
@@ -57,12 +50,12 @@ _WITH_ARRAYS = {
 
 
 def event_text(event: Event) -> str:
-    """Return an event's kind and short content."""
+    """Return the kind of an event and its shortened content."""
     return f"{type(event).__name__} {_content(event)}".rstrip()
 
 
 def message_text(message: Message) -> str:
-    """Return a message as text: as `brief` would, in less time."""
+    """Return the same as `stable_repr`, in less time."""
     kind = type(message)
     if kind not in _WITH_ARRAYS:
         text = repr(message)
@@ -82,13 +75,13 @@ def crc(array: Vector) -> int:
 
 
 def stable_repr(value: object, *, depth: int = 0) -> str:
-    """Return a short text of `value` that depends on its content alone."""
+    """Return a short text of `value` that depends only on its content."""
     if type(value) in _PLAIN:
         return _cut(repr(value))
-    if type(value) is np.ndarray:  # as is frequent
+    if type(value) is np.ndarray:  # a frequent case, without the match statement
         return _cut(_array_text(value))
     match value:
-        case np.generic():  # first, for numpy's float64 is a float as well
+        case np.generic():  # first: numpy's float64 is also a float
             text = repr(value.item())
         case None | bool() | int() | float() | str() | bytes():
             text = repr(value)
@@ -99,7 +92,7 @@ def stable_repr(value: object, *, depth: int = 0) -> str:
         case _ if depth >= DEPTH_MAX:
             text = type(value).__name__
         case _:
-            text = _brief_composite(value, depth + 1)
+            text = _composite_repr(value, depth + 1)
     return _cut(text)
 
 
@@ -134,7 +127,7 @@ def _content(event: Event) -> str:
     return text
 
 
-def _brief_composite(value: object, depth: int) -> str:
+def _composite_repr(value: object, depth: int) -> str:
     kind = type(value)
     if isinstance(value, Mapping):
         items = [f"{key}: {stable_repr(item, depth=depth)}" for key, item in value.items()]
@@ -146,13 +139,12 @@ def _brief_composite(value: object, depth: int) -> str:
         _names[kind] = _declared(kind)
     names = _names[kind]
     if names is None:
-        return kind.__name__  # its repr may hold an address
+        return kind.__name__  # its repr may contain an address
     fields = [f"{name}={stable_repr(getattr(value, name), depth=depth)}" for name in names]
     return f"{kind.__name__}({', '.join(fields)})"
 
 
 def _declared(kind: type) -> Sequence[str] | None:
-    """Return the names of its fields, if it declares any."""
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
     if dataclasses.is_dataclass(kind):
@@ -166,25 +158,19 @@ def _cut(text: str) -> str:
     return f"{text[: TEXT_MAX - 12]}…{zlib.crc32(text.encode()):08x}"
 
 
-# The trace: every delivered event as one line, under a running SHA-256.
-#
-# Two runs of one seed have equal digests, whatever PYTHONHASHSEED is: nothing here
-# depends on an address or on the order of a set, and arrays enter by their checksums.
-# A failed run prints the last lines of every role, in the order in which they happened.
-
-N_TOGETHER: Final = 256  # lines or events, put into the digest at once
-N_NEWEST: Final = 4096  # events that are kept if only their order is noted
+N_TOGETHER: Final = 256  # lines or events that enter the digest together
+N_NEWEST: Final = 4096  # events kept in memory with `order_only`
 
 _Happened = tuple[Seconds, Address, int, str, str]
 
 
 class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
-    """A simulated run broke an assertion, a bound or a checker.
+    """A simulated run broke an assertion, a limit or a check.
 
     Attributes:
-        seed: Of the run; the same seed fails in the same way.
+        seed: The same seed fails in the same way.
         now: Virtual seconds.
-        last: The last lines of every role.
+        last: The last lines of each role.
     """
 
     def __init__(self, reason: str, *, seed: int, now: Seconds, trace: "Trace") -> None:
@@ -193,18 +179,15 @@ class SimulationFailed(DistBeliefError):  # noqa: N818 - it states what happened
         self.last = trace.last()
         super().__init__(
             f"the simulation with seed {seed} failed at {now!r} s: {reason}\n"
-            f"The last events of each role (run it again with seed={seed}):\n"
+            f"The last events of each role (to repeat the run: seed={seed}):\n"
             f"{trace.table()}"
         )
 
 
 class Trace:
-    """Lines of what happened; all of them in the digest, the last ones in memory.
+    """The lines of a run: all in the digest, the last `n_kept` of each role in memory.
 
-    Args:
-        n_kept: Lines of each role that stay in memory.
-        full: Keep all of them.
-        order_only: Of an event only its time, its kind, and to whom it happened.
+    With `full`, all lines are kept; with `order_only`, the content of events is left out.
     """
 
     def __init__(self, *, n_kept: int = 12, full: bool = False, order_only: bool = False) -> None:
@@ -220,23 +203,22 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all lines and events so far, in hexadecimal."""
+        """SHA-256 of all lines and events so far, in hexadecimal."""
         self._flush()
         return self._hash.hexdigest()
 
     @property
     def n_lines(self) -> int:
-        """How many lines there were."""
         return self._n_lines + len(self._happened)
 
     @property
     def lines(self) -> Sequence[str]:
-        """All lines, if a full trace was asked for."""
-        assert self._lines is not None, "ask for them: ClusterOptions(full_trace=True)"
+        """All lines; needs `full`."""
+        assert self._lines is not None, "use ClusterOptions(full_trace=True)"
         return self._lines
 
     def event(self, now: Seconds, name: Address, incarnation: int, event: Event) -> None:
-        """Note an event just before the role handles it."""
+        """Record an event just before the role handles it."""
         if self._order_only:
             who = ""
             if type(event) is Received:
@@ -252,7 +234,7 @@ class Trace:
         self.note(now, name, incarnation, event_text(event))
 
     def note(self, now: Seconds, name: Address, incarnation: int, text: str) -> None:
-        """Note something else that happened to a role."""
+        """Record something that happened to a role and is not an event."""
         if self._order_only:
             self._note_order((now, name, incarnation, text, ""))
             return
@@ -269,7 +251,6 @@ class Trace:
             self._lines.append(line)
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:
-        """Return the last lines of every role."""
         return {name: tuple(line for _, line in rows) for name, rows in self._kept().items()}
 
     def _kept(self) -> Mapping[Address, deque[tuple[int, str]]]:
@@ -288,7 +269,7 @@ class Trace:
             self._flush()
 
     def table(self) -> str:
-        """Return the last lines of all roles as a table, in order of time."""
+        """Return the last lines of all roles as a table, ordered by time."""
         rows = sorted(row for kept in self._kept().values() for row in kept)
         cells = [("time", "role", "event"), *(_cells(line) for _, line in rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(2)]
@@ -315,45 +296,43 @@ def _cells(line: str) -> tuple[str, str, str]:
 
 @final
 class Traffic:
-    """What was sent so far.
+    """Messages and bytes sent so far, by sender and receiver.
 
-    Args:
-        tallies: Messages and bytes, by sender and receiver.
+    Bytes are those of the large task if there are cost scales. Transfers through shared
+    memory are not counted.
     """
 
-    def __init__(self, tallies: Mapping[tuple[Address, Address], Sequence[float]]) -> None:
-        self._tallies = {ends: (int(n), b) for ends, (n, b) in tallies.items()}
+    def __init__(self, traffic: Mapping[tuple[Address, Address], Sequence[float]]) -> None:
+        self._counts = {ends: (int(n), b) for ends, (n, b) in traffic.items()}
 
     @property
     def messages(self) -> int:
-        """How many there were."""
-        return sum(n for n, _ in self._tallies.values())
+        return sum(n for n, _ in self._counts.values())
 
     @property
     def n_bytes(self) -> float:
-        """How large they were together."""
-        return sum(n_bytes for _, n_bytes in self._tallies.values())
+        return sum(n_bytes for _, n_bytes in self._counts.values())
 
     @property
     def sent(self) -> Mapping[Address, float]:
-        """Bytes that each role sent."""
+        """Bytes sent by each role."""
         return self._by_end(0)
 
     @property
     def received(self) -> Mapping[Address, float]:
-        """Bytes that were sent to each role."""
+        """Bytes sent to each role."""
         return self._by_end(1)
 
     def between(self, sender: str, receiver: str) -> float:
-        """Return the bytes from roles whose names begin so to such others."""
+        """Return the bytes from roles to roles whose names begin with these prefixes."""
         return sum(
             n_bytes
-            for ends, (_, n_bytes) in self._tallies.items()
+            for ends, (_, n_bytes) in self._counts.items()
             if ends[0].startswith(sender) and ends[1].startswith(receiver)
         )
 
     def _by_end(self, end: int) -> Mapping[Address, float]:
         totals: dict[Address, float] = {}
-        for ends, (_, n_bytes) in self._tallies.items():
+        for ends, (_, n_bytes) in self._counts.items():
             totals[ends[end]] = totals.get(ends[end], 0.0) + n_bytes
         return totals

@@ -1,4 +1,4 @@
-"""What the parts of one simulation share: clock, chance, disk, trace, counts."""
+"""The state that all parts of a simulation share: clock, random numbers, disk, trace, counts."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,36 +18,30 @@ from distbelief.simulation.topology import Fabric, Ports
 from distbelief.simulation.trace import SimulationFailed, Trace
 
 
-# Random numbers: one stream per concern, all from one seed.
-#
-# With one stream for everything a single extra message would reshuffle every fault after
-# it, and two runs of almost the same system could not be compared.
-
 _N_DRAWN = 256
 
 
 def draws(stream: np.random.Generator) -> Iterator[float]:
-    """Yield what `stream.random()` would return, call by call; nobody else may draw.
-
-    A single draw costs twenty times as much as one of many.
-    """
+    """Yield what `stream.random()` would return, call by call; no one else may use `stream`."""
+    # A single draw costs twenty times as much as one of a block.
     while True:
         yield from stream.random(_N_DRAWN).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomStreams:
-    """The generators of one simulation."""
+    """Random number generators: one per concern, all from one seed."""
 
+    # With a single stream, one extra message would change every later fault, and runs of two
+    # almost equal systems could not be compared.
     schedule: np.random.Generator  # how long work takes
     network: np.random.Generator  # how long messages travel
-    disk: np.random.Generator  # how long a snapshot takes
-    faults: np.random.Generator  # which message a fault hits
-    user: np.random.Generator  # what the test itself draws
+    disk: np.random.Generator  # how long writing a checkpoint takes
+    faults: np.random.Generator  # which message a fault affects
+    user: np.random.Generator  # for the test itself
 
     @staticmethod
     def of(seed: int) -> "RandomStreams":
-        """Return the streams of `seed`, in the order of the fields."""
         schedule, network, disk, faults, user = (
             np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)
         )
@@ -60,13 +54,13 @@ Builder = Callable[[Memory], Role]
 
 
 class HandledEvent(msgspec.Struct, kw_only=True, eq=False):
-    """One event, as one life has handled it."""
+    """An event that a simulated process has handled, and the actions it performed."""
 
     name: Address
     incarnation: int
-    role: Role  # of that life, which need not be the newest
+    role: Role  # of that incarnation, which need not be the newest
     event: Event
-    actions: Sequence[Action]  # those that were performed: a kill may cut them short
+    actions: Sequence[Action]  # only those performed: a kill may cut them short
 
 
 Observer = Callable[[HandledEvent], None]
@@ -76,44 +70,43 @@ N_REMEMBERED = 100_000  # reports, and messages to each outsider
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What happened to events so far."""
+    """Counts of messages so far."""
 
-    delivered: int = 0  # messages
-    lost: int = 0  # messages that never arrived
+    delivered: int = 0
+    lost: int = 0
     refused: int = 0  # events dropped because of a RemoteProtocolError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The surroundings of every role of one simulation."""
+    """The shared state of one simulation."""
 
     builders: Mapping[Address, Builder]
     seed: int
     options: ClusterOptions
     streams: RandomStreams
     trace: Trace
-    agenda: EventQueue = field(default_factory=EventQueue)
+    event_queue: EventQueue = field(default_factory=EventQueue)
     disk: Disk = field(default_factory=Disk)
     counts: Counts = field(default_factory=Counts)
-    slow: list[Slow] = field(default_factory=list)  # in force at present
+    slow: list[Slow] = field(default_factory=list)  # active now
     ports: Ports = field(default_factory=lambda: Ports(Fabric(cards={})))
     sharings: Mapping[str, ProcessorSharing] = field(default_factory=dict)  # by host
     # Messages and bytes sent, by sender and receiver.
-    tallies: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
-    busy: dict[Address, Seconds] = field(default_factory=dict)  # compute lanes
+    traffic: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
+    busy: dict[Address, Seconds] = field(default_factory=dict)  # of compute executors
     away_until: dict[Address, Seconds] = field(default_factory=dict)  # outages
     checks: list[Callable[[], None]] = field(default_factory=list)
     observers: list[Observer] = field(default_factory=list)
     reports: deque[tuple[Address, Report]] = field(
         default_factory=lambda: deque(maxlen=N_REMEMBERED)
     )
-    # What was sent to names that no builder knows: the test plays these itself.
+    # Messages to names without a builder: the test plays these roles itself.
     outside: dict[Address, deque[Received]] = field(default_factory=dict)
 
     @staticmethod
     def of(builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions) -> "World":
-        """Return a world in which nothing has happened yet."""
-        agenda = EventQueue()
+        event_queue = EventQueue()
         return World(
             builders=dict(builders),
             seed=seed,
@@ -124,16 +117,16 @@ class World:
                 full=options.full_trace,
                 order_only=options.trace == "order",
             ),
-            agenda=agenda,
+            event_queue=event_queue,
             ports=Ports(options.fabric or Fabric(cards={})),
             sharings={
-                host: ProcessorSharing(agenda, processor)
+                host: ProcessorSharing(event_queue, processor)
                 for host, processor in options.processors.items()
             },
         )
 
     def slowness(self, name: Address) -> float:
-        """Return how many times as long the work of `name` takes at present."""
+        """Return the factor by which faults slow down the work of `name` now."""
         slowness = 1.0
         for fault in self.slow:
             if fault.role == name:
@@ -141,16 +134,15 @@ class World:
         return slowness
 
     def note(self, name: Address, incarnation: int, text: str) -> None:
-        """Put a line that is no event into the trace."""
-        self.trace.note(self.agenda.now, name, incarnation, f"-- {text}")
+        """Add a line that is not an event to the trace."""
+        self.trace.note(self.event_queue.now, name, incarnation, f"-- {text}")
 
-    def hand_out(self, name: Address, event: Received) -> None:
-        """Keep a message for an outsider."""
-        self.trace.event(self.agenda.now, name, 0, event)
+    def keep_for_test(self, name: Address, event: Received) -> None:
+        """Keep a message to a name without a builder."""
+        self.trace.event(self.event_queue.now, name, 0, event)
         if name not in self.outside:
             self.outside[name] = deque(maxlen=N_REMEMBERED)
         self.outside[name].append(event)
 
     def failure(self, reason: str) -> SimulationFailed:
-        """Return the error that ends this run."""
-        return SimulationFailed(reason, seed=self.seed, now=self.agenda.now, trace=self.trace)
+        return SimulationFailed(reason, seed=self.seed, now=self.event_queue.now, trace=self.trace)

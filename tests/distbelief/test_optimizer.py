@@ -62,7 +62,7 @@ def test_a_server_of_another_run_is_distinguished_from_an_absent_one() -> None:
             server.join()
     told = str(caught.value)
     assert address.endpoint in told
-    assert "has not the key that the address names" in told
+    assert "has not the key in the address" in told
     assert not any(secret in told for secret in secrets)
 
 

@@ -503,7 +503,7 @@ def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(folder: Path)
         assert "Traceback" not in done.stderr
         return " ".join((done.stdout + done.stderr).split())
 
-    assert "there is no run in" in say("status")
+    assert "no run found in" in say("status")
     with train(folder, *LONG) as command:
         poll(command.is_training, seconds=60.0)
         poll(lambda: list(command.run.glob("snapshots/*/*")), seconds=60.0)
@@ -513,7 +513,7 @@ def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(folder: Path)
         command.signal(signal.SIGKILL)
         command.wait()
         poll(lambda: not alive(command.all_pids()), seconds=60.0)
-    assert "not running, but never ended" in say("status")
+    assert "not running, and did not end properly" in say("status")
     assert "no such directory" in say("status", "runs/nowhere")
     with train(folder, "--resume", "runs/tiny", *LONG, job=()) as again:
         poll(lambda: again.status().get("pid") == again.process.pid, seconds=60.0)

@@ -36,8 +36,8 @@ def test_bytes_are_the_same_in_virtual_time_and_for_real() -> None:
 
 def test_a_job_that_is_broken_for_real_comes_to_its_end() -> None:
     job = small("stop.samples=100000000", "stop.seconds=12", "cluster.shard_copies=2")
-    story = run_local_chaos(job, seed=5, console=Console(quiet=True))
-    assert story.error is None
-    assert story.real
-    assert any(line.what == "blow" for line in story.lines)
-    assert story.digest is None
+    report = run_local_chaos(job, seed=5, console=Console(quiet=True))
+    assert report.error is None
+    assert report.real
+    assert any(line.what == "fault" for line in report.lines)
+    assert report.digest is None

@@ -31,7 +31,7 @@ from torch import nn
 def make():
     return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
 """
-LINE = re.compile(r"workers on this machine: (\S+)")
+LINE = re.compile(r"workers on this host: (\S+)")
 
 
 class Server:
@@ -146,7 +146,7 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
         three = train(over_tcp, place / "worker")
         assert leaks(place, secrets, first.process.pid) == []
         assert first.end() == 0
-    assert "holds what was trained" in first.said[-1]
+    assert "the parameters are saved in" in first.said[-1]
     with serving(place, *options) as second:
         again = second.address()
         assert again.partition("&memory=")[0] == over_tcp
@@ -174,9 +174,9 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
         (["--bind", "tcp://0.0.0.0:0"], "distbelief keys new"),
         (["--bind", "tcp://198.51.100.7:0", "--keys", "server"], "no interface"),
         (["--keys", "nowhere"], "distbelief keys new"),
-        (["--keys", "server", "--insecure"], "--insecure is for a network of friends"),
+        (["--keys", "server", "--insecure"], "--insecure and --keys exclude each other"),
         (["--rule", "king"], "--rule king"),
-        (["--directory", "."], "holds something else"),
+        (["--directory", "."], "is not the directory of a parameter server"),
     ],
 )
 def test_mistakes_are_named(place: Path, options: list[str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Breaking jobs on purpose: the schedule, both kinds of runs, the story."""
+"""Chaos: the schedule, both kinds of runs, the report."""
 
 import io
 import os
@@ -30,18 +30,18 @@ from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
 ROLES = ["shard-0", "shard-1", "replica-0", "replica-1"]
 
 
-def test_a_seed_always_gives_the_same_blows_and_another_one_others() -> None:
+def test_a_seed_always_gives_the_same_faults_and_another_one_others() -> None:
     assert schedule(7, ROLES) == schedule(7, ROLES)
     assert schedule(7, ROLES) != schedule(8, ROLES)
-    times = [blow.at for blow in schedule(7, ROLES)]
+    times = [event.at for event in schedule(7, ROLES)]
     assert times == sorted(times)
 
 
 def test_every_kind_of_blow_and_every_role_comes_up() -> None:
-    drawn = [blow for seed in range(20) for blow in schedule(seed, ROLES)]
-    assert {blow.kind for blow in drawn} == set(KINDS)
-    assert {blow.role for blow in drawn} == set(ROLES)
-    assert all(blow.other != blow.role for blow in drawn)
+    drawn = [event for seed in range(20) for event in schedule(seed, ROLES)]
+    assert {event.kind for event in drawn} == set(KINDS)
+    assert {event.role for event in drawn} == set(ROLES)
+    assert all(event.other != event.role for event in drawn)
 
 
 COPIES = ["shard-0", "shard-0b", "shard-1", "shard-1b", "replica-0", "replica-1"]
@@ -63,19 +63,19 @@ BATCHES = ["shard-0", "shard-1", "coordinator", "replica-0", "replica-1", "evalu
 def test_a_link_that_is_hit_is_one_that_is_used(
     roles: list[str], some: tuple[str, str], never: tuple[str, str]
 ) -> None:
-    """Two shards were cut off from each other, who never talk: a blow at nobody."""
-    blows = [blow for seed in range(400) for blow in schedule(seed, roles)]
-    links = {frozenset((b.role, b.other)) for b in blows if b.other is not None}
+    """Two shards were cut off from each other, which exchange no messages: no effect."""
+    fault_events = [event for seed in range(400) for event in schedule(seed, roles)]
+    links = {frozenset((b.role, b.other)) for b in fault_events if b.other is not None}
     assert frozenset(some) in links
     assert frozenset(never) not in links
 
 
-def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
+def test_fault_events_are_faults_of_the_simulation_over_the_jobs_length() -> None:
     shard = Address("shard-0")
 
     def fault(**given: object) -> object:
-        blow = FaultEvent(role="shard-0", at=0.5, lasts=0.1, **given)  # type: ignore[arg-type]  # by name
-        (found,) = faults_of(blow, horizon=60.0, roles=["shard-0", "replica-0"])
+        event = FaultEvent(role="shard-0", at=0.5, lasts=0.1, **given)  # type: ignore[arg-type]  # by name
+        (found,) = faults_of(event, horizon=60.0, roles=["shard-0", "replica-0"])
         return found
 
     assert fault(kind="kill") == Kill(at=30.0, role=shard)
@@ -88,40 +88,40 @@ def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
     )
 
 
-def printed(story: ChaosReport) -> str:
+def printed(report: ChaosReport) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(rendered(story))
+        console.print(rendered(report))
     return capture.get()
 
 
 @pytest.mark.untraced
 def test_a_job_broken_twice_by_one_seed_breaks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distbelief.chaos.simulated.LENGTH_SECONDS", 15.0)
-    with Preparation() as staging:
-        staged = staging.stage(small())
-        story = run_simulated_chaos(staged, seed=3)
-        assert run_simulated_chaos(staged, seed=3) == story
-    assert story.error is None
-    assert story.exit_code == 0
-    assert story.undisturbed_seconds is not None
-    times = [line.seconds for line in story.lines]
+    with Preparation() as preparation:
+        prepared = preparation.stage(small())
+        report = run_simulated_chaos(prepared, seed=3)
+        assert run_simulated_chaos(prepared, seed=3) == report
+    assert report.error is None
+    assert report.exit_code == 0
+    assert report.undisturbed_seconds is not None
+    times = [line.seconds for line in report.lines]
     assert times == sorted(times)
-    assert story.lines[-1].text.startswith("ended: ")
-    text = printed(story)
+    assert report.lines[-1].text.startswith("ended: ")
+    text = printed(report)
     assert "Lost: " in text
-    assert "Done again: " in text
-    assert "Exactly the same again: distbelief chaos JOB.toml --seed 3 (trace " in text
-    ended = msgspec.structs.replace(story, lines=story.lines[-1:])
-    told = f"{len(story.blows)} more blows were to fall after its end"
+    assert "Repeated: " in text
+    assert "To repeat this run exactly: distbelief chaos JOB.toml --seed 3 (trace " in text
+    ended = msgspec.structs.replace(report, lines=report.lines[-1:])
+    told = f"{len(report.fault_events)} more faults were scheduled after its end"
     assert told not in text
     assert told in printed(ended)
     assert "stop.seconds" not in printed(ended)
-    # A job that trains for 5 s met 3 of 13 blows, and nobody said how to meet them all.
+    # A job that trains for 5 s had 3 of 13 faults; the report says how to have all of them.
     real = msgspec.structs.replace(ended, real=True, horizon=30.0)
     assert (
-        f"{told}: all lie over 30 s of training; "
-        "--set stop.seconds=N lays them over N" in printed(real)
+        f"{told}: the schedule is for 30 s of training; "
+        "--set stop.seconds=N makes it N" in printed(real)
     )
 
 
@@ -139,11 +139,11 @@ def test_a_job_of_any_size_is_about_a_minute_long(
     monkeypatch.setattr("distbelief.display.progress.LINE_SECONDS", 0.0)
     said = io.StringIO()
     console = Console(file=said, width=200)
-    with Preparation() as staging, WaitProgress(console, n_runs=N_RUNS) as waiting:
-        staged = staging.stage(small(text=text))
-        story = run_simulated_chaos(staged, seed=3, waiting=waiting)
-    assert story.undisturbed_seconds is not None
-    assert 60 / NEAR <= story.undisturbed_seconds <= 60 * NEAR + 2  # to begin and end
+    with Preparation() as preparation, WaitProgress(console, n_runs=N_RUNS) as progress:
+        prepared = preparation.stage(small(text=text))
+        report = run_simulated_chaos(prepared, seed=3, progress=progress)
+    assert report.undisturbed_seconds is not None
+    assert 60 / NEAR <= report.undisturbed_seconds <= 60 * NEAR + 2  # to begin and end
     # While it was found out nothing was said: of three runs, only of the last one.
     told = said.getvalue()
     assert f"run 1 of {N_RUNS} small, undisturbed: " in told
@@ -158,77 +158,76 @@ def test_a_job_that_ends_by_the_clock_is_as_long_as_it_says(
     slownesses: list[float] = []
     run = simulated._run
 
-    def observed(staged: PreparedJob, **given: Any) -> simulated._SimulatedChaos:  # noqa: ANN401 -- handed on
+    def observed(prepared: PreparedJob, **given: Any) -> simulated._SimulatedChaos:  # noqa: ANN401 -- handed on
         slownesses.append(given["slowness"])
-        return run(staged, **given)
+        return run(prepared, **given)
 
     monkeypatch.setattr(simulated, "_run", observed)
-    with Preparation() as staging:
-        staged = staging.stage(small("stop={seconds=0.2}"))
-        story = run_simulated_chaos(staged, seed=3)
+    with Preparation() as preparation:
+        prepared = preparation.stage(small("stop={seconds=0.2}"))
+        report = run_simulated_chaos(prepared, seed=3)
     assert slownesses == [1.0, 1.0]
-    assert story.undisturbed_seconds is not None
-    assert story.undisturbed_seconds < 2.0
+    assert report.undisturbed_seconds is not None
+    assert report.undisturbed_seconds < 2.0
 
 
 @pytest.mark.untraced
 def test_steps_that_met_an_update_are_not_steps_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody but an evaluator was killed in a job of 898 steps: "Done again: 4,275".
+    """Nobody but an evaluator was killed in a job of 898 steps: "Repeated: 4,275".
 
     A step whose parameters are being written meanwhile is tried once more, in a moment.
     """
     monkeypatch.setattr("distbelief.chaos.simulated.LENGTH_SECONDS", 15.0)
-    with Preparation() as staging:
-        staged = staging.stage(small())
-        roles = [entry.name for entry in staged.roster]
+    with Preparation() as preparation:
+        prepared = preparation.stage(small())
+        roles = [entry.name for entry in prepared.roster]
         seeds = (s for s in range(1000) if not _kills(schedule(s, roles)))
-        story = run_simulated_chaos(staged, seed=next(seeds))
-    assert story.steps_again is not None
-    assert story.steps_again <= 2 * 2  # of two replicas: done, and not told of any more
+        report = run_simulated_chaos(prepared, seed=next(seeds))
+    assert report.steps_again is not None
+    assert report.steps_again <= 2 * 2  # of two replicas: done, and not told of any more
 
 
-def _kills(blows: Sequence[FaultEvent]) -> bool:
-    return any(blow.kind == "kill" for blow in blows)
+def _kills(fault_events: Sequence[FaultEvent]) -> bool:
+    return any(event.kind == "kill" for event in fault_events)
 
 
 @pytest.mark.untraced
 def test_a_sandblaster_job_comes_to_its_end_and_tells_what_it_did_again() -> None:
     """A shard came back from its snapshot, and the job from iteration 37 to 32.
 
-    What was told of that: "Lost: 0 acknowledged pushes", and "nobody counts what was
-    computed twice".
+    The report had only "Lost: 0 acknowledged pushes", and "steps not counted".
     """
-    with Preparation() as staging:
-        staged = staging.stage(small(text=SANDBLASTER))
-        roles = [entry.name for entry in staged.roster]
+    with Preparation() as preparation:
+        prepared = preparation.stage(small(text=SANDBLASTER))
+        roles = [entry.name for entry in prepared.roster]
         seeds = (s for s in range(1000) if _loses_a_shard(schedule(s, roles)))
-        story = run_simulated_chaos(staged, seed=next(seeds))
-    assert story.error is None
-    assert story.steps_again is None
-    assert story.iterations_again
-    assert story.iterations_lost == 0
-    text = printed(story)
+        report = run_simulated_chaos(prepared, seed=next(seeds))
+    assert report.error is None
+    assert report.steps_again is None
+    assert report.iterations_again
+    assert report.iterations_lost == 0
+    text = printed(report)
     assert "Lost: 0 iterations, 0 acknowledged pushes" in text
-    assert f"Done again: {story.iterations_again} iteration" in text
+    assert f"Repeated: {report.iterations_again} iteration" in text
 
 
-def _loses_a_shard(blows: Sequence[FaultEvent]) -> bool:
+def _loses_a_shard(fault_events: Sequence[FaultEvent]) -> bool:
     return any(
-        blow.kind == "kill" and blow.role.startswith("shard") and 0.5 < blow.at < 0.8
-        for blow in blows
+        event.kind == "kill" and event.role.startswith("shard") and 0.5 < event.at < 0.8
+        for event in fault_events
     )
 
 
-def test_iterations_told_of_before_are_done_again_or_lost() -> None:
+def test_iterations_reported_before_are_done_again_or_lost() -> None:
     iterations, supervisor = IterationCount(), Listener()
-    overheard = iterations.around(supervisor)
+    counting = iterations.around(supervisor)
     coordinator = Address("coordinator")
-    heard = [_progress(coordinator, step) for step in (0, 1, 2, 4, 2, 3)]
-    heard.insert(4, _progress(Address("replica-0"), 1))
-    for event in heard:
-        overheard.handle(event, now=1.0)
-    assert supervisor.heard == heard
-    assert overheard.status() == supervisor.status()
+    count = [_progress(coordinator, step) for step in (0, 1, 2, 4, 2, 3)]
+    count.insert(4, _progress(Address("replica-0"), 1))
+    for event in count:
+        counting.handle(event, now=1.0)
+    assert supervisor.count == count
+    assert counting.status() == supervisor.status()
     assert (iterations.n_again, iterations.n_lost) == (2, 1)
 
 
@@ -260,74 +259,74 @@ def await_state(pid: int, states: str) -> None:
 
 
 def test_a_paused_process_goes_on_when_its_time_is_up(victim: int) -> None:
-    hands = ProcessFaults()
-    assert hands.pause(victim, now=0.0, seconds=2.0)
+    process_faults = ProcessFaults()
+    assert process_faults.pause(victim, now=0.0, seconds=2.0)
     await_state(victim, "T")
-    hands.turn(1.9)
+    process_faults.turn(1.9)
     assert state_of(victim) == "T"
-    hands.turn(2.0)
+    process_faults.turn(2.0)
     await_state(victim, "SR")
 
 
 def test_a_slowed_process_runs_its_part_of_each_period(victim: int) -> None:
-    hands = ProcessFaults()
-    assert hands.slow(victim, now=0.0, seconds=2.0, factor=4.0)
+    process_faults = ProcessFaults()
+    assert process_faults.slow(victim, now=0.0, seconds=2.0, factor=4.0)
     for now, states in [(0.02, "SR"), (0.03, "T"), (0.09, "T"), (0.11, "SR")]:
-        hands.turn(now)
+        process_faults.turn(now)
         await_state(victim, states)
-    hands.turn(0.15)
+    process_faults.turn(0.15)
     await_state(victim, "T")
-    hands.release()
+    process_faults.release()
     await_state(victim, "SR")
 
 
 def test_who_is_gone_cannot_be_hit(victim: int) -> None:
-    hands = ProcessFaults()
-    assert hands.kill(victim)
+    process_faults = ProcessFaults()
+    assert process_faults.kill(victim)
     os.waitpid(victim, 0)
-    assert not hands.kill(victim)
-    assert not hands.pause(victim, now=0.0, seconds=1.0)
-    hands.slow(victim, now=0.0, seconds=1.0, factor=2.0)  # found out when it is due
-    hands.turn(0.09)
-    hands.turn(5.0)
+    assert not process_faults.kill(victim)
+    assert not process_faults.pause(victim, now=0.0, seconds=1.0)
+    process_faults.slow(victim, now=0.0, seconds=1.0, factor=2.0)  # found out when it is due
+    process_faults.turn(0.09)
+    process_faults.turn(5.0)
 
 
 def test_the_schedule_is_for_the_roles_that_there_are() -> None:
     """Once they were guessed from [cluster] partitions, which a `plan` overrides."""
     seen: list[str] = []
 
-    def plot(roles: Sequence[str]) -> Sequence[FaultEvent]:
+    def make_schedule(roles: Sequence[str]) -> Sequence[FaultEvent]:
         seen.extend(roles)
         return schedule(0, roles)
 
-    attacker = FaultInjector(plot, horizon=1.0)
-    attacker.watch(JobView())
-    assert not attacker.blows
+    injector = FaultInjector(make_schedule, horizon=1.0)
+    injector.watch(JobView())
+    assert not injector.fault_events
     names = ("shard-0", "replica-0.0", "replica-0.1")
     roles = tuple(RoleView(name=name, state="computing") for name in names)
-    attacker.watch(JobView(roles=roles))
-    attacker.watch(JobView(roles=roles))
+    injector.watch(JobView(roles=roles))
+    injector.watch(JobView(roles=roles))
     assert seen == list(names)
-    assert {blow.role for blow in attacker.blows} <= set(names)
+    assert {event.role for event in injector.fault_events} <= set(names)
 
 
 def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
-    blows = [
+    fault_events = [
         FaultEvent(kind="kill", role="replica-0", at=0.0),
         FaultEvent(kind="pause", role="shard-0", at=0.0, lasts=0.1),
         FaultEvent(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
     ]
-    attacker = FaultInjector(lambda _: blows, horizon=0.1)
+    injector = FaultInjector(lambda _: fault_events, horizon=0.1)
     view = JobView(samples=1, roles=(RoleView(name="replica-0", state="computing", pid=victim),))
-    with attacker.turns:
-        assert not attacker.watch(view)
+    with injector.turns:
+        assert not injector.watch(view)
         await_state(victim, "Z")
         deadline = time.monotonic() + 10.0
-        while len(attacker.lines) < 2 and time.monotonic() < deadline:
+        while len(injector.lines) < 2 and time.monotonic() < deadline:
             time.sleep(0.002)
-    assert [line.text for line in attacker.lines] == [
+    assert [line.text for line in injector.lines] == [
         "kill replica-0",
-        "pause shard-0 for 0.0 s: nobody there",
+        "pause shard-0 for 0.0 s: no such process",
     ]
 
 
@@ -337,11 +336,11 @@ class Listener:
     accepts = ALL_MESSAGES
 
     def __init__(self) -> None:
-        self.heard: list[Event] = []
+        self.count: list[Event] = []
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         del now
-        self.heard.append(event)
+        self.count.append(event)
         return ()
 
     def status(self) -> tuple[str, dict[str, float]]:
@@ -350,21 +349,21 @@ class Listener:
 
 def test_a_kill_by_chaos_is_not_taken_for_a_lack_of_memory(victim: int) -> None:
     """Each line "x kill replica-1" had one below it that said "(out of memory?)"."""
-    blows = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
-    attacker = FaultInjector(lambda _: blows, horizon=0.1)
+    fault_events = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
+    injector = FaultInjector(lambda _: fault_events, horizon=0.1)
     role = RoleView(name="replica-0", state="computing", pid=victim)
-    with attacker.turns:
-        attacker.watch(JobView(samples=1, roles=(role,)))
+    with injector.turns:
+        injector.watch(JobView(samples=1, roles=(role,)))
         await_state(victim, "Z")
-        attacker.turns.await_next()
+        injector.turns.await_next()
     supervisor = Listener()
-    confessed = KillAwareSupervisor(supervisor, attacker.owns)
+    aware = KillAwareSupervisor(supervisor, injector.owns)
     guess = "was ended by signal SIGKILL (out of memory?)"
     for incarnation in (1, 2):  # the second by somebody else
         name = Address("replica-0")
         lost = PeerLost(peer=name, incarnation=incarnation, reason=guess)
-        confessed.handle(lost, now=1.0)
-    told = [event.reason for event in supervisor.heard if isinstance(event, PeerLost)]
+        aware.handle(lost, now=1.0)
+    told = [event.reason for event in supervisor.count if isinstance(event, PeerLost)]
     assert told == ["was killed by chaos", guess]
 
 
@@ -373,17 +372,17 @@ def test_who_ended_by_itself_was_not_killed_by_chaos() -> None:
     reason = "ended with status 1 (see logs/replica-0.log)"
     lost = PeerLost(peer=Address("replica-0"), incarnation=1, reason=reason)
     KillAwareSupervisor(supervisor, lambda _: True).handle(lost, now=1.0)
-    assert supervisor.heard == [lost]
+    assert supervisor.count == [lost]
 
 
 def test_a_job_that_is_over_is_left_alone(victim: int) -> None:
     """Blows once fell on processes that were gone, and stood below the job's end."""
-    blows = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
-    attacker = FaultInjector(lambda _: blows, horizon=0.1)
+    fault_events = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
+    injector = FaultInjector(lambda _: fault_events, horizon=0.1)
     role = RoleView(name="replica-0", state="done", pid=victim)
-    with attacker.turns:
-        attacker.watch(JobView(samples=1, roles=(role,), stop_reason="done"))
-        attacker.turns.await_next()
-    assert attacker.blows == tuple(blows)
-    assert not attacker.lines
+    with injector.turns:
+        injector.watch(JobView(samples=1, roles=(role,), stop_reason="done"))
+        injector.turns.await_next()
+    assert injector.fault_events == tuple(fault_events)
+    assert not injector.lines
     assert state_of(victim) in "SR"

@@ -1,4 +1,4 @@
-"""Messages that pass through another process: hit as a whole, or let alone."""
+"""The proxy: faults affect whole messages or none."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,42 +50,42 @@ def test_what_cannot_be_cut_is_refused(spoken: bytes, said: str) -> None:
 
 
 def test_who_has_said_nothing_has_no_name() -> None:
-    cutter = FrameSplitter()
-    cutter.feed(GREETING + READY)
-    assert cutter.name is None
+    splitter = FrameSplitter()
+    splitter.feed(GREETING + READY)
+    assert splitter.name is None
 
 
 class Talk:
-    """Says things from one transport to another, through a detour."""
+    """Sends messages from one transport to another, through the proxy."""
 
     def __init__(self, stack: ExitStack, seed: int, folder: Path) -> None:
         self.one, self.two = (stack.enter_context(link(name, folder)) for name in ("one", "two"))
-        self.now = 0.0  # by which blows end
-        self.detour = TcpProxy(seed, clock=lambda: self.now)
-        stack.enter_context(self.detour.turns)
-        endpoint = self.detour.through("two", self.two.endpoint)
-        assert self.detour.through("two", self.two.endpoint) == endpoint
+        self.now = 0.0  # clock for the end of faults
+        self.proxy = TcpProxy(seed, clock=lambda: self.now)
+        stack.enter_context(self.proxy.turns)
+        endpoint = self.proxy.through("two", self.two.endpoint)
+        assert self.proxy.through("two", self.two.endpoint) == endpoint
         self.one.connect("two", 1, endpoint)
-        self.heard: list[float] = []
+        self.count: list[float] = []
         self.say(0)
         self.hear(1)
 
-    def strike(self, kind: Kind, seconds: Seconds = 60.0, role: str = "two") -> None:
+    def inject(self, kind: Kind, seconds: Seconds = 60.0, role: str = "two") -> None:
         probability = 0.0 if kind == "cut off" else 1.0
-        blow = FaultEvent(kind=kind, role=role, at=0.0, probability=probability)
-        self.detour.strike(blow, now=self.now, seconds=seconds)
-        self.detour.turns.await_next()
+        event = FaultEvent(kind=kind, role=role, at=0.0, probability=probability)
+        self.proxy.inject(event, now=self.now, seconds=seconds)
+        self.proxy.turns.await_next()
 
     def wait(self, seconds: Seconds) -> None:
         self.now += seconds
-        self.detour.turns.await_next()
+        self.proxy.turns.await_next()
 
     def say(self, number: float) -> None:
         self.one.send("two", Heartbeat(state="up", counters={"n": number}))
 
     def hear(self, n: int) -> list[float]:
         """Return what has come, once it is so much, or no more does."""
-        return self.listen(lambda: len(self.heard) >= n)
+        return self.listen(lambda: len(self.count) >= n)
 
     def listen(self, until: Callable[[], bool]) -> list[float]:
         """Return what has come until then."""
@@ -94,8 +94,8 @@ class Talk:
                 break
             self.one.poll(0.0)
             self.two.poll(0.01)
-            self.heard += [number_of(e.message) for e in self.two.receive()]
-        return self.heard
+            self.count += [number_of(e.message) for e in self.two.receive()]
+        return self.count
 
 
 def number_of(message: Message) -> float:
@@ -116,23 +116,23 @@ def test_messages_pass_in_order_if_nothing_is_done_to_them(talk: Talk) -> None:
 
 
 def test_messages_are_dropped_as_a_whole(talk: Talk) -> None:
-    talk.strike("drop", seconds=1.0)
+    talk.inject("drop", seconds=1.0)
     talk.say(1)
-    assert talk.listen(lambda: talk.detour.n_dropped == 1) == [0]
+    assert talk.listen(lambda: talk.proxy.n_dropped == 1) == [0]
     talk.wait(1.0)
     talk.say(2)
     assert talk.hear(2) == [0, 2]
 
 
 def test_messages_are_doubled(talk: Talk) -> None:
-    talk.strike("duplicate")
+    talk.inject("duplicate")
     talk.say(1)
     assert talk.hear(3) == [0, 1, 1]
-    assert talk.detour.n_doubled == 1
+    assert talk.proxy.n_doubled == 1
 
 
 def test_who_is_cut_off_hears_everything_later(talk: Talk) -> None:
-    talk.strike("cut off", seconds=0.6)
+    talk.inject("cut off", seconds=0.6)
     talk.say(1)
     talk.say(2)
     polls = iter(range(10))
@@ -142,7 +142,7 @@ def test_who_is_cut_off_hears_everything_later(talk: Talk) -> None:
 
 
 def test_who_is_not_named_is_left_alone(talk: Talk) -> None:
-    talk.strike("drop", role="three")
+    talk.inject("drop", role="three")
     talk.say(1)
     assert talk.hear(2) == [0, 1]
 
@@ -151,7 +151,7 @@ def test_nobody_behind_a_detour_is_nobody_at_all(tmp_path: Path) -> None:
     """The way to a process that is gone ends, and nothing else does."""
     with ExitStack() as stack:
         talk = Talk(stack, 0, tmp_path)
-        gone = talk.detour.through("gone", f"ipc://{tmp_path}/.gone.1")
+        gone = talk.proxy.through("gone", f"ipc://{tmp_path}/.gone.1")
         talk.one.connect("gone", 1, gone)
         talk.one.send("gone", Heartbeat(state="up", counters={"n": 1.0}))
         talk.say(1)
@@ -164,36 +164,36 @@ class Listening:
     accepts = ALL_MESSAGES
 
     def __init__(self) -> None:
-        self.heard: list[Event] = []
+        self.count: list[Event] = []
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         del now
-        self.heard.append(event)
+        self.count.append(event)
         return ()
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        return "listening", {"heard": float(len(self.heard))}
+        return "listening", {"heard": float(len(self.count))}
 
 
-def test_the_supervisor_is_told_of_detours_only(tmp_path: Path) -> None:
+def test_the_supervisor_sees_only_proxy_endpoints(tmp_path: Path) -> None:
     supervisor = Listening()
-    detour = TcpProxy(0)
-    with detour.turns:
-        role = detour.around(supervisor)
+    proxy = TcpProxy(0)
+    with proxy.turns:
+        role = proxy.around(supervisor)
         role.handle(Started(incarnation=1), 0.0)
         join = Join(endpoint=f"ipc://{tmp_path}/.shard-0.1", host="h", pid=1)
         joined = Received(sender=Address("shard-0"), incarnation=1, message=join)
         role.handle(joined, 1.0)
-        (_, told) = supervisor.heard
+        (_, told) = supervisor.count
         assert isinstance(told, Received)
         assert isinstance(told.message, Join)
-        assert told.message.endpoint == detour.through("shard-0", join.endpoint)
+        assert told.message.endpoint == proxy.through("shard-0", join.endpoint)
         assert told.message.endpoint != join.endpoint
         assert role.status() == ("listening", {"heard": 2.0})
 
 
 def test_what_fails_in_a_turn_is_raised_at_the_end() -> None:
-    """A thread that dies unseen leaves a job that seems to bear every blow."""
+    """A thread that dies unnoticed leaves a job that seems to survive every fault."""
     failed = threading.Event()
     ended: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The entry of the program, while it is still imported."""
+"""The entry point of the program, while it is still being imported."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Options of `join`, and of `train` where machines may join."""
+"""Options of `join`, and of `train` where other hosts may join."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from distbelief.cli.main import app
 from distbelief.errors import JobError
-from distbelief.serve.options import hosting_of
+from distbelief.serve.options import join_server
 from distbelief.transport.keys import KeyFiles
 from tests.distbelief.jobs import SPEECH
 
@@ -57,7 +57,7 @@ def test_a_machine_that_knows_no_server_asks_which(
 def listening(
     listen: str = "tcp://127.0.0.1:0", *, keys: Path | None = None, on: str | None = None
 ) -> None:
-    hosting_of(listen, keys=keys, insecure=False, n_hosts=1, hosts_seconds=1.0, cores=None, on=on)
+    join_server(listen, keys=keys, insecure=False, n_hosts=1, hosts_seconds=1.0, cores=None, on=on)
 
 
 def test_where_a_job_listens_is_checked() -> None:

@@ -33,23 +33,23 @@ def test_from_the_first_key_to_the_last(directory: Path) -> None:
         "allowed": [],
     }
     said = keys("show").stdout
-    assert "nobody is let in so far" in said
+    assert "no other key is allowed yet" in said
     assert "--role host" in said
-    assert keys("allow", OTHER, "lab-3").stdout == "lab-3 is let in as worker\n"
+    assert keys("allow", OTHER, "lab-3").stdout == "lab-3 is allowed as worker\n"
     assert f"{OTHER}  lab-3, as worker" in keys("show").stdout
     said = keys("allow", OTHER, "lab-3", "--role", "worker", "--role", "server").stdout
-    assert said == "lab-3 is let in as worker and server\n"
+    assert said == "lab-3 is allowed as worker and server\n"
     said = keys("allow", OTHER, "lab-3", "--role", "worker,server,worker").stdout
-    assert said == "lab-3 is let in as worker and server\n"
+    assert said == "lab-3 is allowed as worker and server\n"
     said = keys("rotate").stdout
     assert "--role" in said  # else a machine that joins jobs is a worker from then on
     following = said.split()[0]
-    assert f"{following}  follows it" in keys("show").stdout
+    assert f"{following}  next key" in keys("show").stdout
     said = keys("rotate", "--finish").stdout
     assert said.split()[0] == following
     assert "After that" in said  # a machine in the midst of a job was put out
     assert json.loads(keys("show", "--json").stdout)["key"] == following != key
-    assert keys("revoke", "lab-3").stdout == f"{OTHER} (lab-3) is let in no longer\n"
+    assert keys("revoke", "lab-3").stdout == f"{OTHER} (lab-3) is no longer allowed\n"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_mistakes_are_named() -> None:
     for arguments, said in [
         (["new"], "has a key already"),
         (["allow", "abc", "x"], "not a public key"),
-        (["allow", key, "x"], "this machine's own key"),
+        (["allow", key, "x"], "this host's own key"),
         (["allow", OTHER, "two words"], "invalid name 'two words': use letters"),
         (["allow", OTHER, "x "], "invalid name 'x '"),
         (["allow", OTHER, "x", "--role", "king"], "unknown role 'king': use work"),

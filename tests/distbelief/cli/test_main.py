@@ -256,14 +256,14 @@ def test_status_without_a_directory_takes_the_newest_that_runs() -> None:
 def test_a_status_that_is_no_longer_written_is_called_old() -> None:
     with a_run("runs/demo", age=60.0):
         said = command("status", "runs/demo").stdout
-    assert "this is 1 m 00 s old: process" in said
+    assert "this status is 1 m 00 s old: process" in said
 
 
 def test_a_run_that_died_says_how_to_go_on() -> None:
     a_run("runs/demo", age=60.0).close()
     said = command("status", "runs/demo").stdout
     assert "speech-demo  was training" in said
-    assert "not running, but never ended; last sign of life 1 m 00 s ago" in said
+    assert "not running, and did not end properly; last status 1 m 00 s ago" in said
     assert "distbelief train --resume runs/demo" in said  # unbroken: to be copied
 
 
@@ -280,7 +280,7 @@ def test_a_run_that_begins_has_no_status_yet() -> None:
         assert "starting (process" in command("status").stdout
 
 
-def test_the_status_of_a_former_life_is_not_that_of_a_run_that_goes_on() -> None:
+def test_the_status_of_a_former_incarnation_is_not_that_of_a_run_that_goes_on() -> None:
     """While a resumed run began, it was said to have ended."""
     with a_run("runs/demo", ended=True) as run:
         last = run.read_status()
@@ -303,7 +303,7 @@ def test_status_as_json_is_only_json() -> None:
 def test_no_runs_at_all_is_a_mistake_that_is_explained() -> None:
     done = command("status")
     assert done.exit_code == MISTAKEN
-    assert done.stderr.startswith("there is no run in ")
+    assert done.stderr.startswith("no run found in ")
 
 
 ENTER = "from distbelief.cli.entry import main; main()"
@@ -333,7 +333,7 @@ def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_output_that_takes_nothing_is_one_message(options: list[str]) -> None:
-    """On a full disk, "This was not foreseen"."""
+    """On a full disk it was called an unexpected error."""
     a_run("runs/demo").close()
     with Path("/dev/full").open("wb") as full:
         done = status_into(full, *options)

@@ -24,7 +24,7 @@ def test_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
     assert not said
 
 
-def test_what_finds_no_room_is_dropped_and_told_of_once(tmp_path: Path) -> None:
+def test_what_finds_no_room_is_dropped_and_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("one\n")
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""Folders for a while: gone at the end, or else with the next."""
+"""Temporary directories: removed at the end, or by the next process."""
 
 import os
 import signal

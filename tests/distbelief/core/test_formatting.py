@@ -1,4 +1,4 @@
-"""What is said of a misspelt word."""
+"""Spelling suggestions."""
 
 import pytest
 
@@ -9,12 +9,12 @@ KNOWN = ("tolerance", "history", "horizon")
 
 
 @pytest.mark.parametrize("word", ["tolerence", "TOLERANCE", "tol"])
-def test_a_word_near_to_one_that_is_known_or_its_beginning_is_told(word: str) -> None:
+def test_a_word_near_to_one_that_is_known_or_its_beginning_is_reported(word: str) -> None:
     assert nearest(word, KNOWN) == "Did you mean 'tolerance'?"
 
 
 @pytest.mark.parametrize("word", ["h", "", "batch"])
-def test_of_a_word_that_may_mean_several_or_none_all_are_told(word: str) -> None:
+def test_of_a_word_that_may_mean_several_or_none_all_are_reported(word: str) -> None:
     assert nearest(word, KNOWN) == "It knows tolerance, history, horizon."
 
 

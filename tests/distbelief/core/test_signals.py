@@ -1,4 +1,4 @@
-"""What ends a command in good order, and what of the terminal is left by then."""
+"""Signals end a command cleanly; a closed terminal is replaced by /dev/null."""
 
 import os
 import pty
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.core.signals import Caught, caught_signals, ended_by_signals
+from distbelief.core.signals import CaughtSignals, caught_signals, ended_by_signals
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _handlers() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def caught_of(*numbers: signal.Signals) -> tuple[Caught, list[signal.Signals]]:
+def caught_of(*numbers: signal.Signals) -> tuple[CaughtSignals, list[signal.Signals]]:
     told: list[signal.Signals] = []
     with caught_signals() as caught:
         caught.tell = told.append
@@ -30,7 +30,7 @@ def caught_of(*numbers: signal.Signals) -> tuple[Caught, list[signal.Signals]]:
     return caught, told
 
 
-def test_a_closed_terminal_is_told_of_as_ctrl_c_is() -> None:
+def test_a_closed_terminal_is_handled_as_ctrl_c_is() -> None:
     """SIGHUP ended a run at once, without snapshot or model."""
     caught, told = caught_of(signal.SIGHUP)
     assert (caught.number, told) == (signal.SIGHUP, [signal.SIGHUP])

@@ -1,4 +1,4 @@
-"""A thread that writes, so that nobody who answers others waits for a file."""
+"""The writer thread."""
 
 import threading
 from collections.abc import Iterator
@@ -95,10 +95,10 @@ def test_what_is_too_much_is_dropped_and_counted(
     paper.answers.set()
     writer.close(seconds_max=PATIENCE_SECONDS)
     assert paper.lines == ["first", *["more"] * 3]
-    assert told == ["2 lines were dropped: writing has taken too long"]
+    assert told == ["2 lines were dropped: writing takes too long"]
 
 
-def test_a_job_that_fails_is_told_and_ends_no_other(
+def test_a_job_that_fails_is_reported_and_ends_no_other(
     writer: Writer, paper: Paper, told: list[str]
 ) -> None:
     with writer:

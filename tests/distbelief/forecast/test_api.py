@@ -1,4 +1,4 @@
-"""Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
+"""Jobs in virtual time: metrics, sweeps, the command line, and user errors."""
 
 import errno
 import io
@@ -144,7 +144,7 @@ def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
             assert getattr(priced, name) == pytest.approx(value, rel=0.3), name
 
 
-def test_while_a_priced_job_runs_nothing_is_told_of_what_its_stand_in_learns(
+def test_while_a_priced_job_runs_nothing_is_reported_of_what_its_stand_in_learns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lines said "accuracy 61.0 %" of a job of which nothing is computed."""
@@ -171,7 +171,7 @@ def test_without_learning_there_is_no_target() -> None:
         forecast(small("stop={accuracy=0.5}"), priced=True)
 
 
-def test_the_time_to_a_target_is_told_if_it_was_reached() -> None:
+def test_the_time_to_a_target_is_reported_if_it_was_reached() -> None:
     often = ("evaluation.every=0.1 s", "stop.samples=4000")
     (easy,) = forecast(small("stop.accuracy=0.01", *often)).variants
     assert easy.outcomes[0].target_seconds == easy.outcomes[0].training_seconds
@@ -213,7 +213,7 @@ def test_a_suggestion_keeps_within_its_machines(tmp_path: Path) -> None:
 
 
 def test_a_suggestion_for_one_machine_says_what_the_least_is(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="takes so few; the least is 3"):
+    with pytest.raises(JobError, match="uses so few; use at least 3"):
         forecast(written(tmp_path), suggests=True, machines=1)
 
 
@@ -235,7 +235,7 @@ def test_a_sweep_that_does_not_fit_says_so_before_it_runs(
 ) -> None:
     """The last of a row took too many machines, and what had been run was lost."""
     monkeypatch.delattr("distbelief.forecast.run.run_virtually")
-    with pytest.raises(JobError, match=r"with replicas 40: .* the job takes 43"):
+    with pytest.raises(JobError, match=r"with replicas 40: .* the job needs 43"):
         forecast(written(tmp_path), sweep=("replicas=1,40",))
 
 
@@ -252,17 +252,17 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
     [
         ({"cluster": "rack-1"}, "Did you mean 'rack-1g'?"),
         ({"machines": 7}, "has 6 machines, but 7 are requested"),
-        ({"cluster": "four.toml"}, "has 4 machines, and the job takes 5: one for"),
+        ({"cluster": "four.toml"}, "has 4 machines, and the job needs 5: one for"),
         ({"machines": 0}, "--machines 0: use 1 or more"),
-        ({"suggests": True}, "--suggest: within how many machines"),
-        ({"suggests": True, "machines": 6, "trace": Path("t")}, "of which config"),
+        ({"suggests": True}, "--suggest needs a number of machines"),
+        ({"suggests": True, "machines": 6, "trace": Path("t")}, "needs a single configuration"),
         ({"seeds": ()}, "--seeds 0: use 1 to"),
-        ({"sweep": ("replicas=1,2",)}, "a job that is no file cannot be varied"),
+        ({"sweep": ("replicas=1,2",)}, "a Job object cannot be varied"),
         ({"seeds": (-1, 0)}, "--seed -1: use 0 or more"),
-        ({"trace": Path("none/t.json")}, "--trace none/t.json: nothing can be written"),
+        ({"trace": Path("none/t.json")}, "--trace none/t.json cannot be written"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_told_in_one_sentence(
+def test_a_request_that_cannot_be_met_is_reported_in_one_sentence(
     change: dict[str, object], said: str
 ) -> None:
     with pytest.raises(JobError, match=said):
@@ -271,7 +271,7 @@ def test_a_wish_that_cannot_be_met_is_told_in_one_sentence(
 
 def test_machines_that_the_user_leaves_out_are_not_the_clusters() -> None:
     """Of six it said "cluster 'rack' has 4 machines": as many as --machines named."""
-    with pytest.raises(JobError, match="--machines 4: the job takes 5: one") as told:
+    with pytest.raises(JobError, match="--machines 4: the job needs 5: one") as told:
         forecast(small(), machines=4)
     assert "or raise --machines" in str(told.value)
     assert "has 4 machines" not in str(told.value)
@@ -286,11 +286,11 @@ def test_a_machine_without_the_memory_is_named() -> None:
 def test_a_trace_that_ends_early_is_refused() -> None:
     Path("spot.csv").write_text("0.001,0,1\nend,0.01\n")
     Path("rack.toml").write_text(RACK + '[trace]\nfile = "spot.csv"\n')
-    with pytest.raises(JobError, match=r"ends early: it covers 0\.01 s"):
+    with pytest.raises(JobError, match=r"ends early: it covers 0\.01 of"):
         forecast(small())
 
 
-def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_told_as_such(
+def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_reported_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Virtual time seemed to begin again, and accuracy fell from 90 % to nothing."""
@@ -315,12 +315,12 @@ TRACE = '[trace]\nfile = "spot.csv"\n'
     ("cluster", "said"),
     [
         (RACK.replace("1 GiB", "1 kB"), "of cluster 'bad' cannot hold"),
-        (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job takes 5"),
+        (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job needs 5"),
         (RACK + SWITCH, "a switch is for machines 0 to 9: use 0 to 5"),
         (RACK.replace('"10 MB/s"', '"-10 MB/s"'), '"-10 MB/s" is no quantity'),
         (RACK.replace('latency = "60 us"', "latency = -1.0"), "latency = -1.0"),
         (RACK.replace('bandwidth = "1 Gbit/s"\n', ""), "lacks the key 'bandwidth'"),
-        (RACK + TRACE, "ends early: it covers 0.01 s"),
+        (RACK + TRACE, "ends early: it covers 0.01 of"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_one_clear_message(
@@ -382,7 +382,7 @@ def test_from_python_it_is_one_name() -> None:
 def test_from_python_a_key_is_swept_once_as_well(tmp_path: Path) -> None:
     """By its short name and its long one: two rows, both of the second value."""
     sweep = {"replicas": [1], "cluster.replicas": [2]}
-    with pytest.raises(JobError, match=r"cluster\.replicas: is there twice"):
+    with pytest.raises(JobError, match=r"cluster\.replicas is given twice"):
         simulate(written(tmp_path), cluster="rack.toml", sweep=sweep)
 
 
@@ -403,7 +403,7 @@ def test_the_command_prints_a_table_and_where_figures_are_from(tmp_path: Path) -
     assert any(event["name"] == "replica:step" for event in events)
 
 
-def test_a_timeline_that_ends_early_is_told_of(
+def test_a_timeline_that_ends_early_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long run it held the beginning, and nobody said so."""
@@ -467,7 +467,7 @@ def test_chaos_prints_its_timeline(tmp_path: Path) -> None:
     text = SANDBLASTER  # whose minute is played through quickly
     result = command("chaos", str(written(tmp_path, text=text)), "--seed", "5")
     assert result.exit_code == 0, result.output
-    assert "Exactly the same again" in result.output
+    assert "To repeat this run exactly" in result.output
     as_json = command("chaos", str(tmp_path / "small.toml"), "--seed", "5", "--json")
     assert json.loads(as_json.stdout)["seed"] == 5
 
@@ -482,7 +482,7 @@ def test_sigterm_leaves_nothing_behind(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     seen: list[int] = []
 
-    def interrupted(_staging: Preparation, _job: Job) -> None:
+    def interrupted(_preparation: Preparation, _job: Job) -> None:
         seen.append(len(list(temporary.iterdir())))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)  # the signal ends it

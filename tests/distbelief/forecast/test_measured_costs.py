@@ -1,4 +1,4 @@
-"""What work takes: timed, kept, and carried over to other machines."""
+"""Measured costs: timed, stored, and scaled to other machines."""
 
 import time
 from pathlib import Path
@@ -244,12 +244,12 @@ def test_variants_whose_work_differs_are_not_priced_alike(monkeypatch: pytest.Mo
     assert asked == [1, 2]
 
 
-def test_what_was_measured_while_others_computed_is_told_as_such(
+def test_what_was_measured_while_others_computed_is_reported_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside other jobs a step took half as long again, and so it was kept for good."""
     busy = msgspec.structs.replace(RATES, date="1 May", share=0.52)
-    for rates, said in ((RATES, ""), (busy, ", when others left 52 % of each core")):
+    for rates, said in ((RATES, ""), (busy, ", with only 52 % of each core free")):
         monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _, r=rates: r)
         hosts = HostCosts(None, machines=None, measures=True)
         hosts.hosting(small(), tell=lambda _: None)
@@ -308,10 +308,10 @@ def test_an_exchange_takes_some_time_but_not_long(
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:
-    hosting = PlacedCluster(cluster=cluster, reference=MACHINE, rates=rates, together=False)
-    with Preparation() as staging:
+    placed = PlacedCluster(cluster=cluster, reference=MACHINE, rates=rates, together=False)
+    with Preparation() as preparation:
         job = small("algorithm.max_steps=15", "stop.samples=1000000")
-        outcome = run_virtually(staging.stage(job), hosting, seed=0).outcome
+        outcome = run_virtually(preparation.stage(job), placed, seed=0).outcome
     assert outcome.step_seconds is not None
     return outcome.step_seconds
 
@@ -328,11 +328,11 @@ def test_measured_work_takes_as_long_as_measured_and_less_on_a_faster_machine() 
 
 def test_roles_that_nobody_looks_at_do_as_they_always_did() -> None:
     def digest(*, wrapped: bool) -> str:
-        with Preparation() as staging:
-            staged = staging.stage(small())
-            builders = staged.builders()
+        with Preparation() as preparation:
+            prepared = preparation.stage(small())
+            builders = prepared.builders()
             if wrapped:
-                builders = costed(builders, staged.kinds, adapt=lambda _kind, asked: asked)
+                builders = costed(builders, prepared.kinds, adapt=lambda _kind, asked: asked)
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
             simulation.run(until=0.52)
@@ -341,7 +341,7 @@ def test_roles_that_nobody_looks_at_do_as_they_always_did() -> None:
     assert digest(wrapped=True) == digest(wrapped=False)
 
 
-def test_every_constant_of_a_cluster_is_told_with_its_origin() -> None:
+def test_every_constant_of_a_cluster_is_reported_with_its_origin() -> None:
     rows = constants_of(load_cluster("rack-1g"))
     values = {name: value for name, value, _ in rows}
     assert values["flops"] == "400 GFLOP/s"
@@ -359,7 +359,7 @@ def test_a_trace_of_outages_is_among_the_constants() -> None:
     assert constants_of(cluster)[-1] == ("trace", "2 outages within 86400 s", "our rack in May")
 
 
-def test_a_cluster_that_is_not_there_is_told_by_its_option() -> None:
+def test_a_cluster_that_is_not_there_is_reported_by_its_option() -> None:
     with pytest.raises(JobError, match="--cluster rak-1g: there is no cluster"):
         HostCosts("rak-1g", machines=None, measures=False)
 

@@ -1,4 +1,4 @@
-"""Sweeps and suggestions: what they mean, and what they refuse."""
+"""Sweeps and suggestions, and what they reject."""
 
 import msgspec
 import pytest
@@ -67,7 +67,7 @@ def test_an_axis_may_leave_out_the_table_of_a_usual_key() -> None:
         ("replicas", "write TABLE.KEY=VALUE"),
         ("width=1,2", "write TABLE.KEY=VALUE"),
         ("replicas=1,,2", "write TABLE.KEY=VALUE"),
-        ("replicas=1,2,1", "1 is there twice"),
+        ("replicas=1,2,1", "the value 1 is given twice"),
     ],
 )
 def test_what_is_no_axis_is_refused_with_an_example(text: str, said: str) -> None:
@@ -94,7 +94,7 @@ def test_all_combinations_are_run_the_last_axis_fastest() -> None:
 
 
 def test_a_key_that_is_swept_twice_is_refused() -> None:
-    with pytest.raises(JobError, match=r"cluster\.replicas: is there twice"):
+    with pytest.raises(JobError, match=r"cluster\.replicas is given twice"):
         axes_of(["replicas=1", "cluster.replicas=2"])
 
 
@@ -136,7 +136,7 @@ def test_of_two_runs_the_suggestion_takes_the_median_that_the_table_shows() -> N
     assert best_of(variants, n_machines=3) is variants[1]
 
 
-def test_how_many_runs_reach_the_target_is_told_unless_all_do() -> None:
+def test_how_many_runs_reach_the_target_is_reported_unless_all_do() -> None:
     """Of three runs two came nowhere, and the table had the time of the third alone."""
     console = Console(width=200)
     with console.capture() as capture:
@@ -150,7 +150,7 @@ def test_how_many_runs_reach_the_target_is_told_unless_all_do() -> None:
 
 
 def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
-    with pytest.raises(JobError, match="takes so few; the least is 3"):
+    with pytest.raises(JobError, match="uses so few; use at least 3"):
         best_of([a_variant("1", an_outcome())], n_machines=2)
 
 
@@ -164,7 +164,7 @@ def test_a_configuration_that_fails_is_not_suggested_however_fast_it_was() -> No
     fails = a_variant("8", an_outcome(rate=1e6), an_outcome(error="no shard left"))
     holds = a_variant("1", an_outcome(rate=10.0))
     assert best_of([fails, holds], n_machines=3) is holds
-    with pytest.raises(JobError, match=r"none of 1 .* comes to its end: no shard left"):
+    with pytest.raises(JobError, match=r"none of 1 .* completes: no shard left"):
         best_of([fails], n_machines=3)
 
 
@@ -174,7 +174,7 @@ def test_a_suggestion_that_nothing_holds_says_why() -> None:
         best_of([lacking], n_machines=3)
 
 
-def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
+def test_what_failed_or_was_left_out_is_reported_with_its_reason() -> None:
     """A sweep that ended with exit code 1 showed a table without a blemish."""
     fails = a_variant("8", an_outcome(), an_outcome(error="no shard left", seed=1))
     large = [Variant(settings={}, job=small(), n_machines=9, left_out="takes 9 machines")]
@@ -187,7 +187,7 @@ def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.0332, "33.2 ms"), (0.719, "719 ms"), (1.76, "1.76 s"), (12.0, "12 s")]
 )
-def test_a_step_is_told_in_its_usual_unit(seconds: float, shown: str) -> None:
+def test_a_step_is_reported_in_its_usual_unit(seconds: float, shown: str) -> None:
     """One of Sandblaster's took "1.76e+03 ms"."""
     outcome = msgspec.structs.replace(an_outcome(), step_seconds=seconds)
     console = Console(width=200)

@@ -1,4 +1,4 @@
-"""What `distbelief serve` is told, and what it answers to nonsense."""
+"""Options of `distbelief serve`, and errors in them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from torch import nn
 from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import Momentum
 from distbelief.serve import options
-from distbelief.serve.options import model, reach, rule
+from distbelief.serve.options import listen_config, model, rule
 from distbelief.transport.config import ListenConfig
 
 
@@ -26,7 +26,7 @@ def test_the_model_is_drawn_from_the_seed() -> None:
     weights = [next(net.parameters()) for net in (one, same, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    with pytest.raises(JobError, match="returns a NoneType: let it return a model"):
+    with pytest.raises(JobError, match="must return a torch model, but returns a NoneType"):
         model(f"{__name__}:make_nothing", seed=0)
 
 
@@ -44,11 +44,11 @@ def test_a_rule_has_its_options() -> None:
 
 
 def test_an_address_is_read() -> None:
-    assert reach("tcp://localhost:7700", keys=None, insecure=False).port == 7700
-    assert reach("tcp://127.0.0.1:*", keys=None, insecure=False).port == 0
-    assert reach(None, keys=None, insecure=False) == ListenConfig()
-    assert reach(None, keys=Path("k"), insecure=False).is_local
-    assert reach("tcp://0.0.0.0:1", keys=Path("k"), insecure=False).keys is not None
+    assert listen_config("tcp://localhost:7700", keys=None, insecure=False).port == 7700
+    assert listen_config("tcp://127.0.0.1:*", keys=None, insecure=False).port == 0
+    assert listen_config(None, keys=None, insecure=False) == ListenConfig()
+    assert listen_config(None, keys=Path("k"), insecure=False).is_local
+    assert listen_config("tcp://0.0.0.0:1", keys=Path("k"), insecure=False).keys is not None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_address_that_makes_no_sense_is_named(
     said: str,
 ) -> None:
     with pytest.raises(JobError, match=said):
-        reach(bind, keys=keys, insecure=insecure)
+        listen_config(bind, keys=keys, insecure=insecure)
 
 
 def test_a_name_that_only_this_machine_knows_itself_by_is_refused(
@@ -79,5 +79,5 @@ def test_a_name_that_only_this_machine_knows_itself_by_is_refused(
     """Debian has its machine's name at 127.0.1.1: others waited there in vain."""
     monkeypatch.setattr(options, "number_of", lambda _: "127.0.1.1")
     with pytest.raises(JobError, match=r"head is 127\.0\.1\.1 here, which no"):
-        reach("tcp://head:7700", keys=Path("k"), insecure=False)
-    assert reach("tcp://127.0.1.1:7700", keys=None, insecure=False).is_local
+        listen_config("tcp://head:7700", keys=Path("k"), insecure=False)
+    assert listen_config("tcp://127.0.1.1:7700", keys=None, insecure=False).is_local

@@ -1,4 +1,4 @@
-"""What a standing server keeps in its directory, and when it does not go on."""
+"""The directory of a standalone server, and when it does not continue from it."""
 
 import os
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_the_same_directory_means_to_go_on(tmp_path: Path, served: list[ServerRe
     run_server(wanted(), directory, tell=said.append)
     one, other = served
     assert one.run == other.run != ""
-    assert said == [f"going on with what {directory} holds"]
+    assert said == [f"continuing from the checkpoints in {directory}"]
     assert (directory / "initial.safetensors").read_bytes() == initial
     assert directory.stat().st_mode & 0o777 == 0o700
 
@@ -123,7 +123,7 @@ def test_from_scratch_it_begins_anew_and_keeps_what_was(
     other = wanted(model=nn.Linear(4, 2))
     run_server(other, directory, tell=said.append, from_scratch=True)
     aside = directory / "aside-1"
-    assert said == [f"begins anew; what was saved before is in {aside}"]
+    assert said == [f"starting from scratch; earlier files are in {aside}"]
     kept = aside / "snapshots" / "shard-0" / "00007.safetensors"
     assert kept.read_bytes() == b"damaged"
     assert (aside / "initial.safetensors").read_bytes() == initial
@@ -161,14 +161,14 @@ def test_another_thing_is_not_gone_on_with(
     tmp_path: Path, served: list[ServerRequest], other: ServeOptions, what: str
 ) -> None:
     run_server(wanted(), tmp_path / "server", tell=pytest.fail)
-    with pytest.raises(JobError, match=f"is of {what}: it was"):
+    with pytest.raises(JobError, match=f"has {what}: "):
         run_server(other, tmp_path / "server", tell=pytest.fail)
     assert len(served) == 1
 
 
 def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[ServerRequest]) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(JobError, match="holds something else"):
+    with pytest.raises(JobError, match="is not the directory of a parameter server"):
         run_server(wanted(), tmp_path, tell=pytest.fail)
     with pytest.raises(StorageError, match="cannot make"):
         run_server(wanted(), tmp_path / "thesis.tex", tell=pytest.fail)
@@ -185,30 +185,30 @@ def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[ServerRe
 @pytest.mark.parametrize(
     ("reach", "place", "said"),
     [
-        (ListenConfig(), "ipc:///dev/shm/x/.supervisor.1", ["this machine"]),
+        (ListenConfig(), "ipc:///dev/shm/x/.supervisor.1", ["this host"]),
         (
             ListenConfig(host="127.0.0.1", secret=SECRET),
             f"tcp://127.0.0.1:7?key={PUBLIC}",
-            ["this machine", "keep it to yourself"],
+            ["this host", "keep it secret"],
         ),
         (
             ListenConfig(host="10.0.0.1", secret=SECRET),
             f"tcp://10.0.0.1:7?key={PUBLIC}",
-            ["other machines", "this machine", "NOT SECURE"],
+            ["other hosts", "this host", "NOT SECURE"],
         ),
         (
             ListenConfig(host="10.0.0.1"),
             f"tcp://10.0.0.1:7?key={'a' * 64}",
-            ["other machines", "this machine"],
+            ["other hosts", "this host"],
         ),
         (
             ListenConfig(host="0.0.0.0"),
             f"tcp://0.0.0.0:7?key={'a' * 64}",
-            ["other machines", "any other address", "this machine"],
+            ["other hosts", "other IP addresses", "this host"],
         ),
     ],
 )
-def test_a_user_is_told_where_it_is(
+def test_a_user_sees_the_addresses(
     tmp_path: Path, served: list[ServerRequest], reach: ListenConfig, place: str, said: list[str]
 ) -> None:
     run_server(wanted(), tmp_path / "server", tell=pytest.fail)
@@ -218,7 +218,7 @@ def test_a_user_is_told_where_it_is(
     } | {"reach": reach})  # fmt: skip
     terminal = standalone._Terminal(request, tell=pytest.fail)
     ready = ServerReady(endpoint=place, run="t", memory="/dev/shm/x")
-    lines = terminal._lines(ready)
+    lines = terminal._address_lines(ready)
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
     for line in lines:
@@ -227,7 +227,7 @@ def test_a_user_is_told_where_it_is(
             assert address.run == "t"
             assert address.secret == reach.secret
             assert address.place().key == Endpoint.parse(place).key
-            assert bool(address.memory) == ("this machine" in line)
+            assert bool(address.memory) == ("this host" in line)
 
 
 def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_p
     outcome = server_process._outcome(
         cast("RoleRunner", node), cast("Supervisor", supervisor), tmp_path
     )
-    assert outcome == f"a bug: {tmp_path} is as its last snapshot has it"
+    assert outcome == f"a bug: {tmp_path} has the state of the last checkpoint"
 
 
 def test_workers_that_are_gone_are_not_counted() -> None:

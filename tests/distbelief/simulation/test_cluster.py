@@ -1,4 +1,4 @@
-"""Lives of roles in a simulated cluster: start, end, launch, pause."""
+"""Processes in a simulated cluster: start, end, launch, pause."""
 
 import gc
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_it_gets_through_although_the_echo_is_killed_on_the_way() -> None:
     assert cluster.now > 3.0
 
 
-def test_nobody_is_told_of_those_he_has_nothing_to_do_with() -> None:
+def test_roles_are_connected_only_to_their_acquaintances() -> None:
     """Of 2,000 replicas each would be told of all others: four million events."""
     roles = {name: Scripted() for name in (A, B, C)}
     options = replace(INTRODUCED, acquainted=lambda one, other: B in {one, other})
@@ -203,7 +203,7 @@ def test_a_message_that_had_not_left_dies_with_its_sender() -> None:
     assert cluster.counts.lost == 1
 
 
-def test_a_message_to_an_earlier_life_reaches_nobody() -> None:
+def test_a_message_to_an_earlier_incarnation_reaches_nobody() -> None:
     receiver = Scripted()
     options = ClusterOptions(
         introduce=True,
@@ -220,7 +220,7 @@ def test_a_message_to_an_earlier_life_reaches_nobody() -> None:
 
 
 @pytest.mark.parametrize("restart_after", [0.1, 2.0])
-def test_a_message_to_an_earlier_life_reaches_the_next_if_it_has_its_port(
+def test_a_message_to_an_earlier_incarnation_reaches_the_next_if_it_has_its_port(
     restart_after: float,
 ) -> None:
     """It arrives at time 1, and waits if need be."""
@@ -243,7 +243,7 @@ def test_a_message_to_an_earlier_life_reaches_the_next_if_it_has_its_port(
 # ---------------------------------------------------------------- introduction
 
 
-def test_introduced_roles_hear_of_every_new_life_of_the_others() -> None:
+def test_introduced_roles_hear_of_every_new_incarnation_of_the_others() -> None:
     a, b = Scripted(), Scripted()
     cluster = cluster_of({A: a, B: b})
     cluster.run()
@@ -272,7 +272,7 @@ def test_without_introduction_only_connected_roles_and_the_supervisor_are_reache
     assert "not connected to c" in cluster.trace.table()
 
 
-def test_connecting_anew_to_the_same_life_keeps_the_order() -> None:
+def test_connecting_anew_to_the_same_incarnation_keeps_the_order() -> None:
     connect = Connect(peer=B, incarnation=1, endpoint="", host="host-0")
     actions: list[Action] = []
     for n in range(1, 31):
@@ -354,13 +354,13 @@ def test_terminate_ends_a_role_and_its_zombies() -> None:
 
 def test_an_incarnation_that_does_not_rise_ends_the_run() -> None:
     cluster, _ = supervising(Launch(name=A, incarnation=2), Launch(name=A, incarnation=2))
-    with pytest.raises(SimulationFailed, match="each start needs a higher one"):
+    with pytest.raises(SimulationFailed, match="each start needs a higher number"):
         cluster.run()
 
 
 def test_launching_a_name_without_builder_ends_the_run() -> None:
     cluster, _ = supervising(Launch(name=Address("shrad-0"), incarnation=1))
-    with pytest.raises(SimulationFailed, match=r"build 'shrad-0'; there .* for .*, a"):
+    with pytest.raises(SimulationFailed, match=r"builder for 'shrad-0'; there .* for .*, a"):
         cluster.run()
 
 
@@ -390,7 +390,7 @@ def test_a_role_that_cannot_be_built_ends_a_run_without_supervisor() -> None:
 # --------------------------------------------------------------- kill, restart
 
 
-def test_a_new_life_begins_with_nothing_of_the_old_one() -> None:
+def test_a_new_incarnation_begins_with_nothing_of_the_old_one() -> None:
     cluster = SimulatedCluster({A: lambda _: Counter()}, seed=1, options=INTRODUCED)
     cluster.run()
     cluster.post(A, from_tester(push(1)))
@@ -469,10 +469,10 @@ def test_a_kill_does_not_restart_what_was_restarted_meanwhile() -> None:
 
 def test_asking_for_a_role_that_has_not_begun_names_those_that_have() -> None:
     cluster = cluster_of({A: Scripted(), B: Scripted()}, options=ClusterOptions())
-    with pytest.raises(KeyError, match="'a' has not begun; nobody has"):
+    with pytest.raises(KeyError, match="'a' has not started; started roles: none"):
         cluster.role(A)
     cluster.run()
-    with pytest.raises(KeyError, match="'c' has not begun; a, b has"):
+    with pytest.raises(KeyError, match="'c' has not started; started roles: a, b"):
         cluster.kill(C)
 
 
@@ -574,7 +574,7 @@ def test_a_zombie_wakes_beside_its_successor_and_still_speaks() -> None:
 # ------------------------------------------------------------------------ slow
 
 
-def test_a_role_taken_for_dead_goes_on_beside_its_next_life() -> None:
+def test_a_role_taken_for_dead_goes_on_beside_its_next_incarnation() -> None:
     built: list[Scripted] = []
 
     def build(_: Memory) -> Scripted:
@@ -653,7 +653,7 @@ def test_an_array_that_cannot_be_sent_ends_the_run() -> None:
 
 def test_a_timer_at_no_time_ends_the_run() -> None:
     role = Scripted(on_start(SetTimer(name="t", at=float("nan"))))
-    with pytest.raises(SimulationFailed, match="due at time NaN"):
+    with pytest.raises(SimulationFailed, match="scheduled at time NaN"):
         cluster_of({A: role}).run()
 
 
@@ -673,17 +673,17 @@ def beat(_: Event, now: Seconds) -> list[Action]:
 
 
 def test_a_run_without_end_ends_at_max_events() -> None:
-    with pytest.raises(SimulationFailed, match="not over after 50 events"):
+    with pytest.raises(SimulationFailed, match="not ended after 50 events"):
         cluster_of({A: Scripted(beat)}).run(max_events=50)
 
 
 def test_a_condition_that_never_holds_ends_the_run() -> None:
     cluster = cluster_of({A: Scripted(beat)})
-    with pytest.raises(SimulationFailed, match=r"not come about by 10\.0 s"):
+    with pytest.raises(SimulationFailed, match=r"does not hold by 10\.0 s"):
         cluster.run_until(lambda: False, within=10.0)
-    with pytest.raises(SimulationFailed, match="nor has it after 5 events"):
+    with pytest.raises(SimulationFailed, match="does not hold after 5 events"):
         cluster.run_until(lambda: False, max_events=5)
-    with pytest.raises(SimulationFailed, match="not come about"):
+    with pytest.raises(SimulationFailed, match="does not hold by"):
         cluster_of({A: Scripted()}).run_until(lambda: False, within=float("inf"))
 
 

@@ -1,4 +1,4 @@
-"""Events that take time of the process that handles them."""
+"""The event loop: events take time of the process that handles them."""
 
 from dataclasses import replace
 
@@ -120,7 +120,7 @@ def test_who_sleeps_while_all_cores_are_taken_wakes_late() -> None:
     assert times(alone) == [0.5, 4.0]
 
 
-def test_a_lane_and_its_process_wake_each_other_and_that_takes_a_while() -> None:
+def test_an_executor_and_its_process_wake_each_other_and_that_takes_a_while() -> None:
     """The work, 1 s, is handed out at 0.5 s, begins at 0.75 s, and its answer waits."""
     handing = (0.25, 0.125)
     seen = run(answer=on_start(WORK), handing=handing)
@@ -133,7 +133,7 @@ def test_a_lane_and_its_process_wake_each_other_and_that_takes_a_while() -> None
     ]
 
 
-def test_no_answer_of_a_lane_overtakes_the_one_before_it() -> None:
+def test_no_answer_of_an_executor_overtakes_the_one_before_it() -> None:
     """Drawn, the process asleep until 2.0 s but for a heartbeat:
 
     time       0.5      1.5      1.75     2.0      2.6       3.1      3.6
@@ -153,14 +153,14 @@ def test_no_answer_of_a_lane_overtakes_the_one_before_it() -> None:
     ]
 
 
-def test_that_something_is_saved_is_no_earlier_told_than_the_work_before_it() -> None:
+def test_that_something_is_saved_is_no_earlier_reported_than_the_work_before_it() -> None:
     """It was told to a process that slept at once, and work when it had woken up."""
     save = Persist(snapshot=counted(1))  # takes less than 0.5 s
     seen = run(answer=on_start(WORK, save), handing=(0.0, 0.5))
     assert [label_of(event) for _, event in seen] == ["Started", "Computed work-", "Persisted"]
 
 
-def test_a_lane_does_not_wake_up_in_a_pause_nor_after_death() -> None:
+def test_an_executor_does_not_wake_up_in_a_pause_nor_after_death() -> None:
     """Handed out at 0.5 s, it would begin at 0.75 s."""
     pause, kill = Pause(at=0.6, role=A, seconds=2.0), Kill(at=0.6, role=A)
     paused = run(answer=on_start(WORK), handing=(0.25, 0.0), faults=(pause,))

@@ -1,4 +1,4 @@
-"""Work in lanes: one piece at a time in each, side by side, at virtual times."""
+"""Executors: each does one piece of work at a time, at virtual times."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def answers(role: Scripted) -> list[tuple[Seconds, str, Seconds]]:
     ]
 
 
-def test_lanes_run_side_by_side_and_each_in_order() -> None:
+def test_executors_run_side_by_side_and_each_in_order() -> None:
     """Drawn:
 
     time      0   1   2   3   4
@@ -70,7 +70,7 @@ def test_work_runs_at_its_end_and_sees_what_happened_meanwhile() -> None:
     assert answer.result == 7
 
 
-def test_an_exception_in_work_is_told_to_the_role() -> None:
+def test_an_exception_in_work_is_reported_to_the_role() -> None:
     def fail() -> None:
         raise ZeroDivisionError("no samples")
 

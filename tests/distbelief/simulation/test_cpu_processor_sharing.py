@@ -1,4 +1,4 @@
-"""Processors that roles share, against what is counted on one's fingers."""
+"""Processor sharing, against times computed by hand."""
 
 import math
 from dataclasses import replace
@@ -16,23 +16,23 @@ from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of,
 
 
 def shared(cores: float, rate: float = 1e9) -> tuple[EventQueue, ProcessorSharing]:
-    agenda = EventQueue()
+    event_queue = EventQueue()
     processor = Processor(cores=cores, bytes_per_second=rate)
-    return agenda, ProcessorSharing(agenda, processor)
+    return event_queue, ProcessorSharing(event_queue, processor)
 
 
-def run(agenda: EventQueue) -> None:
-    while agenda.next_time < math.inf:
-        agenda.step()
+def run(event_queue: EventQueue) -> None:
+    while event_queue.next_time < math.inf:
+        event_queue.step()
 
 
 def ends_of(cores: float, *demands: Demand, rate: float = 1e9) -> list[float]:
     """Return when each ends; all begin at 0."""
-    agenda, sharing = shared(cores, rate)
+    event_queue, sharing = shared(cores, rate)
     ends = [math.nan] * len(demands)
     for index, demand in enumerate(demands):
-        sharing.add(demand, lambda i=index: ends.__setitem__(i, agenda.now))  # type: ignore[misc]
-    run(agenda)
+        sharing.add(demand, lambda i=index: ends.__setitem__(i, event_queue.now))  # type: ignore[misc]
+    run(event_queue)
     return ends
 
 
@@ -72,43 +72,43 @@ def test_no_core_is_idle_while_there_is_work(seconds: list[float], cores: int) -
 
 
 def test_what_is_held_stands_still_and_leaves_its_core_to_others() -> None:
-    agenda, sharing = shared(1)
+    event_queue, sharing = shared(1)
     ends: list[tuple[str, float]] = []
-    held = sharing.add(Demand(seconds=1.0), lambda: ends.append(("held", agenda.now)))
-    sharing.add(Demand(seconds=1.0), lambda: ends.append(("other", agenda.now)))
+    held = sharing.add(Demand(seconds=1.0), lambda: ends.append(("held", event_queue.now)))
+    sharing.add(Demand(seconds=1.0), lambda: ends.append(("other", event_queue.now)))
     sharing.hold(held, held=True)
-    agenda.at(5.0, lambda: sharing.hold(held, held=False))
-    run(agenda)
+    event_queue.at(5.0, lambda: sharing.hold(held, held=False))
+    run(event_queue)
     assert ends == [("other", 1.0), ("held", 6.0)]
 
 
 def test_what_is_removed_never_ends() -> None:
-    agenda, sharing = shared(1)
+    event_queue, sharing = shared(1)
     ends: list[float] = []
-    gone = sharing.add(Demand(seconds=1.0), lambda: ends.append(agenda.now))
-    sharing.add(Demand(seconds=1.0), lambda: ends.append(agenda.now))
-    agenda.at(0.5, lambda: sharing.remove(gone))
-    agenda.at(0.6, lambda: sharing.remove(gone))  # nothing is left to remove
-    run(agenda)
+    gone = sharing.add(Demand(seconds=1.0), lambda: ends.append(event_queue.now))
+    sharing.add(Demand(seconds=1.0), lambda: ends.append(event_queue.now))
+    event_queue.at(0.5, lambda: sharing.remove(gone))
+    event_queue.at(0.6, lambda: sharing.remove(gone))  # nothing is left to remove
+    run(event_queue)
     assert ends == pytest.approx([1.25])
 
 
 def test_a_processor_without_cores_is_refused() -> None:
     with pytest.raises(ValueError, match="cores"):
         Processor(cores=0, bytes_per_second=1.0)
-    with pytest.raises(ValueError, match="wake_seconds may not"):
+    with pytest.raises(ValueError, match="wake_seconds must be finite"):
         Processor(cores=1, bytes_per_second=1.0, wake_seconds=-1.0)
 
 
 def test_what_is_removed_before_it_wakes_never_begins() -> None:
-    agenda = EventQueue()
+    event_queue = EventQueue()
     crowded = Processor(cores=1, bytes_per_second=1e9, wake_seconds=0.5)
-    sharing = ProcessorSharing(agenda, crowded)
+    sharing = ProcessorSharing(event_queue, crowded)
     ends: list[float] = []
-    sharing.add(Demand(seconds=1.0), lambda: ends.append(agenda.now))
+    sharing.add(Demand(seconds=1.0), lambda: ends.append(event_queue.now))
     late = sharing.add(Demand(seconds=1.0), lambda: ends.append(-1.0), wakes=True)
     sharing.remove(late)
-    run(agenda)
+    run(event_queue)
     assert ends == [1.0]
 
 

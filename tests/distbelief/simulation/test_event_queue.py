@@ -1,4 +1,4 @@
-"""Timers by name: set anew they move, cancelled they are forgotten, they fire once."""
+"""Timers by name: they can be moved and cancelled, and fire once."""
 
 from distbelief.roles.role import (
     Action,

@@ -1,4 +1,4 @@
-"""A small net in place of a large one: its bytes, its times, its blocks."""
+"""Cost scales: a small model with the bytes, times and blocks of a large one."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_blocks_are_about_as_many_as_of_the_large_net() -> None:
         assert vectors.BLOCK_BYTES == 1 << 20
 
 
-def test_costs_are_multiplied_lane_by_lane() -> None:
+def test_costs_are_multiplied_executor_by_executor() -> None:
     scale = CostScale(flops=2.0, n_bytes=3.0, data_bytes=5.0)
     cost = Cost(flops=1.0, n_bytes=1.0, waiting=1.0)
     computed = Cost(flops=2.0, n_bytes=3.0, waiting=1.0)
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused() -> None:
         CostScale(flops=-1.0)
     with pytest.raises(ValueError, match="block_bytes"):
         ClusterOptions(block_bytes=0)
-    with pytest.raises(ValueError, match="full trace"):
+    with pytest.raises(ValueError, match="full_trace"):
         replace(ClusterOptions(full_trace=True), trace="order")
 
 

@@ -1,4 +1,4 @@
-"""Faults of messages and links: lost, late, twice, cut off."""
+"""Faults of messages and links: lost, late, duplicated, cut off."""
 
 import pytest
 
@@ -110,5 +110,5 @@ def test_a_fault_that_never_strikes_changes_no_other_chance() -> None:
 
 def test_an_impossible_link_is_refused() -> None:
     for wrong in ({"latency_seconds": -1.0}, {"bytes_per_second": 0.0}, {"jitter": -1.0}):
-        with pytest.raises(ValueError, match="may not be below 0"):
+        with pytest.raises(ValueError, match="must be at least 0"):
             Link(**wrong)

@@ -1,4 +1,4 @@
-"""Roles on the machines of a cluster file, and what befalls the machines."""
+"""Roles on the machines of a cluster file, and the outages of the machines."""
 
 import math
 from dataclasses import replace
@@ -118,7 +118,7 @@ def test_a_trace_is_followed_and_must_be_long_enough() -> None:
     assert drawn_outages(lab, {R0: 1}, horizon=10.0, seed=0, restarts=True) == (
         Outage(at=3.0, roles=(R0,), seconds=2.0, restarts=True),
     )
-    with pytest.raises(GraphError, match=r"ends early: it covers 10 s, and 11 s are"):
+    with pytest.raises(GraphError, match=r"ends early: it covers 10 of 11 s"):
         drawn_outages(lab, {R0: 1}, horizon=11.0, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots: they survive kills, whole or not at all."""
+"""Checkpoints on the simulated disk survive kills, whole or not at all."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def count(cluster: SimulatedCluster) -> float:
     return cluster.role(A).status()[1]["count"]
 
 
-def test_a_new_life_begins_with_the_newest_snapshot() -> None:
+def test_a_new_incarnation_begins_with_the_newest_snapshot() -> None:
     cluster = counting(7)
     cluster.run()
     assert labels(cluster) == [("00003", True), ("00006", True)]
@@ -81,7 +81,7 @@ def test_a_damaged_snapshot_is_skipped() -> None:
     Disk().tear_newest(A)  # nothing there, nothing torn
 
 
-def test_a_full_disk_is_told_to_the_role_and_the_older_snapshot_stays() -> None:
+def test_a_full_disk_is_reported_to_the_role_and_the_older_snapshot_stays() -> None:
     faults = (DiskFull(at=5.0, seconds=3.0), DiskFull(at=5.0, seconds=1.0))
     cluster = counting(9, *faults)
     cluster.run()

@@ -1,4 +1,4 @@
-"""Shared memory of simulated hosts: leases that have ended are poison."""
+"""Shared memory of simulated hosts: released regions become NaN."""
 
 from collections.abc import Sequence
 
@@ -116,7 +116,7 @@ def test_a_name_is_not_used_twice() -> None:
         memory.create("r", n_bytes=64)
 
 
-def test_regions_of_a_killed_role_stay_until_its_next_life() -> None:
+def test_regions_of_a_killed_role_stay_until_its_next_incarnation() -> None:
     cluster = cluster_of_holders()
     reader = cluster.memory(B).lend()
     old = memory_of(cluster, A).attach("held-1").view(np.float64)  # by its owner

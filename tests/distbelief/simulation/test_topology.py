@@ -1,4 +1,4 @@
-"""Cards and switches that flows share."""
+"""Network cards and switches that flows share."""
 
 import math
 from collections.abc import Mapping
@@ -206,5 +206,5 @@ def test_a_trace_of_the_order_has_the_last_events_of_each_role() -> None:
     assert "PushBlock a" in cluster.trace.table()
     opts = replace(opts, faults=(Kill(at=0.01, role=D),))
     cluster = cluster_of(roles, options=opts)
-    with pytest.raises(SimulationFailed, match="lost, from a: nobody there"):
+    with pytest.raises(SimulationFailed, match="lost, from a: no such process"):
         cluster.run_until(lambda: False)

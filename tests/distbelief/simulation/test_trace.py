@@ -179,7 +179,7 @@ def test_arrays_of_other_content_have_other_texts() -> None:
 
 
 @given(messages)
-def test_a_message_with_an_array_is_told_as_any_value(message: Message) -> None:
+def test_a_message_with_an_array_is_reported_as_any_value(message: Message) -> None:
     """There is a short way for them: they are most of what is said."""
     expected = (
         stable_repr(message)
@@ -189,7 +189,7 @@ def test_a_message_with_an_array_is_told_as_any_value(message: Message) -> None:
     assert message_text(message)[: TEXT_MAX // 2] == expected[: TEXT_MAX // 2]
 
 
-def test_long_texts_are_cut_but_still_told_apart() -> None:
+def test_long_texts_are_cut_but_still_distinguished() -> None:
     long = "x" * 10_000
     texts = {
         event_text(Received(sender=A, incarnation=1, message=message))

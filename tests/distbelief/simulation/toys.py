@@ -1,4 +1,4 @@
-"""Small roles that do one thing each, and remember what happened to them."""
+"""Small roles that do one thing each, and record their events."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
