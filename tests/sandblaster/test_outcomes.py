@@ -390,7 +390,7 @@ def test_a_superseded_coordinator_ends() -> None:
             else None
         )
     )
-    run.cluster._lives.start(COORDINATOR)
+    run.cluster._processes.start(COORDINATOR)
     assert ended(run) is None
     assert run.cluster.role(COORDINATOR) is not first
     assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
