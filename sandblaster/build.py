@@ -13,7 +13,7 @@ from distbelief.errors import JobError
 from distbelief.execution.operations import Dataflow
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.replication import copies_of_all
+from distbelief.parameter_server.replication import all_copy_names
 from distbelief.parameter_server.slices import PartialView
 from distbelief.roles.role import Role
 from distbelief.task import dry_run
@@ -25,7 +25,7 @@ from distbelief.worker.build import (
     build_client,
     evaluating_rank,
     layout_of,
-    place_in,
+    rank_in,
     replica_parts,
 )
 from distbelief.worker.config import DownpourSettings
@@ -74,7 +74,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
             f"{n_examples} samples: use at most that, or remove batch_size to use all"
         )
-    shards, _ = copies_of_all(context.n_shards, 1)
+    shards, _ = all_copy_names(context.n_shards, 1)
     rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
@@ -189,7 +189,7 @@ def build_rank(
         JobError: the data cannot be built, or the plan is not for this job.
         LocalProtocolError: the plan has no such rank.
     """
-    place = place_in(name, context=context, split=split)
+    place = rank_in(name, context=context, split=split)
     if place.group == EVALUATORS:
         return evaluating_rank(place, context=context, split=split)
     return _summing_machine(place, config=config, context=context, split=split)
@@ -226,9 +226,9 @@ def _summing_machine(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,
-            course=plan,
+            batch_plan=plan,
             reader=parts.reader,
-            duty=objective,
+            objective=objective,
             leader=leader,
             training=True,
             micro_batches=split.plan.micro_batches,

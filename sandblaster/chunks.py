@@ -36,7 +36,7 @@ class ChunkSizes:
         """Examples of a chunk; the last of a batch may have fewer."""
         return self.mini_batch_size * self.mini_batches_per_chunk
 
-    def n_sets(self, n_examples: int) -> int:
+    def n_chunks(self, n_examples: int) -> int:
         return -(-n_examples // self.chunk_size)
 
 
@@ -48,23 +48,23 @@ class BatchRange:
     first: int
     n_examples: int
 
-    def chunk_bounds(self, set_index: int, chunk_sizes: ChunkSizes) -> tuple[int, int]:
+    def chunk_bounds(self, chunk_index: int, chunk_sizes: ChunkSizes) -> tuple[int, int]:
         """Return the positions [start, stop) of a chunk.
 
         Raises:
             ValueError: the batch has no such chunk.
         """
-        start = set_index * chunk_sizes.chunk_size
+        start = chunk_index * chunk_sizes.chunk_size
         if not 0 <= start < self.n_examples:
             raise ValueError(
-                f"chunk {set_index} of a batch of {self.n_examples} examples, which has "
-                f"{chunk_sizes.n_sets(self.n_examples)}"
+                f"chunk {chunk_index} of a batch of {self.n_examples} examples, which has "
+                f"{chunk_sizes.n_chunks(self.n_examples)}"
             )
         stop = min(start + chunk_sizes.chunk_size, self.n_examples)
         return self.first + start, self.first + stop
 
-    def mini_batches(self, set_index: int, chunk_sizes: ChunkSizes) -> Iterator[tuple[int, int]]:
+    def mini_batches(self, chunk_index: int, chunk_sizes: ChunkSizes) -> Iterator[tuple[int, int]]:
         """Yield the positions [start, stop) of each mini-batch of a chunk."""
-        start, stop = self.chunk_bounds(set_index, chunk_sizes)
+        start, stop = self.chunk_bounds(chunk_index, chunk_sizes)
         for begin in range(start, stop, chunk_sizes.mini_batch_size):
             yield begin, min(begin + chunk_sizes.mini_batch_size, stop)

@@ -44,7 +44,7 @@ class ChunkBatchPlan:
         self._generation = 0
         self._next: ChunkOrder | None = None  # of the generation that begins
 
-    def set_order(self, life: int, order: ChunkOrder | None) -> None:
+    def set_order(self, generation: int, order: ChunkOrder | None) -> None:
         """Note the chunk of a generation; messages of older generations change nothing.
 
         Raises:
@@ -55,8 +55,8 @@ class ChunkBatchPlan:
             raise RemoteProtocolError(
                 f"invalid chunk: positions {order.start} to {order.stop} of {n_samples} samples"
             )
-        if life > self._generation:
-            self._generation, self._next = life, order
+        if generation > self._generation:
+            self._generation, self._next = generation, order
 
     def start(self, position: int) -> None:
         del position  # the order has it
@@ -140,8 +140,8 @@ class GroupTasks:
             RemoteProtocolError: it names a chunk that the batch does not have.
         """
         attempts = self._attempts
-        life = message.replica_incarnation, message.replica_life
-        if life != (self._incarnation, self._replica_generation):
+        generation = message.replica_incarnation, message.replica_generation
+        if generation != (self._incarnation, self._replica_generation):
             return  # for another incarnation of the leader, or before a rank restarted
         if message.epoch < attempts.epoch:
             return  # from an earlier coordinator
@@ -154,14 +154,14 @@ class GroupTasks:
     def note_alive(self, rank: int, now: Seconds) -> None:
         self._heard_at[rank] = now
 
-    def staged(self, rank: int, grants: Sequence[int]) -> None:
+    def staged(self, rank: int, commit_tokens: Sequence[int]) -> None:
         for one in self._attempts:
-            waiting = self._waiting.get(one.grant)
-            if waiting is None or one.grant not in grants:
+            waiting = self._waiting.get(one.commit_token)
+            if waiting is None or one.commit_token not in commit_tokens:
                 continue
             waiting.discard(rank)
             if not waiting:
-                del self._waiting[one.grant]
+                del self._waiting[one.commit_token]
                 one.total, one.staged = None, True
                 self._is_due = True
 
@@ -201,9 +201,9 @@ class GroupTasks:
         out: Outgoing = []
         # A restarted rank has lost its part of all sums: the replica is another worker
         # then, and tokens of pushes that are still in flight are void.
-        if leader.life != self._generation:
+        if leader.generation != self._generation:
             is_first = not self._generation
-            self._generation = leader.life
+            self._generation = leader.generation
             self._replica_generation += 1
             self._attempts.clear()
             self._waiting.clear()
@@ -218,7 +218,7 @@ class GroupTasks:
     def _finish_chunk(
         self, one: ChunkAttempt, leader: GroupLeader, now: Seconds
     ) -> Sequence[Action]:
-        done = leader.life_done()
+        done = leader.generation_done()
         start, stop = one.next_mini_batch
         is_finite = math.isfinite(leader.square) and not done.no_loss
         loss = done.loss if is_finite else math.nan
@@ -264,8 +264,8 @@ class GroupTasks:
         plan = self._plan
         n_steps = 0 if order is None else plan.n_steps(order)
         position = 0 if order is None else order.start
-        out = leader.new_life(now, position=position, limit=n_steps, order=order)
-        self._generation = leader.life
+        out = leader.new_generation(now, position=position, limit=n_steps, order=order)
+        self._generation = leader.generation
         plan.set_order(self._generation, order)
         return out
 
@@ -274,21 +274,25 @@ class GroupTasks:
     def _pushes(self) -> Outgoing:
         out: Outgoing = []
         for one in self._with_token:
-            if one.grant not in self._waiting:
-                self._waiting[one.grant] = set(range(self._n_ranks))
+            if one.commit_token not in self._waiting:
+                self._waiting[one.commit_token] = set(range(self._n_ranks))
                 out += self._push(one)
-        grants = {one.grant for one in self._with_token}
-        for grant in [grant for grant in self._waiting if grant not in grants]:
-            del self._waiting[grant]  # no longer wanted
+        commit_tokens = {one.commit_token for one in self._with_token}
+        for commit_token in [
+            commit_token for commit_token in self._waiting if commit_token not in commit_tokens
+        ]:
+            del self._waiting[commit_token]  # no longer wanted
         return out
 
     @property
     def _with_token(self) -> list[ChunkAttempt]:
-        return [one for one in self._attempts if one.grant and one.total is not None]
+        return [one for one in self._attempts if one.commit_token and one.total is not None]
 
     def _push(self, one: ChunkAttempt) -> Outgoing:
-        message = PushChunk(epoch=self._attempts.epoch, attempt=one.attempt, grant=one.grant)
-        return [(m, message) for m in sorted(self._waiting[one.grant])]
+        message = PushChunk(
+            epoch=self._attempts.epoch, attempt=one.attempt, commit_token=one.commit_token
+        )
+        return [(m, message) for m in sorted(self._waiting[one.commit_token])]
 
     # --- reports ---
 
@@ -298,7 +302,7 @@ class GroupTasks:
         return [
             message
             for one in self._with_token
-            if one.grant in self._waiting
+            if one.commit_token in self._waiting
             for message in self._push(one)
         ]
 

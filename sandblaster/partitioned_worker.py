@@ -52,7 +52,7 @@ from distbelief.roles.role import (
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.gradients import bad_sample, is_finite
-from distbelief.worker.group import Install, Vote
+from distbelief.worker.group import Install, LocalNorm
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.partition import PartitionWorker, RankMessage
 from sandblaster.chunks import COORDINATOR
@@ -83,7 +83,7 @@ class KeptChunk:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _PushInFlight:
-    grant: int
+    commit_token: int
     kept: KeptChunk
 
 
@@ -125,18 +125,22 @@ class ChunkPushes:
 
     def request_push(self, message: PushChunk) -> None:
         # The leader repeats `PushChunk`: a sum is pushed once for each token.
-        key, grant = (message.epoch, message.attempt), message.grant
-        known = grant in self.staged or grant in self._pushed or grant in self._to_push
-        is_under_way = self._pushing is not None and self._pushing.grant == grant
+        key, commit_token = (message.epoch, message.attempt), message.commit_token
+        known = (
+            commit_token in self.staged
+            or commit_token in self._pushed
+            or commit_token in self._to_push
+        )
+        is_under_way = self._pushing is not None and self._pushing.commit_token == commit_token
         if known or is_under_way or key not in self._sums:
             return
         # A rank without parameters has nothing to push: its part counts as staged.
         if not self._has_parts:
             del self._sums[key]
-            self.staged.append(grant)
+            self.staged.append(commit_token)
             self._has_new_staged = True
             return
-        self._to_push[grant] = key
+        self._to_push[commit_token] = key
         self._has_work = True
 
     def stage(self) -> Sequence[Action]:
@@ -145,9 +149,9 @@ class ChunkPushes:
         client = self._client
         if not self._to_push or not (client.ready and client.can_push):
             return []
-        grant = next(iter(self._to_push))
-        kept = self._sums.pop(self._to_push.pop(grant))
-        self._pushing = _PushInFlight(grant, kept)
+        commit_token = next(iter(self._to_push))
+        kept = self._sums.pop(self._to_push.pop(commit_token))
+        self._pushing = _PushInFlight(commit_token, kept)
         stage = client.stage(kept.total.gradients, kept.total.values)
         return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._n_bytes))]
 
@@ -159,12 +163,12 @@ class ChunkPushes:
         pushing, self._pushing = self._pushing, None
         if not result.finite:  # it was when it was summed
             raise JobError(f"a chunk's sum is not finite when it is pushed: {result.culprits}")
-        self._pushed.append(pushing.grant)
+        self._pushed.append(pushing.commit_token)
         return self._client.staged(
             result,
             n_gradients=pushing.kept.n_mini_batches,
             samples=pushing.kept.n_examples,
-            grant=pushing.grant,
+            commit_token=pushing.commit_token,
             now=now,
         )
 
@@ -236,7 +240,7 @@ class ChunkObjective:
         self._accrued: list[torch.Tensor | None] = []
         self._owned: set[int] = set()  # items whose sum shares no memory
         self._gradients: dict[int, torch.Tensor] = {}
-        self._mini_batch = BatchSlice(life=0, step=0)
+        self._mini_batch = BatchSlice(generation=0, step=0)
         self._indices: BatchIndices | None = None
         self._key: Key = (0, 0)
         self._is_last = False
@@ -250,7 +254,7 @@ class ChunkObjective:
         return None  # the leader's order gives the position where a generation begins
 
     @property
-    def is_settled(self) -> bool:
+    def all_pushes_applied(self) -> bool:
         return True  # pushes in flight do not hinder a new generation
 
     @property
@@ -330,7 +334,7 @@ class ChunkObjective:
         self._is_last = self._plan.is_last(step)
         return self._gradients.__setitem__
 
-    def close(self, found: StepResult) -> Vote | None:
+    def close(self, found: StepResult) -> LocalNorm | None:
         """Add a mini-batch to the sum (in the executor); after the last, vote if it is finite."""
         for item, gradient in self._gradients.items():
             self._add(item, gradient)
@@ -351,14 +355,14 @@ class ChunkObjective:
         ) and is_finite({item: total.values[item] for item in self._items.buffers})
         if not finite:
             self._find_blame()
-            return Vote(square=math.nan, settle=_ignore_vote, cost=Cost())
+            return LocalNorm(square=math.nan, settle=_ignore_vote, cost=Cost())
         kept = KeptChunk(
             total=total,
             n_mini_batches=self._plan.n_steps(order),
             n_examples=order.stop - order.start,
         )
         self._done = self._key, kept
-        return Vote(square=0.0, settle=_ignore_vote, cost=Cost())
+        return LocalNorm(square=0.0, settle=_ignore_vote, cost=Cost())
 
     def _add(self, item: int, gradient: torch.Tensor) -> None:
         before = self._accrued[item]
@@ -538,17 +542,17 @@ class PartitionedBatchWorker:
                 self._group_tasks.take(message)
                 return self._worker.wake(now)
             case ChunkStaged() if self._group_tasks is not None and rank is not None:
-                self._group_tasks.staged(rank, message.grants)
+                self._group_tasks.staged(rank, message.commit_tokens)
                 return self._worker.wake(now)
             case PushChunk() if rank == 0:
                 self._objective.push(message)
                 return (
                     self._report_staged(now)
-                    if message.grant in self._objective.pushes.staged
+                    if message.commit_token in self._objective.pushes.staged
                     else []
                 )
             case StartEpoch() if rank == 0:
-                self._plan.set_order(message.life, message.order)
+                self._plan.set_order(message.generation, message.order)
                 return self._worker.handle(event, now)
             case _:
                 return self._worker.handle(event, now)
@@ -556,11 +560,11 @@ class PartitionedBatchWorker:
     # --- reports ---
 
     def _report_staged(self, now: Seconds) -> Sequence[Action]:
-        grants = tuple(self._objective.pushes.staged)
+        commit_tokens = tuple(self._objective.pushes.staged)
         if self._group_tasks is not None:
-            self._group_tasks.staged(0, grants)
+            self._group_tasks.staged(0, commit_tokens)
             return self._worker.wake(now)
-        staged = ChunkStaged(grants=grants)
+        staged = ChunkStaged(commit_tokens=commit_tokens)
         timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
         return [Send(receiver=self._names[0], message=staged), timer]
 

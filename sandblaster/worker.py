@@ -182,7 +182,7 @@ class Prefetch:
                 name="replica:read",
                 work=partial(self._sums.read, position, indices),
                 cost=Cost(n_bytes=2.0 * self._bytes_per_sample * (stop - start)),
-                lane=Executor.DATA,
+                executor=Executor.DATA,
             )
         ]
 
@@ -214,10 +214,10 @@ ChunkBounds = tuple[int, int]  # positions [start, stop)
 class ChunkAttempt:
     """One attempt at one chunk: assigned, computed, committing, pushed, staged."""
 
-    set_index: int
+    chunk_index: int
     attempt: int
     mini_batches: Sequence[ChunkBounds]
-    grant: int = 0
+    commit_token: int = 0
     losses: list[float] = field(default_factory=list)  # of the mini-batches computed
     seconds: float = 0.0
     total: ChunkSum | None = None  # once computed, until it is pushed
@@ -300,11 +300,11 @@ class ChunkAttempts:
             # An attempt that is already here keeps what it has computed.
             known = None if is_new else self._attempts.get(task.attempt)
             if known is None:
-                mini_batches = tuple(batch.mini_batches(task.set_index, self._chunk_sizes))
+                mini_batches = tuple(batch.mini_batches(task.chunk_index, self._chunk_sizes))
                 known = ChunkAttempt(
-                    set_index=task.set_index, attempt=task.attempt, mini_batches=mini_batches
+                    chunk_index=task.chunk_index, attempt=task.attempt, mini_batches=mini_batches
                 )
-            known.grant = task.grant
+            known.commit_token = task.commit_token
             attempts[task.attempt] = known
         self._attempts = attempts
         if is_new:
@@ -320,7 +320,7 @@ class ChunkAttempts:
 
     @property
     def to_push(self) -> ChunkAttempt | None:
-        return next((t for t in self if t.grant and t.total is not None), None)
+        return next((t for t in self if t.commit_token and t.total is not None), None)
 
     def to_compute(self, *, n_held_max: int) -> Sequence[ChunkAttempt]:
         if sum(t.total is not None for t in self) >= n_held_max:
@@ -348,9 +348,9 @@ class ChunkAttempts:
     def report(self) -> WorkReport:
         return self.report_of(0)
 
-    def report_of(self, life: int) -> WorkReport:
+    def report_of(self, generation: int) -> WorkReport:
         return WorkReport(
-            life=life,
+            generation=generation,
             epoch=self.epoch,
             version=self._version,
             evaluation=self.evaluation,
@@ -717,7 +717,7 @@ class BatchWorker:
             result,
             n_gradients=len(one.mini_batches),
             samples=one.n_examples,
-            grant=one.grant,
+            commit_token=one.commit_token,
             now=now,
         )
         self._attempts.pushed(one, is_finite=result.finite)

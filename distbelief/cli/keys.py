@@ -153,14 +153,14 @@ def rotate(
     with reported_errors(show_traceback=tracebacks):
         files = _files(directory)
         if finish:
-            key = files.finish_exchange()
+            key = files.finish_rotation()
             typer.echo(
                 f"{key}\nis now this host's key. Running processes keep the old key until "
                 "they restart. After that, on the other hosts: distbelief keys revoke "
                 "OLD_KEY, which closes connections that still use it"
             )
             return
-        key = files.begin_exchange()
+        key = files.begin_rotation()
         typer.echo(
             f"{key}\nis the next key. On each host that allows this one: distbelief keys "
             f"allow {key} NAME, with the same --role as the present key "

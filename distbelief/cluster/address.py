@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from typing_extensions import override
 
 from distbelief.errors import JobError
-from distbelief.transport.address import Endpoint, number_of, numbers_of
+from distbelief.transport.address import Endpoint, host_addresses, number_of
 from distbelief.transport.keys import KeyPair, public_key
 
 
@@ -66,6 +66,6 @@ class JobAddress:
         False while it cannot be resolved.
         """
         try:
-            return place.host not in numbers_of(self.host)
+            return place.host not in host_addresses(self.host)
         except JobError:
             return False

@@ -88,9 +88,9 @@ class HostAgentConfig:
     # be restarted
     over_seconds: Seconds = 60.0
 
-    def offer(self, life: int) -> Offer:
+    def offer(self, incarnation: int) -> Offer:
         return Offer(
-            life=life,
+            incarnation=incarnation,
             label=self.label[:128],
             endpoint=self.endpoint,
             cores=self.cores,
@@ -133,12 +133,12 @@ class RunningRoles:
         ended = self._ended.get(name)
         return ended is not None and ended.incarnation == incarnation
 
-    def prepare(self, life: int) -> list[Action]:
+    def prepare(self, incarnation: int) -> list[Action]:
         """Start `PREPARE` for an incarnation of the host, unless an older one must end first."""
         if PREPARE in self._running:
             return []
-        self._running[PREPARE] = life
-        return [Launch(name=PREPARE, incarnation=life)]
+        self._running[PREPARE] = incarnation
+        return [Launch(name=PREPARE, incarnation=incarnation)]
 
     def assign(self, message: Assignments) -> None:
         """Store the roles assigned to this host; `reconcile` acts on them.
@@ -146,7 +146,7 @@ class RunningRoles:
         Raises:
             RemoteProtocolError: a role name is invalid.
         """
-        self._assigned = {_role(duty.name): duty.incarnation for duty in message.duties}
+        self._assigned = {_role(duty.name): duty.incarnation for duty in message.assignments}
         self._ended = {
             name: ended
             for name, ended in self._ended.items()
@@ -354,7 +354,7 @@ class HostAgent:
 
     def _report(self) -> Send:
         report = HostReport(
-            life=self._life,
+            incarnation=self._life,
             ready=self._ready,
             leaving=self._leaves_at is not None,
             refusal=self._refusal,
@@ -396,7 +396,7 @@ class HostAgent:
                 raise RemoteProtocolError(f"the supervisor sent a host {type(message).__name__}")
 
     def _assigned(self, message: Assignments, now: Seconds) -> list[Action]:
-        if message.life != self._life:
+        if message.incarnation != self._life:
             return []
         if self._run not in {None, message.run}:  # the supervisor of another run
             return [*self._restart(now), *self._offer(now)]
@@ -410,7 +410,7 @@ class HostAgent:
         return self._reconcile()
 
     def _released(self, message: Release, now: Seconds) -> list[Action]:
-        if message.life != self._life:
+        if message.incarnation != self._life:
             return []
         if self._leaves_at is not None:
             return self._exit(None)
@@ -451,8 +451,8 @@ class HostAgent:
         return [_to_supervisor(self._download.ask())]
 
     def _computed(self, event: Computed, now: Seconds) -> list[Action]:
-        what, _, life = event.name.rpartition(":")
-        if life != str(self._life):
+        what, _, incarnation = event.name.rpartition(":")
+        if incarnation != str(self._life):
             return []
         if event.error is not None:
             return self._refuse(event.error)
@@ -489,10 +489,10 @@ class HostAgent:
         is_duty = self._roles.is_over(event.peer, event.incarnation)
         return [self._report()] if is_duty else self._reconcile()
 
-    def _prepared(self, life: int) -> list[Action]:
+    def _prepared(self, incarnation: int) -> list[Action]:
         if self._to_prepare:
             return self._prepare()
-        if life != self._life:
+        if incarnation != self._life:
             return []
         name = f"{_VERDICT}:{self._life}"
         return [Compute(name=name, work=self._storage.verdict)]

@@ -22,7 +22,7 @@ from distbelief.config.tables import decode
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.launch.role_process import RoleSpec
 from distbelief.protocol import Blob, FileChunk, FileRequest
-from distbelief.protocol.hosts import PIECE_BYTES_MAX
+from distbelief.protocol.hosts import CHUNK_BYTES_MAX
 from distbelief.roles.role import Seconds
 from distbelief.transport.config import ListenConfig
 
@@ -139,7 +139,7 @@ def chunk_of(document: str, content: bytes, offset: int) -> FileChunk:
         document=document,
         offset=offset,
         n_bytes=len(content),
-        content=Blob(memoryview(content)[offset : offset + PIECE_BYTES_MAX]),
+        content=Blob(memoryview(content)[offset : offset + CHUNK_BYTES_MAX]),
     )
 
 

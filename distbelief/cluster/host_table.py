@@ -236,19 +236,21 @@ class HostRecord:
         return f"{self.offer.label} ({self.name})"
 
     @property
-    def life(self) -> int:
-        return self.offer.life
+    def incarnation(self) -> int:
+        return self.offer.incarnation
 
     def release(self, reason: str, *, again: bool, refused: bool = False) -> Send:
         """Return the `Release` that ends this incarnation."""
-        message = Release(life=self.life, again=again, reason=reason[:2048], refused=refused)
+        message = Release(
+            incarnation=self.incarnation, again=again, reason=reason[:2048], refused=refused
+        )
         return Send(receiver=self.name, message=message)
 
     def assign(self, run: str) -> Send:
         """Return the complete list of what it runs."""
         self.changed = False
         assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.roles.items())
-        message = Assignments(life=self.life, run=run, duties=assigned)
+        message = Assignments(incarnation=self.incarnation, run=run, assignments=assigned)
         return Send(receiver=self.name, message=message)
 
     def introduction(self) -> str:

@@ -39,7 +39,7 @@ from distbelief.partition.profiling import this_host as profiling
 from distbelief.protocol import Stop
 from distbelief.protocol.codec import JOINING
 from distbelief.roles.role import HOST, SUPERVISOR, USER, PeerLost, Received, Seconds
-from distbelief.transport.address import Endpoint, number_of, own_number_towards
+from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles
 from distbelief.transport.node import RoleRunner
@@ -160,7 +160,7 @@ class SupervisorMonitor:
                 f"{where} rejects the key of this host; run there: "
                 f"distbelief keys allow {self._key} NAME --role host"
             )
-        elif self._transport.is_another(SUPERVISOR) and not is_known:
+        elif self._transport.has_other_key(SUPERVISOR) and not is_known:
             self._show(
                 f"the process at {where} has another key than this address, or none: "
                 "use the address that `distbelief train --listen` prints there"
@@ -173,14 +173,14 @@ class SupervisorMonitor:
             self._show(f"nothing listens at {where} so far")
         return None
 
-    def own_number(self, *, known: str) -> str:
+    def own_address(self, *, known: str) -> str:
         """Return the IP address at which the supervisor can reach this host now.
 
         Args:
             known: The previous one; returned while there is no route to the supervisor.
         """
         with suppress(TransportError):
-            return own_number_towards(self._place.host)
+            return own_address_towards(self._place.host)
         return known
 
     def _show(self, text: str) -> None:
@@ -311,7 +311,7 @@ class _Membership:
 
     def _check_addresses(self, node: RoleRunner, *, monitor: SupervisorMonitor) -> None:
         was = self._reach.host
-        now = monitor.own_number(known=was)
+        now = monitor.own_address(known=was)
         text = f"this host's address is {now}, no longer {was}"
         if now == was:
             if time.monotonic() < self._name_at:
@@ -381,7 +381,7 @@ def _flops() -> float:
 
 
 def _reach(address: JobAddress, options: JoinOptions) -> ListenConfig:
-    host = own_number_towards(number_of(address.host))
+    host = own_address_towards(number_of(address.host))
     if options.keys is None:
         if not address.secret:
             raise JobError(

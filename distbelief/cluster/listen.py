@@ -18,7 +18,7 @@ from distbelief.cluster.scheduler import ClusterSupervisor
 from distbelief.config.job import Job
 from distbelief.launch.role_process import RoleSpec
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.transport.address import ANYWHERE, Endpoint, own_number
+from distbelief.transport.address import ANYWHERE, Endpoint, own_address
 from distbelief.transport.config import ListenConfig
 
 
@@ -70,7 +70,7 @@ class JoinServer:
         place = Endpoint.parse(endpoint)
         host = place.host
         if host == ANYWHERE:
-            host = own_number()
+            host = own_address()
         return JobAddress(host=host, port=place.port, key=place.key, secret=self.reach.secret)
 
     def checked(self) -> Self:

@@ -21,7 +21,7 @@ from distbelief.core.signals import handlers_kept
 from distbelief.errors import JobError
 from distbelief.launch.role_process import import_paths
 from distbelief.roles.role import Seconds
-from distbelief.transport.address import LOOPBACK, own_number
+from distbelief.transport.address import LOOPBACK, own_address
 
 
 CLOSE_SECONDS: Final = 2.0
@@ -144,7 +144,7 @@ def _check_address(address: str) -> None:
         return
     hosts, why = [found["host"]], ""
     if hosts[0] in {LOOPBACK, "localhost"}:
-        hosts.append(own_number())  # Ray uses this one instead
+        hosts.append(own_address())  # Ray uses this one instead
     for host in hosts:
         try:
             socket.create_connection((host, int(found["port"])), ANSWER_SECONDS).close()

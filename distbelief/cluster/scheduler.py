@@ -227,7 +227,7 @@ class HostBlocklist:
         is_now = host.roles.get(name) == event.incarnation
         if works or is_first or not (is_now and failed.culprit_is_job):
             return None
-        return host, f"{record.label} there: {formatting.harmless(failed.error)}"
+        return host, f"{record.label} there: {formatting.without_control_characters(failed.error)}"
 
 
 WAITING_SECONDS: Final = 10.0  # for a shard that is present, before a role has done anything
@@ -419,7 +419,7 @@ class ClusterSupervisor:
             case FileRequest():
                 host.heard_at = now
                 return self._answer(host, message)
-            case HostReport() if message.life == host.life:
+            case HostReport() if message.incarnation == host.incarnation:
                 return self._reported(host, message, now)
             case HostReport():
                 return []
@@ -430,9 +430,9 @@ class ClusterSupervisor:
 
     def _offered(self, event: Received, offer: Offer, now: Seconds) -> list[Action]:
         host = self._hosts.get(event.sender)
-        if host is not None and (host.refused or offer.life < host.life):
+        if host is not None and (host.refused or offer.incarnation < host.incarnation):
             return []
-        if host is not None and offer.life == host.life:
+        if host is not None and offer.incarnation == host.incarnation:
             return self._repeat_answer(host, now)
         if host is not None and now - host.since < OFFER_SECONDS_MIN:
             return []  # it repeats the offer

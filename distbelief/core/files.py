@@ -245,7 +245,7 @@ def make_directory(path: Path) -> None:
         force(made.parent)
 
 
-def of_safetensors(error: SafetensorError) -> OSError:
+def safetensors_error(error: SafetensorError) -> OSError:
     """Return the operating system's error; safetensors has its number only in the text."""
     number = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(number[1]) if number else errno.EIO, str(error))

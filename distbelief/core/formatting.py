@@ -13,7 +13,7 @@ _SHARE: Final = "_share"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def harmless(text: str) -> str:
+def without_control_characters(text: str) -> str:
     """Replace control characters of terminals by "?"; line ends and tabs stay."""
     return _CONTROL.sub("?", text)
 

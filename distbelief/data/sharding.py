@@ -104,7 +104,7 @@ def _permuted(
     return (left << shift) | right
 
 
-def fresh_positions(n_consumed: int, *, n_samples: int, n_replicas: int) -> tuple[int, ...]:
+def start_positions(n_consumed: int, *, n_samples: int, n_replicas: int) -> tuple[int, ...]:
     """Return where each replica starts if others consumed so many samples before.
 
     Every replica starts after the same share of its part. So the counts add up, and a run that

@@ -551,7 +551,7 @@ class Stopwatch:
 
     def adapt(self, kind: str, asked: Compute) -> Compute:
         """Return the same work, timed."""
-        unit, reads = unit_of(asked.cost), asked.lane is Executor.DATA
+        unit, reads = unit_of(asked.cost), asked.executor is Executor.DATA
 
         def work() -> object:
             part = 1.0 if asked.remaining is None else asked.remaining()

@@ -205,7 +205,7 @@ def _at_cost(
         return asked
     unit, seconds = found
     if unit == "times":  # the time does not depend on the size of the model: undo the scale
-        seconds /= scale.data_bytes if asked.lane is Executor.DATA else scale.flops
+        seconds /= scale.data_bytes if asked.executor is Executor.DATA else scale.flops
     waiting = rates.waiting_of(kind, asked)
     if unit == "bytes" and not on_one_host:
         cost = Cost(n_bytes=seconds * reference.memory_rate, waiting=waiting)

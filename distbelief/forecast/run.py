@@ -65,7 +65,7 @@ class WorkLog:
     def observe(self, handled: HandledEvent, now: Seconds) -> None:
         for action in handled.actions:
             if isinstance(action, Compute):
-                self._executors[handled.name, action.name] = action.lane
+                self._executors[handled.name, action.name] = action.executor
         event = handled.event
         if isinstance(event, Computed):
             self._worked(handled.name, event, now)
@@ -314,7 +314,7 @@ class RunHost(Protocol):
     def builders(self, prepared: PreparedJob) -> dict[Address, Builder]: ...
 
 
-def run_virtually(
+def run_simulated(
     prepared: PreparedJob,
     placed: RunHost,
     *,
@@ -519,7 +519,7 @@ class Trial:
         self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None
     ) -> FinishedRun:
         outages = self.placed.outages
-        return run_virtually(
+        return run_simulated(
             self.runs,
             self.host,
             seed=seed,

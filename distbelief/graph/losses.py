@@ -119,7 +119,7 @@ def append_loss(
     return builder.finish([*graph.outputs, last])
 
 
-def whole_loss(loss: str | Loss) -> OpaqueLoss | None:
+def opaque_loss(loss: str | Loss) -> OpaqueLoss | None:
     """Return the module of an opaque loss; None if the loss can be split."""
     if not isinstance(loss, str):
         return OpaqueLoss(loss)

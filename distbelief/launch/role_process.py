@@ -184,7 +184,7 @@ def _run_role(
         node = RoleRunner(member, transport=transport, log=report, store=SharedCheckpoints(store))
         _end_when_abandoned(node)
         error = node.run()
-        if error is not None and not member.told_failure:
+        if error is not None and not member.reported_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     return error
 

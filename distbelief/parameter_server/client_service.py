@@ -63,7 +63,7 @@ class ClientService:
         self._n_deferred_max = config.n_clients_max
         self._absence_seconds_max = config.absence_seconds_max
         self._deferred: dict[Address, tuple[Received, OpenSession]] = {}
-        self._is_primary = not config.waits_for_lead
+        self._is_primary = not config.is_replicated
         self._open = False
         self._closed = False
 
@@ -101,9 +101,9 @@ class ClientService:
         self._open = True
         return self.answer_deferred()
 
-    def promote(self, pairing: int, clients: Iterable[Session]) -> list[Action]:
+    def promote(self, term: int, clients: Iterable[Session]) -> list[Action]:
         """Serve as primary. These clients of the former primary get `PrimaryChanged`."""
-        self._is_primary, self._replies.incarnation = True, pairing
+        self._is_primary, self._replies.incarnation = True, term
         clients = tuple(clients)
         unheard = [client for client in clients if client.name not in self._deferred]
         return [

@@ -72,7 +72,7 @@ class CommandExecutor:
     def __init__(self, config: ShardConfig, values: ShardStore) -> None:
         layout, index = config.layout, config.index
         self._name = config.name
-        self._is_replicated = config.waits_for_lead
+        self._is_replicated = config.is_replicated
         self._values = values
         self._n_gradient = layout.n_gradient(index)
         self._vector_store = VectorStore(layout, index, n_vectors_max=config.n_vectors_max)
@@ -232,7 +232,7 @@ class CommandExecutor:
             number=command.number,
             clock=self._values.clock,
             scalars=outcome.scalars,
-            n_sets=collecting.n_committed,
+            n_chunks=collecting.n_committed,
             n_examples=collecting.n_examples,
             digest=collecting.digest,
             cuts=self._savepoints.records() if isinstance(command.task, BeginEpoch) else (),
@@ -245,8 +245,8 @@ class CommandExecutor:
     def _execute(self, command: ShardCommand) -> Scalars:
         assert self._savepoints is not None
         self._savepoints.forget(command.on_disk)
-        if command.mark is not None:
-            self._savepoints.mark(command.mark, settled=command.settled)
+        if command.savepoint is not None:
+            self._savepoints.add(command.savepoint, settled=command.settled)
         else:
             self._savepoints.drop_before(command.settled)
         match command.task:
@@ -271,7 +271,9 @@ class CommandExecutor:
             case BeginEvaluation():
                 scalars = self._run(task.before)
                 self._publish(task.point)
-                self._sums.open(first_grant=task.first_grant, n_staged_max=task.n_staged_max)
+                self._sums.open(
+                    first_commit_token=task.first_commit_token, n_staged_max=task.n_staged_max
+                )
                 return scalars
             case FinishEvaluation():
                 return self._finish_evaluation(task)
@@ -279,11 +281,11 @@ class CommandExecutor:
                 assert_never(task)
 
     def _commit(self, task: Commit) -> None:
-        chunks = [(one.set_index, one.grant) for one in task.sets]
+        chunks = [(one.chunk_index, one.commit_token) for one in task.sets]
         self._sums.check(chunks)
         self._sums.forget(task.void)
-        for set_index, grant in chunks:
-            self._sums.commit(set_index, grant)
+        for chunk_index, commit_token in chunks:
+            self._sums.commit(chunk_index, commit_token)
 
     def _replace(self, task: Publish | Checkpoint) -> None:
         assert self._savepoints is not None
@@ -351,11 +353,11 @@ class CommandExecutor:
         """Return the work that stages a pushed chunk gradient, or work that does nothing."""
         push, values = applying.push, applying.push_buffer.values
         shard_slice, collecting = applying.client.shard_slice, self._sums
-        if not collecting.wants(values, grant=push.grant, shard_slice=shard_slice):
+        if not collecting.wants(values, commit_token=push.commit_token, shard_slice=shard_slice):
             return _nothing, Cost()
         work = collecting.stage_work(
             values,
-            grant=push.grant,
+            commit_token=push.commit_token,
             n_examples=push.samples,
             shard_slice=shard_slice,
             buffers=self._values.vector[self._n_gradient :],

@@ -33,7 +33,7 @@ class ShardConfig:
     n_clients_max: int = 4096
     n_vectors_max: int = 64  # named vectors of a coordinator
     name: str = ""  # of the role; by default "shard-INDEX"
-    waits_for_lead: bool = False  # one of two copies: the supervisor promotes one
+    is_replicated: bool = False  # one of two copies: the supervisor promotes one
 
     def __post_init__(self) -> None:
         if not self.name:

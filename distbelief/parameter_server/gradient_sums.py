@@ -68,10 +68,10 @@ class GradientSums:
     def n_vectors(self) -> int:
         return len(self._staged) + len(self._nodes) + len(self._free)
 
-    def open(self, *, first_grant: int, n_staged_max: int) -> None:
+    def open(self, *, first_commit_token: int, n_staged_max: int) -> None:
         """Begin an evaluation; drop what another one left."""
         self.close()
-        self._first_grant, self._n_staged_max = first_grant, n_staged_max
+        self._first_grant, self._n_staged_max = first_commit_token, n_staged_max
         self._is_open = True
 
     def close(self) -> None:
@@ -87,17 +87,19 @@ class GradientSums:
 
     # ---------------------------------------------------------------------- staging
 
-    def wants(self, pushed: Vector, *, grant: int, shard_slice: ShardSlice | None = None) -> bool:
+    def wants(
+        self, pushed: Vector, *, commit_token: int, shard_slice: ShardSlice | None = None
+    ) -> bool:
         """Return whether this push (all of the sum, or `shard_slice` of it) must be staged."""
         is_whole = shard_slice is None or shard_slice.ranges is None
         n_elements = self._n_elements if shard_slice is None else shard_slice.n_elements
         is_current = (
             self._is_open
-            and grant >= self._first_grant
-            and grant not in self._void
-            and grant not in self._committed.values()
+            and commit_token >= self._first_grant
+            and commit_token not in self._void
+            and commit_token not in self._committed.values()
         )
-        known = self._staged.get(grant)
+        known = self._staged.get(commit_token)
         if known is None:
             has_room = len(self._staged) < self._n_staged_max
         else:
@@ -108,7 +110,7 @@ class GradientSums:
         wanted = is_current and has_room and fits
         # One refused part voids the token: without it the committed sum would have a hole.
         if is_current and known is None and not (wanted or is_whole):
-            self._void.add(grant)
+            self._void.add(commit_token)
         self.n_refused += not wanted
         return wanted
 
@@ -116,7 +118,7 @@ class GradientSums:
         self,
         pushed: Vector,
         *,
-        grant: int,
+        commit_token: int,
         n_examples: int,
         shard_slice: ShardSlice | None = None,
         buffers: Vector | None = None,
@@ -125,16 +127,16 @@ class GradientSums:
 
         Args:
             pushed: The sum of a chunk, or a part of it.
-            grant: Its commit token.
+            commit_token: Its commit token.
             n_examples: In the chunk.
             shard_slice: The part; None for all.
             buffers: Buffer values where no part has any; by default zeros.
         """
-        known, is_first = self._staged.get(grant), False
+        known, is_first = self._staged.get(commit_token), False
         if known is None:
             is_part, is_first = shard_slice is not None and shard_slice.ranges is not None, True
             known = _Staged(self._room(), n_examples, set() if is_part else None)
-            self._staged[grant] = known
+            self._staged[commit_token] = known
         total, n = known.total, self._n_gradient
         if known.parts is None or shard_slice is None:
             return lambda: np.copyto(total, pushed)
@@ -152,33 +154,33 @@ class GradientSums:
 
     def check(self, chunks: Collection[tuple[int, int]]) -> None:
         """Raise RemoteProtocolError unless all (chunk index, commit token) can be committed."""
-        for set_index, grant in chunks:
-            if grant not in self._staged:
+        for chunk_index, commit_token in chunks:
+            if commit_token not in self._staged:
                 raise RemoteProtocolError(
-                    f"cannot commit chunk {set_index} with token {grant}: this shard has "
+                    f"cannot commit chunk {chunk_index} with token {commit_token}: this shard has "
                     f"staged tokens {sorted(self._staged)}"
                 )
-            if set_index in self._committed:
+            if chunk_index in self._committed:
                 raise RemoteProtocolError(
-                    f"cannot commit chunk {set_index} with token {grant}: it is committed "
-                    f"with token {self._committed[set_index]}"
+                    f"cannot commit chunk {chunk_index} with token {commit_token}: it is committed "
+                    f"with token {self._committed[chunk_index]}"
                 )
 
-    def forget(self, grants: Collection[int]) -> None:
+    def forget(self, commit_tokens: Collection[int]) -> None:
         """Drop what was or will be pushed with these commit tokens."""
-        self._void.update(grants)
-        for grant in grants:
-            staged = self._staged.pop(grant, None)
+        self._void.update(commit_tokens)
+        for commit_token in commit_tokens:
+            staged = self._staged.pop(commit_token, None)
             if staged is not None:
                 self._free.append(staged.total)
 
-    def commit(self, set_index: int, grant: int) -> None:
-        staged = self._staged.pop(grant)
+    def commit(self, chunk_index: int, commit_token: int) -> None:
+        staged = self._staged.pop(commit_token)
         node = staged.total
-        self._committed[set_index] = grant
+        self._committed[chunk_index] = commit_token
         self.n_examples += staged.n_examples
-        self.digest ^= grant
-        level, index = 0, set_index
+        self.digest ^= commit_token
+        level, index = 0, chunk_index
         while (sibling := self._nodes.pop((level, index ^ 1), None)) is not None:
             node = self._add(sibling, node) if index % 2 else self._add(node, sibling)
             level, index = level + 1, index // 2

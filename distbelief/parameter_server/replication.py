@@ -80,7 +80,7 @@ def other_copy(copy: str) -> Address:
     return Address(f"{shard}{_SUFFIX}") if copy == shard else shard
 
 
-def copies_of_all(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], tuple[Address, ...]]:
+def all_copy_names(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], tuple[Address, ...]]:
     """Return the first copies of all shards, and the second copies if there are any."""
     names = [copy_names(index, n_copies) for index in range(n_shards)]
     return tuple(name[0] for name in names), tuple(name for copies in names for name in copies[1:])
@@ -121,7 +121,7 @@ class Backup:
         self._applying: Replicated | None = None
         self._regions: dict[str, tuple[str, tuple[Vector, Vector]]] = {}  # by client
         self._push_buffers: tuple[PushBuffer, PushBuffer] | None = None  # for pushes in blocks
-        self.pairing = 0  # the highest term seen; 0 before the first
+        self.term = 0  # the highest term seen; 0 before the first
         # Sessions of the restored snapshot, then those of the primary.
         self.clients: dict[Address, Session] = {}
 
@@ -139,7 +139,7 @@ class Backup:
 
     @property
     def in_sync_term(self) -> int:
-        return self.pairing if self.in_sync and self._next is None else 0
+        return self.term if self.in_sync and self._next is None else 0
 
     # ----------------------------------------------------------------------- state
 
@@ -148,13 +148,13 @@ class Backup:
         self.clients = {client.name: client for client in clients}
         return self._accept_next()
 
-    def promote(self, pairing: int) -> bool:
+    def promote(self, term: int) -> bool:
         """Accept nothing more, and return whether this copy can become primary.
 
         It cannot if it gave up its own values for a sync that is not complete.
         """
         can_serve = not self.has_primary or (self.in_sync and self._next is None)
-        self.pairing, self._fenced, self._next = pairing, True, None
+        self.term, self._fenced, self._next = term, True, None
         return can_serve
 
     @property
@@ -172,9 +172,9 @@ class Backup:
 
     def start_sync(self, sender: Address, message: StartSync) -> list[Action]:
         """Start to sync with this primary, now or when the running work ends."""
-        if self._fenced or message.pairing < self.pairing:
+        if self._fenced or message.term < self.term:
             return []
-        if self._obeys(sender, message.pairing) and (
+        if self._obeys(sender, message.term) and (
             # Never go back to an earlier clock within a term: this copy has acknowledged later
             # pushes, and state blocks of the earlier clock would lack them.
             self._values.n_held or message.clock < self._values.clock
@@ -183,13 +183,13 @@ class Backup:
         if self._next is not None and _is_before(message, self._next[1]):
             return []
         self._steps(message)  # raises if the counts are invalid
-        self.pairing, self._next = message.pairing, (sender, message)
+        self.term, self._next = message.term, (sender, message)
         self._queue.clear()
         return self._accept_next()
 
     def take_state_block(self, sender: Address, message: StateBlock) -> list[Action]:
         """Store the next state block; when it is the last one, report BackupInSync."""
-        if not self._obeys(sender, message.pairing):
+        if not self._obeys(sender, message.term):
             return []
         values = self._values
         if (
@@ -200,13 +200,13 @@ class Backup:
         ):
             values.take_state_block(message.values)
             if self.in_sync:
-                report = BackupInSync(pairing=self.pairing)
+                report = BackupInSync(term=self.term)
                 return [self._state_ack(), Send(receiver=SUPERVISOR, message=report)]
         return [self._state_ack()]
 
     def replicate(self, sender: Address, message: ReplicatePush) -> list[Action]:
         """Queue a replicated push if it is the next one."""
-        if not self._obeys(sender, message.pairing):
+        if not self._obeys(sender, message.term):
             return []
         # Only the push that continues the queue is accepted; the primary resends what is missing.
         n_waiting = len(self._queue) + (self._applying is not None)
@@ -285,9 +285,9 @@ class Backup:
 
     # ---------------------------------------------------------------------- details
 
-    def _obeys(self, sender: Address, pairing: int) -> bool:
+    def _obeys(self, sender: Address, term: int) -> bool:
         return (
-            pairing == self.pairing
+            term == self.term
             and sender == self._primary
             and not self._fenced
             and self._next is None
@@ -305,7 +305,7 @@ class Backup:
         return [self._state_ack()]
 
     def _pushed(self, message: ReplicatePush) -> Vector | None:
-        if message.slots_region:
+        if message.push_buffers_region:
             return self._attach(message)
         push_buffers, sequence = self._push_buffers, message.clock + 1
         if push_buffers is None:
@@ -321,7 +321,7 @@ class Backup:
         return push_buffer.values[: shard_slice.n_elements]
 
     def _attach(self, message: ReplicatePush) -> Vector | None:
-        name, region = message.client.name, message.slots_region
+        name, region = message.client.name, message.push_buffers_region
         known = self._regions.get(name)
         if known is None or known[0] != region:
             if known is not None:  # its pushes are applied
@@ -342,7 +342,7 @@ class Backup:
 
     def _received(self, message: ReplicatePush) -> int:
         sequence = message.clock + 1
-        if message.slots_region or self._push_buffers is None:
+        if message.push_buffers_region or self._push_buffers is None:
             return 0
         push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
         return push_buffer.received if push_buffer.sequence == sequence else 0
@@ -367,15 +367,13 @@ class Backup:
 
     def _state_ack(self) -> Action:
         values = self._values
-        return self._answer(
-            StateAck(pairing=self.pairing, clock=values.clock, received=values.n_held)
-        )
+        return self._answer(StateAck(term=self.term, clock=values.clock, received=values.n_held))
 
     def _acknowledge(self, clock: int) -> Action:
         return self._answer(
             PushApplied(
                 sequence=clock + 1,
-                shard_incarnation=self.pairing,
+                shard_incarnation=self.term,
                 clock=self._values.clock,
                 staleness=0,
             )
@@ -383,7 +381,7 @@ class Backup:
 
     def _block_ack(self, sequence: int, received: int) -> Action:
         return self._answer(
-            PushBlockAck(sequence=sequence, shard_incarnation=self.pairing, received=received)
+            PushBlockAck(sequence=sequence, shard_incarnation=self.term, received=received)
         )
 
     def _answer(self, message: Message) -> Action:
@@ -392,7 +390,7 @@ class Backup:
 
 
 def _is_before(one: StartSync, other: StartSync) -> bool:
-    return one.pairing == other.pairing and one.clock < other.clock
+    return one.term == other.term and one.clock < other.clock
 
 
 TIMER: Final = "backup"
@@ -427,7 +425,7 @@ class Primary:
         self._pushes = pushes
         self._outstanding: deque[_OutstandingPush] = deque()
         self._timer_at: Seconds | None = None
-        self.pairing = 0  # term of the latest Promote; 0 before the first
+        self.term = 0  # term of the latest Promote; 0 before the first
         self._begin(None, incarnation=0)
 
     def _begin(self, backup: Address | None, *, incarnation: int) -> None:
@@ -448,9 +446,9 @@ class Primary:
     def promote(self, promote: Promote, now: Seconds) -> list[Action]:
         """Replicate to the backup that `Promote` names, or continue alone if it names none."""
         actions = self._release_all()
-        self.pairing = promote.pairing
-        backup = Address(promote.second) if promote.second else None
-        self._begin(backup, incarnation=promote.second_incarnation)
+        self.term = promote.term
+        backup = Address(promote.backup) if promote.backup else None
+        self._begin(backup, incarnation=promote.backup_incarnation)
         if backup is not None:
             self._heard_at = self._progress_at = now
             actions += [self._to_backup(self._start_sync()), *self._arm(now)]
@@ -476,11 +474,11 @@ class Primary:
         clock, push = self._values.clock, applying.push
         shard_slice = applying.client.shard_slice
         message = ReplicatePush(
-            pairing=self.pairing,
+            term=self.term,
             clock=clock,
             client=applying.record(),
             n_pushing=n_clients,
-            slots_region="",
+            push_buffers_region="",
             slot=push.sequence % N_PUSH_BUFFERS,
             holds=shard_slice.stripes if push.touches is None else push.touches,
             touches=push.touches is not None,
@@ -515,10 +513,7 @@ class Primary:
         stop = min(self._n_received + WINDOW_STATE_BLOCKS, self._values.n_state_blocks)
         messages += [
             StateBlock(
-                pairing=self.pairing,
-                clock=clock,
-                index=index,
-                values=self._values.state_block(index),
+                term=self.term, clock=clock, index=index, values=self._values.state_block(index)
             )
             for index in range(self._n_received, stop)
         ]
@@ -528,7 +523,7 @@ class Primary:
     # ------------------------------------------------------------ from the backup
 
     def state_acked(self, event: Received, message: StateAck, now: Seconds) -> list[Action]:
-        if not self._is_from_backup(event, message.pairing):
+        if not self._is_from_backup(event, message.term):
             return []
         self._heard_at = now
         if not self._answered or message.received > self._n_received:
@@ -600,7 +595,7 @@ class Primary:
         if self._reported_at is not None and now - self._reported_at < REPORT_SECONDS:
             return []
         self._reported_at = now
-        return [Send(receiver=SUPERVISOR, message=BackupUnresponsive(pairing=self.pairing))]
+        return [Send(receiver=SUPERVISOR, message=BackupUnresponsive(term=self.term))]
 
     def _resend(self) -> list[Action]:
         self._window_clock = None  # makes `transfer` resend the window
@@ -626,16 +621,16 @@ class Primary:
             return False
         return not self._answered or self._is_syncing or bool(self._outstanding)
 
-    def _is_from_backup(self, event: Received, pairing: int) -> bool:
+    def _is_from_backup(self, event: Received, term: int) -> bool:
         return (
             event.sender == self._backup
             and event.incarnation == self._incarnation
-            and pairing == self.pairing
+            and term == self.term
         )
 
     def _start_sync(self) -> StartSync:
         return StartSync(
-            pairing=self.pairing,
+            term=self.term,
             receiver_incarnation=self._incarnation,
             clock=self._values.clock,
             clients=tuple(client.record for client in self._clients.all()),
@@ -676,7 +671,7 @@ class Primary:
         message = outstanding.message
         if self._shares_memory and region:
             outstanding.push_sent = True
-            yield msgspec.structs.replace(message, slots_region=region)
+            yield msgspec.structs.replace(message, push_buffers_region=region)
             return
         bounds = outstanding.applying.client.shard_slice.bounds
         limit = min(len(bounds), outstanding.received + WINDOW_BLOCKS)
@@ -684,7 +679,7 @@ class Primary:
             start, stop = bounds[outstanding.sent]
             yield PushBlock(
                 sequence=message.clock + 1,
-                shard_incarnation=self.pairing,
+                shard_incarnation=self.term,
                 block_index=outstanding.sent,
                 values=outstanding.applying.push_buffer.values[start:stop],
             )

@@ -99,20 +99,20 @@ class Savepoints:
 
     # ---------------------------------------------------------------------- create
 
-    def mark(self, mark: Savepoint, *, settled: int) -> None:
+    def add(self, savepoint: Savepoint, *, settled: int) -> None:
         """Create a savepoint of the present vectors, and drop those before `settled`."""
         self.drop_before(settled)
-        missing = set(mark.vectors) - set(self._vector_store.names())
+        missing = set(savepoint.vectors) - set(self._vector_store.names())
         if missing:
             raise RemoteProtocolError(
-                f"savepoint {mark.cut} names vectors {sorted(missing)}, which do not exist here"
+                f"savepoint {savepoint.cut} names vectors that do not exist here: {sorted(missing)}"
             )
         if len(self._live) >= _N_LIVE_MAX:
             raise RemoteProtocolError(
-                f"cannot create savepoint {mark.cut} while {len(self._live)} others are kept: "
+                f"cannot create savepoint {savepoint.cut} while {len(self._live)} others are kept: "
                 "settle them first"
             )
-        self._live.append(_Savepoint(mark.cut, mark.vectors))
+        self._live.append(_Savepoint(savepoint.cut, savepoint.vectors))
 
     def drop_before(self, settled: int) -> None:
         if any(savepoint.cut == settled for savepoint in self._live):

@@ -261,7 +261,7 @@ class Replies:
                 watermark=client.confirmed,
                 applied=client.applied - client.n_unconfirmed,
                 parameters_region=client.parameters_region,
-                slots_region=client.region,
+                push_buffers_region=client.region,
             ),
         )
 

@@ -92,13 +92,13 @@ class ReplicaState:
         self, config: ShardConfig, values: ShardStore, service: ClientService, *, memory: Memory
     ) -> None:
         self._name = config.name
-        self._is_replicated = config.waits_for_lead
+        self._is_replicated = config.is_replicated
         self._values = values
         self._service = service
         self._primary = service.primary
         # None once this copy is the primary.
         self._backup: Backup | None = None
-        if config.waits_for_lead:
+        if config.is_replicated:
             self._backup = Backup(
                 values, memory=memory, bounds=service.bounds, n_clients_max=config.n_clients_max
             )
@@ -128,9 +128,9 @@ class ReplicaState:
         backup = self._backup
         part = self._primary if backup is None else backup
         return {
-            "pairing": float(part.pairing),
-            "whole": 0.0 if backup is None else float(backup.in_sync_term),
-            "leading": float(backup is None),
+            "term": float(part.term),
+            "in_sync": 0.0 if backup is None else float(backup.in_sync_term),
+            "primary": float(backup is None),
         }
 
     # ------------------------------------------------------------------------- work
@@ -167,18 +167,18 @@ class ReplicaState:
         # than this term. Otherwise acknowledged pushes would silently disappear.
         if not backup.has_primary and self._unrestored is not None:
             raise StorageError(self._unrestored)
-        if not backup.has_primary and promote.pairing <= self._restored_term:
+        if not backup.has_primary and promote.term <= self._restored_term:
             raise StorageError(
                 f"the snapshot of {self._name} has term {self._restored_term}, but Promote has "
-                f"term {promote.pairing}: continue the count of terms in a resumed run"
+                f"term {promote.term}: continue the count of terms in a resumed run"
             )
         self._backup = self._promotion = None
         self._former_primary = backup.primary
         backup.release()
-        text = f"becomes primary in term {promote.pairing} at clock {self._values.clock}"
+        text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
             Report(text=text),
-            *self._service.promote(promote.pairing, backup.clients.values()),
+            *self._service.promote(promote.term, backup.clients.values()),
             *self._primary.promote(promote, now),
         ]
 
@@ -219,15 +219,15 @@ class ReplicaState:
     def _promote(self, promote: Promote, now: Seconds) -> list[Action]:
         if self._backup is not None:
             return self._prepare(self._backup, promote)
-        if promote.pairing <= self._primary.pairing:
+        if promote.term <= self._primary.term:
             return []
         actions = self._primary.promote(promote, now)
         return [*actions, *self._service.answer_deferred()]
 
     def _prepare(self, backup: Backup, promote: Promote) -> list[Action]:
-        if promote.pairing <= backup.pairing:
+        if promote.term <= backup.term:
             return []
-        if not backup.promote(promote.pairing):
+        if not backup.promote(promote.term):
             raise DistBeliefError(
                 f"{self._name} cannot become primary with {self._values.n_held} of "
                 f"{self._values.n_state_blocks} state blocks of {backup.primary}: restart it "
@@ -269,10 +269,10 @@ class ReplicaState:
                 assert_never(message)
 
     def _check_demoted(self, sender: Address, message: FromPrimary) -> None:
-        if isinstance(message, StartSync) and message.pairing > self._primary.pairing:
+        if isinstance(message, StartSync) and message.term > self._primary.term:
             raise DistBeliefError(
-                f"{sender} is primary in term {message.pairing} and {self._name} was in term "
-                f"{self._primary.pairing}: restart {self._name} to make it a backup"
+                f"{sender} is primary in term {message.term} and {self._name} was in term "
+                f"{self._primary.term}: restart {self._name} to make it a backup"
             )
 
 
@@ -403,7 +403,7 @@ class WorkQueue:
         return [Compute(name="apply", work=work, cost=cost)]
 
     def _begin_apply(self, applying: PushInProgress, now: Seconds) -> list[Action]:
-        if applying.push.grant:
+        if applying.push.commit_token:
             self._work = _Work.STAGE
             self._copied_last = False
             work, cost = self._commands.stage_work(applying)
@@ -645,7 +645,7 @@ class Shard:
         return actions
 
     def _serve_client(self, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
-        if isinstance(message, Push) and not message.grant and self._commands.is_driven:
+        if isinstance(message, Push) and not message.commit_token and self._commands.is_driven:
             reason = "this shard takes pushes of its coordinator's run only"
             refused = SessionRefused(reason=reason, for_good=True)
             return [Send(receiver=event.sender, message=refused)]

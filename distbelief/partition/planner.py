@@ -21,7 +21,7 @@ from torch import nn
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.losses import append_loss, whole_loss
+from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.constraints import check_pins
@@ -289,7 +289,7 @@ def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.
         try:
             found[path] = copy.deepcopy(model.get_submodule(path))
         except AttributeError:  # a module of the loss, not of the model
-            module = whole_loss(loss) if loss else None
+            module = opaque_loss(loss) if loss else None
             if module is not None:
                 found[path] = module
     return found

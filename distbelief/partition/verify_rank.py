@@ -119,7 +119,7 @@ class VerificationObjective:
         return None
 
     @property
-    def is_settled(self) -> bool:
+    def all_pushes_applied(self) -> bool:
         return True
 
     @property
@@ -273,7 +273,7 @@ def _run(rehearsal: VerificationRun, machine: int, n_machines: int) -> str | Non
     with links as transport:
         _tell_endpoint(rehearsal, machine, transport.endpoint)
         plan = load(rehearsal.plan)
-        role, duty = _role(rehearsal, plan, machine)
+        role, objective = _role(rehearsal, plan, machine)
         node = RoleRunner(role, transport=transport, log=_log)
         for other, name in enumerate(names):
             if other != machine:
@@ -282,11 +282,11 @@ def _run(rehearsal: VerificationRun, machine: int, n_machines: int) -> str | Non
         error = node.run()
         _, figures = role.status()
     n_bytes = {m: int(figures.get(f"bytes_to_{m}", 0)) for m in range(n_machines)}
-    ends = duty.ends[rehearsal.n_warm :]
+    ends = objective.ends[rehearsal.n_warm :]
     seen = Seen(
         seconds=tuple(b - a for a, b in pairwise(ends)),
         n_bytes={m: n for m, n in n_bytes.items() if n},
-        loss=duty.loss,
+        loss=objective.loss,
     )
     files.write(rehearsal.path(f"{machine}.json"), msgspec.json.encode(seen))
     return error
@@ -330,37 +330,40 @@ def _role(
     targets = None
     if rehearsal.trains:
         targets = np.load(rehearsal.targets, mmap_mode="r", allow_pickle=False)
-    course: BatchPlan = FixedBatchPlan(rehearsal.n_samples)
+    batch_plan: BatchPlan = FixedBatchPlan(rehearsal.n_samples)
     if not rehearsal.trains:
-        course = EvaluationPlan([np.arange(rehearsal.n_samples, dtype=np.int64)], chunk=plan.batch)
+        batch_plan = EvaluationPlan(
+            [np.arange(rehearsal.n_samples, dtype=np.int64)], chunk=plan.batch
+        )
     n_machines = plan.cluster.n_machines
     names = member_names(GROUP, n_machines)
     peers = sorted({peer for _, peer in (*flow.sent, *flow.received)})
-    couriers = {peer: ReliableSender(names[peer]) for peer in peers}
-    duty = VerificationObjective(rehearsal, flow, values)
+    streams = {peer: ReliableSender(names[peer]) for peer in peers}
+    objective = VerificationObjective(rehearsal, flow, values)
     leader = GroupLeader(n_machines, plan="rehearsal", steps_max=rehearsal.n_steps)
     leader.begin(0.0)
     role = PartitionWorker(
         RankConfig(group=GROUP, machine=machine, n_machines=n_machines, plan="rehearsal"),
         client=_no_client(),
-        stepping=StepRunner(
+        runner=StepRunner(
             PartitionExecutor(flow, dtype=dtype, modules=modules, device=rehearsal.device),
-            couriers=couriers,
-            course=course,
+            streams=streams,
+            batch_plan=batch_plan,
             micro_batches=plan.micro_batches,
             training=rehearsal.trains,
             seed=SEED,
         ),
-        couriers=couriers,
-        course=course,
-        portions=SlicePrefetch(
-            SliceReader(Pairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype), course
+        streams=streams,
+        batch_plan=batch_plan,
+        slices=SlicePrefetch(
+            SliceReader(Pairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype),
+            batch_plan,
         ),
-        duty=duty,
+        objective=objective,
         shapes=[region.shape for _, region in flow.items],
         leader=leader if machine == 0 else None,
     )
-    return role, duty
+    return role, objective
 
 
 def graph_of(rehearsal: VerificationRun) -> tuple[LayerGraph, Mapping[str, torch.nn.Module], str]:

@@ -33,8 +33,8 @@ class ShardVersion(msgspec.Struct, frozen=True, kw_only=True):
 class GrantedChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk of the batch, and the commit token under which its gradient was pushed."""
 
-    set_index: Count
-    grant: Count
+    chunk_index: Count
+    commit_token: Count
 
 
 class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class BeginEvaluation(_Task, frozen=True):
 
     point: VectorName
     before: Batch
-    first_grant: Count  # pushes under lower tokens belong to other evaluations
+    first_commit_token: Count  # pushes under lower tokens belong to other evaluations
     n_staged_max: Count  # chunks that may wait to be committed
 
 
@@ -135,7 +135,7 @@ class ShardCommand(AnyMessage, frozen=True):
     epoch: Count  # of the coordinator; shards refuse an older one
     number: Count  # 1, 2, ... in each epoch
     task: Task
-    mark: Savepoint | None = None
+    savepoint: Savepoint | None = None
     settled: Count = 0  # savepoints before this one are not needed any more
     on_disk: Count = 0  # a savepoint that every shard has on disk
 
@@ -147,7 +147,7 @@ class CommandDone(AnyMessage, frozen=True):
     number: Count
     clock: Count = 0
     scalars: Scalars = ()
-    n_sets: Count = 0  # committed in this evaluation
+    n_chunks: Count = 0  # committed in this evaluation
     n_examples: Count = 0  # in those
     digest: Count = 0  # exclusive or of their tokens
     cuts: Annotated[tuple[CheckpointRecord, ...], msgspec.Meta(max_length=8)] = ()
@@ -157,9 +157,9 @@ class CommandDone(AnyMessage, frozen=True):
 class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's attempt at one chunk."""
 
-    set_index: Count
+    chunk_index: Count
     attempt: Count
-    grant: Count  # 0: compute it; else push it under this number
+    commit_token: Count  # 0: compute it; else push it under this number
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class Assignment(AnyMessage, frozen=True):
     first: Count  # position of the batch in the order of the data
     n_examples: Count  # of the batch
     tasks: Annotated[tuple[ChunkTask, ...], msgspec.Meta(max_length=4096)]
-    replica_life: Count = 0  # as in its `WorkReport`
+    replica_generation: Count = 0  # as in its `WorkReport`
 
 
 class WorkReport(AnyMessage, frozen=True):
@@ -197,4 +197,4 @@ class WorkReport(AnyMessage, frozen=True):
     evaluation: Count
     n_computed: Count  # examples, for this evaluation
     results: Annotated[tuple[ChunkResult, ...], msgspec.Meta(max_length=4096)]
-    life: Count = 0  # of a model-parallel group: rises when one of its ranks restarts
+    generation: Count = 0  # of a model-parallel group: rises when one of its ranks restarts

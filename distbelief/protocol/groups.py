@@ -40,7 +40,7 @@ class StartEpoch(AnyMessage, frozen=True):
     Idempotent: repeated until `RankReady` comes.
     """
 
-    life: Count  # rises: the leader's incarnation, then a counter
+    generation: Count  # rises: the leader's incarnation, then a counter
     plan: Name  # hash of the plan; all ranks must have the same
     order: ChunkOrder | None = None  # with a coordinator: the work of this generation
 
@@ -51,7 +51,7 @@ class RankReady(AnyMessage, frozen=True):
     With generation 0, repeated until `StartEpoch` comes: I am in no generation.
     """
 
-    life: Count
+    generation: Count
     pushes: bool  # False: I hold no parameters, and `samples` means nothing
     samples: Count  # of the pushes that the shards have from me
 
@@ -62,7 +62,7 @@ class GrantSteps(AnyMessage, frozen=True):
     Answers `RankReady` of all ranks, and every `StepsDone`. Idempotent.
     """
 
-    life: Count
+    generation: Count
     position: Count  # in the data, of the generation's first step
     steps: Count
     is_last: bool  # no more will follow: push what is accumulated, and end
@@ -75,7 +75,7 @@ class GrantSteps(AnyMessage, frozen=True):
 class StepsDone(AnyMessage, frozen=True):
     """Rank -> leader: progress in this generation. Idempotent."""
 
-    life: Count
+    generation: Count
     steps: Count  # taken
     loss: float  # sum over their samples with a finite loss, on the rank that computes it
     samples: Count  # of these
@@ -95,7 +95,7 @@ class PushChunk(AnyMessage, frozen=True):
 
     epoch: Count
     attempt: Count
-    grant: Count
+    commit_token: Count
 
 
 class ChunkStaged(AnyMessage, frozen=True):
@@ -104,7 +104,7 @@ class ChunkStaged(AnyMessage, frozen=True):
     Repeated at an interval as a sign of life.
     """
 
-    grants: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # the newest
+    commit_tokens: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # the newest
 
 
 class TransferBlock(AnyMessage, frozen=True):
@@ -113,7 +113,7 @@ class TransferBlock(AnyMessage, frozen=True):
     Sent again until `taken` covers it.
     """
 
-    life: Count
+    generation: Count
     sequence: Count  # of this link in this generation
     taken: Count  # all transfers before this number arrived from the other side
     step: Count
@@ -126,5 +126,5 @@ class TransferBlock(AnyMessage, frozen=True):
 class TransferAck(AnyMessage, frozen=True):
     """Rank -> rank: all your transfers before this number arrived."""
 
-    life: Count
+    generation: Count
     taken: Count

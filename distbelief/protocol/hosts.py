@@ -17,10 +17,10 @@ import msgspec
 from distbelief.protocol.fields import AnyMessage, Blob, Count, Name, Rate, Text
 
 
-PIECE_BYTES_MAX = 1 << 19
+CHUNK_BYTES_MAX = 1 << 19
 """Bytes of a file in one message."""
 
-N_DUTIES_MAX = 4096
+N_ASSIGNMENTS_MAX = 4096
 
 _Reason = Annotated[str, msgspec.Meta(max_length=2048)]
 
@@ -31,7 +31,7 @@ class Offer(AnyMessage, frozen=True):
     The figures are what the host measured itself.
     """
 
-    life: Count  # rises whenever the host starts anew
+    incarnation: Count  # rises whenever the host starts anew
     label: Name  # its name for people
     endpoint: Name  # where the host itself listens
     cores: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -53,9 +53,9 @@ class Assignments(AnyMessage, frozen=True):
     Answers every `Offer` and `HostReport` of the present session of the host.
     """
 
-    life: Count
+    incarnation: Count
     run: Name
-    duties: Annotated[tuple[RoleAssignment, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
+    assignments: Annotated[tuple[RoleAssignment, ...], msgspec.Meta(max_length=N_ASSIGNMENTS_MAX)]
 
 
 class RoleEnded(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,19 +69,19 @@ class RoleEnded(msgspec.Struct, frozen=True, kw_only=True):
 class HostReport(AnyMessage, frozen=True):
     """Host -> supervisor: what runs here; sent at a fixed interval."""
 
-    life: Count
+    incarnation: Count
     ready: bool  # the job's files are here, and roles can be started
     leaving: bool  # the user of the host wants it back
     refusal: Text | None  # why this host cannot run roles of this job
     # Assigned roles that have ended; repeated until they are not assigned any more.
-    ended: Annotated[tuple[RoleEnded, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
+    ended: Annotated[tuple[RoleEnded, ...], msgspec.Meta(max_length=N_ASSIGNMENTS_MAX)]
     bandwidth: Rate = 0.0  # bytes per second from the supervisor
 
 
 class Release(AnyMessage, frozen=True):
     """Supervisor -> host: end all roles that run there. Idempotent."""
 
-    life: Count
+    incarnation: Count
     again: bool  # send a new Offer; else the host exits
     reason: Text
     refused: bool = False  # this host cannot serve the job, for that reason

@@ -42,7 +42,7 @@ class SessionOpened(AnyMessage, frozen=True):
     watermark: Count  # pushes of this incarnation up to it are never applied from now on
     applied: Count  # how many pushes of this incarnation the values contain
     parameters_region: Name  # shared memory to copy from, "" if none
-    slots_region: Name  # shared memory to push into, "" if none
+    push_buffers_region: Name  # shared memory to push into, "" if none
 
 
 class SessionRefused(AnyMessage, frozen=True):
@@ -115,7 +115,7 @@ class Push(AnyMessage, frozen=True):
     fetched_clock: Count  # this shard's clock when the gradient's parameters were read
     n_gradients: Count  # how many were summed
     samples: Count  # the client's total, these gradients included
-    grant: Count = 0  # of a chunk of a batch (then `samples` are its own); 0: apply it
+    commit_token: Count = 0  # of a chunk of a batch (then `samples` are its own); 0: apply it
     # (4 n,) stripes of the shard's vector that it changes, where some tensors have no
     # gradient; None: all that the client holds.
     touches: Vector | None = None

@@ -22,27 +22,27 @@ from distbelief.protocol.fields import AnyMessage, Count, Name
 
 
 class Promote(AnyMessage, frozen=True):
-    """Supervisor -> shard: be the primary; acknowledge pushes once `second` holds them.
+    """Supervisor -> shard: be the primary; acknowledge pushes once `backup` holds them.
 
     Idempotent: repeated until the shard's counter "pairing" shows that it arrived.
     """
 
-    pairing: Count  # the term: rises with every Promote of this shard, to either copy
+    term: Count  # the term: rises with every Promote of this shard, to either copy
     receiver_incarnation: Count  # another incarnation ignores it
-    second: Name  # the backup; "": there is none
-    second_incarnation: Count  # 0: there is none
+    backup: Name  # the backup; "": there is none
+    backup_incarnation: Count  # 0: there is none
 
 
 class BackupUnresponsive(AnyMessage, frozen=True):
     """Primary -> supervisor: my backup does not answer; may I go on without it?"""
 
-    pairing: Count
+    term: Count
 
 
 class BackupInSync(AnyMessage, frozen=True):
     """Backup -> supervisor: I hold all that my primary has acknowledged."""
 
-    pairing: Count
+    term: Count
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class StartSync(AnyMessage, frozen=True):
     Idempotent: repeated until `StateAck` comes.
     """
 
-    pairing: Count
+    term: Count
     receiver_incarnation: Count  # another incarnation ignores it
     clock: Count
     clients: tuple[SessionRecord, ...]
@@ -74,7 +74,7 @@ class StartSync(AnyMessage, frozen=True):
 class StateBlock(AnyMessage, frozen=True):
     """Primary -> backup: one range of my values and of the optimizer's state, at that clock."""
 
-    pairing: Count
+    term: Count
     clock: Count
     index: Count
     values: Vector  # that range of the values, then of each vector of the optimizer's state
@@ -83,7 +83,7 @@ class StateBlock(AnyMessage, frozen=True):
 class StateAck(AnyMessage, frozen=True):
     """Backup -> primary: I hold ranges [0, received), as of that clock."""
 
-    pairing: Count
+    term: Count
     clock: Count
     received: Count
 
@@ -92,15 +92,15 @@ class ReplicatePush(AnyMessage, frozen=True):
     """Primary -> backup: the push that I apply at `clock`; apply it too.
 
     Answered by `PushApplied` with `sequence` clock + 1 and the term as
-    `shard_incarnation`. The pushed values lie in buffer `slot` of `slots_region`, or come
+    `shard_incarnation`. The pushed values lie in buffer `slot` of `push_buffers_region`, or come
     before this as `PushBlock`s of sequence clock + 1.
     """
 
-    pairing: Count
+    term: Count
     clock: Count  # before it is applied
     client: SessionRecord  # after it is applied
     n_pushing: Count  # clients over which buffers (of BatchNorm) are averaged
-    slots_region: Name  # "": it comes in blocks
+    push_buffers_region: Name  # "": it comes in blocks
     slot: Count
     holds: Vector | None = None  # of the client, as in its OpenSession
     # The client holds everything, and `holds` is what its push `touches`: a message has one

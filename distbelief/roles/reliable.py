@@ -59,9 +59,9 @@ class ReliableSender:
         self.n_again = 0
         self.begin(0)
 
-    def begin(self, life: int) -> None:
+    def begin(self, generation: int) -> None:
         """Begin a generation; drop what was under way in the one before."""
-        self._life = life
+        self._generation = generation
         self._waiting: deque[Outgoing] = deque()
         self._under_way: deque[tuple[int, Outgoing]] = deque()
         self._next = 0  # sequence of the next transfer
@@ -122,7 +122,7 @@ class ReliableSender:
     def _transfer(self, sequence: int, parcel: Outgoing) -> Send:
         self._untold = 0
         message = TransferBlock(
-            life=self._life,
+            generation=self._generation,
             sequence=sequence,
             taken=self._came,
             step=parcel.step,
@@ -160,7 +160,9 @@ class ReliableSender:
 
     def _tell(self) -> Send:
         self._untold = 0
-        return Send(receiver=self._peer, message=TransferAck(life=self._life, taken=self._came))
+        return Send(
+            receiver=self._peer, message=TransferAck(generation=self._generation, taken=self._came)
+        )
 
 
 class StreamKey(NamedTuple):

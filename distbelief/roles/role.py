@@ -165,12 +165,12 @@ class CancelTimer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True):
-    """Run `work` on the executor `lane`, then deliver `Computed` under the same name."""
+    """Run `work` on `executor`, then deliver `Computed` under the same name."""
 
     name: str
     work: Callable[[], object]
     cost: Cost = Cost()
-    lane: Executor = Executor.COMPUTE
+    executor: Executor = Executor.COMPUTE
     # Called when its turn comes: the share of the cost still to pay; 0 for work that will
     # find that its result is not needed. None: all of it.
     remaining: Callable[[], float] | None = None

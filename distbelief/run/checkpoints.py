@@ -153,7 +153,7 @@ def _save(path: Path, arrays: Mapping[str, Vector], facts: Mapping[str, str]) ->
     try:
         save_file(dict(arrays), path, metadata=dict(facts))
     except SafetensorError as error:
-        raise files.of_safetensors(error) from error
+        raise files.safetensors_error(error) from error
 
 
 class _DamagedError(StorageError):

@@ -29,7 +29,7 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
-from distbelief.data.sharding import fresh_positions
+from distbelief.data.sharding import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
@@ -601,7 +601,7 @@ class _Change:
                 name: samples.get(former, 0)
                 for name, former in zip(names, self.was.replicas, strict=True)
             }
-        positions = fresh_positions(
+        positions = start_positions(
             sum(samples.values()), n_samples=self.n_samples, n_replicas=n_replicas
         )
         return dict(zip(names, positions, strict=True))

@@ -16,10 +16,10 @@ from distbelief.errors import JobError, PeerLostError, TransportError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.replication import copies_of_all
+from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
-from distbelief.serve.server import ServerAddress, parameter_specs, reach_towards
+from distbelief.serve.server import ServerAddress, listen_config_towards, parameter_specs
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.loop_worker import LEAVE, LoopWorker
@@ -54,18 +54,14 @@ class ClientSession:
         self.closed = False
         self.values = [_flat(parameter) for parameter in parameters]
         layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
-        shards, second_copies = copies_of_all(address.n_shards, address.shard_copies)
+        shards, backups = all_copy_names(address.n_shards, address.shard_copies)
         memory = _memory(address)
         self.client = ParameterClient(
-            ClientConfig(pushes=True),
-            layout=layout,
-            shards=shards,
-            memory=memory,
-            second_copies=second_copies,
+            ClientConfig(pushes=True), layout=layout, shards=shards, memory=memory, backups=backups
         )
         self._log: list[str] = []
         endpoint = address.place()
-        listen = reach_towards(endpoint, secret=address.secret, keys=keys)
+        listen = listen_config_towards(endpoint, secret=address.secret, keys=keys)
         self._key = "" if listen.keys is None else listen.keys.public
         self._transport = listen.transport(
             name=name, incarnation=1, run=address.run, log=self._note
@@ -144,7 +140,7 @@ class ClientSession:
         )
 
     def _hint(self) -> str:
-        if not self._transport.is_another(SUPERVISOR):
+        if not self._transport.has_other_key(SUPERVISOR):
             return (
                 "Is it running, and is this the address that it prints now? A server in "
                 "another directory has another run=."

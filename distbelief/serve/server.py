@@ -20,7 +20,7 @@ from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import COPIES_MAX
 from distbelief.serve.server_process import ServerReady
-from distbelief.transport.address import Endpoint, number_of, own_number_towards
+from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
 from distbelief.transport.shared_memory import FileMemory
@@ -117,7 +117,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return address
 
 
-def reach_towards(
+def listen_config_towards(
     place: Endpoint, *, secret: str = "", keys: str | Path | None = None
 ) -> ListenConfig:
     """Return where a worker of the server at `place` listens.
@@ -127,7 +127,7 @@ def reach_towards(
     """
     if place.path:
         return ListenConfig(directory=str(Path(place.path).parent))
-    host = own_number_towards(place.host)
+    host = own_address_towards(place.host)
     if secret:
         return ListenConfig(host=host, secret=secret)
     directory = Path(DIRECTORY if keys is None else keys).expanduser()

@@ -37,7 +37,7 @@ from distbelief.serve.server import ServerAddress, parameter_specs
 from distbelief.serve.server_process import ServerReady, ServerRequest, serve
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
-from distbelief.transport.address import ANYWHERE, Endpoint, own_number
+from distbelief.transport.address import ANYWHERE, Endpoint, own_address
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 
@@ -232,7 +232,7 @@ class _Terminal:
         is_anywhere = place.host == ANYWHERE
         request = self._request
         address = ServerAddress(
-            endpoint=place.seen_from(own_number()).endpoint,
+            endpoint=place.seen_from(own_address()).endpoint,
             run=ready.run,
             key="" if request.reach.secret else place.key,
             secret=request.reach.secret,

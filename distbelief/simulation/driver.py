@@ -237,7 +237,7 @@ class Driver:
     def _compute(self, process: SimulatedProcess, action: Compute) -> None:
         machine, cost = process.machine, action.cost
         if process.scale is not ONE:
-            cost = process.scale.of(cost, action.lane)
+            cost = process.scale.of(cost, action.executor)
 
         def seconds() -> Seconds:
             left = cost
@@ -252,12 +252,12 @@ class Driver:
             return modelled * self._world.slowness(process.name)
 
         def demand(seconds: Seconds) -> Demand:
-            threads = machine.threads if action.lane is Executor.COMPUTE else 1
+            threads = machine.threads if action.executor is Executor.COMPUTE else 1
             slowness = self._world.slowness(process.name)  # a slowed role leaves cores to others
             return machine.demand(cost, seconds, threads / slowness)
 
         def end(seconds: Seconds) -> None:
-            if action.lane is Executor.COMPUTE:
+            if action.executor is Executor.COMPUTE:
                 busy = self._world.busy
                 busy[process.name] = busy.get(process.name, 0.0) + seconds
             result: object = None
@@ -269,7 +269,7 @@ class Driver:
             result_event = Computed(name=action.name, result=result, error=failed, seconds=seconds)
             self._deliver_result(process, result_event)
 
-        process.executors.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
+        process.executors.add(action.executor, Work(seconds=seconds, end=end, demand=demand))
 
     def _deliver_result(
         self, process: SimulatedProcess, result_event: Computed | Persisted

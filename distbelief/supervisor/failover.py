@@ -136,14 +136,14 @@ class PrimaryElection:
         if copy not in self._heard:
             return _NOTHING
         self._heard[copy] = now
-        if copy == self.primary and counters.get("pairing", 0.0) < self.term:
+        if copy == self.primary and counters.get("term", 0.0) < self.term:
             return self._repeat()
-        if copy == self.backup and counters.get("whole", 0.0) == self.term:
+        if copy == self.backup and counters.get("in_sync", 0.0) == self.term:
             self.in_sync = True
         return self._choose_backup(now)
 
     def backup_in_sync(self, copy: Address, term: int, now: Seconds) -> Decision:
-        return self.heard(copy, {"whole": float(term)}, now)
+        return self.heard(copy, {"in_sync": float(term)}, now)
 
     def backup_unresponsive(self, copy: Address, term: int, now: Seconds) -> Decision:
         """Let a primary acknowledge alone because its backup of that term does not answer."""
@@ -185,10 +185,10 @@ class PrimaryElection:
     def _repeat(self) -> Decision:
         assert self.primary is not None
         lead = Promote(
-            pairing=self.term,
+            term=self.term,
             receiver_incarnation=self._incarnations[self.primary],
-            second=self.backup or "",
-            second_incarnation=self._incarnations[self.backup] if self.backup else 0,
+            backup=self.backup or "",
+            backup_incarnation=self._incarnations[self.backup] if self.backup else 0,
         )
         return Decision(sends=(Send(receiver=self.primary, message=lead),))
 
@@ -361,14 +361,14 @@ class ShardFailover:
             return []
         match message:
             case BackupUnresponsive():
-                return election.backup_unresponsive(record.name, message.pairing, now).sends
+                return election.backup_unresponsive(record.name, message.term, now).sends
             case BackupInSync():
-                return election.backup_in_sync(record.name, message.pairing, now).sends
+                return election.backup_in_sync(record.name, message.term, now).sends
 
     def report_text(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> str:
         """Return a log text for this message, or ""; call it before `handle_report`."""
         election = self._elections.get(record.shard)
-        if election is None or message.pairing != election.term:
+        if election is None or message.term != election.term:
             return ""
         match message:
             case BackupInSync() if record.name == election.backup and not election.in_sync:

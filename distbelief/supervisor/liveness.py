@@ -101,7 +101,7 @@ class Heartbeats:
 
     def heartbeat(self, record: RoleRecord, message: Heartbeat, now: Seconds) -> list[Action]:
         """Handle a heartbeat: store state and counters, acknowledge it."""
-        record.state = formatting.harmless(message.state)
+        record.state = formatting.without_control_characters(message.state)
         record.counters = message.counters
         if record.kind == "shard":
             if record.state != _RESTORING:

@@ -159,7 +159,7 @@ class JobMetrics:
 
     def report(self, text: str, now: Seconds, level: Level = "info") -> Report:
         """Store a message for the user; return it as a log line."""
-        text = formatting.harmless(text)  # may contain text from other processes
+        text = formatting.without_control_characters(text)  # may contain text from other processes
         self._n_messages += 1
         self.messages.append(
             Message(number=self._n_messages, seconds=self.seconds(now), text=text, level=level)

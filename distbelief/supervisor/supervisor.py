@@ -643,7 +643,7 @@ class Supervisor:
         return self._heartbeats.finished(record, now)
 
     def _failed(self, record: RoleRecord, message: Failed, now: Seconds) -> list[Action]:
-        error = formatting.harmless(message.error)
+        error = formatting.without_control_characters(message.error)
         record.failure = error
         if message.culprit_is_job and record.kind != "guest":
             reason = f"{record.label}: {error}"

@@ -19,7 +19,7 @@ from distbelief.data.dataset import Dataset, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, LayerGraph
-from distbelief.graph.losses import append_loss, whole_loss
+from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -402,7 +402,7 @@ def _refuse_unsaved(task: TaskSpec, captured: Captured) -> None:
 def modules_of(graph: LayerGraph, module: nn.Module, loss: str | Loss) -> dict[str, nn.Module]:
     """Return the modules that some layer calls, that of the loss included."""
     found: dict[str, nn.Module] = {}
-    loss_module = whole_loss(loss)
+    loss_module = opaque_loss(loss)
     for layer in graph.layers:
         if "module" not in layer.options:
             continue

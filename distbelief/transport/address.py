@@ -101,10 +101,10 @@ def number_of(host: str) -> str:
     Raises:
         JobError: The name has no IPv4 address.
     """
-    return ANYWHERE if host == "*" else numbers_of(host)[0]
+    return ANYWHERE if host == "*" else host_addresses(host)[0]
 
 
-def numbers_of(host: str) -> list[str]:
+def host_addresses(host: str) -> list[str]:
     """Return all IPv4 addresses of a host name. Blocks until the resolver answers.
 
     Raises:
@@ -121,7 +121,7 @@ def numbers_of(host: str) -> list[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-def own_number_towards(host: str) -> str:
+def own_address_towards(host: str) -> str:
     """Return the address at which `host` can reach this host, by the routing table.
 
     Raises:
@@ -137,22 +137,22 @@ def own_number_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def own_number() -> str:
+def own_address() -> str:
     """Return the address at which other hosts most likely reach this host.
 
     That is the address of the default route; without one, as in a cluster's private network, of the
     first interface that is not the loopback; without any, the loopback address.
     """
     with suppress(TransportError):
-        return own_number_towards(_UNUSED_ADDRESS)
+        return own_address_towards(_UNUSED_ADDRESS)
     for _, name in socket.if_nameindex():
-        number = interface_number(name)
+        number = interface_address(name)
         if number is not None and not ipaddress.IPv4Address(number).is_loopback:
             return number
     return LOOPBACK
 
 
-def interface_number(name: str) -> str | None:
+def interface_address(name: str) -> str | None:
     """Return the IPv4 address of a network interface, if it has one (Linux only)."""
     request = _INTERFACE.pack(name.encode(), bytes(4))
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:

@@ -26,7 +26,7 @@ from distbelief.transport.keys import KeyPair
 
 
 Inbox = zmq.Socket[bytes]
-Outbox = zmq.Socket[bytes]
+OutgoingSocket = zmq.Socket[bytes]
 
 _CURVE_BYTES: Final = 33  # overhead of a MESSAGE command, RFC 26
 _SHORT_MAX: Final = 255  # longer commands have a length field of 8 bytes instead of 1, RFC 23
@@ -92,7 +92,7 @@ class Authenticator(Protocol):
     def address(self, endpoint: str) -> str:
         """Return the address that ZeroMQ binds or connects to for this endpoint."""
 
-    def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
+    def dial(self, outbox: OutgoingSocket, peer: str, endpoint: Endpoint) -> None:
         """Prepare a socket before it connects.
 
         Raises:
@@ -177,7 +177,7 @@ class RunAuth(TrustingAuth):
     def address(self, endpoint: str) -> str:
         return endpoint
 
-    def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
+    def dial(self, outbox: OutgoingSocket, peer: str, endpoint: Endpoint) -> None:
         if endpoint.key != self._pair.public:
             raise TransportError(
                 f"cannot connect to {peer} at {endpoint}: it does not have the key of this run"
@@ -256,7 +256,7 @@ class DirectoryAuth(TrustingAuth):
             base = self._directory
         return f"ipc://{base}/{name}"
 
-    def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
+    def dial(self, outbox: OutgoingSocket, peer: str, endpoint: Endpoint) -> None:
         """Do nothing: only the same user can listen in the directory."""
 
     def judge(self, request: object) -> Verdict:

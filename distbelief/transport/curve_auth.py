@@ -27,7 +27,7 @@ from distbelief.transport.authenticator import (
     REFUSED,
     Inbox,
     NotIntroducedError,
-    Outbox,
+    OutgoingSocket,
     Source,
     Verdict,
     curve_bytes,
@@ -242,7 +242,7 @@ class CurveAuth:
     def address(self, endpoint: str) -> str:
         return endpoint
 
-    def dial(self, outbox: Outbox, peer: str, endpoint: Endpoint) -> None:
+    def dial(self, outbox: OutgoingSocket, peer: str, endpoint: Endpoint) -> None:
         if not endpoint.key:
             raise TransportError(
                 f"cannot connect to {peer} at {endpoint}: it uses no key and this side does; "

@@ -209,13 +209,13 @@ class KeyFiles:
         """Return the next key pair if a key rotation has begun."""
         return self._read_secret(_NEXT) if self._path(_NEXT).exists() else None
 
-    def begin_exchange(self) -> str:
+    def begin_rotation(self) -> str:
         """Begin a key rotation: create the next key unless it exists; return it."""
         self.pair()  # raises if there is no present key
         following = self.next_pair()
         return self._write_secret(_NEXT) if following is None else following.public
 
-    def finish_exchange(self) -> str:
+    def finish_rotation(self) -> str:
         """Replace the present key by the next one and return it.
 
         The present key is kept as the former one: a running job needs it to restart its processes.

@@ -130,7 +130,7 @@ class WorkExecutors:
         self._tasks[executor].put((name, task))
 
     def compute(self, action: Compute) -> None:
-        self.add(action.lane, action.name, partial(self._compute, action))
+        self.add(action.executor, action.name, partial(self._compute, action))
 
     def results(self) -> Iterator[Event]:
         """Yield and remove the results that are ready."""

@@ -288,7 +288,7 @@ class ZmqTransport:
         link = self._sockets.get(peer)
         return link is not None and link.take(REFUSED)
 
-    def is_another(self, peer: str) -> bool:
+    def has_other_key(self, peer: str) -> bool:
         """Return whether another process may listen at a watched peer's endpoint.
 
         A peer with another key, or without one, closes the connection in the handshake.

@@ -81,7 +81,7 @@ class Prefetcher:
                 name="replica:read",
                 work=work,
                 cost=Cost(n_bytes=2.0 * self._bytes_per_sample * len(indices)),
-                lane=Executor.DATA,
+                executor=Executor.DATA,
             )
         ]
 
@@ -216,7 +216,7 @@ N_AHEAD: Final = 2  # slices read or held: of the current step and the next
 class BatchSlice:
     """What one rank needs of a batch."""
 
-    life: int  # generation of the group in which it was read
+    generation: int  # generation of the group in which it was read
     step: int
     # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class SliceReader:
                 value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
             ]
         targets = batch[1] if self._keeps_targets else None
-        return BatchSlice(life=generation, step=step, inputs=found, targets=targets)
+        return BatchSlice(generation=generation, step=step, inputs=found, targets=targets)
 
 
 @final
@@ -311,7 +311,7 @@ class SlicePrefetch:
 
     def take(self, step: int) -> BatchSlice | None:
         if self._reader.reads_nothing:
-            return BatchSlice(life=self._generation, step=step)
+            return BatchSlice(generation=self._generation, step=step)
         return self._held.pop(step, None)
 
     def read_ahead(self, step: int, *, stop: int) -> list[Action]:
@@ -335,7 +335,7 @@ class SlicePrefetch:
                 name=READ,
                 work=lambda: reader.read(generation, number, samples),
                 cost=Cost(n_bytes=1e3 * len(samples.indices)),
-                lane=Executor.DATA,
+                executor=Executor.DATA,
             )
         ]
 
@@ -343,5 +343,5 @@ class SlicePrefetch:
         assert isinstance(result, BatchSlice), result
         self._reading = False
         # A slice that was read for an earlier generation is dropped.
-        if result.life == self._generation:
+        if result.generation == self._generation:
             self._held[result.step] = result

@@ -34,7 +34,7 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.parameter_server.replication import copies_of_all, copy_names, shard_of
+from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import PartialView
 from distbelief.program.compiler import Compiled, compile_plan
@@ -110,8 +110,8 @@ def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -
 
 
 def shard_names(context: BuildContext) -> set[Address]:
-    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
-    return {*shards, *second_copies}
+    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
+    return {*shards, *backups}
 
 
 def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
@@ -119,11 +119,7 @@ def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
     index = int(shard_of(name).removeprefix("shard-"))
     return Shard(
         ShardConfig(
-            index=index,
-            layout=layout,
-            rule=rule,
-            name=name,
-            waits_for_lead=context.shard_copies > 1,
+            index=index, layout=layout, rule=rule, name=name, is_replicated=context.shard_copies > 1
         ),
         memory=context.memory,
         initialise=_initialise(index, layout, context),
@@ -167,13 +163,13 @@ def build_evaluator(context: BuildContext) -> Role:
 
 
 def build_client(context: BuildContext, *, pushes: bool) -> ParameterClient:
-    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes),
         layout=layout_of(context),
         shards=shards,
         memory=context.memory,
-        second_copies=second_copies,
+        backups=backups,
     )
 
 
@@ -242,7 +238,7 @@ class Split:
         )
 
 
-def place_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
+def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
     """Return the rank of this name.
 
     Raises:
@@ -266,9 +262,9 @@ class RankBuild:
     flow: Dataflow
     dtype: torch.dtype
     client: ParameterClient
-    course: BatchPlan
+    batch_plan: BatchPlan
     reader: SliceReader
-    duty: Objective
+    objective: Objective
     leader: GroupLeader
     training: bool
     micro_batches: int
@@ -277,7 +273,7 @@ class RankBuild:
 
 
 def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker:
-    flow, batch_plan = parts.flow, parts.course
+    flow, batch_plan = parts.flow, parts.batch_plan
     n_machines = split.plan.cluster.n_machines
     streams = _streams(rank, flow, n_machines)
     return PartitionWorker(
@@ -285,7 +281,7 @@ def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker
             group=rank.group, machine=rank.machine, n_machines=n_machines, plan=split.fingerprint
         ),
         client=parts.client,
-        stepping=StepRunner(
+        runner=StepRunner(
             PartitionExecutor(
                 flow,
                 dtype=parts.dtype,
@@ -293,16 +289,16 @@ def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker
                 device=split.device,
                 seed_gradient=parts.seed_gradient,
             ),
-            couriers=streams,
-            course=batch_plan,
+            streams=streams,
+            batch_plan=batch_plan,
             micro_batches=parts.micro_batches,
             training=parts.training,
             seed=parts.seed,
         ),
-        couriers=streams,
-        course=batch_plan,
-        portions=SlicePrefetch(parts.reader, batch_plan),
-        duty=parts.duty,
+        streams=streams,
+        batch_plan=batch_plan,
+        slices=SlicePrefetch(parts.reader, batch_plan),
+        objective=parts.objective,
         shapes=[region.shape for _, region in flow.items],
         leader=parts.leader if rank.machine == 0 else None,
     )
@@ -350,9 +346,9 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
             flow=flow,
             dtype=dtype,
             client=client,
-            course=batch_plan,
+            batch_plan=batch_plan,
             reader=reader,
-            duty=objective,
+            objective=objective,
             leader=leader,
             training=False,
             micro_batches=1,
@@ -364,13 +360,13 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
 def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> ParameterClient:
     """Return a client of the shards that hold what the rank keeps."""
     layout = layout_of(context)
-    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes),
         layout=layout,
         shards=shards,
         memory=context.memory,
-        second_copies=second_copies,
+        backups=backups,
         selection=PartialView.of(layout, flow.items),
     )
 
@@ -449,7 +445,7 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         JobError: the data cannot be built, or the plan does not fit the job.
         LocalProtocolError: the job has no such rank.
     """
-    rank = place_in(name, context=context, split=split)
+    rank = rank_in(name, context=context, split=split)
     if rank.group == EVALUATORS:
         return evaluating_rank(rank, context=context, split=split)
     return _training_rank(rank, config=config, context=context, split=split)
@@ -500,9 +496,9 @@ def _training_rank(
             flow=flow,
             dtype=parts.dtype,
             client=parts.client,
-            course=batch_plan,
+            batch_plan=batch_plan,
             reader=parts.reader,
-            duty=objective,
+            objective=objective,
             leader=leader,
             training=True,
             micro_batches=split.plan.micro_batches,

@@ -395,7 +395,7 @@ class EvaluationObjective:
         return None
 
     @property
-    def is_settled(self) -> bool:
+    def all_pushes_applied(self) -> bool:
         return True
 
     @property
@@ -514,7 +514,7 @@ class EvaluationObjective:
         asked.waiting = []
         position = WHOLE if newest.whole else SUBSET
         steps = self._batch_plan.n_steps(position)
-        return actions, leader.new_life(now, position=position, limit=steps)
+        return actions, leader.new_generation(now, position=position, limit=steps)
 
     def _measured(self, leader: GroupLeader) -> EvaluationDone:
         sums = self._sums

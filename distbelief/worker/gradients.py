@@ -23,7 +23,7 @@ from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, P
 from distbelief.roles.role import Cost
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.group import Install, Vote
+from distbelief.worker.group import Install, LocalNorm
 
 
 @final
@@ -207,7 +207,7 @@ class RankTrainer:
             if accrued is not None and rate:
                 value.add_(accrued, alpha=-rate)
 
-    def close(self, step: Step, step_result: StepResult) -> Vote | Closed:
+    def close(self, step: Step, step_result: StepResult) -> LocalNorm | Closed:
         """Return the local part of the norm reduction; with one rank, finish the step at once."""
         step.after = self._after(step_result)
         if step.draft is not None:
@@ -225,7 +225,7 @@ class RankTrainer:
             return self._settle(step, square, sample)
         n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
         settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
-        return Vote(square=square, settle=settle, cost=cost, sample=sample)
+        return LocalNorm(square=square, settle=settle, cost=cost, sample=sample)
 
     def _square(self, step: Step) -> float:
         # Without clipping only finiteness matters, and that only if someone uses it.

@@ -53,7 +53,7 @@ Install = Callable[[], FetchResult]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
+class LocalNorm:
     """One rank's part of a decision that all ranks of a step take together."""
 
     square: float  # sum of squares of the local gradient; NaN if it is not finite
@@ -79,7 +79,7 @@ class Objective(Protocol):
         ...
 
     @property
-    def is_settled(self) -> bool:
+    def all_pushes_applied(self) -> bool:
         """Whether all its pushes are applied."""
         ...
 
@@ -186,7 +186,7 @@ class GroupState:
     def __init__(self, name: str, *, plan: str) -> None:
         self.generation = 0  # 0 before the first
         self.phase = Phase.ALONE
-        self.n_lives = 0  # generations so far
+        self.n_generations = 0  # generations so far
         self.granted = 0  # steps of this generation that the rank may take
         self.is_last = False  # no more steps will be granted
         self.has_ended = False  # the leader knows that all steps are done
@@ -214,16 +214,16 @@ class GroupState:
                 f"{self._plan}: start all ranks of a replica with one plan"
             )
         # The leader repeats this message until it is answered.
-        if message.life == self.generation:
+        if message.generation == self.generation:
             return False
-        self.generation, self.phase = message.life, Phase.GATHERING
-        self.n_lives += 1
+        self.generation, self.phase = message.generation, Phase.GATHERING
+        self.n_generations += 1
         self.granted, self.is_last, self.has_ended = 0, False, False
         self.n_reduced, self.square, self.sample = 0, 0.0, None
         self._sums = _Sums()
         return True
 
-    def grant(self, message: GrantSteps) -> bool:
+    def commit_token(self, message: GrantSteps) -> bool:
         """Apply the leader's message; return whether the first step may begin now.
 
         Raises:
@@ -231,9 +231,10 @@ class GroupState:
         """
         self._check(message)
         ready = self.phase not in {Phase.ALONE, Phase.GATHERING}
-        if message.life > self.generation or not ready:
+        if message.generation > self.generation or not ready:
             raise RemoteProtocolError(
-                f"{self._name} was granted steps of generation {message.life} before it was ready"
+                f"{self._name} was granted steps of generation {message.generation} before it "
+                "was ready"
             )
         # Messages may be repeated or arrive late, so values only grow.
         self.granted = max(self.granted, message.steps)
@@ -259,13 +260,13 @@ class GroupState:
             sums.no_loss += n_samples
 
     def ready_message(self, pushed: int | None) -> RankReady:
-        return RankReady(life=self.generation, pushes=pushed is not None, samples=pushed or 0)
+        return RankReady(generation=self.generation, pushes=pushed is not None, samples=pushed or 0)
 
     def steps_message(
         self, steps: int, *, clock: float | None, square: float, sample: int | None = None
     ) -> StepsDone:
         return StepsDone(
-            life=self.generation,
+            generation=self.generation,
             steps=steps,
             loss=self._sums.loss,
             samples=self._sums.samples,
@@ -277,10 +278,10 @@ class GroupState:
         )
 
     def _check(self, message: StartEpoch | GrantSteps) -> None:
-        if message.life < self.generation:
+        if message.generation < self.generation:
             raise RemoteProtocolError(
                 f"{self._name} was sent {type(message).__name__} of generation "
-                f"{message.life}, after generation {self.generation} had begun"
+                f"{message.generation}, after generation {self.generation} had begun"
             )
 
 
@@ -336,7 +337,7 @@ class RankShutdown:
         incarnation of the rank started.
         """
         if self._is_orphan:
-            return is_idle and self._objective.is_settled
+            return is_idle and self._objective.all_pushes_applied
         is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
         return is_late and self._state.phase is Phase.ALONE
 
@@ -422,7 +423,7 @@ SETTLE: Final = "machine:settle"
 class PendingStep:
     """A computed step that waits for the norm reduction."""
 
-    local: Vote  # this rank's part of the decision
+    local: LocalNorm  # this rank's part of the decision
     step_result: StepResult
     batch: BatchIndices
 

@@ -71,7 +71,7 @@ class GroupLeader:
         self._steps_max = steps_max
         self._n_steps = n_steps
         self._first_position: int | None = None  # of the first generation
-        self.life = 0
+        self.generation = 0
         self._is_begun = False
         self._samples_max: int | None = None  # pause after so many
         self._stopping = False
@@ -96,10 +96,10 @@ class GroupLeader:
     # ----------------------------------------------------------------------- commands
 
     def start(self, incarnation: int, now: Seconds) -> Outgoing:
-        self.life = incarnation << GENERATION_BITS
-        return self.new_life(now, limit=self._limit)
+        self.generation = incarnation << GENERATION_BITS
+        return self.new_generation(now, limit=self._limit)
 
-    def new_life(
+    def new_generation(
         self,
         now: Seconds,
         *,
@@ -117,7 +117,7 @@ class GroupLeader:
                 chunk is dropped: the next generation has none.
         """
         self._n_before += self.steps
-        self.life += 1
+        self.generation += 1
         self._running = False
         self._n_reduced, self._square, self._sample = 0, 0.0, None
         self._last_step = 0 if self._stopping else None
@@ -158,7 +158,7 @@ class GroupLeader:
         self._missing.discard(rank)
         self._ended.discard(rank)
         self._released.discard(rank)
-        return self.new_life(now, position=self._wanted_position, limit=self._limit)
+        return self.new_generation(now, position=self._wanted_position, limit=self._limit)
 
     def lost(self, rank: int, now: Seconds) -> Outgoing:
         """A rank is lost for good: the group can take no further step."""
@@ -168,7 +168,7 @@ class GroupLeader:
         are_taken = self._running and self.is_last and self.steps >= self.granted
         self._missing.add(rank)
         self._stopping = True
-        return self._grant_all() if are_taken else self.new_life(now)
+        return self._grant_all() if are_taken else self.new_generation(now)
 
     def hear(self, rank: int, incarnation: int, message: Message, now: Seconds) -> Outgoing:
         """Handle a message of a rank.
@@ -193,23 +193,23 @@ class GroupLeader:
         waited = now - self._progress_at
         if self._stopping and waited > STOP_SECONDS:
             if self._running and not self.all_ended:
-                return self.new_life(now)  # one without steps
+                return self.new_generation(now)  # one without steps
             if not self._running:
                 self._missing |= self.waiting_for
                 return self._grant_if_ready(now)
         return [] if self._running else self._start_epoch()
 
     def _on_rank_ready(self, rank: int, message: RankReady, now: Seconds) -> Outgoing:
-        if message.life == self.life and self._running:
+        if message.generation == self.generation and self._running:
             return [(rank, self._grant_for(rank))]  # the grant was lost
-        if message.life == self.life:
+        if message.generation == self.generation:
             self._ready.setdefault(rank, message)
             return self._grant_if_ready(now)
         # It reports for an earlier generation, or has just started.
         return [] if rank in self._ready else self._start_epoch({rank})
 
     def _on_steps_done(self, rank: int, message: StepsDone, now: Seconds) -> Outgoing:
-        if message.life != self.life or not self._running:
+        if message.generation != self.generation or not self._running:
             return []
         before, granted = self._done.get(rank), self.granted
         if before is not None and message.steps < before.steps:
@@ -315,7 +315,7 @@ class GroupLeader:
     def square(self) -> float:
         return self._square
 
-    def life_done(self) -> GroupProgress:
+    def generation_done(self) -> GroupProgress:
         """Return what the group did in this generation; the loss may be a step ahead."""
         # In the order of ranks, never of arrival: floating-point sums must not vary.
         messages = [self._done[rank] for rank in sorted(self._done)]
@@ -331,7 +331,7 @@ class GroupLeader:
 
     def _start_epoch(self, ranks: frozenset[int] | set[int] | None = None) -> Outgoing:
         wanted = self.waiting_for if ranks is None else ranks
-        message = StartEpoch(life=self.life, plan=self._plan, order=self._order)
+        message = StartEpoch(generation=self.generation, plan=self._plan, order=self._order)
         return [(rank, message) for rank in sorted(wanted)]
 
     def _grant_if_ready(self, now: Seconds) -> Outgoing:
@@ -362,7 +362,7 @@ class GroupLeader:
         if self._all_taken:
             self._released.add(rank)
         return GrantSteps(
-            life=self.life,
+            generation=self.generation,
             position=self._position,
             steps=self.granted,
             is_last=self.is_last,

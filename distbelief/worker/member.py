@@ -135,7 +135,7 @@ class JobMember:
         return self._role
 
     @property
-    def told_failure(self) -> bool:
+    def reported_failure(self) -> bool:
         return self._reported_failure
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:

@@ -186,12 +186,12 @@ class ProgressReporter:
             computing: Seconds of computing, in all generations.
             elapsed: Seconds since the first generation began.
         """
-        done = leader.life_done()
+        done = leader.generation_done()
         reported = self._reported
         # A new generation counts from zero; steps of earlier ones stay counted.
-        if reported.generation != leader.life:
+        if reported.generation != leader.generation:
             reported = self._reported = _Reported(
-                generation=leader.life, at=reported.at, steps=reported.steps
+                generation=leader.generation, at=reported.at, steps=reported.steps
             )
         n_new = done.samples + done.no_loss - reported.done.samples - reported.done.no_loss
         due = final or now - reported.at >= self._every
@@ -200,7 +200,7 @@ class ProgressReporter:
         n_of_loss = done.samples - reported.done.samples
         loss = (done.loss - reported.done.loss) / n_of_loss if n_of_loss else math.nan
         steps = reported.steps + max(done.steps - reported.done.steps, 0)
-        self._reported = _Reported(generation=leader.life, at=now, steps=steps, done=done)
+        self._reported = _Reported(generation=leader.generation, at=now, steps=steps, done=done)
         return Progress(
             step=steps,
             samples=done.position + done.samples + done.no_loss,

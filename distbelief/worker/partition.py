@@ -53,12 +53,12 @@ from distbelief.worker.batches import READ, BatchIndices, BatchPlan, SlicePrefet
 from distbelief.worker.group import (
     SETTLE,
     GroupState,
+    LocalNorm,
     NormReduction,
     Objective,
     PendingStep,
     Phase,
     RankShutdown,
-    Vote,
     member_names,
 )
 from distbelief.worker.group_leader import GroupLeader, Outgoing
@@ -134,7 +134,7 @@ class GroupMember:
         match parts.state.phase:
             # A rank that starts late introduces itself to the leader.
             case Phase.ALONE if parts.leader is None:
-                return self._to_leader(RankReady(life=0, pushes=False, samples=0), now)
+                return self._to_leader(RankReady(generation=0, pushes=False, samples=0), now)
             case Phase.GATHERED:
                 return self.report_ready(now)
             case Phase.RUNNING | Phase.ENDED:
@@ -161,15 +161,15 @@ class GroupMember:
         parts, state = self._parts, self._parts.state
         if isinstance(message, StartEpoch):
             if state.start_epoch(message):
-                parts.runner.begin(message.life)
-                parts.prefetch.begin(message.life)
+                parts.runner.begin(message.generation)
+                parts.prefetch.begin(message.generation)
             elif state.phase is Phase.GATHERED:
                 return self.report_ready(now)
             return []
-        if not state.grant(message):
+        if not state.commit_token(message):
             return []
         parts.batch_plan.start(message.position)
-        parts.slices.begin(message.life)
+        parts.slices.begin(message.generation)
         parts.objective.begin(message.position, now)
         return parts.runner.place(now)
 
@@ -185,7 +185,7 @@ class StepLoop:
     """Decides what the compute executor of one rank runs next."""
 
     def __init__(self, parts: RankParts, member: GroupMember) -> None:
-        self.lane = ""  # name of the work in progress, or ""
+        self.executor = ""  # name of the work in progress, or ""
         self._parts = parts
         self._member = member
         self._batch: BatchIndices | None = None  # of the current step
@@ -206,9 +206,9 @@ class StepLoop:
         if event.name == READ:
             parts.slices.have_read(event.result)
             return []
-        if event.name != self.lane:
+        if event.name != self.executor:
             raise LocalProtocolError(f"unexpected result of work {event.name!r}")
-        self.lane = ""
+        self.executor = ""
         if event.name == INSTALL:
             return parts.prefetch.installed(event, now)
         if event.name == CHAIN:
@@ -227,7 +227,7 @@ class StepLoop:
         assert self._batch is not None
         batch, self._batch = self._batch, None
         is_over = result.generation != parts.runner.generation
-        if isinstance(result.closed, Vote):
+        if isinstance(result.closed, LocalNorm):
             if is_over:
                 return actions  # no norm will be reduced; the objective drops the step
             parts.norm_reduction.start(PendingStep(result.closed, result.found, batch))
@@ -243,7 +243,7 @@ class StepLoop:
 
     def advance(self, now: Seconds) -> Sequence[Action]:
         parts = self._parts
-        if self.lane or parts.prefetch.waits:
+        if self.executor or parts.prefetch.waits:
             return []
         match parts.state.phase:
             case Phase.GATHERING:
@@ -261,7 +261,7 @@ class StepLoop:
         parts.norm_reduction.drop()
         parts.objective.drop()
         # Pushes in flight count for the position where the next generation begins.
-        if not (parts.client.ready and parts.objective.is_settled):
+        if not (parts.client.ready and parts.objective.all_pushes_applied):
             return []
         parts.state.phase = Phase.GATHERED
         return self._member.report_ready(now)
@@ -277,7 +277,7 @@ class StepLoop:
     def _hold_lane(self, actions: Sequence[Action]) -> list[Action]:
         for action in actions:
             if isinstance(action, Compute):
-                self.lane = action.name
+                self.executor = action.name
         return list(actions)
 
     def _between_steps(self, now: Seconds) -> list[Action]:
@@ -322,7 +322,7 @@ class StepLoop:
     def _end(self, now: Seconds) -> list[Action]:
         parts = self._parts
         # The leader may let everyone exit after this report, so all pushes must be applied.
-        if not parts.objective.is_settled:
+        if not parts.objective.all_pushes_applied:
             return []
         parts.state.phase = Phase.ENDED
         parts.shutdown.end(now)
@@ -345,16 +345,16 @@ class RankStatus:
     def __init__(self, parts: RankParts) -> None:
         self._parts = parts
 
-    def state(self, lane: str) -> str:
+    def state(self, executor: str) -> str:
         parts = self._parts
-        if lane and lane != CHAIN:
-            return lane.removeprefix("machine:")
+        if executor and executor != CHAIN:
+            return executor.removeprefix("machine:")
         if parts.leader is not None and parts.leader.is_held:
             return "waiting for more samples"
-        rank = self._awaited(lane)
+        rank = self._awaited(executor)
         if rank is not None and rank != parts.rank:
             return f"waiting for {parts.names[rank]}"
-        if lane or parts.runner.is_open:
+        if executor or parts.runner.is_open:
             return "computing"
         waited = parts.client.waiting_for
         if waited is not None:
@@ -362,11 +362,11 @@ class RankStatus:
         phase = parts.state.phase
         return _IDLE.get(phase, phase.value)
 
-    def _awaited(self, lane: str) -> int | None:
+    def _awaited(self, executor: str) -> int | None:
         parts, leader = self._parts, self._parts.leader
         match parts.state.phase:
             case Phase.RUNNING if parts.runner.is_open:
-                return None if lane else parts.runner.awaited
+                return None if executor else parts.runner.awaited
             case Phase.RUNNING if parts.norm_reduction.is_open or not parts.may_step:
                 return 0 if leader is None else leader.slowest
             case Phase.ALONE | Phase.GATHERED if leader is None:
@@ -415,11 +415,11 @@ class PartitionWorker:
     Args:
         config: Identity of the rank.
         client: Connects to the shards that hold what the rank keeps.
-        stepping: Runs the operations of its steps.
-        couriers: Reliable streams to other ranks, by rank; shared with `stepping`.
-        course: The samples of each step.
-        portions: The rank's slices of them.
-        duty: What the steps are for.
+        runner: Runs the operations of its steps.
+        streams: Reliable streams to other ranks, by rank; shared with `runner`.
+        batch_plan: The samples of each step.
+        slices: The rank's slices of them.
+        objective: What the steps are for.
         shapes: Per item that the rank keeps.
         leader: On rank 0: grants steps to the group.
     """
@@ -431,11 +431,11 @@ class PartitionWorker:
         config: RankConfig,
         *,
         client: ParameterClient,
-        stepping: StepRunner,
-        couriers: Mapping[int, ReliableSender],
-        course: BatchPlan,
-        portions: SlicePrefetch,
-        duty: Objective,
+        runner: StepRunner,
+        streams: Mapping[int, ReliableSender],
+        batch_plan: BatchPlan,
+        slices: SlicePrefetch,
+        objective: Objective,
         shapes: Sequence[tuple[int, ...]],
         leader: GroupLeader | None,
     ) -> None:
@@ -443,26 +443,26 @@ class PartitionWorker:
         self._rank_of = {name: index for index, name in enumerate(self._names)}
         self._name = self._names[config.machine]
         self._client = client
-        self._runner = stepping
-        self._streams = couriers
-        self._objective = duty
+        self._runner = runner
+        self._streams = streams
+        self._objective = objective
         self._leader = leader
         state = GroupState(self._name, plan=config.plan)
-        self._prefetch = ParameterPrefetch(client, duty)
+        self._prefetch = ParameterPrefetch(client, objective)
         self._norm_reduction = NormReduction(state)
         self._shutdown = RankShutdown(
-            self._names, state=state, objective=duty, leader=leader, metrics=self._metrics
+            self._names, state=state, objective=objective, leader=leader, metrics=self._metrics
         )
         parts = RankParts(
             names=self._names,
             rank=config.machine,
             client=client,
-            runner=stepping,
-            batch_plan=course,
-            slices=portions,
-            objective=duty,
+            runner=runner,
+            batch_plan=batch_plan,
+            slices=slices,
+            objective=objective,
             parameters=[
-                value.view(shape) for value, shape in zip(duty.values, shapes, strict=True)
+                value.view(shape) for value, shape in zip(objective.values, shapes, strict=True)
             ],
             state=state,
             prefetch=self._prefetch,
@@ -492,7 +492,7 @@ class PartitionWorker:
             actions = self._on_event(event, now)
         begun = self._loop.advance(now)
         # A chain does not depend on these messages, so computing starts before they are sent.
-        is_chain = self._loop.lane == CHAIN
+        is_chain = self._loop.executor == CHAIN
         both = (begun, actions) if is_chain else (actions, begun)
         return [*both[0], *both[1], *self._lead(now)]
 
@@ -522,7 +522,7 @@ class PartitionWorker:
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return the state as a phrase, and the counters of client, objective and rank."""
-        return self._status.state(self._loop.lane), self._metrics()
+        return self._status.state(self._loop.executor), self._metrics()
 
     def _metrics(self) -> Mapping[str, float]:
         metrics = {
@@ -530,7 +530,7 @@ class PartitionWorker:
             **self._objective.figures(),
             # JSON numbers: the low 32 bits are enough to tell generations apart.
             "generation": float(self._runner.generation & 0xFFFFFFFF),
-            "generations": float(self._state.n_lives),
+            "generations": float(self._state.n_generations),
             "messages_out": float(sum(c.n_out for c in self._streams.values())),
             "messages_resent": float(sum(c.n_again for c in self._streams.values())),
         }
@@ -611,6 +611,6 @@ class PartitionWorker:
             actions += stream.remind(now)
         if self._leader is not None:
             actions += self._member.deliver(self._leader.remind(now), now)
-        if self._shutdown.is_left(now, is_idle=not self._loop.lane):
+        if self._shutdown.is_left(now, is_idle=not self._loop.executor):
             return [*actions, *self._shutdown.go()]
         return [*actions, *self._member.resend(now)]

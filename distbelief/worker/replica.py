@@ -43,7 +43,7 @@ from distbelief.roles.role import (
 from distbelief.worker.batches import BatchIndices, BatchSlice, Prefetcher
 from distbelief.worker.config import DownpourConfig
 from distbelief.worker.gradients import Closed, RankTrainer, Step
-from distbelief.worker.group import Install, Vote
+from distbelief.worker.group import Install, LocalNorm
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor, Outcome
 from distbelief.worker.metrics import Counters, ProgressReporter, TrainingMetrics
@@ -442,7 +442,7 @@ class TrainingObjective:
         return max(self._pushed, self._client.samples)
 
     @property
-    def is_settled(self) -> bool:
+    def all_pushes_applied(self) -> bool:
         return not (self._staging or self._client.unacknowledged)
 
     def may_fetch(self, *, ahead: bool) -> bool:
@@ -507,7 +507,7 @@ class TrainingObjective:
         )
         return self._step.put
 
-    def close(self, step_result: StepResult) -> Vote | Closed:
+    def close(self, step_result: StepResult) -> LocalNorm | Closed:
         assert self._step is not None
         return self._trainer.close(self._step, step_result)
 

@@ -135,8 +135,8 @@ class StepRunner:
 
     Args:
         execution: Runs its operations.
-        couriers: Reliable streams to the other ranks.
-        course: The samples of each step.
+        streams: Reliable streams to the other ranks.
+        batch_plan: The samples of each step.
         micro_batches: Number of parts of a batch.
         training: With the backward pass.
         seed: Of the steps' random numbers, equal on all ranks.
@@ -146,8 +146,8 @@ class StepRunner:
         self,
         execution: PartitionExecutor,
         *,
-        couriers: Mapping[int, ReliableSender],
-        course: BatchPlan,
+        streams: Mapping[int, ReliableSender],
+        batch_plan: BatchPlan,
         micro_batches: int,
         training: bool,
         seed: Sequence[int],
@@ -155,8 +155,8 @@ class StepRunner:
         self.generation = 0
         self.step = 0  # the current step, or the next one
         self._execution = execution
-        self._streams = couriers
-        self._batch_plan = course
+        self._streams = streams
+        self._batch_plan = batch_plan
         self._micro_batches = micro_batches
         self._training = training
         self._seed = tuple(seed)
@@ -214,9 +214,9 @@ class StepRunner:
             RemoteProtocolError: it belongs to another generation, the program does not expect
                 it, or its size is wrong.
         """
-        if message.life != self.generation:
+        if message.generation != self.generation:
             raise RemoteProtocolError(
-                f"rank {sender} sent a transfer of generation {message.life}; the current "
+                f"rank {sender} sent a transfer of generation {message.generation}; the current "
                 f"one is {self.generation}"
             )
         stream = self._streams[sender]
@@ -237,7 +237,7 @@ class StepRunner:
 
     def taken(self, sender: int, message: TransferAck, now: Seconds) -> list[Action]:
         """Handle the acknowledgement of transfers."""
-        if message.life != self.generation:
+        if message.generation != self.generation:
             return []  # of another generation
         return self._streams[sender].taken(message.taken, now)
 

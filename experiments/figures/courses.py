@@ -12,7 +12,7 @@ import msgspec
 
 from distbelief.config.load import parse_job
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.run import RunHost, Tell, run_virtually
+from distbelief.forecast.run import RunHost, Tell, run_simulated
 from experiments.figures import task
 from experiments.figures.entries import Entry
 from experiments.figures.results import RESULTS, fingerprint, keep, kept, slug
@@ -164,7 +164,7 @@ report_every = "{every} s"
     rig = Rig(entry.replicas, entry.haste)
     job = parse_job(text, path="figure.toml")
     host = rig if host is None else host
-    outcome = run_virtually(staging.stage(job), host, seed=seed, tell=tell).outcome
+    outcome = run_simulated(staging.stage(job), host, seed=seed, tell=tell).outcome
     begun = outcome.seconds - outcome.training_seconds
     points: list[Point] = []
     for point in outcome.history:

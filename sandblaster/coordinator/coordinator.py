@@ -338,7 +338,7 @@ class Coordinator:
             "wasted": float(metrics.n_wasted),
             "backups": float(metrics.n_backups),
             "replicas": float(len(self._pool)),
-            "sets": float(queue.commits.n_sets) if queue else 0.0,
+            "sets": float(queue.commits.n_chunks) if queue else 0.0,
             "sets_done": float(queue.commits.n_counted) if queue else 0.0,
             "epoch": float(self._commands.epoch),
             "orders": float(self._commands.n_commands),

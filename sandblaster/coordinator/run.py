@@ -113,7 +113,7 @@ class CoordinatorRun:
         self._metrics = metrics
         self._requests = requests
         first = epoch << GRANT_BITS
-        self._counters = EpochCounters(grant=first)
+        self._counters = EpochCounters(commit_token=first)
         self._last_savepoint = first
         self._savepoint_iteration: IterationDone | None = None  # the point of the last savepoint
         self.savepoint: Savepoint | None = None  # to be sent with the next command
@@ -238,7 +238,7 @@ class CoordinatorRun:
         opened = yield BeginEvaluation(
             point=request.point,
             before=request.before,
-            first_grant=counters.grant + 1,
+            first_commit_token=counters.commit_token + 1,
             n_staged_max=config.window_chunks + N_VOID_MAX,
         )
         metrics.n_evaluations += 1
@@ -367,9 +367,9 @@ def _scalars(answered: Answered) -> list[Scalars]:
 
 def _check(answers: Sequence[CommandDone], sets: Commits) -> None:
     # Every shard must count the same chunks, each once and of the same attempt (DB-15).
-    expected = sets.n_sets, sets.n_examples, sets.digest
+    expected = sets.n_chunks, sets.n_examples, sets.digest
     for k, answer in enumerate(answers):
-        counted = answer.n_sets, answer.n_examples, answer.digest
+        counted = answer.n_chunks, answer.n_examples, answer.digest
         if counted != expected:
             raise DistBeliefError(
                 f"shard {k} counts {counted[0]} chunks of {counted[1]} examples (tokens "

@@ -93,7 +93,7 @@ class CommandBroadcast:
             epoch=self.epoch,
             number=self.number,
             task=task,
-            mark=savepoint,
+            savepoint=savepoint,
             settled=settled,
             on_disk=on_disk,
         )

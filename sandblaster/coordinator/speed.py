@@ -52,7 +52,7 @@ def left(worker: WorkerState, pace: float, lag: Seconds, now: Seconds) -> tuple[
         return Line(0.0), math.inf
     first = outstanding[0]
     begun = max(first.assigned_at, worker.progress_at)
-    expected = pace * first.n_examples + (0.0 if worker.n_sets else lag)
+    expected = pace * first.n_examples + (0.0 if worker.n_chunks else lag)
     others = sum(pace * copy.n_examples for copy in outstanding[1:])
     elapsed = now - begun
     if elapsed < expected:
@@ -62,8 +62,8 @@ def left(worker: WorkerState, pace: float, lag: Seconds, now: Seconds) -> tuple[
     return Line(others - begun, 1), math.inf
 
 
-def seconds_to_end(workers: FinishTimes, n_sets: int, now: Seconds) -> Seconds:
-    """Return when `n_sets` more chunks are done, if they are assigned as well as possible.
+def seconds_to_end(workers: FinishTimes, n_chunks: int, now: Seconds) -> Seconds:
+    """Return when `n_chunks` more chunks are done, if they are assigned as well as possible.
 
     Chunks may be divided here, so the true time is later, by less than the fastest worker
     takes for one.
@@ -71,7 +71,7 @@ def seconds_to_end(workers: FinishTimes, n_sets: int, now: Seconds) -> Seconds:
     Args:
         workers: For each, the seconds until it has nothing left; its weight is its chunks
             per second.
-        n_sets: Chunks to be assigned; at least one.
+        n_chunks: Chunks to be assigned; at least one.
         now: The time.
     """
     end, n_before = math.inf, len(workers) + 1
@@ -80,7 +80,7 @@ def seconds_to_end(workers: FinishTimes, n_sets: int, now: Seconds) -> Seconds:
         # Rounding alone can bring one back that finishes exactly at the end.
         if not n or n >= n_before:
             return end
-        end, n_before = (n_sets + sets) / speed, n
+        end, n_before = (n_chunks + sets) / speed, n
 
 
 def seconds_to_rival(copy: ChunkCopy, expected: Seconds, now: Seconds) -> Seconds:

@@ -179,7 +179,7 @@ class _Row:
     worker: WorkerState  # which one
     n_refreshes: int = 0  # how often the row was computed; an older due time is void
     latest: ChunkCopy | None = None  # its last chunk to compute that has no second copy
-    grants: list[int] | None = None  # commit tokens of its pushes that have no second copy
+    commit_tokens: list[int] | None = None  # commit tokens of its pushes that have no second copy
 
 
 @final
@@ -241,10 +241,10 @@ class ExpectedFinish:
             self._forget_grants(row)
 
     def _forget_grants(self, row: _Row) -> None:
-        for grant in row.grants or ():
-            self._pushed.drop(grant)
-            del self._pushes[grant]
-        row.grants = None
+        for commit_token in row.commit_tokens or ():
+            self._pushed.drop(commit_token)
+            del self._pushes[commit_token]
+        row.commit_tokens = None
 
     def _refresh_row(self, number: int, worker: WorkerState, now: Seconds) -> None:
         row, pace = self._rows[number], self.pace(worker)
@@ -273,12 +273,12 @@ class ExpectedFinish:
             after += pace * copy.n_examples
         _put(self._latest, number, line.later(-after) if row.latest else None)
         self._forget_grants(row)
-        row.grants = []
+        row.commit_tokens = []
         for copy in row.worker.copies.values():
-            if copy.result is not None and copy.grant and not copy.is_doubled:
-                row.grants.append(copy.grant)
-                self._pushes[copy.grant] = row.worker, copy
-                self._pushed.put(copy.grant, Line(-copy.token_issued_at, 1))
+            if copy.result is not None and copy.commit_token and not copy.is_doubled:
+                row.commit_tokens.append(copy.commit_token)
+                self._pushes[copy.commit_token] = row.worker, copy
+                self._pushed.put(copy.commit_token, Line(-copy.token_issued_at, 1))
 
     @property
     def is_known(self) -> bool:
@@ -292,30 +292,30 @@ class ExpectedFinish:
 
     def seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
         pace = self.pace(worker)
-        lag = 0.0 if worker.n_sets else self._speeds.lag_of(worker)
+        lag = 0.0 if worker.n_chunks else self._speeds.lag_of(worker)
         return pace * n_examples + lag if pace else 0.0
 
-    def end(self, n_sets: int, now: Seconds) -> Seconds:
-        """Return in how many seconds all chunks are done if `n_sets` more are assigned.
+    def end(self, n_chunks: int, now: Seconds) -> Seconds:
+        """Return in how many seconds all chunks are done if `n_chunks` more are assigned.
 
         The speed of some worker must be known.
         """
         # Chunks cannot be divided: the fastest worker may be late by one.
         fastest = self._speeds.fastest * self._chunk_size
-        return seconds_to_end(self._all, n_sets, now) + fastest
+        return seconds_to_end(self._all, n_chunks, now) + fastest
 
-    def end_undivided(self, n_sets: int, now: Seconds) -> Seconds:
-        """Return in how many seconds `n_sets` chunks are done if each goes to one worker.
+    def end_undivided(self, n_chunks: int, now: Seconds) -> Seconds:
+        """Return in how many seconds `n_chunks` chunks are done if each goes to one worker.
 
         With more workers than chunks only the first to be free get one, while `end` lets all
         workers share. 0 if there are too many chunks to look at each.
         """
-        if n_sets > _N_UNDIVIDED_MAX:
+        if n_chunks > _N_UNDIVIDED_MAX:
             return 0.0
         others, end = self._with_one_more.shortest(now), 0.0
         other = next(others, None)
         again: list[tuple[Seconds, Seconds]] = []  # (when one more is done, seconds per chunk)
-        for _ in range(n_sets):
+        for _ in range(n_chunks):
             if other is not None and (not again or other[0] <= again[0][0]):
                 end = other[0]
                 seconds = self.chunk_seconds(self._rows[other[1]].worker)
@@ -329,8 +329,8 @@ class ExpectedFinish:
     def n_in_time(self, worker: WorkerState, end: Seconds, now: Seconds) -> int:
         lag = self._speeds.lag_of(worker)
         line, _ = left(worker, self.pace(worker), lag, now)
-        n_sets = (end - line.at(now)) / self.chunk_seconds(worker)
-        return max(0, math.floor(n_sets + _ROUNDING))
+        n_chunks = (end - line.at(now)) / self.chunk_seconds(worker)
+        return max(0, math.floor(n_chunks + _ROUNDING))
 
     def nearly_idle(self, end: Seconds = math.inf, now: Seconds = 0.0) -> list[WorkerState]:
         limit = end + _ROUNDING * abs(end)
@@ -358,15 +358,17 @@ class ExpectedFinish:
             found = seconds, latest
             break
         # The oldest push is the latest one.
-        grants = (grant for _, grant in self._pushed.longest(now))
-        copy = self._first(grants, other_than)
+        commit_tokens = (commit_token for _, commit_token in self._pushed.longest(now))
+        copy = self._first(commit_tokens, other_than)
         seconds = seconds_to_rival(copy, push, now) if copy else 0.0
         if copy is None or seconds <= (found[0] if found else 0.0):
             return found
         return seconds, copy
 
-    def _first(self, grants: Iterator[int], other_than: WorkerState | None) -> ChunkCopy | None:
-        pushes = (self._pushes[grant] for grant in grants)
+    def _first(
+        self, commit_tokens: Iterator[int], other_than: WorkerState | None
+    ) -> ChunkCopy | None:
+        pushes = (self._pushes[commit_token] for commit_token in commit_tokens)
         return next((copy for owner, copy in pushes if owner is not other_than), None)
 
 
@@ -390,7 +392,7 @@ class EpochCounters:
     """Counters and averages that live through all evaluations of an epoch."""
 
     attempt: int = 0
-    grant: int = 0
+    commit_token: int = 0
     owners: dict[int, Address] = field(default_factory=dict)  # first position -> last worker
     push_seconds: Seconds = 0.0  # from a token to its staging; an average
 
@@ -427,7 +429,7 @@ class Commits:
         self._void: list[int] = []
         self._n_void = 0  # void tokens that shards may hold
         self._without_token: set[int] = set()  # chunks that wait because of N_VOID_MAX
-        self.n_sets = len(starts)  # chunks of the batch
+        self.n_chunks = len(starts)  # chunks of the batch
         self.lowest = 0  # the first chunk that does not count yet
         self.digest = 0  # exclusive or of the tokens that count
         self.n_counted = 0  # chunks that all shards have committed
@@ -437,7 +439,7 @@ class Commits:
 
     @property
     def is_complete(self) -> bool:
-        return self.n_counted == self.n_sets
+        return self.n_counted == self.n_chunks
 
     @property
     def has_staged(self) -> bool:
@@ -467,8 +469,8 @@ class Commits:
             for index in without_token:
                 self._issue_token(self._chunks[index], now)
         for one in sets:
-            self._counted.add(one.set_index)
-            self.digest ^= one.grant
+            self._counted.add(one.chunk_index)
+            self.digest ^= one.commit_token
         self.n_counted += len(sets)
         while self.lowest in self._counted:
             self._counted.remove(self.lowest)
@@ -476,7 +478,7 @@ class Commits:
 
     def add_copy(self, worker: WorkerState, copy: ChunkCopy) -> None:
         worker.copies[copy.attempt] = copy
-        self._chunks[copy.set_index].holders[copy.attempt] = worker
+        self._chunks[copy.chunk_index].holders[copy.attempt] = worker
         self._note_change(worker, copy)
 
     def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
@@ -491,7 +493,7 @@ class Commits:
                 self._computed(worker, copy, result, now)
             elif not math.isfinite(result.loss):
                 self.is_finite = False
-            elif result.staged and copy.grant:
+            elif result.staged and copy.commit_token:
                 self._stage(worker, copy, now)
 
     def lost(self, worker: WorkerState, now: Seconds) -> list[int]:
@@ -499,19 +501,19 @@ class Commits:
         without: list[int] = []
         for copy in list(worker.copies.values()):
             self._drop(worker, copy)
-            one = self._chunks[copy.set_index]
+            one = self._chunks[copy.chunk_index]
             if one.winner == copy.attempt and one.staged is None:
                 self._fence(one, copy)
             self._issue_token(one, now)
             if not one.holders and one.staged is None:
-                without.append(copy.set_index)
+                without.append(copy.chunk_index)
         return without
 
     def _computed(
         self, worker: WorkerState, copy: ChunkCopy, result: ChunkResult, now: Seconds
     ) -> None:
         copy.result = result
-        one = self._chunks[copy.set_index]
+        one = self._chunks[copy.chunk_index]
         if not math.isfinite(result.loss):
             self.is_finite = False
             return
@@ -539,11 +541,11 @@ class Commits:
         else:
             return
         if self._n_void >= N_VOID_MAX:
-            self._without_token.add(copy.set_index)
+            self._without_token.add(copy.chunk_index)
             return
         one.winner = attempt
-        self._counters.grant += 1
-        copy.grant, copy.token_issued_at = self._counters.grant, now
+        self._counters.commit_token += 1
+        copy.commit_token, copy.token_issued_at = self._counters.commit_token, now
         self._note_change(worker, copy)
         self._drop_others(one, attempt)
 
@@ -553,12 +555,14 @@ class Commits:
                 self._drop(holder, holder.copies[other])
 
     def _stage(self, worker: WorkerState, copy: ChunkCopy, now: Seconds) -> None:
-        one = self._chunks[copy.set_index]
+        one = self._chunks[copy.chunk_index]
         assert one.winner == copy.attempt, (one, copy)
         one.staged = copy.result
         taken = now - copy.token_issued_at
         self._counters.push_seconds += 0.3 * (taken - self._counters.push_seconds)
-        self._staged.append(GrantedChunk(set_index=copy.set_index, grant=copy.grant))
+        self._staged.append(
+            GrantedChunk(chunk_index=copy.chunk_index, commit_token=copy.commit_token)
+        )
         # In the next evaluation this worker gets the chunk first: it has the data.
         self._counters.owners[one.start] = worker.name
         self._drop(worker, copy)
@@ -566,18 +570,18 @@ class Commits:
 
     def _fence(self, one: _Chunk, copy: ChunkCopy) -> None:
         one.winner = 0
-        self._void.append(copy.grant)
+        self._void.append(copy.commit_token)
         self._n_void += 1
 
     def _drop(self, worker: WorkerState, copy: ChunkCopy) -> None:
         worker.copies.pop(copy.attempt, None)
-        self._chunks[copy.set_index].holders.pop(copy.attempt, None)
+        self._chunks[copy.chunk_index].holders.pop(copy.attempt, None)
         self._note_change(worker, copy)
 
     def _note_change(self, worker: WorkerState, copy: ChunkCopy) -> None:
         self.changed[worker.name] = worker
         self._loads.touch(worker)
-        holders = self._chunks[copy.set_index].holders
+        holders = self._chunks[copy.chunk_index].holders
         for attempt, holder in holders.items():
             holder.copies[attempt].is_doubled = len(holders) > 1
             self._loads.touch(holder)
@@ -623,8 +627,8 @@ class WorkQueue:
 
     def lost(self, worker: WorkerState, now: Seconds) -> None:
         self._loads.touch(worker)
-        for set_index in self.commits.lost(worker, now):
-            self._pending.put_back(set_index)
+        for chunk_index in self.commits.lost(worker, now):
+            self._pending.put_back(chunk_index)
 
     def changed(self) -> list[WorkerState]:
         """Return the workers whose assignment has changed since the last call."""
@@ -679,24 +683,24 @@ class WorkQueue:
         if n_wanted < 1 or not self._pending.n_assignable:
             return 0
         taken = self._pending.take(worker.name, n_wanted)
-        for set_index in taken:
-            self._assign_one(worker, set_index, now)
+        for chunk_index in taken:
+            self._assign_one(worker, chunk_index, now)
         return len(taken)
 
-    def _assign_one(self, worker: WorkerState, set_index: int, now: Seconds) -> None:
+    def _assign_one(self, worker: WorkerState, chunk_index: int, now: Seconds) -> None:
         self._counters.attempt += 1
         if not worker.outstanding:
             worker.progress_at = now
         copy = ChunkCopy(
-            set_index=set_index,
+            chunk_index=chunk_index,
             attempt=self._counters.attempt,
-            n_examples=self._n_examples(set_index),
+            n_examples=self._n_examples(chunk_index),
             assigned_at=now,
         )
         self.commits.add_copy(worker, copy)
 
-    def _n_examples(self, set_index: int) -> int:
-        start, stop = self._batch.chunk_bounds(set_index, self._config.chunk_sizes)
+    def _n_examples(self, chunk_index: int) -> int:
+        start, stop = self._batch.chunk_bounds(chunk_index, self._config.chunk_sizes)
         return stop - start
 
     # --- backup tasks ---
@@ -729,7 +733,7 @@ class WorkQueue:
         if not own or seconds <= max(_MARGIN * own, own + self._min_saving(now)):
             return False
         self.n_backups += 1
-        self._assign_one(worker, copy.set_index, now)
+        self._assign_one(worker, copy.chunk_index, now)
         self._loads.refresh(now)
         return True
 

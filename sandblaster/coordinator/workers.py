@@ -27,12 +27,12 @@ _NEWEST_WEIGHT: Final = 0.3
 class ChunkCopy:
     """One worker's attempt at one chunk."""
 
-    set_index: int
+    chunk_index: int
     attempt: int
     n_examples: int
     assigned_at: Seconds
     result: ChunkResult | None = None
-    grant: int = 0
+    commit_token: int = 0
     token_issued_at: Seconds = 0.0
     is_doubled: bool = False  # whether another worker has the same chunk
 
@@ -62,7 +62,7 @@ class WorkerState:
     known: int  # newest version that its reports acknowledge
     heard_at: Seconds
     joined_at: Seconds
-    life: int = 0  # restart number of a model-parallel replica in that incarnation
+    generation: int = 0  # restart number of a model-parallel replica in that incarnation
     number: int = 0  # counts all workers that ever joined
     sent_at: Seconds = 0.0  # when the last assignment was sent, or sent again
     asked_at: Seconds = 0.0  # since when an answer is due
@@ -71,7 +71,7 @@ class WorkerState:
     # Its attempts, by number, in the order in which it computes them.
     copies: dict[int, ChunkCopy] = field(default_factory=dict)
     n_computed: int = 0  # examples computed in this evaluation
-    n_sets: int = 0  # chunks computed in this evaluation
+    n_chunks: int = 0  # chunks computed in this evaluation
     seconds_per_example: float | None = None  # average of computing; None before the first chunk
     # Average wait before the first chunk of an evaluation, mostly for parameters.
     lag: float | None = None
@@ -89,12 +89,12 @@ class WorkerState:
             self.seconds_per_example = _average(self.seconds_per_example, pace)
             before = max(0.0, elapsed - result.seconds)
             self.spent.computing += result.seconds
-            if self.n_sets:
+            if self.n_chunks:
                 self.spent.staging += before
             else:
                 self.spent.fetching += before
                 self.lag = _average(self.lag, before)
-        self.n_sets += 1
+        self.n_chunks += 1
 
 
 @final
@@ -138,7 +138,7 @@ class WorkerPool:
         self.n_wasted_lost = 0
         for worker in self:
             worker.copies.clear()
-            worker.n_computed = worker.n_sets = 0
+            worker.n_computed = worker.n_chunks = 0
             worker.spent = TimeSpent()
 
     def take_report(self, event: Received, report: WorkReport, now: Seconds) -> WorkerState | None:
@@ -147,9 +147,9 @@ class WorkerPool:
         A new incarnation is another worker: `remove` the former first.
         """
         worker = self._workers.get(event.sender)
-        life = event.incarnation, report.life
+        generation = event.incarnation, report.generation
         if worker is None:
-            if life <= self._gone.get(event.sender, (0, 0)):
+            if generation <= self._gone.get(event.sender, (0, 0)):
                 return None
             self._n_joined += 1
             self.n_changes += 1
@@ -158,7 +158,7 @@ class WorkerPool:
                 name=event.sender,
                 number=self._n_joined,
                 incarnation=event.incarnation,
-                life=report.life,
+                generation=report.generation,
                 version=version,
                 known=version,
                 heard_at=now,
@@ -166,7 +166,7 @@ class WorkerPool:
             )
             self._workers[event.sender] = worker
             return worker
-        if life != (worker.incarnation, worker.life):
+        if generation != (worker.incarnation, worker.generation):
             return None  # from an older incarnation
         worker.heard_at = now
         if report.epoch != self._epoch:
@@ -183,8 +183,8 @@ class WorkerPool:
 
     def has_restarted(self, event: Received, report: WorkReport) -> bool:
         worker = self._workers.get(event.sender)
-        life = event.incarnation, report.life
-        return worker is not None and life > (worker.incarnation, worker.life)
+        generation = event.incarnation, report.generation
+        return worker is not None and generation > (worker.incarnation, worker.generation)
 
     def remove(self, name: Address, *, is_over: bool) -> WorkerState | None:
         """Remove a worker; if its incarnation `is_over`, ignore later reports of that too."""
@@ -194,7 +194,7 @@ class WorkerPool:
             self.n_wasted_lost += worker.n_computed
             self._last_versions[name] = worker.version
             if is_over:
-                self._gone[name] = worker.incarnation, worker.life
+                self._gone[name] = worker.incarnation, worker.generation
         return worker
 
     def silent(self, now: Seconds) -> list[Address]:
@@ -246,14 +246,18 @@ class WorkerPool:
         assignment = Assignment(
             epoch=self._epoch,
             replica_incarnation=worker.incarnation,
-            replica_life=worker.life,
+            replica_generation=worker.generation,
             version=worker.version,
             evaluation=self._evaluation,
             versions=self._versions,
             first=self._batch.first,
             n_examples=self._batch.n_examples,
             tasks=tuple(
-                ChunkTask(set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant)
+                ChunkTask(
+                    chunk_index=copy.chunk_index,
+                    attempt=copy.attempt,
+                    commit_token=copy.commit_token,
+                )
                 for copy in worker.copies.values()
             ),
         )

@@ -23,9 +23,9 @@ def test_every_position_is_in_one_mini_batch_of_one_chunk(
 ) -> None:
     batch = BatchRange(first=first, n_examples=n_examples)
     positions: list[int] = []
-    for set_index in range(chunk_sizes.n_sets(n_examples)):
-        start, stop = batch.chunk_bounds(set_index, chunk_sizes)
-        mini_batches = list(batch.mini_batches(set_index, chunk_sizes))
+    for chunk_index in range(chunk_sizes.n_chunks(n_examples)):
+        start, stop = batch.chunk_bounds(chunk_index, chunk_sizes)
+        mini_batches = list(batch.mini_batches(chunk_index, chunk_sizes))
         assert (mini_batches[0][0], mini_batches[-1][1]) == (start, stop)
         assert len(mini_batches) <= chunk_sizes.mini_batches_per_chunk
         for begin, end in mini_batches:
@@ -34,11 +34,11 @@ def test_every_position_is_in_one_mini_batch_of_one_chunk(
     assert positions == list(range(first, first + n_examples))
 
 
-@pytest.mark.parametrize("set_index", [-1, 3])
-def test_a_batch_has_no_other_chunks(set_index: int) -> None:
+@pytest.mark.parametrize("chunk_index", [-1, 3])
+def test_a_batch_has_no_other_chunks(chunk_index: int) -> None:
     batch = BatchRange(first=0, n_examples=11)
     with pytest.raises(ValueError, match="of a batch of 11 examples, which has 3"):
-        batch.chunk_bounds(set_index, ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2))
+        batch.chunk_bounds(chunk_index, ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2))
 
 
 @pytest.mark.parametrize("name", ["mini_batch_size", "mini_batches_per_chunk"])

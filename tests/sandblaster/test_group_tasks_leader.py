@@ -33,7 +33,7 @@ VERSIONS = (ShardVersion(incarnation=1, clock=7),)
 
 
 def assignment(
-    version: int, *tasks: tuple[int, int, int], life: int = 1, **keys: int
+    version: int, *tasks: tuple[int, int, int], generation: int = 1, **keys: int
 ) -> Assignment:
     """Return an assignment of these (chunk, attempt, token)."""
     return Assignment(
@@ -47,8 +47,8 @@ def assignment(
         },
         version=version,
         versions=VERSIONS,
-        tasks=tuple(ChunkTask(set_index=s, attempt=a, grant=g) for s, a, g in tasks),
-        replica_life=life,
+        tasks=tuple(ChunkTask(chunk_index=s, attempt=a, commit_token=g) for s, a, g in tasks),
+        replica_generation=generation,
     )
 
 
@@ -80,7 +80,7 @@ class Bench:
     def gather(self, *, incarnations: tuple[int, int] = (1, 1)) -> Outgoing:
         """Let both ranks be ready."""
         for machine, incarnation in enumerate(incarnations):
-            said = RankReady(life=self.leader.life, pushes=False, samples=0)
+            said = RankReady(generation=self.leader.generation, pushes=False, samples=0)
             self.leader.hear(machine, incarnation, said, 0.0)
         return self.report()
 
@@ -95,7 +95,7 @@ class Bench:
         """Let both ranks take so many steps of this generation."""
         for machine, (loss, square) in enumerate(zip(losses, squares, strict=True)):
             said = StepsDone(
-                life=self.leader.life,
+                generation=self.leader.generation,
                 steps=steps,
                 loss=loss,
                 samples=2 * steps,
@@ -124,7 +124,7 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     bench = Bench()
     first = bench.work_report()
     assert first is not None
-    assert (first.life, first.results, first.n_computed) == (1, (), 0)
+    assert (first.generation, first.results, first.n_computed) == (1, (), 0)
     assert bench.work_report() is None  # reported once
     bench.group_tasks.take(assignment(1, (1, 5, 0), (2, 6, 0)))
     (gather,) = gathers(bench.report())
@@ -147,7 +147,7 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     assert (result.seconds, result.staged, said.n_computed) == (1.5, False, 4)
     # With a token, and pushed by both.
     bench.group_tasks.take(assignment(2, (1, 5, 77), (2, 6, 0)))
-    push = PushChunk(epoch=1, attempt=5, grant=77)
+    push = PushChunk(epoch=1, attempt=5, commit_token=77)
     assert repr(bench.report()) == repr([(0, push), (1, push)])
     assert bench.report() == []
     bench.group_tasks.staged(0, (77,))
@@ -238,8 +238,8 @@ def test_a_restarted_rank_makes_it_another_replica() -> None:
     bench.gather(incarnations=(1, 2))
     said = bench.work_report()
     assert said is not None
-    assert (said.life, said.results, said.n_computed) == (2, (), 0)
-    bench.group_tasks.take(assignment(3, (0, 9, 0), life=2))
+    assert (said.generation, said.results, said.n_computed) == (2, (), 0)
+    bench.group_tasks.take(assignment(3, (0, 9, 0), generation=2))
     (gather,) = gathers(bench.report())
     assert gather.order is not None
     assert gather.order.attempt == 9
@@ -305,7 +305,7 @@ def test_reports_repeat_soon_with_work_and_late_without() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        assignment(1, (0, 1, 0), life=2),
+        assignment(1, (0, 1, 0), generation=2),
         msgspec.structs.replace(assignment(1, (0, 1, 0)), replica_incarnation=2),
     ],
 )

@@ -229,7 +229,7 @@ def test_a_shard_that_counts_otherwise_is_named() -> None:
     config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
     loads = ExpectedFinish(config, WorkerPool(config))
     sets = Commits(range(0, 4, 4), counters=EpochCounters(), loads=loads)
-    answers = [CommandDone(epoch=1, number=1, n_sets=n) for n in (1, 2)]
+    answers = [CommandDone(epoch=1, number=1, n_chunks=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
         _check(answers, sets)
 

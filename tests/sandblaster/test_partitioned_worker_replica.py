@@ -82,7 +82,7 @@ def test_a_rank_reports_periodically() -> None:
 
 def test_staged_tokens_are_reported_again() -> None:
     worker = machine(WORKER)
-    push = PushChunk(epoch=1, attempt=1, grant=9)
+    push = PushChunk(epoch=1, attempt=1, commit_token=9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == []
     worker._objective.pushes.staged.append(9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == [LEADER]
@@ -96,7 +96,7 @@ def test_a_leader_resends_what_ranks_have_not_answered() -> None:
     assert sent(actions, WorkReport) == []  # they have not gathered
     actions = leader.handle(PeerJoined(peer=COORDINATOR, incarnation=1), 1.0)
     assert [a.name for a in actions if isinstance(a, SetTimer)] == [TIMER]
-    assert leader.handle(says(WORKER, ChunkStaged(grants=(1,))), 1.0) == []
+    assert leader.handle(says(WORKER, ChunkStaged(commit_tokens=(1,))), 1.0) == []
 
 
 def test_a_worker_does_not_ask_for_work() -> None:
@@ -121,8 +121,8 @@ def test_messages_for_other_roles_are_rejected(sender: Address, message: str) ->
     )
     due_report = {
         "assignment": assignment,
-        "staged": ChunkStaged(grants=()),
-        "push": PushChunk(epoch=1, attempt=1, grant=1),
+        "staged": ChunkStaged(commit_tokens=()),
+        "push": PushChunk(epoch=1, attempt=1, commit_token=1),
     }
     with pytest.raises(RemoteProtocolError, match="which is not for it"):
         machine(WORKER).handle(says(sender, due_report[message]), 0.0)
@@ -130,7 +130,7 @@ def test_messages_for_other_roles_are_rejected(sender: Address, message: str) ->
 
 def test_an_invalid_chunk_is_rejected_before_it_begins() -> None:
     order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
-    gather = StartEpoch(life=1 << 33, plan="p", order=order)
+    gather = StartEpoch(generation=1 << 33, plan="p", order=order)
     with pytest.raises(RemoteProtocolError, match="0 to 99 of 26 samp"):
         machine(WORKER).handle(says(LEADER, gather), 0.0)
 

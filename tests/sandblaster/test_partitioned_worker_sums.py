@@ -16,7 +16,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
 from distbelief.roles.role import Action, Compute, Computed, Report
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.group import Vote
+from distbelief.worker.group import LocalNorm
 from sandblaster.group_tasks import ChunkBatchPlan
 from sandblaster.partitioned_worker import PUSH, ChunkObjective, RankItems
 
@@ -41,10 +41,10 @@ class Client:
         return lambda: PushResult(finite=True)
 
     def staged(
-        self, outcome: PushResult, *, n_gradients: int, samples: int, grant: int, now: float
+        self, outcome: PushResult, *, n_gradients: int, samples: int, commit_token: int, now: float
     ) -> list[Action]:
         del outcome, now
-        self.pushed.append((n_gradients, samples, grant))
+        self.pushed.append((n_gradients, samples, commit_token))
         self.unacknowledged += 1
         return []
 
@@ -90,11 +90,11 @@ class Bench:
             value.fill_(1.0)
         return self.sums.fetched(0.1)
 
-    def step(self, step: int, gradient: float, *, loss: float = 1.0) -> Vote | None:
+    def step(self, step: int, gradient: float, *, loss: float = 1.0) -> LocalNorm | None:
         """Compute a mini-batch."""
         chosen = self.plan.batch(step)
         inputs = torch.full((len(chosen.indices), 1), gradient)
-        portion = BatchSlice(life=1, step=step, inputs={"x": [inputs]})
+        portion = BatchSlice(generation=1, step=step, inputs={"x": [inputs]})
         put = self.sums.open(step, chosen, portion)
         if self.sums.values:
             put(0, torch.full((2,), gradient, dtype=torch.float64))
@@ -116,8 +116,8 @@ class Bench:
             self.sums.computed(done, 0.0)
         return [work.name for work in works if isinstance(work, Compute)]
 
-    def push(self, attempt: int, grant: int) -> None:
-        self.sums.push(PushChunk(epoch=1, attempt=attempt, grant=grant))
+    def push(self, attempt: int, commit_token: int) -> None:
+        self.sums.push(PushChunk(epoch=1, attempt=attempt, commit_token=commit_token))
 
 
 def computed() -> Bench:
@@ -290,7 +290,7 @@ def test_a_rank_without_items_has_nothing_to_push() -> None:
 def test_its_generations_have_no_pushes_and_no_clock() -> None:
     sums = Bench().sums
     assert sums.pushed is None
-    assert sums.is_settled
+    assert sums.all_pushes_applied
     assert not sums.is_due
     assert sums.clock is None
 

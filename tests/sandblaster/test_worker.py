@@ -158,7 +158,7 @@ class Bench:
             versions=(ShardVersion(incarnation=1, clock=clock),),
             first=0,
             n_examples=N_SAMPLES,
-            tasks=tuple(ChunkTask(set_index=i, attempt=a, grant=g) for i, a, g in tasks),
+            tasks=tuple(ChunkTask(chunk_index=i, attempt=a, commit_token=g) for i, a, g in tasks),
         )
         self.hear(message, sender=COORDINATOR)
 
@@ -208,7 +208,7 @@ def test_a_chunk_is_computed_reported_pushed_and_reported_again() -> None:
     bench.assign(2, (1, 7, 33))
     assert bench.work_all() == ["replica:push"]
     ((push, values),) = bench.shard.pushed
-    assert (push.grant, push.samples, push.n_gradients) == (33, 4, 2)
+    assert (push.commit_token, push.samples, push.n_gradients) == (33, 4, 2)
     assert values[0] == gradient_of(*xs)
     assert values[64] == 7.0  # the buffer
     assert bench.attempts[7][1]

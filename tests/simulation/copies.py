@@ -105,20 +105,20 @@ class Overseer:
     accepts = ALL_MESSAGES
 
     def __init__(self, n_shards: int) -> None:
-        self.pairings: dict[Address, PrimaryElection] = {}
+        self.elections: dict[Address, PrimaryElection] = {}
         self.lives: dict[Address, int] = {}
         self.terminates = True  # those that are demoted
         self.n_takeovers = 0
         self.n_alone = 0
         for index in range(n_shards):
             one, other = copy_names(index, 2)
-            pairing = PrimaryElection((one, other), first=1)
-            self.pairings |= dict.fromkeys((one, other), pairing)
+            term = PrimaryElection((one, other), first=1)
+            self.elections |= dict.fromkeys((one, other), term)
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
             case Started():
-                self.lives = dict.fromkeys(self.pairings, 1)
+                self.lives = dict.fromkeys(self.elections, 1)
                 launches = [Launch(name=name, incarnation=1) for name in self.lives]
                 return [*launches, *self._tick(now)]
             case TimerFired():
@@ -140,30 +140,30 @@ class Overseer:
 
     def _tick(self, now: Seconds) -> list[Action]:
         actions: list[Action] = [SetTimer(name="tick", at=now + TICK_SECONDS)]
-        for pairing in dict.fromkeys(self.pairings.values()):
-            actions += self._follow(pairing.tick(now))
+        for term in dict.fromkeys(self.elections.values()):
+            actions += self._follow(term.tick(now))
         return actions
 
     def _joined(self, name: Address, incarnation: int, now: Seconds) -> list[Action]:
-        return self._follow(self.pairings[name].joined(name, incarnation, now))
+        return self._follow(self.elections[name].joined(name, incarnation, now))
 
     def _lost(self, name: Address, now: Seconds) -> list[Action]:
-        pairing = self.pairings[name]
-        self.n_takeovers += name == pairing.primary and pairing.in_sync
+        term = self.elections[name]
+        self.n_takeovers += name == term.primary and term.in_sync
         self.lives[name] += 1
         again = Launch(name=name, incarnation=self.lives[name])
-        return [again, *self._follow(pairing.lost(name, now))]
+        return [again, *self._follow(term.lost(name, now))]
 
     def _hear(self, event: Received, now: Seconds) -> list[Action]:
-        sender, pairing = event.sender, self.pairings[event.sender]
+        sender, term = event.sender, self.elections[event.sender]
         match event.message:
             case Heartbeat(counters=counters):
-                return self._follow(pairing.heard(sender, counters, now))
-            case BackupInSync(pairing=number):
-                return self._follow(pairing.backup_in_sync(sender, number, now))
-            case BackupUnresponsive(pairing=number):
+                return self._follow(term.heard(sender, counters, now))
+            case BackupInSync(term=number):
+                return self._follow(term.backup_in_sync(sender, number, now))
+            case BackupUnresponsive(term=number):
                 self.n_alone += 1
-                return self._follow(pairing.backup_unresponsive(sender, number, now))
+                return self._follow(term.backup_unresponsive(sender, number, now))
             case _:
                 return []
 
@@ -221,7 +221,7 @@ class Books:
         self._check_fence(happening)
         if state in {"applying", "starting"}:
             return
-        key = int(counters["pairing"]), shard._values.clock
+        key = int(counters["term"]), shard._values.clock
         if leads and shard._service.incarnation == self._leads_as:
             self._states[key] = bits_of(shard)
         elif counters["whole"] and key in self._states and not self._is_abandoned(shard):
@@ -241,8 +241,8 @@ class Books:
         """Whether its primary goes on without it: what it reads may be anything."""
         if shard._replica.is_primary or self._leader is None:
             return False
-        number = shard.status()[1]["pairing"]
-        return number < self._leader._service.primary.pairing
+        number = shard.status()[1]["term"]
+        return number < self._leader._service.primary.term
 
     def _check_fence(self, happening: HandledEvent) -> None:
         """Whoever led before acknowledges nothing that its successor lacks."""
@@ -351,7 +351,7 @@ class Run:
             ledger=self.ledger,
             n_wanted=n_wanted,
             config=ClientConfig(pushes=True, retry_seconds=0.1),
-            second_copies=[names[1] for names in self.copies],
+            backups=[names[1] for names in self.copies],
             partial=holds_part,
         )
 
@@ -375,8 +375,8 @@ class Run:
         return all(self.worker(name).state == "done" for name in self.workers)
 
     def until_whole(self, index: int = 0) -> None:
-        pairing = self.pairing(index)
-        self.cluster.run_until(lambda: pairing.in_sync, within=10.0)
+        term = self.term(index)
+        self.cluster.run_until(lambda: term.in_sync, within=10.0)
 
     def save(self, label: str, index: int = 0) -> None:
         message = SaveCheckpoint(label=label)
@@ -385,11 +385,11 @@ class Run:
 
     # ---------------------------------------------------------------- who is who
 
-    def pairing(self, index: int = 0) -> PrimaryElection:
-        return self.overseer.pairings[self.copies[index][0]]
+    def term(self, index: int = 0) -> PrimaryElection:
+        return self.overseer.elections[self.copies[index][0]]
 
     def leader(self, index: int = 0) -> Address:
-        leader = self.pairing(index).primary
+        leader = self.term(index).primary
         assert leader is not None
         return leader
 
@@ -411,7 +411,7 @@ class Run:
 def copy_of(
     name: Address, index: int, memory: Memory, *, layout: Layout, rule: UpdateRule
 ) -> Beating:
-    config = ShardConfig(index=index, layout=layout, rule=rule, name=name, waits_for_lead=True)
+    config = ShardConfig(index=index, layout=layout, rule=rule, name=name, is_replicated=True)
     return Beating(shard_of(index, layout, memory, config))
 
 

@@ -50,7 +50,7 @@ class Scene:
     ledger: Ledger
     host_bytes_max: int
     # Of two copies: who leads, in the eyes of who decides it.
-    pairings: Mapping[Address, PrimaryElection] = field(default_factory=dict)
+    elections: Mapping[Address, PrimaryElection] = field(default_factory=dict)
     # Per shard: each version it ever published, by the checksum of its values.
     versions: list[dict[int, set[int]]] = field(default_factory=list)
     acknowledged: list[npt.NDArray[np.bool_]] = field(default_factory=list)  # by mark
@@ -88,10 +88,10 @@ class Scene:
         backup = shard._replica._backup
         if backup is None or not backup.has_primary:
             return True
-        pairing = self.pairings[name]
-        if pairing.primary == name:
+        election = self.elections[name]
+        if election.primary == name:
             return True  # it is to lead, and may not know yet
-        return pairing.backup == name and pairing.term == backup.pairing
+        return election.backup == name and election.term == backup.term
 
     def links(self) -> Iterator[ShardLink]:
         """Yield what each worker knows of each shard."""
@@ -99,9 +99,9 @@ class Scene:
             assert isinstance(worker, Worker)
             yield from worker.client._links.values()
 
-    def leader_under(self, index: int, pairing: int) -> int:
+    def leader_under(self, index: int, term: int) -> int:
         """Return as what the primary of this term began to lead."""
-        return max(number for number in self.leads_as[index] if number <= pairing)
+        return max(number for number in self.leads_as[index] if number <= term)
 
     @property
     def leaders(self) -> dict[int, Address]:
@@ -367,7 +367,7 @@ class TwinsAreEqual(Invariant):
         if backup is None:
             leads_as = shard._service.incarnation
         elif backup.has_primary:
-            leads_as = self.scene.leader_under(index, backup.pairing)
+            leads_as = self.scene.leader_under(index, backup.term)
         else:
             return
         key = index, leads_as, shard._values.clock

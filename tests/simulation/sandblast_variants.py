@@ -81,7 +81,7 @@ def one_grant_for_all(patch: Patch) -> None:
         if one.winner and one.winner != before:
             first = self.__dict__.setdefault("firsts", {})
             copy = one.holders[one.winner].copies[one.winner]
-            copy.grant = first.setdefault(copy.set_index, copy.grant)
+            copy.commit_token = first.setdefault(copy.chunk_index, copy.commit_token)
 
     def fence(self: Commits, one: _Chunk, copy: ChunkCopy) -> None:
         del self, copy
@@ -105,10 +105,10 @@ def in_order_of_arrival(patch: Patch) -> None:
     """Chunks are summed as they come."""
     whole = GradientSums.commit
 
-    def commit(self: GradientSums, set_index: int, grant: int) -> None:
+    def commit(self: GradientSums, chunk_index: int, commit_token: int) -> None:
         arrived = len(self._committed)
-        whole(self, arrived, grant)
-        self._committed[set_index] = self._committed.pop(arrived)
+        whole(self, arrived, commit_token)
+        self._committed[chunk_index] = self._committed.pop(arrived)
 
     patch.setattr(GradientSums, "commit", commit)
 
@@ -121,11 +121,11 @@ def counted_twice(patch: Patch) -> None:
 
     whole = GradientSums.commit
 
-    def commit(self: GradientSums, set_index: int, grant: int) -> None:
-        staged = self._staged[grant]
-        self._staged[grant] = replace(staged, total=staged.total.copy())
-        whole(self, set_index, grant)
-        self._staged[grant] = replace(staged, total=staged.total.copy())
+    def commit(self: GradientSums, chunk_index: int, commit_token: int) -> None:
+        staged = self._staged[commit_token]
+        self._staged[commit_token] = replace(staged, total=staged.total.copy())
+        whole(self, chunk_index, commit_token)
+        self._staged[commit_token] = replace(staged, total=staged.total.copy())
 
     patch.setattr(GradientSums, "check", check)
     patch.setattr(GradientSums, "commit", commit)
@@ -178,13 +178,13 @@ def settled_before_durable(patch: Patch) -> None:
         return cut
 
     patch.setattr(CoordinatorRun, "_take_savepoint", mark)
-    whole_mark = Savepoints.mark
+    whole_add = Savepoints.add
 
-    def mark_and_settle(self: Savepoints, mark: Savepoint, *, settled: int) -> None:
+    def add_and_settle(self: Savepoints, mark: Savepoint, *, settled: int) -> None:
         self._live = []
-        whole_mark(self, mark, settled=settled)
+        whole_add(self, mark, settled=settled)
 
-    patch.setattr(Savepoints, "mark", mark_and_settle)
+    patch.setattr(Savepoints, "add", add_and_settle)
 
 
 def forgotten_too_early(patch: Patch) -> None:

@@ -240,9 +240,9 @@ class RunChecker:
         assert isinstance(shard, Shard)
         applying = shard._service.pushes._applying
         assert applying is not None
-        life = happening.name, happening.incarnation, applying.push.grant
+        generation = happening.name, happening.incarnation, applying.push.commit_token
         pusher = applying.client.name, applying.client.incarnation
-        self.staged_by.setdefault(life, pusher)
+        self.staged_by.setdefault(generation, pusher)
 
     def _sent(self, happening: HandledEvent, action: Send) -> None:
         message = action.message
@@ -272,14 +272,14 @@ class RunChecker:
                 evaluation = self.opened[message.epoch, name]
                 self.n_void += len(task.void)
                 for one in task.sets:
-                    place = message.epoch, evaluation, one.set_index
-                    grant = self.committed.setdefault(place, one.grant)
-                    assert grant == one.grant, "shards count different attempts"
-                    pusher = self.staged_by[name, happening.incarnation, grant]
-                    known_pusher = self.attempts.setdefault(grant, pusher)
+                    place = message.epoch, evaluation, one.chunk_index
+                    commit_token = self.committed.setdefault(place, one.commit_token)
+                    assert commit_token == one.commit_token, "shards count different attempts"
+                    pusher = self.staged_by[name, happening.incarnation, commit_token]
+                    known_pusher = self.attempts.setdefault(commit_token, pusher)
                     assert pusher == known_pusher, "shards count different replicas"
-                    life = name, *place
-                    before = self.counted.setdefault(life, key[1])
+                    generation = name, *place
+                    before = self.counted.setdefault(generation, key[1])
                     assert before == key[1], f"{name} counts {place} twice"
             case FinishEvaluation() if task.n_examples:
                 opened = message.epoch, self.opened[message.epoch, name]

@@ -132,8 +132,8 @@ class Scenario:
         different ones.
         """
         n_superseded = sum(isinstance(fault, Supersede) for fault in self.faults)
-        n_lives = (2 + n_superseded) * len(self.shards)
-        n_vectors = n_lives * (1 + 2 * self.n_workers)
+        n_generations = (2 + n_superseded) * len(self.shards)
+        n_vectors = n_generations * (1 + 2 * self.n_workers)
         n_vectors += self.n_shards * (self.n_workers - 1)
         return n_vectors * (SHARD_BYTES + 64)
 
@@ -339,12 +339,12 @@ class LateOverseer(Overseer):
         super().__init__(scenario.n_shards)
         self._late_seconds = scenario.late_seconds
         self._now: Seconds = 0.0
-        for of_shard in self.pairings.values():
+        for of_shard in self.elections.values():
             of_shard._takeover_seconds = max(0.08, scenario.haste)
 
     def leader(self, names: Sequence[Address]) -> Address | None:
         """Return who leads, of these copies."""
-        return names[0] if len(names) == 1 else self.pairings[names[0]].primary
+        return names[0] if len(names) == 1 else self.elections[names[0]].primary
 
     @override
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -387,7 +387,7 @@ class Play:
                 ledger=self.ledger,
                 n_wanted=scenario.n_wanted,
                 config=scenario.client,
-                second_copies=[name for names in scenario.twins for name in names[1:]],
+                backups=[name for names in scenario.twins for name in names[1:]],
             )
 
         def build_shard(index: int, name: Address, memory: Memory) -> Role:
@@ -398,7 +398,7 @@ class Play:
                 pin_seconds_max=scenario.pin_seconds_max,
                 n_copies=scenario.n_copies,
                 name=name,
-                waits_for_lead=scenario.n_twins > 1,
+                is_replicated=scenario.n_twins > 1,
             )
             shard = shard_of(index, layout, memory, config)
             return Beating(shard) if scenario.n_twins > 1 else shard
@@ -418,7 +418,7 @@ class Play:
             workers=scenario.workers,
             ledger=self.ledger,
             host_bytes_max=scenario.host_bytes_max,
-            pairings=self.overseer.pairings,
+            elections=self.overseer.elections,
         )
         self._observer = watch(scene)
         self.cluster.observe(self._see)

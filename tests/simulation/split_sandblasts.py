@@ -294,11 +294,11 @@ class Run:
         assert isinstance(shard, Shard)
         applying = shard._service.pushes._applying
         assert applying is not None
-        grant, client = applying.push.grant, applying.client
-        life = happening.name, happening.incarnation, grant
-        self._staged[life].setdefault(client.name, client.incarnation)
-        known = self._lives.setdefault((grant, client.name), client.incarnation)
-        assert known == client.incarnation, f"{client.name} pushes {grant} in two lives"
+        commit_token, client = applying.push.commit_token, applying.client
+        generation = happening.name, happening.incarnation, commit_token
+        self._staged[generation].setdefault(client.name, client.incarnation)
+        known = self._lives.setdefault((commit_token, client.name), client.incarnation)
+        assert known == client.incarnation, f"{client.name} pushes {commit_token} in two lives"
 
     def _performed(self, happening: HandledEvent, message: CommandDone) -> None:
         key = message.epoch, message.number
@@ -313,7 +313,7 @@ class Run:
                 self._points.setdefault(key, {})[index] = shard._values.vector.copy()
             case Commit():
                 for one in task.sets:
-                    self._check_parts(name, happening.incarnation, index, one.grant)
+                    self._check_parts(name, happening.incarnation, index, one.commit_token)
             case FinishEvaluation() if task.n_examples:
                 opened = message.epoch, self._opened[message.epoch, index]
                 vectors = shard._commands._vector_store.export((task.gradient,))
@@ -324,11 +324,11 @@ class Run:
             case _:
                 pass
 
-    def _check_parts(self, shard: Address, incarnation: int, index: int, grant: int) -> None:
+    def _check_parts(self, shard: Address, incarnation: int, index: int, commit_token: int) -> None:
         """A chunk counts once all ranks of one replica have staged their parts."""
         if self.scene.n_machines is None:
             return
-        names = self._staged[shard, incarnation, grant]
+        names = self._staged[shard, incarnation, commit_token]
         places = [group_rank_of(name) for name in names]
         assert len({place.group for place in places if place}) == 1, names
         machines = {place.machine for place in places if place}

@@ -28,11 +28,11 @@ def staged_by_one(patch: Patch) -> None:
     """A chunk is staged once any rank reports its part."""
     whole = GroupTasks.staged
 
-    def staged(self: GroupTasks, machine: int, grants: Sequence[int]) -> None:
-        for grant in grants:
-            if grant in self._waiting:
-                self._waiting[grant] = {machine}
-        whole(self, machine, grants)
+    def staged(self: GroupTasks, machine: int, commit_tokens: Sequence[int]) -> None:
+        for commit_token in commit_tokens:
+            if commit_token in self._waiting:
+                self._waiting[commit_token] = {machine}
+        whole(self, machine, commit_tokens)
 
     patch.setattr(GroupTasks, "staged", staged)
 
@@ -43,8 +43,8 @@ def lives_are_not_told_apart(patch: Patch) -> None:
 
     def take_report(self: WorkerPool, event: Received, report: WorkReport, now: Seconds) -> object:
         known = self.get(event.sender)
-        life = report.life if known is None else known.life
-        report = msgspec.structs.replace(report, life=life)
+        generation = report.generation if known is None else known.generation
+        report = msgspec.structs.replace(report, generation=generation)
         return whole(self, event, report, now)
 
     def has_restarted(self: WorkerPool, event: Received, report: WorkReport) -> bool:
@@ -55,8 +55,8 @@ def lives_are_not_told_apart(patch: Patch) -> None:
     taken = GroupTasks.take
 
     def take(self: GroupTasks, message: Assignment) -> None:
-        life = self._replica_generation
-        taken(self, msgspec.structs.replace(message, replica_life=life))
+        generation = self._replica_generation
+        taken(self, msgspec.structs.replace(message, replica_generation=generation))
 
     patch.setattr(WorkerPool, "take_report", take_report)
     patch.setattr(WorkerPool, "has_restarted", has_restarted)
@@ -131,8 +131,8 @@ def parts_are_not_awaited(patch: Patch) -> None:
     whole = GradientSums.stage_work
 
     def stage_work(self: GradientSums, *args: object, **options: object) -> object:
-        grant = options["grant"]
-        known = self._staged.get(grant)  # type: ignore[call-overload]
+        commit_token = options["commit_token"]
+        known = self._staged.get(commit_token)  # type: ignore[call-overload]
         work = whole(self, *args, **options)  # type: ignore[arg-type]
         if known is None:
             return work

@@ -69,7 +69,7 @@ def test_two_copies_are_equal_to_the_bit_at_equal_clocks(hosts: Hosts, rule: Upd
     assert run.ledger.n_issued == 120
     assert run.books[0].n_twins > 20
     assert run.overseer.n_alone == 0
-    assert run.pairing().term == 2
+    assert run.term().term == 2
 
 
 @everywhere
@@ -89,7 +89,7 @@ def test_a_backup_syncs_from_a_primary_that_goes_on_applying_pushes(
         run.until_whole()
         run.cluster.run(until=run.cluster.now + 0.05)
         run.cluster.kill(run.second())
-        run.cluster.run_until(lambda: run.pairing().term >= 4, within=5.0)
+        run.cluster.run_until(lambda: run.term().term >= 4, within=5.0)
         run.until_whole()
         assert not run.done()
         run.finish()

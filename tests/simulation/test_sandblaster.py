@@ -254,8 +254,8 @@ def test_a_replica_killed_in_each_evaluation_costs_two_chunks_at_most() -> None:
     scene = replace(STRAGGLER, speeds=(), faults=kills, suspect_seconds=0.05)
     run, _ = seconds_of_evaluations(scene)
     lost = sum(kill.at < run.cluster.now for kill in kills)
-    figures, n_sets = run.coordinator._metrics, 2 * lost + figures_backups(run)
-    assert figures.n_wasted <= n_sets * scene.chunk_sizes.chunk_size
+    figures, n_chunks = run.coordinator._metrics, 2 * lost + figures_backups(run)
+    assert figures.n_wasted <= n_chunks * scene.chunk_sizes.chunk_size
 
 
 def figures_backups(run: Run) -> int:

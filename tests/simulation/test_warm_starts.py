@@ -44,7 +44,7 @@ class Watch:
             if not isinstance(action, Send):
                 continue
             message = action.message
-            if isinstance(message, Push) and not message.grant:
+            if isinstance(message, Push) and not message.commit_token:
                 self.n_after += self._driven
                 self.pushes.add((happening.name, action.receiver, message.sequence))
 

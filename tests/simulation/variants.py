@@ -299,7 +299,7 @@ def demoted_primary_is_acknowledged(patch: Patch) -> None:
             return whole(self, sender, message)
         acknowledgement = PushApplied(
             sequence=message.clock + 1,
-            shard_incarnation=message.pairing,
+            shard_incarnation=message.term,
             clock=message.clock + 1,
             staleness=0,
         )
@@ -378,8 +378,8 @@ def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
         self.in_sync = backup is not None
         return decision
 
-    def promote(self: Backup, pairing: int) -> bool:
-        fence(self, pairing)
+    def promote(self: Backup, term: int) -> bool:
+        fence(self, term)
         return True
 
     patch.setattr(PrimaryElection, "_promote", decide)

@@ -184,7 +184,7 @@ class Worker:
         ledger: Ledger,
         n_wanted: int,
         config: ClientConfig | None = None,
-        second_copies: Sequence[Address] = (),
+        backups: Sequence[Address] = (),
         partial: bool = False,
     ) -> None:
         self._n_columns = N_COLUMNS if partial else WIDTH
@@ -195,7 +195,7 @@ class Worker:
             layout=layout,
             shards=shards,
             memory=memory,
-            second_copies=second_copies,
+            backups=backups,
             selection=PartialView.of(layout, [("marks", region)]) if partial else None,
         )
         self.state = "greeting"

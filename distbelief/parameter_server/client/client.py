@@ -187,7 +187,13 @@ class ClientPushes:
         self._staging = None
 
     def staged(
-        self, outcome: PushResult, *, n_gradients: int, samples: int, grant: int, now: Seconds
+        self,
+        outcome: PushResult,
+        *,
+        n_gradients: int,
+        samples: int,
+        commit_token: int,
+        now: Seconds,
     ) -> list[Action]:
         if self._staging is None:
             raise LocalProtocolError("staged without a stage: stage a push first")
@@ -200,7 +206,11 @@ class ClientPushes:
         actions: list[Action] = []
         for link, stage_target in zip(self._links.values(), targets, strict=True):
             actions += link.issue(
-                stage_target, n_gradients=n_gradients, samples=samples, grant=grant, now=now
+                stage_target,
+                n_gradients=n_gradients,
+                samples=samples,
+                commit_token=commit_token,
+                now=now,
             )
             actions += link.wait(now)
         return actions
@@ -234,7 +244,7 @@ class ParameterClient:
         layout: Layout,
         shards: Sequence[Address],
         memory: Memory,
-        second_copies: Sequence[Address] = (),
+        backups: Sequence[Address] = (),
         selection: PartialView | None = None,
     ) -> None:
         """Create the client; `start` acts.
@@ -244,14 +254,14 @@ class ParameterClient:
             layout: Layout of the tensors; the same as the shards'.
             shards: Addresses of the shards, shard 0 first.
             memory: Memory shared with shards on this host.
-            second_copies: Address of each shard's other copy; empty if each has one copy.
+            backups: Address of each shard's other copy; empty if each has one copy.
             selection: The part of the tensors that this client holds; None for everything.
         """
         if len(shards) != layout.n_shards:
             raise ValueError(f"{len(shards)} shards are given, the layout has {layout.n_shards}")
-        if second_copies and len(second_copies) != len(shards):
+        if backups and len(backups) != len(shards):
             raise ValueError(
-                f"{len(second_copies)} backups are given for {len(shards)} shards: give none, "
+                f"{len(backups)} backups are given for {len(shards)} shards: give none, "
                 "or one for each"
             )
         if selection is not None and selection.fingerprint != layout.fingerprint:
@@ -263,7 +273,7 @@ class ParameterClient:
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._link_of: dict[Address, ShardLink] = {}
         for index in range(len(shards)) if selection is None else selection.shards:
-            copies = (shards[index], *second_copies[index : index + 1])
+            copies = (shards[index], *backups[index : index + 1])
             part = SliceCopier.of(selection, layout, index)
             link = ShardLink(copies, index, config=config, part=part, memory=memory)
             self._links[index] = link
@@ -465,7 +475,13 @@ class ParameterClient:
         return self.clocks if fetched_clocks is None else fetched_clocks
 
     def staged(
-        self, outcome: PushResult, *, n_gradients: int, samples: int, now: Seconds, grant: int = 0
+        self,
+        outcome: PushResult,
+        *,
+        n_gradients: int,
+        samples: int,
+        now: Seconds,
+        commit_token: int = 0,
     ) -> list[Action]:
         """Push what was staged if it is finite; otherwise count and report it.
 
@@ -474,11 +490,11 @@ class ParameterClient:
             n_gradients: Number of summed gradients.
             samples: Total of this client over all incarnations, including this push.
             now: The time.
-            grant: Commit token of a chunk, whose sum is committed later, not applied; `samples`
+            commit_token: Token of a chunk, whose sum is committed later, not applied; `samples`
                 then counts this push only.
         """
         actions = self._pushes.staged(
-            outcome, n_gradients=n_gradients, samples=samples, grant=grant, now=now
+            outcome, n_gradients=n_gradients, samples=samples, commit_token=commit_token, now=now
         )
         self._release()
         return actions

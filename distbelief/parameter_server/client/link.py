@@ -80,12 +80,12 @@ class SharedBuffers:
         """
         try:
             published = self._published(opened.parameters_region)
-            push_buffers = self._attach_push_buffers(opened.slots_region)
+            push_buffers = self._attach_push_buffers(opened.push_buffers_region)
         except MemoryGoneError:
             self._n_failures += 1
             return False
         self.published, self.push_buffers = published, push_buffers
-        self._push_region = opened.slots_region
+        self._push_region = opened.push_buffers_region
         return True
 
     def release(self) -> None:
@@ -244,11 +244,21 @@ class ShardLink:
         return self._send(self.fetching.torn(now, seconds_max=seconds_max), now)
 
     def issue(
-        self, staged: StageTarget, *, n_gradients: int, samples: int, grant: int, now: Seconds
+        self,
+        staged: StageTarget,
+        *,
+        n_gradients: int,
+        samples: int,
+        commit_token: int,
+        now: Seconds,
     ) -> list[Action]:
         """Push what was staged, now or when the session opens."""
         messages = self.pushing.issue(
-            staged, n_gradients=n_gradients, samples=samples, grant=grant, is_open=self.is_open
+            staged,
+            n_gradients=n_gradients,
+            samples=samples,
+            commit_token=commit_token,
+            is_open=self.is_open,
         )
         return self._send(messages, now)
 

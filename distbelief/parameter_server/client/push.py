@@ -149,7 +149,13 @@ class ShardPush:
         )
 
     def issue(
-        self, staged: StageTarget, *, n_gradients: int, samples: int, grant: int = 0, is_open: bool
+        self,
+        staged: StageTarget,
+        *,
+        n_gradients: int,
+        samples: int,
+        commit_token: int = 0,
+        is_open: bool,
     ) -> list[PushBlock | Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
@@ -160,7 +166,7 @@ class ShardPush:
             fetched_clock=staged.fetched_clock,
             n_gradients=n_gradients,
             samples=samples,
-            grant=grant,
+            commit_token=commit_token,
             touches=staged.touches,
         )
         in_flight = _InFlight(push, staged.values)

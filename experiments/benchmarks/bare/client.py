@@ -17,7 +17,7 @@ from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Address, Computed
-from distbelief.serve.server import ServerAddress, parameter_specs, reach_towards
+from distbelief.serve.server import ServerAddress, listen_config_towards, parameter_specs
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, LoopWorker, StagedPush
@@ -50,7 +50,7 @@ class BareClient:
         )
         self._values = [parameter.detach().view(-1) for parameter in parameters]
         place = server.place()
-        self._transport = reach_towards(place, secret=server.secret).transport(
+        self._transport = listen_config_towards(place, secret=server.secret).transport(
             name=f"worker-{id(self)}", incarnation=1, run=server.run, log=_say
         )
         self._transport.start()

@@ -95,7 +95,7 @@ class Echo:
             Send(
                 receiver=NAMES[1 - self._machine],
                 message=TransferBlock(
-                    life=1,
+                    generation=1,
                     sequence=0,
                     taken=0,
                     step=step,

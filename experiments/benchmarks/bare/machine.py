@@ -88,7 +88,7 @@ class BareMachine:
         workload: The net and the batch.
         micro_batches: Parts of a batch.
         tensors: The net's, whole, if the process has them already.
-        life: What its messages are marked with.
+        generation: What its messages are marked with.
 
     Attributes:
         n_done: Steps that are done.
@@ -106,7 +106,7 @@ class BareMachine:
         workload: Workload,
         micro_batches: int,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        life: int = LIFE,
+        generation: int = LIFE,
     ) -> None:
         flow = dataflow(compiled, machine, loss=workload.loss_layer)
         self.n_done = 0
@@ -119,13 +119,13 @@ class BareMachine:
         }
         self._stepping = StepRunner(
             PartitionExecutor(flow),
-            couriers=self._couriers,
-            course=_SameBatch(workload.batch_size),
+            streams=self._couriers,
+            batch_plan=_SameBatch(workload.batch_size),
             micro_batches=micro_batches,
             training=True,
             seed=(0,),
         )
-        self._life = life
+        self._generation = generation
         values = tensors or workload.tensors()
         self._parameters = [values[name][region.slices].clone() for name, region in flow.items]
         samples = workload.inputs()
@@ -140,7 +140,7 @@ class BareMachine:
         actions: list[Action] = []
         match event:
             case Started():
-                self._stepping.begin(self._life)
+                self._stepping.begin(self._generation)
                 actions = [*self._stepping.place(now), *self._remind(now)]
             case TimerFired(name=name) if name == _REMIND:
                 actions = self._remind(now)
@@ -169,7 +169,7 @@ class BareMachine:
     def _open(self) -> None:
         self.gradients.clear()
         self._stepping.open(
-            BatchSlice(life=self._life, step=self._stepping.step, inputs=self._inputs),
+            BatchSlice(generation=self._generation, step=self._stepping.step, inputs=self._inputs),
             self._parameters,
             put=self.gradients.__setitem__,
             close=_close,

@@ -12,7 +12,7 @@
 
 What is compared shares everything then but its plan: processes, memory, cores, and the
 moment, for one step of each takes seconds, and starting a replica takes ten. Messages
-are marked with their plan as a job's are with the life of the replica.
+are marked with their plan as a job's are with the generation of the replica.
 """
 
 import json
@@ -78,7 +78,7 @@ class Repertoire:
     """Bare machines of several plans, one of which computes at a time.
 
     Args:
-        machines: By the name of the plan; the life of each is its place, from 1.
+        machines: By the name of the plan; the generation of each is its place, from 1.
         names: Of the processes.
     """
 
@@ -112,7 +112,7 @@ class Repertoire:
                 found = [each.handle(event, now) for each in self._lives]
                 return [action for actions in found for action in actions]
             case Received(message=TransferBlock() | TransferAck() as message):
-                return self._lives[message.life - 1].handle(event, now)
+                return self._lives[message.generation - 1].handle(event, now)
             case _:
                 return self._now.handle(event, now)
 
@@ -126,7 +126,7 @@ def repertoire(setting: Setting, machine: int) -> Repertoire:
     workload = setting.workload
     tensors = workload.tensors()
     found: dict[str, BareMachine] = {}
-    for life, (name, path) in enumerate(setting.plans.items(), 1):
+    for generation, (name, path) in enumerate(setting.plans.items(), 1):
         plan = plans.load(path)
         compiled = compile_plan(
             workload.graph(),
@@ -140,7 +140,7 @@ def repertoire(setting: Setting, machine: int) -> Repertoire:
             workload=workload,
             micro_batches=plan.micro_batches,
             tensors=tensors,
-            life=life,
+            generation=generation,
         )
     names = [Address(f"machine-{index}") for index in range(setting.n_machines)]
     return Repertoire(found, names)

@@ -13,7 +13,7 @@ from typing import Final, Protocol, final
 
 from distbelief.roles.role import Action, Address, Event, Seconds, TimerFired
 from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import Inbox, Outbox, TrustingAuth, Verdict
+from distbelief.transport.authenticator import Inbox, OutgoingSocket, TrustingAuth, Verdict
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -65,7 +65,7 @@ class OpenGuard(TrustingAuth):
         """Return the same."""
         return endpoint
 
-    def dial(self, outbox: Outbox, peer: str, place: Endpoint) -> None:
+    def dial(self, outbox: OutgoingSocket, peer: str, place: Endpoint) -> None:
         """Ask for nothing."""
 
     def judge(self, request: Sequence[bytes]) -> Verdict:

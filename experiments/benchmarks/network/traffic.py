@@ -20,7 +20,7 @@ from typing import Final, final
 
 from distbelief.config.load import load_job
 from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.forecast.run import run_virtually
+from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.run.directory import RunDirectory
@@ -199,7 +199,7 @@ def _foretell(path: Path, placement: Mapping[Address, int]) -> tuple[Traffic, Se
     with Preparation() as staging:
         staged = staging.stage(load_job(path))
         hosts = _Hosts(placement=placement, n=1 + max(placement.values(), default=0))
-        ended = run_virtually(staged, hosts, seed=0)
+        ended = run_simulated(staged, hosts, seed=0)
     if ended.outcome.error is not None:
         raise RuntimeError(f"the job in virtual time ended: {ended.outcome.error}")
     return ended.simulation.traffic, list(staged.kinds)

@@ -22,7 +22,7 @@ from distbelief.forecast.calibration import Constant, begun_in, measure
 from distbelief.forecast.measured_costs import mean_of, save_rates
 from distbelief.forecast.placement import HostCosts, PlacedCluster
 from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.forecast.run import N_EVENTS_MAX, run_virtually
+from distbelief.forecast.run import N_EVENTS_MAX, run_simulated
 from distbelief.launch.local import LocalLauncher
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
@@ -171,7 +171,7 @@ def simulated_side(
                 for blow in blows
                 for fault in as_dealt(blow, horizon=horizon, roles=roles)
             ]
-        ended = run_virtually(staged, hosting, seed=seed, faults=faults)
+        ended = run_simulated(staged, hosting, seed=seed, faults=faults)
     side = side_of(ended.view, job, error=ended.outcome.error)
     return side, hosts.constants
 

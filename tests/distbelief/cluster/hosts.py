@@ -151,7 +151,7 @@ class Town:
     def fail(self, name: str, error: str) -> None:
         """A role cannot go on, and says that this is no fault of its process."""
         lives = (m.processes.get(Address(name)) for m in self.machines.values())
-        incarnation = next(life for life in lives if life is not None)
+        incarnation = next(incarnation for incarnation in lives if incarnation is not None)
         failed = Failed(error=error, culprit_is_job=True)
         self.mail.append((Address(name), incarnation, SUPERVISOR, failed))
         self.pass_time(5.0)

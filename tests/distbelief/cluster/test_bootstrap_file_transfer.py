@@ -9,7 +9,7 @@ from distbelief.cluster import bootstrap
 from distbelief.cluster.bootstrap import DOCUMENT_BYTES_MAX, FileDownload, chunk_of
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Blob, FileChunk, FileRequest
-from distbelief.protocol.hosts import PIECE_BYTES_MAX
+from distbelief.protocol.hosts import CHUNK_BYTES_MAX
 
 
 @given(
@@ -40,7 +40,7 @@ def test_a_slow_link_does_not_fill_with_the_same_piece(piece_seconds: float) -> 
     Of each piece there were more than of the one before, and all else that a machine
     waits for came after them.
     """
-    content, heartbeat_seconds, free_at, n_sent = bytes(6 * PIECE_BYTES_MAX), 0.5, 0.0, 0
+    content, heartbeat_seconds, free_at, n_sent = bytes(6 * CHUNK_BYTES_MAX), 0.5, 0.0, 0
     reading = FileDownload("d")
     coming: deque[tuple[float, FileChunk]] = deque()
 

@@ -52,14 +52,14 @@ class Head:
         return Endpoint.parse(self.offers[-1].endpoint).host
 
     def take(self, name: str) -> None:
-        self._transport.send(name, Assignments(life=self._life, run="r", duties=()))
+        self._transport.send(name, Assignments(incarnation=self._life, run="r", assignments=()))
 
     def dismiss(self, name: str, *, again: bool) -> None:
-        self._transport.send(name, Release(life=self._life, again=again, reason="so"))
+        self._transport.send(name, Release(incarnation=self._life, again=again, reason="so"))
 
     @property
     def _life(self) -> int:
-        return self.offers[-1].life
+        return self.offers[-1].incarnation
 
     def _serve(self) -> None:
         goes_on = True

@@ -10,7 +10,7 @@ from distbelief.transport.zmq_transport import ZmqTransport
 
 def test_a_supervisor_that_stood_still_has_no_other_key() -> None:
     """A machine stopped for 25 s was said to have another key than its address."""
-    closed = SimpleNamespace(is_refused=lambda _: False, is_another=lambda _: True)
+    closed = SimpleNamespace(is_refused=lambda _: False, has_other_key=lambda _: True)
     said: list[str] = []
     lookout = SupervisorMonitor(
         cast("ZmqTransport", closed),

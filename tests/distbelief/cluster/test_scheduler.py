@@ -115,7 +115,7 @@ def test_a_host_that_has_second_thoughts_is_left_by_its_roles() -> None:
     town = Town(roster(2), config_of(n_hosts=1))
     machine = town.come("a")
     assert town.runs()["host-a"] == ["replica-1"]
-    refusal = HostReport(life=1, ready=True, leaving=False, refusal="no", ended=())
+    refusal = HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=())
     event = Received(sender=machine.name, incarnation=1, message=refusal)
     town._deliver(town.here, event)
     machine.is_cut = True
@@ -159,10 +159,10 @@ def test_the_only_host_is_not_blocked_and_its_replicas_are_left_out() -> None:
 def test_a_host_that_restarts_with_every_message_fills_no_log() -> None:
     """2.7 MB of it in 40 s, by one who may join."""
     town = Town(roster(1))
-    for life in range(1, 1001):
-        offer = HostAgentConfig(label="a", cores=1, memory_bytes=1).offer(life)
+    for incarnation in range(1, 1001):
+        offer = HostAgentConfig(label="a", cores=1, memory_bytes=1).offer(incarnation)
         event = Received(sender=Address("host-a"), incarnation=1, message=offer)
-        town.hosted.handle(event, town.now + 0.005 * life)
+        town.hosted.handle(event, town.now + 0.005 * incarnation)
     assert sum("has joined" in text for text in town.said) <= 6
 
 
@@ -321,7 +321,7 @@ def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostAgentConfig(label="b", cores=2, memory_bytes=1, stays=True)
     host = HostAgent(config, storage=Site(patience=600.0))
-    sent_away = Release(life=1, again=False, reason="no such file", refused=True)
+    sent_away = Release(incarnation=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
     said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
     assert said == Report(text="rejected: no such file; waiting for another job", level="warning")
@@ -412,7 +412,7 @@ LOST = PeerLost(peer=SUPERVISOR, incarnation=0, reason="nothing listens at x any
 
 def begin_anew(town: Town, machine: Machine) -> None:
     """Tell a machine so, and end the job before its offer arrives."""
-    again = Release(life=1, again=True, reason="it was silent for too long")
+    again = Release(incarnation=1, again=True, reason="it was silent for too long")
     said = Received(sender=SUPERVISOR, incarnation=1, message=again)
     machine.role.handle(said, town.now)
     town.kill(town.here)
@@ -588,7 +588,9 @@ class Machines(RuleBasedStateMachine):
     @invariant()
     def no_life_runs_twice(self) -> None:
         lives = [
-            life for machine in self.town.machines.values() for life in machine.processes.items()
+            incarnation
+            for machine in self.town.machines.values()
+            for incarnation in machine.processes.items()
         ]
         assert len(set(lives)) == len(lives)
 
@@ -603,7 +605,9 @@ class Machines(RuleBasedStateMachine):
             if record.is_alive and record.presence is not Presence.WAITING
         }
         lives = [
-            life for machine in self.town.machines.values() for life in machine.processes.items()
+            incarnation
+            for machine in self.town.machines.values()
+            for incarnation in machine.processes.items()
         ]
         assert sorted(lives) == sorted(expected)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.data.sharding import BatchCursor, DataShard, fresh_positions
+from distbelief.data.sharding import BatchCursor, DataShard, start_positions
 from distbelief.errors import JobError
 
 
@@ -146,7 +146,7 @@ def test_fresh_positions_add_up_and_are_the_same_share_of_every_part(
     cut: tuple[int, int], n_consumed: int
 ) -> None:
     n_samples, n_replicas = cut
-    positions = fresh_positions(n_consumed, n_samples=n_samples, n_replicas=n_replicas)
+    positions = start_positions(n_consumed, n_samples=n_samples, n_replicas=n_replicas)
     assert sum(positions) == n_consumed
     passes = n_consumed / n_samples
     for part, position in zip(shards_of(*cut), positions, strict=True):
@@ -158,10 +158,10 @@ def test_between_two_passes_every_replica_begins_a_whole_pass(
     cut: tuple[int, int], n_passes: int
 ) -> None:
     n_samples, n_replicas = cut
-    positions = fresh_positions(n_passes * n_samples, n_samples=n_samples, n_replicas=n_replicas)
+    positions = start_positions(n_passes * n_samples, n_samples=n_samples, n_replicas=n_replicas)
     parts = shards_of(*cut)
     assert list(positions) == [n_passes * len(part) for part in parts]
 
 
 def test_one_replica_that_goes_on_alone_stays_where_it_was() -> None:
-    assert fresh_positions(77, n_samples=10, n_replicas=1) == (77,)
+    assert start_positions(77, n_samples=10, n_replicas=1) == (77,)

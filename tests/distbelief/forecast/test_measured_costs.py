@@ -30,7 +30,7 @@ from distbelief.forecast.measured_costs import (
 )
 from distbelief.forecast.placement import HostCosts, PlacedCluster
 from distbelief.forecast.prepare import Preparation, costed
-from distbelief.forecast.run import run_virtually
+from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor, TimerFired
@@ -95,9 +95,9 @@ def test_a_data_set_that_waits_takes_the_time_that_it_waits() -> None:
     clock, idle = iter([0.0, 0.1, 1.0, 1.1]), iter([5.0, 7.0])
     watch = Stopwatch(lambda: next(clock), idle=lambda: next(idle))
     cost = Cost(n_bytes=4.0)
-    read = Compute(name="r", work=lambda: None, cost=cost, lane=Executor.DATA)
+    read = Compute(name="r", work=lambda: None, cost=cost, executor=Executor.DATA)
     watch.adapt("replica", read).work()
-    watch.adapt("replica", msgspec.structs.replace(read, lane=Executor.COMPUTE)).work()
+    watch.adapt("replica", msgspec.structs.replace(read, executor=Executor.COMPUTE)).work()
     assert watch.waits == {"replica r by bytes": [(2.0, 4.0)]}
     waiting = waiting_of(watch.waits["replica r by bytes"], besides=0.025)
     assert waiting == pytest.approx(0.5)
@@ -311,7 +311,7 @@ def run_with(rates: Rates | None, cluster: Cluster) -> float:
     placed = PlacedCluster(cluster=cluster, reference=MACHINE, rates=rates, together=False)
     with Preparation() as preparation:
         job = small("algorithm.max_steps=15", "stop.samples=1000000")
-        outcome = run_virtually(preparation.stage(job), placed, seed=0).outcome
+        outcome = run_simulated(preparation.stage(job), placed, seed=0).outcome
     assert outcome.step_seconds is not None
     return outcome.step_seconds
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.graph.losses import append_loss, whole_loss
+from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.operator import Step
 from tests.distbelief.graph.ops.comparison import close
 from tests.distbelief.graph.reference import evaluate
@@ -65,7 +65,7 @@ def compare(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    whole = whole_loss(loss)
+    whole = opaque_loss(loss)
     step = Step(training=True, modules={} if whole is None else {"loss": whole})
     parameters = dict(module.named_parameters())
     inputs = {"input": x, "targets": targets}

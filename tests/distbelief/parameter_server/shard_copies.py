@@ -62,9 +62,9 @@ class OneCopy:
         self.memory = PrivateMemory() if memory is None else memory
         self.now: Seconds = 0.0
         self.timers: dict[str, Seconds] = {}
-        self.lane: deque[Compute | Persist] = deque()
+        self.executor: deque[Compute | Persist] = deque()
         self.snapshots: list[Snapshot] = []
-        config = ShardConfig(index=0, layout=layout, rule=rule, name=name, waits_for_lead=True)
+        config = ShardConfig(index=0, layout=layout, rule=rule, name=name, is_replicated=True)
         zeros = partial(np.zeros, layout.shard_size(0))
         self.shard = Shard(config, memory=self.memory, initialise=zeros)
         started = Started(incarnation=life, restored=restored, unrestored=unrestored)
@@ -82,7 +82,7 @@ class OneCopy:
 
     def work(self) -> list[Action]:
         """Run the piece of work that waits."""
-        work = self.lane.popleft()
+        work = self.executor.popleft()
         if isinstance(work, Persist):
             self.snapshots.append(work.snapshot)
             event = Persisted(label=work.snapshot.label)
@@ -92,7 +92,7 @@ class OneCopy:
 
     def work_all(self) -> list[Action]:
         actions: list[Action] = []
-        while self.lane:
+        while self.executor:
             actions += self.work()
         return actions
 
@@ -109,20 +109,20 @@ class OneCopy:
     def _note(self, actions: Sequence[Action]) -> list[Action]:
         for action in actions:
             if isinstance(action, Compute | Persist):
-                self.lane.append(action)
+                self.executor.append(action)
             elif isinstance(action, SetTimer):
                 self.timers[action.name] = action.at
         return list(actions)
 
     # -------------------------------------------------------------- what others say
 
-    def lead(self, pairing: int, second: str = "", *, life: int | None = None) -> list[Action]:
+    def lead(self, term: int, second: str = "", *, life: int | None = None) -> list[Action]:
         """Promote this incarnation, or another one; the backup is in its first."""
         lead = Promote(
-            pairing=pairing,
+            term=term,
             receiver_incarnation=self.life if life is None else life,
-            second=second,
-            second_incarnation=1 if second else 0,
+            backup=second,
+            backup_incarnation=1 if second else 0,
         )
         return self.receive(lead)
 

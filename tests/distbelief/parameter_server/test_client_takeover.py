@@ -52,7 +52,7 @@ BUSY = SessionRefused(reason="busy", for_good=False)
 
 def alone_of(*, memory: Memory | None = None, welcome: bool = True) -> Alone:
     """A client that the first copy has welcomed as primary number 3, in its life 1."""
-    alone = Alone(second_copies=[SECOND], memory=memory, welcome=False)
+    alone = Alone(backups=[SECOND], memory=memory, welcome=False)
     if welcome:
         welcomed(alone, 3, SHARD)
     return alone
@@ -67,7 +67,7 @@ def welcomed(
     watermark: int = FIRST - 1,
     applied: int = 0,
     clock: int = 0,
-    slots_region: str = "",
+    push_buffers_region: str = "",
     parameters_region: str = "",
 ) -> list[Action]:
     message = SessionOpened(
@@ -77,7 +77,7 @@ def welcomed(
         watermark=watermark,
         applied=applied,
         parameters_region=parameters_region,
-        slots_region=slots_region,
+        push_buffers_region=push_buffers_region,
     )
     return alone.receive(message, life=life, sender=sender)
 
@@ -109,7 +109,7 @@ def pushed(actions: Sequence[Action]) -> list[tuple[Address, int, int, float]]:
 
 def test_each_shard_has_a_backup_or_none_has() -> None:
     with pytest.raises(ValueError, match="2 backups are given for 1 shards"):
-        Alone(second_copies=[SECOND, Address("shard-1b")])
+        Alone(backups=[SECOND, Address("shard-1b")])
 
 
 def test_open_session_goes_to_both_copies_and_the_rest_to_the_primary() -> None:
@@ -223,13 +223,13 @@ def test_pushes_in_flight_in_a_dead_primarys_buffers_are_copied_and_sent_again(
     first.create("slots-a", n_bytes=push_buffer_bytes(N, itemsize=8))
     slots_b = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     alone = alone_of(memory=mine, welcome=False)
-    welcomed(alone, 3, SHARD, slots_region="slots-a")
+    welcomed(alone, 3, SHARD, push_buffers_region="slots-a")
     alone.push(4.0)
     work = alone.client.stage(full_of(LAYOUT, 6.0), zeros_of(LAYOUT))
     first.release_all()  # it is dead, and the next incarnation has begun
     alone.receive(PrimaryChanged(shard_incarnation=4), sender=SECOND)
     region = "" if to_blocks else "slots-b"
-    actions = welcomed(alone, 4, SECOND, slots_region=region)
+    actions = welcomed(alone, 4, SECOND, push_buffers_region=region)
     assert [push.sequence for push in sent(actions, Push)] == [FIRST]
     assert not alone.can_push()
     assert host.n_bytes == 2 * push_buffer_bytes(N, itemsize=8)  # one is still being filled
@@ -253,10 +253,10 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     first, second, mine = host.lend(), host.lend(), host.lend()
     first.create("slots-a", n_bytes=push_buffer_bytes(N, itemsize=8))
     alone = alone_of(memory=mine, welcome=False)
-    welcomed(alone, 3, SHARD, slots_region="slots-a")
+    welcomed(alone, 3, SHARD, push_buffers_region="slots-a")
     alone.push(4.0)
     first.release_all()
-    assert welcomed(alone, 4, SECOND, slots_region="slots-b") == []
+    assert welcomed(alone, 4, SECOND, push_buffers_region="slots-b") == []
     n_bytes = HEADER_BYTES + 8 * N
     second.create("values-b", n_bytes=n_bytes)
     regions = {"parameters_region": "values-b", "slots_region": "slots-b"}
@@ -264,7 +264,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     assert not alone.ready()
     second.create("slots-c", n_bytes=8)
     with pytest.raises(RemoteProtocolError, match="a region of push buffers has 8 bytes"):
-        welcomed(alone, 4, SECOND, slots_region="slots-c")
+        welcomed(alone, 4, SECOND, push_buffers_region="slots-c")
     slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     (push,) = sent(welcomed(alone, 4, SECOND, **regions), Push)  # type: ignore[arg-type]
     assert (push.sequence, push.shard_incarnation) == (FIRST, 4)
@@ -416,7 +416,7 @@ class Pair:
             watermark=self.watermark,
             applied=len(self.applied),
             parameters_region="",
-            slots_region=self.region,
+            push_buffers_region=self.region,
         )
 
 
@@ -433,7 +433,7 @@ class Run:
             layout=LAYOUT,
             shards=[SHARD],
             memory=host.lend(),
-            second_copies=[SECOND],
+            backups=[SECOND],
         )
         self.now: Seconds = 0.0
         self.timer_at: Seconds | None = None

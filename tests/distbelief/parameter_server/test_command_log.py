@@ -57,10 +57,10 @@ LAYOUT = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1, dtype="float
 class Bench:
     """One shard, whose work is done at once, or when the test says so."""
 
-    def __init__(self, *, restored: Snapshot | None = None, waits_for_lead: bool = False) -> None:
+    def __init__(self, *, restored: Snapshot | None = None, is_replicated: bool = False) -> None:
         self.shard = Shard(
             ShardConfig(
-                index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), waits_for_lead=waits_for_lead
+                index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), is_replicated=is_replicated
             ),
             memory=PrivateMemory(),
             initialise=lambda: np.ones(LAYOUT.shard_size(0)),
@@ -94,10 +94,10 @@ class Bench:
         return self.happen(Persisted(label=label, error=self.disk_error))
 
     def order(
-        self, number: int, task: Task, *, epoch: int = 1, mark: Savepoint | None = None
+        self, number: int, task: Task, *, epoch: int = 1, savepoint: Savepoint | None = None
     ) -> CommandDone | None:
         """Give an order; return the answer."""
-        message = ShardCommand(epoch=epoch, number=number, task=task, mark=mark)
+        message = ShardCommand(epoch=epoch, number=number, task=task, savepoint=savepoint)
         answers = answers_in(
             self.happen(Received(sender=COORDINATOR, incarnation=1, message=message))
         )
@@ -207,14 +207,17 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
     opened = bench.order(
         3,
         BeginEvaluation(
-            point="trial", before=(Fill(target="trial", a=3.0),), first_grant=1, n_staged_max=2
+            point="trial",
+            before=(Fill(target="trial", a=3.0),),
+            first_commit_token=1,
+            n_staged_max=2,
         ),
     )
     assert opened is not None
     assert opened.clock == 1
     assert bench.shard._values.vector[0] == 3.0
     assert bench.shard.status()[1]["commands"] == 3.0
-    missing = bench.order(4, Commit(sets=(GrantedChunk(set_index=0, grant=1),), void=(2,)))
+    missing = bench.order(4, Commit(sets=(GrantedChunk(chunk_index=0, commit_token=1),), void=(2,)))
     assert missing is not None
     assert missing.error is not None
     short = bench.order(5, FinishEvaluation(gradient="g", n_examples=4, after=()))
@@ -247,8 +250,8 @@ def test_publish_ends_the_coordinators_control() -> None:
 def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
     bench = Bench().begun()
     bench.order(3, DOUBLE)
-    mark = Savepoint(cut=9, vectors=("parameters",))
-    kept = bench.order(4, Checkpoint(label="00001", cut=9), mark=mark)
+    savepoint = Savepoint(cut=9, vectors=("parameters",))
+    kept = bench.order(4, Checkpoint(label="00001", cut=9), savepoint=savepoint)
     assert kept is not None
     assert kept.error is None
     (snapshot,) = bench.saved
@@ -267,8 +270,8 @@ def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
 def test_a_failed_save_of_a_savepoint_is_reported() -> None:
     bench = Bench().begun()
     bench.disk_error = "no space"
-    mark = Savepoint(cut=9, vectors=("parameters",))
-    kept = bench.order(3, Checkpoint(label="00001", cut=9), mark=mark)
+    savepoint = Savepoint(cut=9, vectors=("parameters",))
+    kept = bench.order(3, Checkpoint(label="00001", cut=9), savepoint=savepoint)
     assert kept is not None
     assert kept.error == "no space"
     not_present = bench.order(4, Checkpoint(label="00002", cut=8))
@@ -277,7 +280,7 @@ def test_a_failed_save_of_a_savepoint_is_reported() -> None:
 
 
 def test_one_of_two_copies_cannot_be_driven() -> None:
-    answer = Bench(waits_for_lead=True).order(1, BeginEpoch())
+    answer = Bench(is_replicated=True).order(1, BeginEpoch())
     assert answer is not None
     assert answer.error is not None
     assert "set shard_copies = 1" in answer.error
@@ -287,7 +290,9 @@ def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:
     bench = Bench()
     assert "chunks_refused" not in bench.shard.status()[1]
     commands = bench.begun().shard._commands
-    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, grant=5)
+    push = Push(
+        sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, commit_token=5
+    )
     client = Session(name=Address("replica-0"), incarnation=1)
     work, _ = commands.stage_work(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
     work()

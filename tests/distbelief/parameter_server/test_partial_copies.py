@@ -53,12 +53,12 @@ class Pair:
         for name, holds in HELD.items():
             host = "here" if shared else ""
             welcome = self.a.hello(sender=name, host=host, holds=holds)
-            self.regions[name] = only(welcome, SessionOpened).slots_region
+            self.regions[name] = only(welcome, SessionOpened).push_buffers_region
 
     def pump(self, actions: list[Action]) -> None:
         """Pass messages between the copies, and do their work, until all is quiet."""
         waiting = [(A, action) for action in actions]
-        while waiting or self.a.lane or self.b.lane:
+        while waiting or self.a.executor or self.b.executor:
             if not waiting:
                 waiting += [(A, action) for action in self.a.work_all()]
                 waiting += [(B, action) for action in self.b.work_all()]
@@ -172,13 +172,13 @@ def second() -> OneCopy:
     """Return a whole second of a small shard, at clock 5."""
     copy = OneCopy(B)
     copy.receive(follow([5, 0]), A)
-    copy.receive(StateBlock(pairing=2, clock=5, index=0, values=np.full(N, 7.0)), A)
+    copy.receive(StateBlock(term=2, clock=5, index=0, values=np.full(N, 7.0)), A)
     return copy
 
 
 def follow(words: list[int] | None) -> StartSync:
     return StartSync(
-        pairing=2,
+        term=2,
         receiver_incarnation=1,
         clock=5,
         clients=(),
@@ -191,11 +191,11 @@ def forward(holds: list[int]) -> ReplicatePush:
         name="left", incarnation=1, watermark=1, applied=1, samples=1, staleness=0
     )
     return ReplicatePush(
-        pairing=2,
+        term=2,
         clock=5,
         client=record,
         n_pushing=1,
-        slots_region="",
+        push_buffers_region="",
         slot=1,
         holds=np.array(holds, np.int64),
     )

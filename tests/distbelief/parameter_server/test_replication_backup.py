@@ -57,41 +57,39 @@ def record_of(
 
 
 def following(
-    pairing: int, *, clock: int, clients: Sequence[SessionRecord] = (), life: int = 1
+    term: int, *, clock: int, clients: Sequence[SessionRecord] = (), life: int = 1
 ) -> StartSync:
-    return StartSync(
-        pairing=pairing, receiver_incarnation=life, clock=clock, clients=tuple(clients)
-    )
+    return StartSync(term=term, receiver_incarnation=life, clock=clock, clients=tuple(clients))
 
 
 def follow(
-    copy: OneCopy, pairing: int = 2, *, clock: int = 5, clients: Sequence[SessionRecord] = ()
+    copy: OneCopy, term: int = 2, *, clock: int = 5, clients: Sequence[SessionRecord] = ()
 ) -> list[Action]:
-    message = following(pairing, clock=clock, clients=clients)
+    message = following(term, clock=clock, clients=clients)
     return copy.receive(message, A)
 
 
-def piece(copy: OneCopy, *, pairing: int = 2, clock: int = 5, size: int = N) -> list[Action]:
+def piece(copy: OneCopy, *, term: int = 2, clock: int = 5, size: int = N) -> list[Action]:
     """Send all that the primary holds: sevens."""
     values = np.full(size, 7.0)
-    message = StateBlock(pairing=pairing, clock=clock, index=0, values=values)
+    message = StateBlock(term=term, clock=clock, index=0, values=values)
     return copy.receive(message, A)
 
 
-def forward(clock: int, *, pairing: int = 2, region: str = "", watermark: int = 1) -> ReplicatePush:
+def forward(clock: int, *, term: int = 2, region: str = "", watermark: int = 1) -> ReplicatePush:
     return ReplicatePush(
-        pairing=pairing,
+        term=term,
         clock=clock,
         client=record_of(watermark=watermark, applied=watermark),
         n_pushing=1,
-        slots_region=region,
+        push_buffers_region=region,
         slot=watermark % 2,
     )
 
 
-def block(clock: int, *, pairing: int = 2, value: float = -1.0) -> PushBlock:
+def block(clock: int, *, term: int = 2, value: float = -1.0) -> PushBlock:
     return PushBlock(
-        sequence=clock + 1, shard_incarnation=pairing, block_index=0, values=np.full(N, value)
+        sequence=clock + 1, shard_incarnation=term, block_index=0, values=np.full(N, value)
     )
 
 
@@ -132,13 +130,13 @@ def test_it_answers_no_client_until_it_is_primary_and_then_all() -> None:
 def test_with_all_state_blocks_it_reports_in_sync_to_primary_and_supervisor() -> None:
     copy = OneCopy(B)
     credit = only(follow(copy), StateAck)
-    assert (credit.pairing, credit.clock, credit.received) == (2, 5, 0)
-    assert copy.counters()["whole"] == 0
+    assert (credit.term, credit.clock, credit.received) == (2, 5, 0)
+    assert copy.counters()["in_sync"] == 0
     actions = piece(copy)
     assert only(actions, StateAck).received == 1
-    assert only(actions, BackupInSync).pairing == 2
+    assert only(actions, BackupInSync).term == 2
     counters = copy.counters()
-    assert (counters["pairing"], counters["whole"], counters["leading"]) == (2, 2, 0)
+    assert (counters["term"], counters["in_sync"], counters["primary"]) == (2, 2, 0)
     assert (copy.values == 7.0).all()
     assert sent(piece(copy), BackupInSync) == []
 
@@ -147,7 +145,7 @@ def test_a_state_block_of_another_clock_or_out_of_order_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
     assert only(piece(copy, clock=4), StateAck).received == 0
-    late = StateBlock(pairing=2, clock=5, index=1, values=np.zeros(N))
+    late = StateBlock(term=2, clock=5, index=1, values=np.zeros(N))
     assert only(copy.receive(late, A), StateAck).received == 0
     assert (copy.values == 0.0).all()
 
@@ -173,7 +171,7 @@ def test_state_blocks_hold_values_and_state() -> None:
     follow(copy)
     n_state = LAYOUT.n_gradient(0)
     values = np.concatenate([np.full(N, 3.0), np.full(n_state, 4.0)])
-    message = StateBlock(pairing=2, clock=5, index=0, values=values)
+    message = StateBlock(term=2, clock=5, index=0, values=values)
     only(copy.receive(message, A), BackupInSync)
     assert (copy.values == 3.0).all()
     assert (copy.shard._values.state["sum_of_squares"] == 4.0).all()
@@ -193,7 +191,7 @@ def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
     assert (copy.values[:100] == 9.0).all()
     again = only(copy.receive(forward(5), A), PushApplied)
     assert (again.sequence, again.clock) == (6, 7)
-    assert not copy.lane
+    assert not copy.executor
 
 
 def test_a_waiting_push_is_answered_with_a_sign_of_life() -> None:
@@ -246,23 +244,23 @@ def test_messages_of_a_lower_term_are_dropped() -> None:
     late: list[Message] = [
         forward(8),
         block(8),
-        StateBlock(pairing=2, clock=8, index=0, values=np.zeros(N)),
+        StateBlock(term=2, clock=8, index=0, values=np.zeros(N)),
         following(2, clock=9),
     ]
     for message in late:
         assert copy.receive(message, A) == []
-    assert copy.receive(block(8, pairing=4), Address("shard-9")) == []
-    assert copy.counters()["pairing"] == 4
+    assert copy.receive(block(8, term=4), Address("shard-9")) == []
+    assert copy.counters()["term"] == 4
 
 
 def test_a_higher_term_starts_over_once_the_running_work_has_ended() -> None:
     copy = whole_second()
     pushed(copy, 5)
     assert follow(copy, 4, clock=8) == []
-    assert copy.counters()["whole"] == 0
+    assert copy.counters()["in_sync"] == 0
     credit = only(copy.work(), StateAck)
-    assert (credit.pairing, credit.clock, credit.received) == (4, 8, 0)
-    assert only(piece(copy, pairing=4, clock=8), BackupInSync).pairing == 4
+    assert (credit.term, credit.clock, credit.received) == (4, 8, 0)
+    assert only(piece(copy, term=4, clock=8), BackupInSync).term == 4
 
 
 def test_a_repeated_start_sync_changes_nothing_once_a_state_block_is_held() -> None:
@@ -286,9 +284,9 @@ def test_a_late_start_sync_does_not_undo_acknowledged_pushes() -> None:
     credit = only(follow(copy), StateAck)
     assert (credit.clock, credit.received) == (6, 0)
     assert sent(piece(copy), BackupInSync) == []
-    assert copy.counters()["whole"] == 0
+    assert copy.counters()["in_sync"] == 0
     follow(copy, clock=6, clients=[record_of()])
-    assert only(piece(copy, clock=6), BackupInSync).pairing == 2
+    assert only(piece(copy, clock=6), BackupInSync).term == 2
     welcome = only([*copy.lead(3), *copy.hello()], SessionOpened)
     assert (welcome.clock, welcome.watermark, welcome.applied) == (6, 1, 1)
 
@@ -322,7 +320,7 @@ def test_it_becomes_primary_once_all_accepted_pushes_are_applied() -> None:
     assert sent(copy.work(), PushApplied) == []
     actions = copy.work()
     assert only(actions, PrimaryChanged).shard_incarnation == 3
-    assert (copy.counters()["clock"], copy.counters()["leading"]) == (7, 1)
+    assert (copy.counters()["clock"], copy.counters()["primary"]) == (7, 1)
     welcome = only(copy.hello(), SessionOpened)
     assert (welcome.watermark, welcome.applied) == (2, 2)
 
@@ -402,21 +400,21 @@ def test_a_late_promote_is_ignored() -> None:
     assert copy.activity == "following"
     copy.lead(5)
     assert copy.lead(4, A) == []
-    assert copy.counters()["pairing"] == 5
+    assert copy.counters()["term"] == 5
 
 
 def test_messages_to_a_former_incarnation_are_ignored() -> None:
     """Two incarnations served in one term, and no client could tell them apart."""
     copy = OneCopy(B, life=3)
     assert copy.lead(6, life=2) == []
-    assert copy.counters()["pairing"] == 0
+    assert copy.counters()["term"] == 0
     assert copy.receive(following(6, clock=9, life=2), A) == []
     assert copy.activity == "waiting"
     # It would have given up the snapshot it began from.
     copy.lead(7)
     assert copy.activity == "serving"
     assert copy.lead(8, A, life=2) == []
-    assert copy.counters()["pairing"] == 7
+    assert copy.counters()["term"] == 7
 
 
 # ------------------------------------------------------------------------ mistakes
@@ -430,7 +428,7 @@ def test_a_backup_exits_on_stop_at_once_and_leaves_nothing() -> None:
     actions = copy.work()
     only(actions, Finished)
     assert isinstance(actions[-1], Exit)
-    assert not copy.lane
+    assert not copy.executor
     assert isinstance(copy.memory, PrivateMemory)
     assert not copy.memory._regions
 
@@ -445,7 +443,7 @@ def test_a_backup_refuses_a_checkpoint_request() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Promote(pairing=1, receiver_incarnation=1, second="", second_incarnation=0),
+        Promote(term=1, receiver_incarnation=1, backup="", backup_incarnation=0),
         following(1, clock=0),
         PushApplied(sequence=1, shard_incarnation=1, clock=1, staleness=0),
     ],
@@ -460,5 +458,5 @@ def test_a_shard_of_one_copy_gets_no_replication_messages(message: Message) -> N
 
 def test_answers_meant_for_an_earlier_incarnation_are_dropped() -> None:
     copy = OneCopy(B)
-    credit = StateAck(pairing=1, clock=0, received=1)
+    credit = StateAck(term=1, clock=0, received=1)
     assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]

@@ -32,17 +32,15 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kin
 
 
 def credit(
-    copy: OneCopy, received: int, *, pairing: int = 2, clock: int = 0, life: int = 1
+    copy: OneCopy, received: int, *, term: int = 2, clock: int = 0, life: int = 1
 ) -> list[Action]:
-    message = StateAck(pairing=pairing, clock=clock, received=received)
+    message = StateAck(term=term, clock=clock, received=received)
     return copy.receive(message, B, life=life)
 
 
-def acknowledge(copy: OneCopy, clock: int, *, pairing: int = 2, life: int = 1) -> list[Action]:
+def acknowledge(copy: OneCopy, clock: int, *, term: int = 2, life: int = 1) -> list[Action]:
     """Say that the backup has applied the push of that clock."""
-    message = PushApplied(
-        sequence=clock + 1, shard_incarnation=pairing, clock=clock + 1, staleness=0
-    )
+    message = PushApplied(sequence=clock + 1, shard_incarnation=term, clock=clock + 1, staleness=0)
     return copy.receive(message, B, life=life)
 
 
@@ -70,7 +68,7 @@ def test_without_an_answer_of_the_backup_nothing_is_replicated_and_all_is_acknow
     copy = OneCopy(A)
     copy.lead(1)
     copy.hello()
-    assert only(copy.lead(2, B), StartSync).pairing == 2
+    assert only(copy.lead(2, B), StartSync).term == 2
     assert sent(pushed(copy, 1), ReplicatePush) == []
     assert only(copy.work(), PushApplied).sequence == 1
     follow = only(copy.wait(TICK_SECONDS), StartSync)
@@ -112,12 +110,12 @@ def test_between_two_windows_one_push_is_applied_at_the_most(
     assert kinds(pushed(copy, 1), B)[-1:] == ["ReplicatePush"]
     pushed(copy, 2)
     copy.work()
-    assert not copy.lane  # a window is due, once the second has that push
+    assert not copy.executor  # a window is due, once the second has that push
     credit(copy, 1)
     actions = acknowledge(copy, 0)
     assert [(p.index, p.clock) for p in sent(actions, StateBlock)] == [(1, 1)]
     assert kinds(actions, CLIENT) == ["PushApplied"]
-    assert len(copy.lane) == 1
+    assert len(copy.executor) == 1
 
 
 def test_a_lost_window_is_sent_again_from_where_the_backup_is() -> None:
@@ -202,14 +200,14 @@ def test_a_new_incarnation_of_a_client_waits_while_a_push_of_the_old_one_is_unco
 
 def test_a_shared_push_buffer_is_named_and_unchanged_while_unconfirmed() -> None:
     copy = leader(host="here")
-    region = only(copy.hello(host="here"), SessionOpened).slots_region
+    region = only(copy.hello(host="here"), SessionOpened).push_buffers_region
     assert region == "shard-0.1.slots-0"
     slots = push_buffer_views(copy.memory.attach(region), n_elements=N, dtype=np.dtype(np.float64))
     slots[1][:] = -1.0
     actions = copy.said(1, number=1)
     assert kinds(actions, B) == ["ReplicatePush"]
     forward = only(actions, ReplicatePush)
-    assert (forward.slots_region, forward.slot) == (region, 1)
+    assert (forward.push_buffers_region, forward.slot) == (region, 1)
     copy.work()
     assert (slots[1] == -1.0).all()
     # The backup cannot reach it.
@@ -241,11 +239,11 @@ def test_messages_of_others_and_of_other_terms_are_ignored() -> None:
     copy = leader()
     pushed(copy, 1)
     copy.work()
-    assert acknowledge(copy, 0, pairing=1) == []
+    assert acknowledge(copy, 0, term=1) == []
     assert acknowledge(copy, 0, life=2) == []
     strangers: list[Message] = [
         PushApplied(sequence=1, shard_incarnation=2, clock=1, staleness=0),
-        StateAck(pairing=2, clock=0, received=1),
+        StateAck(term=2, clock=0, received=1),
         PushBlockAck(sequence=1, shard_incarnation=2, received=0),
     ]
     for message in strangers:
@@ -274,7 +272,7 @@ def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:
     assert len(sent(actions, ReplicatePush)) >= 2
     assert sent(actions, BackupUnresponsive) == []
     actions = copy.wait(2 * REPORT_SECONDS)
-    assert [alone.pairing for alone in sent(actions, BackupUnresponsive)] == [2, 2]
+    assert [alone.term for alone in sent(actions, BackupUnresponsive)] == [2, 2]
     assert kinds(actions, SUPERVISOR) == ["BackupUnresponsive", "BackupUnresponsive"]
     assert kinds(actions, CLIENT) == []  # until the supervisor says so
     assert only(copy.lead(3), PushApplied).sequence == 1
@@ -313,10 +311,10 @@ def test_a_later_promote_drops_the_backup_and_a_late_one_does_nothing() -> None:
     assert copy.lead(1) == []
     actions = copy.lead(4, B)
     assert only(actions, PushApplied).sequence == 1
-    assert only(actions, StartSync).pairing == 4
+    assert only(actions, StartSync).term == 4
     # The second push was being applied, and is not held.
     assert only(copy.work(), PushApplied).sequence == 2
-    assert copy.counters()["pairing"] == 4
+    assert copy.counters()["term"] == 4
     assert only(copy.hello(), SessionOpened).shard_incarnation == 1  # as it began to lead
 
 

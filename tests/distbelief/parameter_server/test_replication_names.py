@@ -2,13 +2,13 @@
 
 import pytest
 
-from distbelief.parameter_server.replication import copies_of_all, copy_names, other_copy, shard_of
+from distbelief.parameter_server.replication import all_copy_names, copy_names, other_copy, shard_of
 from distbelief.roles.role import Address
 
 
 def test_one_copy_has_the_name_of_its_shard() -> None:
     assert copy_names(12, 1) == ("shard-12",)
-    assert copies_of_all(2, 1) == (("shard-0", "shard-1"), ())
+    assert all_copy_names(2, 1) == (("shard-0", "shard-1"), ())
 
 
 def test_two_copies_know_each_other_and_their_shard() -> None:
@@ -16,7 +16,7 @@ def test_two_copies_know_each_other_and_their_shard() -> None:
     assert (first, second) == ("shard-3", "shard-3b")
     assert (other_copy(first), other_copy(second)) == (second, first)
     assert shard_of(first) == shard_of(second) == first
-    assert copies_of_all(2, 2) == (("shard-0", "shard-1"), ("shard-0b", "shard-1b"))
+    assert all_copy_names(2, 2) == (("shard-0", "shard-1"), ("shard-0b", "shard-1b"))
 
 
 def test_the_names_of_other_roles_are_left_alone() -> None:

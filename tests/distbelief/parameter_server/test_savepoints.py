@@ -31,8 +31,8 @@ class Shard:
         self.cuts.copy_before_write(targets(commands))
         self.algebra.perform(commands)
 
-    def mark(self, cut: int, *names: str, settled: int = 0) -> None:
-        self.cuts.mark(Savepoint(cut=cut, vectors=names), settled=settled)
+    def add(self, cut: int, *names: str, settled: int = 0) -> None:
+        self.cuts.add(Savepoint(cut=cut, vectors=names), settled=settled)
 
     def return_to(self, cut: int, *, whole: bool) -> None:
         self.cuts.return_to(cut, whole=whole, values=lambda: np.ones(64))
@@ -57,7 +57,7 @@ def test_before_the_first_command_there_is_savepoint_0() -> None:
 def test_a_savepoint_keeps_its_vectors_as_they_were_and_no_others() -> None:
     shard = Shard().begin()
     shard.do(Fill(target="s0", a=3.0))
-    shard.mark(5, PARAMETERS, "s0")
+    shard.add(5, PARAMETERS, "s0")
     shard.do(Axpy(target=PARAMETERS, a=2.0, x="s0"), Fill(target="s0", a=9.0))
     shard.do(Fill(target="trial", a=4.0), Drop(names=("s0",)))
     shard.return_to(5, whole=True)
@@ -70,14 +70,14 @@ def test_a_savepoint_keeps_its_vectors_as_they_were_and_no_others() -> None:
 
 def test_two_savepoints_are_kept_until_the_newer_is_settled() -> None:
     shard = Shard().begin()
-    shard.mark(5, PARAMETERS)
+    shard.add(5, PARAMETERS)
     shard.do(Fill(target=PARAMETERS, a=2.0))
-    shard.mark(6, PARAMETERS, settled=4)
+    shard.add(6, PARAMETERS, settled=4)
     shard.do(Fill(target=PARAMETERS, a=3.0))
     assert shard.held == [(5, True), (6, True), (0, False)]
     with pytest.raises(RemoteProtocolError, match="cannot create savepoint 7 while 2 others"):
-        shard.mark(7, PARAMETERS, settled=5)
-    shard.mark(7, PARAMETERS, settled=6)
+        shard.add(7, PARAMETERS, settled=5)
+    shard.add(7, PARAMETERS, settled=6)
     assert shard.held == [(6, True), (7, True), (0, False)]
     shard.return_to(6, whole=False)
     assert shard.at(PARAMETERS) == 2.0
@@ -86,7 +86,7 @@ def test_two_savepoints_are_kept_until_the_newer_is_settled() -> None:
 
 def test_a_savepoint_names_existing_vectors() -> None:
     with pytest.raises(RemoteProtocolError, match=r"names vectors \['s0'\]"):
-        Shard().begin().mark(5, PARAMETERS, "s0")
+        Shard().begin().add(5, PARAMETERS, "s0")
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -98,7 +98,7 @@ def test_an_unknown_savepoint_cannot_be_restored(whole: bool) -> None:  # noqa: 
 def test_savepoint_0_exists_until_all_shards_have_one_on_disk() -> None:
     shard = Shard().begin()
     shard.do(Fill(target=PARAMETERS, a=2.0))
-    shard.mark(5, PARAMETERS)
+    shard.add(5, PARAMETERS)
     shard.cuts.on_disk(5)
     assert shard.held == [(5, True), (0, False), (5, False)]
     shard.cuts.forget(4)  # unknown here
@@ -110,7 +110,7 @@ def test_at_most_three_savepoints_are_kept() -> None:
     """The oldest may be all that another shard has."""
     shard = Shard().begin()
     for cut in (5, 6, 7):
-        shard.mark(cut, PARAMETERS, settled=cut - 1)
+        shard.add(cut, PARAMETERS, settled=cut - 1)
         shard.do(Fill(target=PARAMETERS, a=float(cut)))
         shard.cuts.on_disk(cut)
     assert [cut for cut, whole in shard.held if not whole] == [0, 6, 7]
@@ -127,7 +127,7 @@ PLAIN = Snapshot(label="3", arrays={"values": np.ones(64)}, facts={"clock": "3"}
 def test_a_saved_savepoint_comes_back_bit_for_bit() -> None:
     shard = Shard().begin()
     shard.do(Fill(target="s0", a=0.1))
-    shard.mark(5, PARAMETERS, "s0")
+    shard.add(5, PARAMETERS, "s0")
     shard.cuts.check_current(5)
     saved = shard.cuts.extend(PLAIN, cut=5)
     plain, cut = split(saved)
@@ -148,7 +148,7 @@ def test_a_saved_savepoint_includes_the_one_that_all_shards_have() -> None:
     """
     shard = Shard().begin()
     shard.do(Fill(target=PARAMETERS, a=2.0))
-    shard.mark(5, PARAMETERS)
+    shard.add(5, PARAMETERS)
     _, first = split(shard.cuts.extend(PLAIN, cut=5))
     assert first is not None
     other = Shard()
@@ -160,12 +160,12 @@ def test_a_saved_savepoint_includes_the_one_that_all_shards_have() -> None:
     shard.cuts.on_disk(5)
     shard.cuts.forget(5)
     shard.do(Fill(target=PARAMETERS, a=3.0))
-    shard.mark(6, PARAMETERS, settled=5)
+    shard.add(6, PARAMETERS, settled=5)
     shard.do(Fill(target=PARAMETERS, a=4.0))
-    shard.mark(7, PARAMETERS, settled=6)
+    shard.add(7, PARAMETERS, settled=6)
     shard.cuts.on_disk(7)  # here, and not elsewhere
     shard.do(Fill(target=PARAMETERS, a=5.0))
-    shard.mark(8, PARAMETERS, settled=7)
+    shard.add(8, PARAMETERS, settled=7)
     _, second = split(shard.cuts.extend(PLAIN, cut=8))
     assert second is not None
     other.cuts.restore(second)
@@ -176,7 +176,7 @@ def test_a_saved_savepoint_includes_the_one_that_all_shards_have() -> None:
 
 def test_the_common_savepoint_is_not_saved_twice() -> None:
     shard = Shard().begin()
-    shard.mark(5, PARAMETERS)
+    shard.add(5, PARAMETERS)
     shard.cuts.on_disk(5)
     shard.cuts.forget(5)
     again = shard.cuts.extend(PLAIN, cut=5)
@@ -187,7 +187,7 @@ def test_only_the_current_savepoint_can_be_saved() -> None:
     shard = Shard().begin()
     with pytest.raises(RemoteProtocolError, match="vectors have changed since"):
         shard.cuts.check_current(5)
-    shard.mark(5, PARAMETERS)
+    shard.add(5, PARAMETERS)
     shard.do(Copy(target="s0", x=PARAMETERS), Fill(target=PARAMETERS, a=2.0))
     with pytest.raises(RemoteProtocolError, match="cannot save savepoint 5"):
         shard.cuts.check_current(5)

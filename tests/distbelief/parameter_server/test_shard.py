@@ -321,7 +321,7 @@ def test_without_room_for_shared_values_clients_are_served_by_blocks() -> None:
     alone.work(alone.started)
     actions = alone.hello(host="here")
     (welcome,) = sent(actions, SessionOpened)
-    assert (welcome.parameters_region, welcome.slots_region) == ("", "")
+    assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
     (report,) = [a for a in actions if isinstance(a, Report)]
     assert "pushes by messages, not shared memory: no room" in report.text
     assert sent(alone.work_all(alone.push(1)), PushApplied)
@@ -332,7 +332,7 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     assert len(alone.started) == 1
     alone.work(alone.started)
     welcome = only(alone.hello(host=""), SessionOpened)
-    assert (welcome.parameters_region, welcome.slots_region) == ("", "")
+    assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
 
 
 # ---------------------------------------------------------------------- session
@@ -374,20 +374,20 @@ def test_clients_of_the_same_host_are_lent_shared_memory_and_others_none() -> No
     alone = Alone()
     here = only(alone.hello(host="here"), SessionOpened)
     assert here.parameters_region == "shard-0.1.values"
-    assert here.slots_region.startswith("shard-0.1.slots")
-    assert alone.memory.attach(here.slots_region).nbytes == 2 * 8 * N
+    assert here.push_buffers_region.startswith("shard-0.1.slots")
+    assert alone.memory.attach(here.push_buffers_region).nbytes == 2 * 8 * N
     there = only(alone.hello(OTHER), SessionOpened)
-    assert (there.parameters_region, there.slots_region) == ("", "")
+    assert (there.parameters_region, there.push_buffers_region) == ("", "")
     reader = only(alone.hello(READER, host="here", pushes=False), SessionOpened)
     assert reader.parameters_region
-    assert reader.slots_region == ""
+    assert reader.push_buffers_region == ""
 
 
 def test_a_repeated_open_session_changes_nothing() -> None:
     alone = Alone()
     first = only(alone.hello(host="here"), SessionOpened)
     again = only(alone.hello(host="here"), SessionOpened)
-    assert first.slots_region == again.slots_region
+    assert first.push_buffers_region == again.push_buffers_region
 
 
 def test_a_client_that_cannot_attach_its_push_buffers_gets_others() -> None:
@@ -395,9 +395,9 @@ def test_a_client_that_cannot_attach_its_push_buffers_gets_others() -> None:
     first = only(alone.hello(host="here"), SessionOpened)
     only(alone.hello(host=""), SessionOpened)
     with pytest.raises(Exception, match="no region"):
-        alone.memory.attach(first.slots_region)
+        alone.memory.attach(first.push_buffers_region)
     # A late copy of its first OpenSession does not take them away again.
-    assert only(alone.hello(host="here"), SessionOpened).slots_region == ""
+    assert only(alone.hello(host="here"), SessionOpened).push_buffers_region == ""
     assert sent(alone.work_all(alone.push(1)), PushApplied)
 
 
@@ -407,7 +407,7 @@ def test_a_new_incarnation_starts_over_but_keeps_its_samples() -> None:
     alone.work(alone.receive(said(1, samples=32)))
     welcome = only(alone.hello(host="here", life=2, next_sequence=7), SessionOpened)
     assert (welcome.samples, welcome.watermark, welcome.applied) == (32, 6, 0)
-    assert welcome.slots_region != first.slots_region
+    assert welcome.push_buffers_region != first.push_buffers_region
     assert alone.receive(said(2), life=1) == []  # the old incarnation is not heard
     assert alone.receive(said(2), life=1) == []  # it says it again: one push
     assert alone.hello(life=1) == []
@@ -607,7 +607,7 @@ def test_pushes_that_the_client_gave_up_are_not_awaited() -> None:
 
 def test_a_push_buffer_stays_unchanged_for_a_repeated_push() -> None:
     alone = Alone()
-    region = only(alone.hello(host="here"), SessionOpened).slots_region
+    region = only(alone.hello(host="here"), SessionOpened).push_buffers_region
     slot = alone.memory.attach(region).view(np.float64)[N:]  # of sequence 1
     slot[:] = -1.0
     only(alone.work(alone.receive(said(1))), PushApplied)

@@ -138,7 +138,7 @@ _BY_HINT += [
         (WorkReport, "results", _tuples_of(ChunkResult)),
         (ChunkOrder, "versions", _tuples_of(ShardVersion)),
         (ChunkOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
-        (ChunkStaged, "grants", st.lists(counts, max_size=3).map(tuple)),
+        (ChunkStaged, "commit_tokens", st.lists(counts, max_size=3).map(tuple)),
         (Offer, "cores", st.integers(1, 4096)),
         (Offer, "devices", st.lists(names, max_size=3).map(tuple)),
         (Assignments, "duties", _tuples_of(RoleAssignment)),

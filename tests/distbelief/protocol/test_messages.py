@@ -56,7 +56,7 @@ def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None
     }  # fmt: skip
     for fence, expected in (
         ("shard_incarnation", about_one_life),
-        ("pairing", about_one_pairing),
+        ("term", about_one_pairing),
         ("receiver_incarnation", {"Promote", "StartSync"}),  # the first of each pairing
     ):
         carrying = {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__}

@@ -15,7 +15,14 @@ FLOAT = np.dtype(np.float32)
 
 def transfer(values: Vector, *, index: int = 0) -> TransferBlock:
     return TransferBlock(
-        life=1, sequence=0, taken=0, step=3, micro_batch=0, way=5, block_index=index, values=values
+        generation=1,
+        sequence=0,
+        taken=0,
+        step=3,
+        micro_batch=0,
+        way=5,
+        block_index=index,
+        values=values,
     )
 
 

@@ -18,8 +18,8 @@ from distbelief.simulation.machines import ClusterOptions, Machine
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, Summer, cluster_of, on_start
 
 
-def work(name: str, seconds: float, lane: Executor = Executor.COMPUTE) -> Compute:
-    return Compute(name=name, work=lambda: name, cost=Cost(flops=seconds), lane=lane)
+def work(name: str, seconds: float, executor: Executor = Executor.COMPUTE) -> Compute:
+    return Compute(name=name, work=lambda: name, cost=Cost(flops=seconds), executor=executor)
 
 
 def answers(role: Scripted) -> list[tuple[Seconds, str, Seconds]]:

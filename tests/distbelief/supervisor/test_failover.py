@@ -36,7 +36,7 @@ ALL = [name for name, _ in ROSTER]
 def promoted(actions: Sequence[Action]) -> list[tuple[str, int, str]]:
     """Return receiver, term and backup of each `Promote`."""
     return [
-        (action.receiver, action.message.pairing, action.message.second)
+        (action.receiver, action.message.term, action.message.backup)
         for action in actions
         if isinstance(action, Send) and isinstance(action.message, Promote)
     ]
@@ -75,8 +75,8 @@ def desk() -> Desk:
 def in_sync(desk: Desk) -> Desk:
     """A shard whose primary is shard-0 and whose backup shard-0b is in sync."""
     desk.join()
-    beat(desk, "shard-0", pairing=2.0, clock=100.0, pushes_applied=100.0)
-    desk.hear("shard-0b", BackupInSync(pairing=2))
+    beat(desk, "shard-0", term=2.0, clock=100.0, pushes_applied=100.0)
+    desk.hear("shard-0b", BackupInSync(term=2))
     desk.progress()
     return desk
 
@@ -87,7 +87,7 @@ def test_the_first_copy_to_join_is_primary_and_the_other_its_backup(desk: Desk) 
     states = {name: row.state for name, row in rows(desk).items()}
     assert states["shard-0b"] == "primary"
     assert states["shard-0"] == "syncing"
-    desk.hear("shard-0", BackupInSync(pairing=2))
+    desk.hear("shard-0", BackupInSync(term=2))
     assert rows(desk)["shard-0"].state == "backup"
 
 
@@ -110,8 +110,8 @@ def test_copies_of_one_shard_are_introduced_to_each_other(desk: Desk) -> None:
 
 def test_a_promote_is_repeated_until_it_has_arrived(desk: Desk) -> None:
     desk.join()
-    assert promoted(beat(desk, "shard-0", pairing=1.0)) == [("shard-0", 2, "shard-0b")]
-    assert promoted(beat(desk, "shard-0", pairing=2.0)) == []
+    assert promoted(beat(desk, "shard-0", term=1.0)) == [("shard-0", 2, "shard-0b")]
+    assert promoted(beat(desk, "shard-0", term=2.0)) == []
 
 
 def test_when_a_primary_dies_its_backup_takes_over_and_nothing_is_lost(in_sync: Desk) -> None:
@@ -129,7 +129,7 @@ def test_when_a_primary_dies_its_backup_takes_over_and_nothing_is_lost(in_sync: 
 
 
 def test_a_silent_primary_is_killed_and_replaced_within_a_second(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, whole=2.0, pairing=2.0)
+    beat(in_sync, *COPIES, whole=2.0, term=2.0)
     assert promoted(live(in_sync, 0.75, "shard-0b", "replica-0")) == []
     actions = live(in_sync, 0.5, "shard-0b", "replica-0")
     assert promoted(actions)[0] == ("shard-0b", 3, "")
@@ -139,14 +139,14 @@ def test_a_silent_primary_is_killed_and_replaced_within_a_second(in_sync: Desk) 
 
 
 def test_a_silent_backup_is_left_its_time(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, pairing=2.0)
+    beat(in_sync, *COPIES, term=2.0)
     actions = live(in_sync, 2.0, "shard-0", "replica-0")
     assert not [action for action in actions if isinstance(action, Terminate)]
 
 
 def test_of_two_silent_copies_the_primary_is_given_twice_as_long(in_sync: Desk) -> None:
     """Each was said to go on for the other, and both were put down at once."""
-    beat(in_sync, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    beat(in_sync, *COPIES, term=2.0, whole=2.0, clock=100.0)
     actions = live(in_sync, 19.5, "replica-0")
     assert [a.name for a in actions if isinstance(a, Terminate)] == ["shard-0b"]
     assert in_sync.told[1:] == [
@@ -167,16 +167,16 @@ def test_of_two_silent_copies_the_primary_is_given_twice_as_long(in_sync: Desk) 
 
 
 def test_a_primary_that_comes_back_in_that_time_has_lost_nothing(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    beat(in_sync, *COPIES, term=2.0, whole=2.0, clock=100.0)
     live(in_sync, 16.0, "replica-0")
-    beat(in_sync, "shard-0", clock=100.0, pushes_applied=100.0, pairing=2.0)
+    beat(in_sync, "shard-0", clock=100.0, pushes_applied=100.0, term=2.0)
     assert promoted(in_sync.join("shard-0b")) == [("shard-0", 4, "shard-0b")]
     assert rows(in_sync)["shard-0"].restarts == 0
     assert counts(in_sync) == (100, 0)
 
 
 def test_nothing_is_promised_of_a_copy_that_is_silent_or_dead(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    beat(in_sync, *COPIES, term=2.0, whole=2.0, clock=100.0)
     live(in_sync, 2.0, "replica-0")
     in_sync.die("shard-0")
     assert in_sync.told[-1] == (
@@ -185,7 +185,7 @@ def test_nothing_is_promised_of_a_copy_that_is_silent_or_dead(in_sync: Desk) -> 
 
 
 def test_two_copies_that_die_at_once_are_said_to_be_dead(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    beat(in_sync, *COPIES, term=2.0, whole=2.0, clock=100.0)
     for name in COPIES:
         lost = PeerLost(peer=Address(name), incarnation=1, reason="was killed")
         in_sync.handle(lost)
@@ -203,7 +203,7 @@ def test_two_copies_that_die_at_once_are_said_to_be_dead(in_sync: Desk) -> None:
 
 def test_a_primary_whose_backup_is_not_in_sync_comes_back_from_its_checkpoint(desk: Desk) -> None:
     desk.join()
-    beat(desk, "shard-0", pairing=2.0, clock=50.0)
+    beat(desk, "shard-0", term=2.0, clock=50.0)
     actions = desk.die("shard-0")
     assert promoted(actions) == []
     assert desk.told == [
@@ -229,22 +229,22 @@ def test_a_backup_that_dies_leaves_its_primary_alone_and_comes_back(in_sync: Des
 
 
 def test_a_primary_that_gets_no_answer_is_released_and_paired_again_later(in_sync: Desk) -> None:
-    assert promoted(in_sync.hear("shard-0", BackupUnresponsive(pairing=2))) == [("shard-0", 3, "")]
-    beat(in_sync, "shard-0", pairing=3.0)
+    assert promoted(in_sync.hear("shard-0", BackupUnresponsive(term=2))) == [("shard-0", 3, "")]
+    beat(in_sync, "shard-0", term=3.0)
     in_sync.now += 0.5
     assert promoted(beat(in_sync, "shard-0b")) == []
     in_sync.now += 1.0
-    beat(in_sync, "shard-0", pairing=3.0)
+    beat(in_sync, "shard-0", term=3.0)
     again = beat(in_sync, "shard-0b") + live(in_sync, 0.5, *ALL)
     assert ("shard-0", 4, "shard-0b") in promoted(again)
     assert any("shard 0b does not answer shard 0" in text for text in in_sync.told)
 
 
 def test_checkpoints_are_asked_of_the_primary_and_survive_its_loss(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, pairing=2.0, whole=2.0)
+    beat(in_sync, *COPIES, term=2.0, whole=2.0)
     actions = live(in_sync, 30.25, *ALL)
     assert set(sent(actions, SaveCheckpoint)) == {"shard-0"}
-    beat(in_sync, *COPIES, pairing=2.0, whole=2.0)
+    beat(in_sync, *COPIES, term=2.0, whole=2.0)
     actions = in_sync.die("shard-0")
     assert sent(actions, SaveCheckpoint) == ["shard-0b"]
     in_sync.hear("shard-0b", CheckpointSaved(label="00001", clock=100))
@@ -252,7 +252,7 @@ def test_checkpoints_are_asked_of_the_primary_and_survive_its_loss(in_sync: Desk
 
 
 def test_a_demoted_primaries_checkpoint_is_asked_of_its_successor(in_sync: Desk) -> None:
-    beat(in_sync, *COPIES, pairing=2.0, whole=2.0)
+    beat(in_sync, *COPIES, term=2.0, whole=2.0)
     assert sent(live(in_sync, 30.25, *ALL), SaveCheckpoint) == ["shard-0"]
     actions = live(in_sync, 1.5, "shard-0b", "replica-0")
     assert sent(actions, SaveCheckpoint) == ["shard-0b"]
@@ -267,36 +267,36 @@ def test_a_fault_that_no_restart_fixes_leaves_a_primary_to_save(in_sync: Desk) -
 
 def test_what_two_copies_apply_is_counted_once(in_sync: Desk) -> None:
     beat(in_sync, "shard-0b", clock=90.0, pushes_applied=90.0, whole=2.0)
-    beat(in_sync, "shard-0", clock=120.0, pushes_applied=120.0, pairing=2.0)
+    beat(in_sync, "shard-0", clock=120.0, pushes_applied=120.0, term=2.0)
     assert in_sync.supervisor.view(in_sync.now).pushes_applied == 120
     in_sync.die("shard-0")
-    beat(in_sync, "shard-0b", clock=118.0, pushes_applied=118.0, pairing=3.0)
+    beat(in_sync, "shard-0b", clock=118.0, pushes_applied=118.0, term=3.0)
     assert in_sync.supervisor.view(in_sync.now).pushes_applied == 120
-    beat(in_sync, "shard-0b", clock=130.0, pushes_applied=130.0, pairing=3.0)
+    beat(in_sync, "shard-0b", clock=130.0, pushes_applied=130.0, term=3.0)
     assert in_sync.supervisor.view(in_sync.now).pushes_applied == 130
 
 
 def test_what_a_shard_had_and_has_no_more_is_lost_and_not_applied(desk: Desk) -> None:
     """Pushes applied and then lost were counted as applied ever after."""
     desk.join()
-    beat(desk, "shard-0", clock=100.0, pushes_applied=100.0, pairing=2.0)
+    beat(desk, "shard-0", clock=100.0, pushes_applied=100.0, term=2.0)
     desk.die("shard-0")
     desk.join("shard-0")
-    desk.beat("shard-0", "starting", clock=0.0, pushes_applied=0.0, pairing=0.0)
+    desk.beat("shard-0", "starting", clock=0.0, pushes_applied=0.0, term=0.0)
     assert counts(desk) == (100, 0)  # what is restored it does not know yet
-    beat(desk, "shard-0", clock=65.0, pushes_applied=5.0, pairing=4.0)
+    beat(desk, "shard-0", clock=65.0, pushes_applied=5.0, term=4.0)
     assert counts(desk) == (65, 40)
-    beat(desk, "shard-0", clock=130.0, pushes_applied=70.0, pairing=4.0)
+    beat(desk, "shard-0", clock=130.0, pushes_applied=70.0, term=4.0)
     assert counts(desk) == (130, 40)
 
 
 def test_a_backup_that_takes_over_loses_nothing_until_it_dies_too(in_sync: Desk) -> None:
     in_sync.die("shard-0")
-    beat(in_sync, "shard-0b", clock=99.0, pushes_applied=99.0, pairing=3.0)
+    beat(in_sync, "shard-0b", clock=99.0, pushes_applied=99.0, term=3.0)
     assert counts(in_sync) == (100, 0)  # what only its primary had was not acknowledged
     in_sync.die("shard-0b")
     in_sync.join(*COPIES)
-    beat(in_sync, "shard-0", clock=0.0, pushes_applied=0.0, pairing=4.0)
+    beat(in_sync, "shard-0", clock=0.0, pushes_applied=0.0, term=4.0)
     assert counts(in_sync) == (0, 100)
 
 
@@ -309,7 +309,7 @@ def test_a_promote_names_the_incarnation_of_its_receiver(in_sync: Desk) -> None:
         for action in actions
         if isinstance(action, Send) and isinstance(action.message, Promote)
     ]
-    assert (lead.second, lead.second_incarnation) == ("shard-0", 2)
+    assert (lead.backup, lead.backup_incarnation) == ("shard-0", 2)
     assert lead.receiver_incarnation == 1
 
 
@@ -317,7 +317,7 @@ def test_copies_count_their_incarnations_together(in_sync: Desk) -> None:
     """A restored checkpoint is of an earlier incarnation, whichever copy took it."""
     in_sync.die("shard-0")
     in_sync.join("shard-0")
-    in_sync.hear("shard-0", BackupInSync(pairing=4))
+    in_sync.hear("shard-0", BackupInSync(term=4))
     actions = in_sync.die("shard-0b")
     assert Launch(name=Address("shard-0b"), incarnation=3) in actions
 

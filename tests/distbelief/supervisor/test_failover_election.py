@@ -16,14 +16,14 @@ def promoted(decision: Decision) -> list[tuple[str, int, str]]:
     found: list[tuple[str, int, str]] = []
     for send in decision.sends:
         assert isinstance(send.message, Promote)
-        found.append((send.receiver, send.message.pairing, send.message.second))
+        found.append((send.receiver, send.message.term, send.message.backup))
     return found
 
 
 def incarnations(decision: Decision) -> list[tuple[int, int]]:
     """Return the incarnations of receiver and backup of each `Promote`."""
     return [
-        (send.message.receiver_incarnation, send.message.second_incarnation)
+        (send.message.receiver_incarnation, send.message.backup_incarnation)
         for send in decision.sends
         if isinstance(send.message, Promote)
     ]
@@ -79,23 +79,23 @@ def test_a_backup_that_does_not_answer_is_dropped_for_a_while() -> None:
 
 def test_a_lost_promote_is_repeated_and_in_sync_may_come_by_heartbeat() -> None:
     election = paired()
-    assert promoted(election.heard(A, {"pairing": 1.0}, 0.5)) == [(A, 2, B)]
-    assert promoted(election.heard(A, {"pairing": 2.0}, 0.6)) == []
-    assert promoted(election.heard(B, {"pairing": 2.0, "whole": 2.0}, 0.7)) == []
+    assert promoted(election.heard(A, {"term": 1.0}, 0.5)) == [(A, 2, B)]
+    assert promoted(election.heard(A, {"term": 2.0}, 0.6)) == []
+    assert promoted(election.heard(B, {"term": 2.0, "in_sync": 2.0}, 0.7)) == []
     assert election.in_sync
 
 
 def test_a_silent_primary_is_demoted_if_its_backup_answers_and_is_in_sync() -> None:
     election = paired()
     for tenth in range(1, 8):
-        assert election.heard(B, {"whole": 2.0}, 0.1 * tenth) == Decision()
+        assert election.heard(B, {"in_sync": 2.0}, 0.1 * tenth) == Decision()
         assert election.tick(0.1 * tenth) == Decision()
-    election.heard(B, {"whole": 2.0}, 1.0)
+    election.heard(B, {"in_sync": 2.0}, 1.0)
     decision = election.tick(1.0)
     assert promoted(decision) == [(B, 3, "")]
     assert decision.demoted == A
     # It may wake up before it is killed; it does not count until it joins.
-    assert election.heard(A, {"pairing": 2.0}, 1.1) == Decision()
+    assert election.heard(A, {"term": 2.0}, 1.1) == Decision()
     assert election.backup_unresponsive(A, 2, 1.1) == Decision()
     assert election.lost(A, 1.2) == Decision()
     assert promoted(election.joined(A, 2, 1.5)) == [(B, 4, A)]
@@ -125,7 +125,7 @@ def test_a_mute_backup_is_not_taken_back_before_it_is_heard() -> None:
     election = paired()
     election.backup_unresponsive(A, 2, 0.1)
     for tenth in range(2, 30):
-        election.heard(A, {"pairing": 3.0}, 0.1 * tenth)
+        election.heard(A, {"term": 3.0}, 0.1 * tenth)
         assert election.tick(0.1 * tenth) == Decision()
     assert promoted(election.heard(B, {}, 3.0)) == [(A, 4, B)]
 
@@ -141,7 +141,7 @@ def test_each_promote_names_its_incarnations() -> None:
     election = PrimaryElection((A, B), first=1)
     assert incarnations(election.joined(A, 3, 0.0)) == [(3, 0)]
     assert incarnations(election.joined(B, 1, 0.0)) == [(3, 1)]
-    assert incarnations(election.heard(A, {"pairing": 1.0}, 0.1)) == [(3, 1)]
+    assert incarnations(election.heard(A, {"term": 1.0}, 0.1)) == [(3, 1)]
     assert incarnations(election.joined(B, 2, 0.2)) == [(3, 2)]
     election.lost(A, 0.3)
     assert incarnations(election.joined(A, 4, 0.4)) == [(4, 0)]
@@ -160,7 +160,7 @@ def test_impossible_arguments_are_rejected() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["join", "lose", "whole", "alone"]), st.sampled_from([A, B])),
+        st.tuples(st.sampled_from(["join", "lose", "in_sync", "alone"]), st.sampled_from([A, B])),
         max_size=40,
     )
 )
@@ -177,7 +177,7 @@ def test_terms_rise_and_only_a_present_copy_is_primary_or_backup(
             case "lose":
                 present.discard(copy)
                 decision = election.lost(copy, now)
-            case "whole":
+            case "in_sync":
                 decision = election.backup_in_sync(copy, election.term, now)
             case _:
                 decision = election.backup_unresponsive(copy, election.term, now)

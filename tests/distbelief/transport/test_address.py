@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.errors import JobError, TransportError
 from distbelief.transport import address
-from distbelief.transport.address import Endpoint, number_of, own_number_towards
+from distbelief.transport.address import Endpoint, number_of, own_address_towards
 
 
 HOSTS = st.ip_addresses(v=4).map(str)
@@ -77,8 +77,8 @@ def test_users_may_name_hosts() -> None:
 
 
 def test_this_machine_is_found_by_its_own_number() -> None:
-    assert own_number_towards("127.0.0.1") == "127.0.0.1"
-    assert own_number_towards("0.0.0.0") == "127.0.0.1"
+    assert own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert own_address_towards("0.0.0.0") == "127.0.0.1"
 
 
 def test_without_a_default_route_it_is_found_by_an_interface(
@@ -94,11 +94,11 @@ def test_without_a_default_route_it_is_found_by_an_interface(
     monkeypatch.setattr(address, "own_number_towards", no_route)
     monkeypatch.setattr(address, "interface_number", numbers.get)
     monkeypatch.setattr(socket, "if_nameindex", lambda: names)
-    assert address.own_number() == "10.0.0.7"
+    assert address.own_address() == "10.0.0.7"
     monkeypatch.setattr(socket, "if_nameindex", lambda: names[:2])
-    assert address.own_number() == "127.0.0.1"
+    assert address.own_address() == "127.0.0.1"
 
 
 def test_an_interface_is_asked_for_its_number() -> None:
-    assert address.interface_number("lo") == "127.0.0.1"
-    assert address.interface_number("nosuch0") is None
+    assert address.interface_address("lo") == "127.0.0.1"
+    assert address.interface_address("nosuch0") is None

@@ -185,8 +185,8 @@ def test_a_shard_that_starts_after_its_key_was_replaced_is_known(world: World) -
     files = world.server_files
     ring = KeyConfig(directory=str(files.directory), role="server").pinned()
     server = world.started("supervisor", ring, caps=None)
-    files.begin_exchange()
-    files.finish_exchange()
+    files.begin_rotation()
+    files.finish_rotation()
     shard = world.started("shard-0", ring, caps=None)
     shard.connect("supervisor", 1, server.endpoint)
     server.connect("shard-0", 1, shard.endpoint)
@@ -260,7 +260,7 @@ def test_a_worker_learns_that_its_key_is_not_allowed(world: World) -> None:
     server, worker = world.server(), world.worker()
     worker.connect("supervisor", 1, server.endpoint, watched=True)
     wait(server, until=lambda: worker.is_refused("supervisor"))
-    assert not worker.is_another("supervisor")
+    assert not worker.has_other_key("supervisor")
 
 
 def test_a_worker_learns_that_another_process_listens_there(world: World) -> None:
@@ -281,7 +281,7 @@ def test_a_worker_learns_that_another_process_listens_there(world: World) -> Non
             port = Endpoint.parse(inbox.endpoint).port
             place = Endpoint(host="127.0.0.1", port=port, key=wrong)
             worker.connect("supervisor", 1, str(place), watched=True)
-            wait(inbox, until=lambda: worker.is_another("supervisor"))  # noqa: B023
+            wait(inbox, until=lambda: worker.has_other_key("supervisor"))  # noqa: B023
             assert not worker.is_refused("supervisor")
     assert world.log == []
 

@@ -104,7 +104,7 @@ def test_a_host_may_leave_out_the_run_and_other_roles_may_not(keys: Keys) -> Non
         assert host.send("supervisor", HeartbeatAck())
         assert take(supervisor, 1)[0].sender == "host-1"
         supervisor.connect("host-1", 1, host.endpoint)
-        dismissed = Release(life=1, again=False, reason="")
+        dismissed = Release(incarnation=1, again=False, reason="")
         assert supervisor.send("host-1", dismissed)
         assert take(host, 1)[0].sender == "supervisor"
 

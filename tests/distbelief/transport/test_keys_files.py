@@ -43,7 +43,7 @@ def test_a_key_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
         files = KeyFiles(tmp_path / "a" / "keys")
         public = files.make()
         files.allow(WORKER)
-        files.begin_exchange()
+        files.begin_rotation()
     finally:
         os.umask(before)
     assert files.pair().public == public
@@ -245,24 +245,24 @@ def test_a_key_is_exchanged_in_two_steps(keys: KeyFiles) -> None:
     old = keys.pair().public
     assert keys.next_pair() is None
     with pytest.raises(JobError, match="distbelief keys rotate"):
-        keys.finish_exchange()
-    new = keys.begin_exchange()
-    assert keys.begin_exchange() == new  # until it is finished
+        keys.finish_rotation()
+    new = keys.begin_rotation()
+    assert keys.begin_rotation() == new  # until it is finished
     assert keys.pair().public == old
-    assert keys.finish_exchange() == new
+    assert keys.finish_rotation() == new
     assert keys.pair().public == new != old
     assert keys.next_pair() is None
 
 
 def test_what_runs_finds_the_key_that_it_began_with(keys: KeyFiles) -> None:
     old = keys.pair()
-    new = keys.begin_exchange()
-    keys.finish_exchange()
+    new = keys.begin_rotation()
+    keys.finish_rotation()
     assert keys.pair_of(old.public).secret.reveal() == old.secret.reveal()
     assert keys.pair_of(new).public == new
     assert mode(keys.directory / "former.key") == 0o600
-    keys.begin_exchange()
-    keys.finish_exchange()
+    keys.begin_rotation()
+    keys.finish_rotation()
     with pytest.raises(JobError, match=f"no longer has the key {old.public}"):
         keys.pair_of(old.public)
 

@@ -325,7 +325,7 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
 
 
 def test_work_that_raises_is_answered_with_the_error(build: Build) -> None:
-    node, role = build(on_start(Compute(name="batch", work=lambda: 1 / 0, lane=Executor.DATA)))
+    node, role = build(on_start(Compute(name="batch", work=lambda: 1 / 0, executor=Executor.DATA)))
     assert node.run() is None
     answer = role.events[1]
     assert isinstance(answer, Computed)

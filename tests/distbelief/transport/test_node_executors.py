@@ -65,7 +65,7 @@ def test_two_executors_work_in_parallel(bench: Bench) -> None:
     meeting = threading.Barrier(2)
     for executor in Executor:
         work = Compute(
-            name=executor.value, work=lambda: meeting.wait(PATIENCE_SECONDS), lane=executor
+            name=executor.value, work=lambda: meeting.wait(PATIENCE_SECONDS), executor=executor
         )
         bench.executors.compute(work)
     names = {bench.next_result().name for _ in Executor}

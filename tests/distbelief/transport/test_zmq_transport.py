@@ -501,14 +501,14 @@ def test_a_watched_peer_with_another_key_is_reported(
     stranger.connect("inbox", 1, str(place), watched=True)
     member.connect("inbox", 1, inbox_tcp.endpoint, watched=True)
     careless.connect("inbox", 1, inbox_tcp.endpoint)
-    wait(inbox_tcp, until=lambda: stranger.is_another("inbox"))
+    wait(inbox_tcp, until=lambda: stranger.has_other_key("inbox"))
     member.send("inbox", SaveCheckpoint(label="honest"))
     assert labels(take(inbox_tcp, 1)) == ["honest"]
     for transport in (member, careless):
-        assert not transport.is_another("inbox")
-    assert not stranger.is_another("nobody")
+        assert not transport.has_other_key("inbox")
+    assert not stranger.has_other_key("nobody")
     stranger.disconnect("inbox")
-    assert not stranger.is_another("inbox")
+    assert not stranger.has_other_key("inbox")
 
 
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.DEALER, zmq.REQ, zmq.PUB])

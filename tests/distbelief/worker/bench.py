@@ -76,7 +76,7 @@ class Shard:
                         watermark=message.next_sequence - 1,
                         applied=0,
                         parameters_region="",
-                        slots_region="",
+                        push_buffers_region="",
                     )
                 ]
             case Fetch():

@@ -528,8 +528,8 @@ def test_a_rank_rejects_messages_it_does_not_accept() -> None:
     machine._shutdown.is_gone = False
     wrong: list[tuple[str, Message]] = [
         ("replica-0.0", HeartbeatAck()),
-        ("replica-0.1", StartEpoch(life=1 << 40, plan="p")),
-        ("stranger", TransferAck(life=1, taken=0)),
+        ("replica-0.1", StartEpoch(generation=1 << 40, plan="p")),
+        ("stranger", TransferAck(generation=1, taken=0)),
     ]
     for sender, message in wrong:
         event = Received(sender=Address(sender), incarnation=1, message=message)

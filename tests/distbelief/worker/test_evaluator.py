@@ -102,7 +102,7 @@ class Bench:
                     watermark=message.next_sequence - 1,
                     applied=0,
                     parameters_region="",
-                    slots_region="",
+                    push_buffers_region="",
                 )
             case Fetch():
                 self.n_fetches += 1

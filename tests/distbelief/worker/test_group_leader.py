@@ -19,13 +19,15 @@ from distbelief.worker.group_leader import GENERATION_BITS, STOP_SECONDS, GroupL
 GENERATION = (1 << GENERATION_BITS) + 1
 
 
-def ready(life: int, samples: int = 0, *, pushes: bool = True) -> RankReady:
-    return RankReady(life=life, pushes=pushes, samples=samples)
+def ready(generation: int, samples: int = 0, *, pushes: bool = True) -> RankReady:
+    return RankReady(generation=generation, pushes=pushes, samples=samples)
 
 
-def steps_done(life: int, steps: int, *, ended: bool = False, square: float = 0.0) -> StepsDone:
+def steps_done(
+    generation: int, steps: int, *, ended: bool = False, square: float = 0.0
+) -> StepsDone:
     return StepsDone(
-        life=life,
+        generation=generation,
         steps=steps,
         loss=2.0 * steps,
         samples=4 * steps,
@@ -36,8 +38,8 @@ def steps_done(life: int, steps: int, *, ended: bool = False, square: float = 0.
     )
 
 
-def grant(
-    life: int,
+def commit_token(
+    generation: int,
     steps: int,
     *,
     position: int = 0,
@@ -47,7 +49,7 @@ def grant(
     square: float = 0.0,
 ) -> GrantSteps:
     return GrantSteps(
-        life=life,
+        generation=generation,
         position=position,
         steps=steps,
         is_last=is_last,
@@ -76,22 +78,26 @@ def is_complete(leader: GroupLeader) -> bool:
 def leader_of_two(*, steps_max: int | None = None) -> GroupLeader:
     """Return a leader that has granted steps to two ranks."""
     leader = GroupLeader(2, plan="p", steps_max=steps_max)
-    gather = StartEpoch(life=GENERATION, plan="p")
+    gather = StartEpoch(generation=GENERATION, plan="p")
     leader.joined(0, 1, 0.0)
     assert same(leader.start(1, 0.0), (0, gather), (1, gather))
     assert same(leader.joined(1, 5, 0.0), (1, gather))
     assert leader.begin(0.0) == []
     assert leader.hear(0, 1, ready(GENERATION, 8), 0.0) == []
     assert leader.waiting_for == {1}
-    grants = grant(GENERATION, min(2, steps_max or 2), position=4, is_last=steps_max is not None)
-    assert same(leader.hear(1, 5, ready(GENERATION, 4), 0.0), (0, grants), (1, grants))
+    commit_tokens = commit_token(
+        GENERATION, min(2, steps_max or 2), position=4, is_last=steps_max is not None
+    )
+    assert same(
+        leader.hear(1, 5, ready(GENERATION, 4), 0.0), (0, commit_tokens), (1, commit_tokens)
+    )
     return leader
 
 
 def test_a_generation_begins_where_the_least_was_pushed() -> None:
     leader = leader_of_two()
     assert leader.is_running
-    assert leader.life_done().position == 4
+    assert leader.generation_done().position == 4
 
 
 def test_no_rank_is_more_than_two_steps_ahead() -> None:
@@ -99,10 +105,12 @@ def test_no_rank_is_more_than_two_steps_ahead() -> None:
     assert leader.hear(0, 1, steps_done(GENERATION, 1), 1.0) == []
     assert leader.hear(0, 1, steps_done(GENERATION, 2), 1.0) == []
     assert leader.slowest == 1
-    grants = grant(GENERATION, 3, position=4, agreed=1)
-    assert same(leader.hear(1, 5, steps_done(GENERATION, 1), 1.0), (0, grants), (1, grants))
+    commit_tokens = commit_token(GENERATION, 3, position=4, agreed=1)
+    assert same(
+        leader.hear(1, 5, steps_done(GENERATION, 1), 1.0), (0, commit_tokens), (1, commit_tokens)
+    )
     assert leader.steps == 1
-    done = leader.life_done()
+    done = leader.generation_done()
     assert (done.loss, done.samples, leader.clock) == (6.0, 12, 1.5)
 
 
@@ -110,23 +118,23 @@ def test_squared_norms_are_added_in_the_order_of_ranks() -> None:
     leader = leader_of_two()
     parts = 1e16, 1.0  # whose sum depends on nothing but their order, for three
     assert leader.hear(1, 5, steps_done(GENERATION, 1, square=parts[1]), 1.0) == []
-    grants = grant(GENERATION, 3, position=4, agreed=1, square=sum(parts))
+    commit_tokens = commit_token(GENERATION, 3, position=4, agreed=1, square=sum(parts))
     out = leader.hear(0, 1, steps_done(GENERATION, 1, square=parts[0]), 1.0)
-    assert same(out, (0, grants), (1, grants))
+    assert same(out, (0, commit_tokens), (1, commit_tokens))
     # Told again until the next step is.
-    assert same(leader.hear(1, 5, steps_done(GENERATION, 1, square=7.0), 1.0), (1, grants))
+    assert same(leader.hear(1, 5, steps_done(GENERATION, 1, square=7.0), 1.0), (1, commit_tokens))
     leader.hear(0, 1, steps_done(GENERATION, 2, square=2.0), 1.0)
-    grants = grant(GENERATION, 4, position=4, agreed=2, square=5.0)
+    commit_tokens = commit_token(GENERATION, 4, position=4, agreed=2, square=5.0)
     out = leader.hear(1, 5, steps_done(GENERATION, 2, square=3.0), 1.0)
-    assert same(out, (0, grants), (1, grants))
+    assert same(out, (0, commit_tokens), (1, commit_tokens))
 
 
 def test_a_repeated_report_is_answered_again() -> None:
     leader = leader_of_two()
     leader.hear(0, 1, steps_done(GENERATION, 1), 1.0)
-    grants = grant(GENERATION, 2, position=4)
-    assert same(leader.hear(0, 1, steps_done(GENERATION, 1), 2.0), (0, grants))
-    assert same(leader.hear(0, 1, ready(GENERATION, 8), 2.0), (0, grants))
+    commit_tokens = commit_token(GENERATION, 2, position=4)
+    assert same(leader.hear(0, 1, steps_done(GENERATION, 1), 2.0), (0, commit_tokens))
+    assert same(leader.hear(0, 1, ready(GENERATION, 8), 2.0), (0, commit_tokens))
     assert leader.hear(0, 1, steps_done(GENERATION, 0), 2.0) == []  # overtaken
     assert leader.hear(0, 1, steps_done(GENERATION - 1, 9), 2.0) == []
     assert leader.remind(100.0) == []
@@ -135,7 +143,7 @@ def test_a_repeated_report_is_answered_again() -> None:
 def test_a_new_incarnation_begins_a_new_generation() -> None:
     leader = leader_of_two()
     leader.hear(0, 1, steps_done(GENERATION, 1), 1.0)
-    again = StartEpoch(life=GENERATION + 1, plan="p")
+    again = StartEpoch(generation=GENERATION + 1, plan="p")
     out = leader.hear(1, 6, ready(0), 2.0)
     assert same(out, (0, again), (1, again), (1, again))
     assert not leader.is_running
@@ -145,9 +153,9 @@ def test_a_new_incarnation_begins_a_new_generation() -> None:
     assert leader.hear(1, 5, ready(GENERATION + 1), 3.0) == []  # an earlier incarnation
     leader.hear(0, 1, ready(GENERATION + 1, 12), 3.0)
     assert same(leader.remind(3.0), (1, again))
-    grants = grant(GENERATION + 1, 2, position=8)
+    commit_tokens = commit_token(GENERATION + 1, 2, position=8)
     out = leader.hear(1, 6, ready(GENERATION + 1, 8), 3.0)
-    assert same(out, (0, grants), (1, grants))
+    assert same(out, (0, commit_tokens), (1, commit_tokens))
 
 
 def test_repeated_steps_count_once() -> None:
@@ -156,9 +164,9 @@ def test_repeated_steps_count_once() -> None:
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
     out = leader.hear(0, 1, ready(GENERATION, 8), 0.0)
-    assert same(out, (0, grant(GENERATION, 2, position=8)))
+    assert same(out, (0, commit_token(GENERATION, 2, position=8)))
     leader.hear(0, 1, steps_done(GENERATION, 3), 0.0)
-    leader.new_life(0.0)
+    leader.new_generation(0.0)
     leader.hear(0, 1, ready(GENERATION + 1, 12), 0.0)  # of three, one was pushed
     leader.hear(0, 1, steps_done(GENERATION + 1, 3), 0.0)
     assert leader.granted == 4
@@ -167,10 +175,10 @@ def test_repeated_steps_count_once() -> None:
 
 def test_after_the_last_step_all_ranks_end_together() -> None:
     leader = leader_of_two(steps_max=1)
-    last = grant(GENERATION, 1, position=4, is_last=True)
+    last = commit_token(GENERATION, 1, position=4, is_last=True)
     assert same(leader.hear(0, 1, steps_done(GENERATION, 1, ended=True), 1.0), (0, last))
     assert not all_ended(leader)  # rank 1 may still need it
-    gone = grant(GENERATION, 1, position=4, is_last=True, ended=True)
+    gone = commit_token(GENERATION, 1, position=4, is_last=True, ended=True)
     out = leader.hear(1, 5, steps_done(GENERATION, 1, ended=True), 1.0)
     assert same(out, (0, gone), (1, gone))
     assert all_ended(leader)
@@ -180,10 +188,10 @@ def test_after_the_last_step_all_ranks_end_together() -> None:
 
 def test_stop_keeps_the_steps_already_granted() -> None:
     leader = leader_of_two()
-    last = grant(GENERATION, 2, position=4, is_last=True)
+    last = commit_token(GENERATION, 2, position=4, is_last=True)
     assert same(leader.stop(1.0), (0, last), (1, last))
     leader.hear(0, 1, steps_done(GENERATION, 2), 1.0)
-    last = grant(GENERATION, 2, position=4, is_last=True, agreed=1)
+    last = commit_token(GENERATION, 2, position=4, is_last=True, agreed=1)
     assert same(leader.hear(1, 5, steps_done(GENERATION, 1), 1.0), (0, last), (1, last))
     assert leader.granted == 2
 
@@ -192,11 +200,11 @@ def test_the_group_ends_without_a_silent_rank() -> None:
     leader = leader_of_two()
     leader.stop(1.0)
     assert leader.remind(1.0 + STOP_SECONDS) == []
-    again = StartEpoch(life=GENERATION + 1, plan="p")
+    again = StartEpoch(generation=GENERATION + 1, plan="p")
     now = 2.0 + STOP_SECONDS
     assert same(leader.remind(now), (0, again), (1, again))
     assert leader.hear(0, 1, ready(GENERATION + 1, 12), now) == []
-    last = grant(GENERATION + 1, 0, position=12, is_last=True)
+    last = commit_token(GENERATION + 1, 0, position=12, is_last=True)
     assert same(leader.remind(now + STOP_SECONDS + 1), (0, last))
     assert leader.missing == {1}
     leader.hear(0, 1, steps_done(GENERATION + 1, 0, ended=True), now)
@@ -210,7 +218,7 @@ def test_a_rank_that_has_ended_stays_until_all_pushes_are_applied() -> None:
     """
     leader = leader_of_two(steps_max=1)
     leader.hear(0, 1, steps_done(GENERATION, 1), 1.0)
-    last = grant(GENERATION, 1, position=4, is_last=True, agreed=1)
+    last = commit_token(GENERATION, 1, position=4, is_last=True, agreed=1)
     assert same(leader.hear(1, 5, steps_done(GENERATION, 1), 1.0), (0, last), (1, last))
     assert same(leader.hear(1, 5, steps_done(GENERATION, 1, ended=True), 1.0), (1, last))
     assert not all_ended(leader)
@@ -220,10 +228,10 @@ def test_after_a_stop_no_rank_waits_for_one_lost_for_good() -> None:
     """Regression: a paused rank delayed the end by 40 s after the supervisor had given it up."""
     leader = leader_of_two()
     leader.stop(1.0)
-    again = StartEpoch(life=GENERATION + 1, plan="p")
+    again = StartEpoch(generation=GENERATION + 1, plan="p")
     assert same(leader.lost(1, 2.0), (0, again))
     assert leader.lost(1, 2.0) == []
-    last = grant(GENERATION + 1, 0, position=12, is_last=True)
+    last = commit_token(GENERATION + 1, 0, position=12, is_last=True)
     assert same(leader.hear(0, 1, ready(GENERATION + 1, 12), 2.0), (0, last))
     leader.hear(0, 1, steps_done(GENERATION + 1, 0, ended=True), 2.0)
     assert all_ended(leader)
@@ -234,9 +242,9 @@ def test_a_rank_lost_after_the_last_step_costs_no_step() -> None:
     leader = leader_of_two(steps_max=1)
     leader.hear(1, 5, steps_done(GENERATION, 1), 1.0)
     leader.hear(0, 1, steps_done(GENERATION, 1), 1.0)
-    last = grant(GENERATION, 1, position=4, is_last=True, agreed=1)
+    last = commit_token(GENERATION, 1, position=4, is_last=True, agreed=1)
     assert same(leader.lost(1, 2.0), (0, last))
-    gone = grant(GENERATION, 1, position=4, is_last=True, agreed=1, ended=True)
+    gone = commit_token(GENERATION, 1, position=4, is_last=True, agreed=1, ended=True)
     assert same(leader.hear(0, 1, steps_done(GENERATION, 1, ended=True), 2.0), (0, gone))
     assert all_ended(leader)
     assert leader.lost(0, 3.0) == []
@@ -248,11 +256,11 @@ def test_a_leader_that_restarts_after_the_others_have_ended_ends_too() -> None:
     leader.joined(0, 2, 0.0)
     leader.start(2, 0.0)
     leader.begin(0.0)
-    life = leader.life + 1
-    assert same(leader.lost(1, 0.0), (0, StartEpoch(life=life, plan="p")))
-    last = grant(life, 0, position=4, is_last=True)
-    assert same(leader.hear(0, 2, ready(life, 4), 0.0), (0, last))
-    leader.hear(0, 2, steps_done(life, 0, ended=True), 0.0)
+    generation = leader.generation + 1
+    assert same(leader.lost(1, 0.0), (0, StartEpoch(generation=generation, plan="p")))
+    last = commit_token(generation, 0, position=4, is_last=True)
+    assert same(leader.hear(0, 2, ready(generation, 4), 0.0), (0, last))
+    leader.hear(0, 2, steps_done(generation, 0, ended=True), 0.0)
     assert all_ended(leader)
 
 
@@ -261,8 +269,8 @@ def test_nothing_is_granted_before_the_start() -> None:
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
     assert leader.hear(0, 1, ready(GENERATION, pushes=False), 0.0) == []
-    grants = grant(GENERATION, 2)
-    assert same(leader.begin(0.0), (0, grants))
+    commit_tokens = commit_token(GENERATION, 2)
+    assert same(leader.begin(0.0), (0, commit_tokens))
     assert leader.begin(0.0) == []
 
 
@@ -272,12 +280,12 @@ def test_a_generation_may_have_its_own_position_and_length() -> None:
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
     out = leader.hear(0, 1, ready(GENERATION, pushes=False), 0.0)
-    assert same(out, (0, grant(GENERATION, 0)))
+    assert same(out, (0, commit_token(GENERATION, 0)))
     assert is_complete(leader)
     assert leader.clock == 0.0
-    leader.new_life(0.0, position=1, limit=1)
+    leader.new_generation(0.0, position=1, limit=1)
     out = leader.hear(0, 1, ready(GENERATION + 1, pushes=False), 0.0)
-    assert same(out, (0, grant(GENERATION + 1, 1, position=1)))
+    assert same(out, (0, commit_token(GENERATION + 1, 1, position=1)))
     assert not is_complete(leader)
     leader.hear(0, 1, steps_done(GENERATION + 1, 1), 0.0)
     assert is_complete(leader)
@@ -291,11 +299,11 @@ def test_a_leader_rejects_other_messages() -> None:
 def test_a_generation_for_a_chunk_carries_its_order_until_a_rank_is_lost() -> None:
     leader = leader_of_two()
     order = ChunkOrder(epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=())
-    out = leader.new_life(1.0, position=0, limit=2, order=order)
-    gather = StartEpoch(life=GENERATION + 1, plan="p", order=order)
+    out = leader.new_generation(1.0, position=0, limit=2, order=order)
+    gather = StartEpoch(generation=GENERATION + 1, plan="p", order=order)
     assert same(out, (0, gather), (1, gather))
     assert same(leader.remind(1.1), (0, gather), (1, gather))
-    gather = StartEpoch(life=GENERATION + 2, plan="p")
+    gather = StartEpoch(generation=GENERATION + 2, plan="p")
     assert same(leader.joined(1, 6, 1.2), (0, gather), (1, gather))
 
 
@@ -313,7 +321,7 @@ def test_losses_are_added_in_the_order_of_ranks() -> None:
                 steps_done(GENERATION, 1), loss=(1e16, 1.0, -1e16)[rank]
             )
             leader.hear(rank, 1, report, 1.0)
-        losses.append(leader.life_done().loss)
+        losses.append(leader.generation_done().loss)
         assert leader.square == 0.0
     assert losses[0] == losses[1]
 
@@ -322,12 +330,12 @@ def test_grants_stop_at_the_allowed_samples() -> None:
     leader = GroupLeader(1, plan="p", n_steps=lambda a, b: -((a - b) // 4))
     leader.start(1, 0.0)
     leader.hear(0, 1, ready(GENERATION, samples=8), 0.0)
-    assert same(leader.begin(0.0, samples=14), (0, grant(GENERATION, 2, position=8)))
+    assert same(leader.begin(0.0, samples=14), (0, commit_token(GENERATION, 2, position=8)))
     leader.hear(0, 1, steps_done(GENERATION, 1), 0.0)
     assert (leader.granted, leader.is_held) == (2, False)
     leader.hear(0, 1, steps_done(GENERATION, 2), 0.0)
     assert (leader.granted, leader.is_held) == (2, True)
     out = leader.begin(0.0, samples=30)
-    assert same(out, (0, grant(GENERATION, 4, position=8, agreed=2)))
+    assert same(out, (0, commit_token(GENERATION, 4, position=8, agreed=2)))
     assert not leader.is_held
     assert leader.begin(0.0, samples=31) == []  # no rank may be three steps ahead

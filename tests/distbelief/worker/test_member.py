@@ -355,7 +355,7 @@ def test_a_failing_role_reports_why(
     assert isinstance(failed, Failed)
     assert (failed.error, failed.culprit_is_job) == (text, culprit_is_job)
     assert halt == Exit(error=text)
-    assert driver.member.told_failure
+    assert driver.member.reported_failure
 
 
 def test_a_role_that_cannot_be_built_reports_why() -> None:

@@ -74,7 +74,7 @@ def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None
     bench.compute("install")
     assert len(bench.sent(Fetch)) == 1
     read = bench.compute("read")
-    assert read.lane is Executor.DATA
+    assert read.executor is Executor.DATA
     assert bench.pending == ["replica:step"]
 
 

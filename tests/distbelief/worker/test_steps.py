@@ -35,8 +35,8 @@ def rank_1_of_2() -> tuple[StepRunner, int]:
     batch_plan.start(0)
     runner = StepRunner(
         PartitionExecutor(flow),
-        couriers={0: ReliableSender(Address("replica-0.0"))},
-        course=batch_plan,
+        streams={0: ReliableSender(Address("replica-0.0"))},
+        batch_plan=batch_plan,
         micro_batches=1,
         training=True,
         seed=(0,),
@@ -48,10 +48,10 @@ def rank_1_of_2() -> tuple[StepRunner, int]:
 
 
 def transfer(
-    way: int, *, step: int = 0, life: int = GENERATION, micro_batch: int = 0, n: int = 15
+    way: int, *, step: int = 0, generation: int = GENERATION, micro_batch: int = 0, n: int = 15
 ) -> TransferBlock:
     return TransferBlock(
-        life=life,
+        generation=generation,
         sequence=step,
         taken=0,
         step=step,
@@ -64,7 +64,7 @@ def transfer(
 
 def open_step(runner: StepRunner) -> None:
     runner.open(
-        BatchSlice(life=GENERATION, step=0),
+        BatchSlice(generation=GENERATION, step=0),
         [torch.ones(4, 5), torch.ones(4)],
         put=lambda _item, _gradient: None,
         close=lambda found: found,
@@ -119,6 +119,6 @@ def test_transfers_outside_the_program_are_rejected(changes: dict[str, int], tex
 
 def test_acknowledgements_of_another_generation_are_ignored() -> None:
     runner, _ = rank_1_of_2()
-    assert runner.taken(0, TransferAck(life=GENERATION - 1, taken=5), 0.0) == []
+    assert runner.taken(0, TransferAck(generation=GENERATION - 1, taken=5), 0.0) == []
     with pytest.raises(RemoteProtocolError, match="acknowledged 5"):
-        runner.taken(0, TransferAck(life=GENERATION, taken=5), 0.0)
+        runner.taken(0, TransferAck(generation=GENERATION, taken=5), 0.0)

@@ -41,8 +41,8 @@ class PlainWorkQueue:
         """Nothing is remembered."""
 
     def lost(self, worker: WorkerState, now: Seconds) -> None:
-        for set_index in self.commits.lost(worker, now):
-            insort(self.pending, set_index)
+        for chunk_index in self.commits.lost(worker, now):
+            insort(self.pending, chunk_index)
 
     def changed(self) -> list[WorkerState]:
         changed, self.commits.changed = list(self.commits.changed.values()), {}
@@ -58,8 +58,8 @@ class PlainWorkQueue:
         for worker in workers:
             n_wanted = self.n_wanted(worker, now) if self.pending else 0
             if n_wanted:
-                for set_index in self.take(worker, n_wanted):
-                    self.send(worker, set_index, now)
+                for chunk_index in self.take(worker, n_wanted):
+                    self.send(worker, chunk_index, now)
         if self.config.backups and not self.dealable:
             for worker in workers:
                 if not worker.outstanding:
@@ -93,27 +93,27 @@ class PlainWorkQueue:
 
     def end_undivided(self, now: Seconds) -> Seconds:
         """All that the workers could do, one chunk after the other, in order of time."""
-        n_sets = len(self.pending)
+        n_chunks = len(self.pending)
         ends: list[Seconds] = []
         for worker in self.pool:
             seconds = self.chunk_seconds(worker)
             if seconds:
                 end = max(remaining(worker, self.pool, now).values(), default=0.0)
-                for _ in range(n_sets):
+                for _ in range(n_chunks):
                     end += seconds
                     ends.append(end)
-        return sorted(ends)[n_sets - 1] if n_sets and ends else 0.0
+        return sorted(ends)[n_chunks - 1] if n_chunks and ends else 0.0
 
     def chunk_seconds(self, worker: WorkerState) -> Seconds:
         return seconds_of(worker, self.config.chunk_sizes.chunk_size, self.pool)
 
-    def send(self, worker: WorkerState, set_index: int, now: Seconds) -> None:
+    def send(self, worker: WorkerState, chunk_index: int, now: Seconds) -> None:
         self.counters.attempt += 1
-        start, stop = self.batch.chunk_bounds(set_index, self.config.chunk_sizes)
+        start, stop = self.batch.chunk_bounds(chunk_index, self.config.chunk_sizes)
         if not worker.outstanding:
             worker.progress_at = now
         copy = ChunkCopy(
-            set_index=set_index,
+            chunk_index=chunk_index,
             attempt=self.counters.attempt,
             n_examples=stop - start,
             assigned_at=now,
@@ -147,8 +147,8 @@ class PlainWorkQueue:
         limit = self.commits.lowest + self.config.window_chunks
         return [index for index in self.pending if index < limit]
 
-    def owner(self, set_index: int) -> Address | None:
-        start, _ = self.batch.chunk_bounds(set_index, self.config.chunk_sizes)
+    def owner(self, chunk_index: int) -> Address | None:
+        start, _ = self.batch.chunk_bounds(chunk_index, self.config.chunk_sizes)
         return self.counters.owners.get(start)
 
     # ------------------------------------------------------------------- backup tasks
@@ -158,7 +158,7 @@ class PlainWorkQueue:
         least = max(self.config.backup_seconds_min, 0.02 * (now - self.began_at))
         latest, most = None, 0.0
         for copy, seconds in self.unfinished(now):
-            holders = self.commits._chunks[copy.set_index].holders
+            holders = self.commits._chunks[copy.chunk_index].holders
             if len(holders) >= 2 or worker in holders.values():
                 continue
             if seconds > most:
@@ -166,11 +166,11 @@ class PlainWorkQueue:
         if latest is None:
             return
         own = seconds_of(worker, latest.n_examples, self.pool)
-        if own and not worker.n_sets:
+        if own and not worker.n_chunks:
             own += lag_of(worker, self.pool)
         if own > 0.0 and most > max(1.2 * own, own + least):
             self.n_backups += 1
-            self.send(worker, latest.set_index, now)
+            self.send(worker, latest.chunk_index, now)
 
     def unfinished(self, now: Seconds) -> Iterator[tuple[ChunkCopy, Seconds]]:
         for worker in self.pool:
@@ -178,7 +178,7 @@ class PlainWorkQueue:
             for copy in worker.copies.values():
                 if copy.result is None:
                     yield copy, times[copy.attempt]
-                elif copy.grant:
+                elif copy.commit_token:
                     yield copy, seconds_to_rival(copy, self.counters.push_seconds, now)
 
 
@@ -207,7 +207,7 @@ def remaining(
     for copy in worker.outstanding:
         expected = seconds_of(worker, copy.n_examples, others)
         if not times:
-            if not worker.n_sets:
+            if not worker.n_chunks:
                 expected += lag_of(worker, others)
             elapsed = now - max(copy.assigned_at, worker.progress_at)
             on_time = elapsed < 1.25 * expected

@@ -102,7 +102,7 @@ class Play:
                     self.happen_to(worker, what, number)
 
     def happen_to(self, worker: WorkerState, what: str, number: float) -> None:
-        granted = [copy for copy in worker.copies.values() if copy.grant]
+        granted = [copy for copy in worker.copies.values() if copy.commit_token]
         if what == "lost":
             self.pool.remove(worker.name, is_over=True)
             self.queue.lost(worker, self.now)
@@ -131,7 +131,8 @@ class Play:
         told = [worker.name for worker in self.queue.changed()]
         has = {
             worker.name: [
-                (copy.set_index, copy.attempt, copy.grant) for copy in worker.copies.values()
+                (copy.chunk_index, copy.attempt, copy.commit_token)
+                for copy in worker.copies.values()
             ]
             for worker in self.pool
         }

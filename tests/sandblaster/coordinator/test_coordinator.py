@@ -224,7 +224,7 @@ def test_reports_of_other_evaluations_and_incarnations_change_nothing() -> None:
 
 def test_a_model_parallel_replica_has_generations_within_an_incarnation() -> None:
     bench = Replicas()
-    first, second = report(3), msgspec.structs.replace(report(3), life=1)
+    first, second = report(3), msgspec.structs.replace(report(3), generation=1)
     assert bench.pool.has_restarted(says(REPLICA, second), second)
     assert not bench.take_report(second)  # not before the former is forgotten
     assert bench.pool.remove(REPLICA, is_over=True) is not None
@@ -237,7 +237,7 @@ def test_a_model_parallel_replica_has_generations_within_an_incarnation() -> Non
     (told,) = bench.pool.send_assignment(worker, 0.0)
     assert isinstance(told, Send)
     assert isinstance(told.message, Assignment)
-    assert (told.message.replica_incarnation, told.message.replica_life) == (1, 1)
+    assert (told.message.replica_incarnation, told.message.replica_generation) == (1, 1)
 
 
 def test_silence_counts_from_the_question() -> None:
@@ -246,7 +246,7 @@ def test_silence_counts_from_the_question() -> None:
     assert worker is not None
     assert bench.pool.silent(100.0) == []  # it has nothing to do
     bench.pool.send_assignment(worker, 100.0)
-    worker.copies[1] = ChunkCopy(set_index=0, attempt=1, n_examples=5, assigned_at=100.0)
+    worker.copies[1] = ChunkCopy(chunk_index=0, attempt=1, n_examples=5, assigned_at=100.0)
     assert bench.pool.silent(101.0) == []
     bench.pool.resend(104.0)
     assert bench.pool.silent(106.0) == [REPLICA]

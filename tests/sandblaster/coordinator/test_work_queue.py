@@ -22,14 +22,14 @@ class Table:
     """A work queue, and workers of known paces."""
 
     def __init__(
-        self, *names: Address, n_sets: int = 8, window_chunks: int = 64, backups: bool = True
+        self, *names: Address, n_chunks: int = 8, window_chunks: int = 64, backups: bool = True
     ) -> None:
         self.config = CoordinatorConfig(
             chunk_sizes=CHUNK_SIZES, window_chunks=window_chunks, backups=backups
         )
         self.pool = WorkerPool(self.config)
         self.counters = EpochCounters()
-        self.batch = BatchRange(first=0, n_examples=10 * n_sets)
+        self.batch = BatchRange(first=0, n_examples=10 * n_chunks)
         self.begin()
         for name in names:
             self.join(name)
@@ -57,7 +57,7 @@ class Table:
 
     def has(self, name: Address) -> list[int]:
         """Return the chunks that it has to compute."""
-        return [copy.set_index for copy in self.worker(name).outstanding]
+        return [copy.chunk_index for copy in self.worker(name).outstanding]
 
     def says(
         self, name: Address, *attempts: int, now: Seconds, loss: float = 1.0, staged: bool = False
@@ -76,11 +76,11 @@ class Table:
         return copy.attempt
 
     def granted(self, name: Address) -> list[int]:
-        return [c.set_index for c in self.worker(name).copies.values() if c.grant]
+        return [c.chunk_index for c in self.worker(name).copies.values() if c.commit_token]
 
 
 def test_every_worker_gets_one_chunk_to_compute_and_one_in_reserve() -> None:
-    table = Table(A, B, n_sets=16)
+    table = Table(A, B, n_chunks=16)
     table.assign()
     assert (table.has(A), table.has(B)) == ([0, 1], [2, 3])
     assert [m.name for m in table.queue.changed()] == [A, B]
@@ -97,7 +97,7 @@ def test_no_chunk_is_assigned_beyond_the_window() -> None:
 
 
 def test_the_first_computed_copy_gets_the_token_and_others_are_dropped() -> None:
-    table = Table(A, B, n_sets=1)
+    table = Table(A, B, n_chunks=1)
     table.worker(B).seconds_per_example = 0.1
     table.assign()
     table.assign(50.0)  # it is late: B gets a copy
@@ -111,7 +111,7 @@ def test_the_first_computed_copy_gets_the_token_and_others_are_dropped() -> None
     assert not table.queue.commits.has_staged
     table.says(B, attempt, now=53.0, staged=True)
     (one,), void = table.queue.commits.to_commit()
-    assert (one.set_index, one.grant, void) == (0, 1, ())
+    assert (one.chunk_index, one.commit_token, void) == (0, 1, ())
     table.queue.commits.committed((one,), (), 53.0)
     assert table.queue.commits.is_complete
     assert (table.queue.commits.loss, table.queue.commits.n_examples) == (1.0, 10)
@@ -119,7 +119,7 @@ def test_the_first_computed_copy_gets_the_token_and_others_are_dropped() -> None
 
 
 def test_no_chunk_has_three_copies_and_a_fast_worker_needs_no_backup() -> None:
-    table = Table(A, B, C, n_sets=1)
+    table = Table(A, B, C, n_chunks=1)
     for name in (B, C):
         table.worker(name).seconds_per_example = 0.1
     table.assign()
@@ -130,7 +130,7 @@ def test_no_chunk_has_three_copies_and_a_fast_worker_needs_no_backup() -> None:
 
 
 def test_chunks_of_a_lost_replica_are_assigned_again() -> None:
-    table = Table(A, B, n_sets=4, backups=False)
+    table = Table(A, B, n_chunks=4, backups=False)
     table.assign()
     first = table.has(A)
     table.computes(A, now=1.0)
@@ -151,7 +151,7 @@ def test_chunks_of_a_lost_replica_are_assigned_again() -> None:
 
 
 def test_a_winner_that_does_not_come_to_its_end_is_rivalled_and_fenced() -> None:
-    table = Table(A, B, n_sets=1)
+    table = Table(A, B, n_chunks=1)
     table.worker(B).seconds_per_example = 0.1
     table.assign()
     winner = table.computes(A, now=1.0)
@@ -164,7 +164,7 @@ def test_a_winner_that_does_not_come_to_its_end_is_rivalled_and_fenced() -> None
     table.says(A, winner, now=102.0, staged=True)  # the report is ignored
     table.says(B, rival, now=103.0, staged=True)
     (one,), _ = table.queue.commits.to_commit()
-    assert one.grant == 2
+    assert one.commit_token == 2
 
 
 def test_a_long_push_is_rivalled_less_and_less_until_it_comes_to_its_end() -> None:
@@ -173,7 +173,7 @@ def test_a_long_push_is_rivalled_less_and_less_until_it_comes_to_its_end() -> No
     How long a push takes was learnt from those alone that came to their end. None did:
     so each was rivalled as soon as a worker was idle, and restarted by the rival.
     """
-    table = Table(A, B, n_sets=1)
+    table = Table(A, B, n_chunks=1)
     for name in (A, B):
         table.worker(name).seconds_per_example = 0.01
     push_seconds, since, n_grants = 100.0, 0.0, 0
@@ -190,7 +190,7 @@ def test_a_long_push_is_rivalled_less_and_less_until_it_comes_to_its_end() -> No
 
 
 def test_near_the_end_a_slow_worker_gets_no_chunk_that_others_finish_sooner() -> None:
-    table = Table(A, B, n_sets=4, backups=False)
+    table = Table(A, B, n_chunks=4, backups=False)
     table.worker(A).seconds_per_example = 0.1
     table.worker(B).seconds_per_example = 0.5
     table.assign()
@@ -206,7 +206,7 @@ def test_a_slow_one_waits_while_quick_ones_have_enough_for_now() -> None:
     For a moment it alone was hungry: so all that was left was to be done by it, and it
     was assigned its share of that.
     """
-    table = Table(A, B, n_sets=6, backups=False)
+    table = Table(A, B, n_chunks=6, backups=False)
     table.worker(A).seconds_per_example = 0.1
     table.worker(B).seconds_per_example = 0.8
     table.assign()
@@ -221,7 +221,7 @@ def test_the_last_chunks_go_out_at_once_to_many_idle_workers() -> None:
     do one whole, and took them one after the other, while the others stood idle.
     """
     names = [Address(f"replica-{index}") for index in range(40)]
-    table = Table(*names, n_sets=8, backups=False)
+    table = Table(*names, n_chunks=8, backups=False)
     for index, name in enumerate(names):
         table.worker(name).seconds_per_example = 0.1 + 0.01 * index
     table.assign()
@@ -237,7 +237,7 @@ def test_no_worker_is_late_while_parameters_arrive_one_by_one() -> None:
     last one of those who have done so.
     """
     names = [Address(f"replica-{index}") for index in range(20)]
-    table = Table(*names, n_sets=20)
+    table = Table(*names, n_chunks=20)
     table.assign()
     now = 1.0
     for index, name in enumerate(names[:-1]):
@@ -251,7 +251,7 @@ def test_no_worker_is_late_while_parameters_arrive_one_by_one() -> None:
 
 
 def test_a_slow_worker_gets_what_it_can_finish_in_time() -> None:
-    table = Table(A, B, n_sets=12, backups=False)
+    table = Table(A, B, n_chunks=12, backups=False)
     table.worker(A).seconds_per_example = 0.1
     table.worker(B).seconds_per_example = 0.5
     table.worker(B).turnaround = 1.0  # several at once would save assignments
@@ -261,13 +261,13 @@ def test_a_slow_worker_gets_what_it_can_finish_in_time() -> None:
 
 def test_no_backup_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     for late, n_backups in ((0.03, 0), (0.06, 1)):
-        table = Table(A, B, n_sets=1)
+        table = Table(A, B, n_chunks=1)
         for name in (A, B):
             table.worker(name).seconds_per_example = 1e-4
         table.assign()
         table.assign(late)
         assert table.queue.n_backups == n_backups
-    table = Table(A, B, n_sets=1)
+    table = Table(A, B, n_chunks=1)
     for name in (A, B):
         table.worker(name).seconds_per_example = 1e-3
     table.assign()
@@ -288,7 +288,7 @@ def test_workers_waiting_for_parameters_are_not_refreshed_at_every_report(
     at for each report.
     """
     names = [Address(f"replica-{i}") for i in range(50)]
-    table = Table(*names, n_sets=2)
+    table = Table(*names, n_chunks=2)
     for name in names:
         table.worker(name).seconds_per_example = 0.1
         table.worker(name).lag = 100.0
@@ -296,7 +296,7 @@ def test_workers_waiting_for_parameters_are_not_refreshed_at_every_report(
     table.assign()
     busy = [name for name in names if table.has(name)]
     for name in busy:
-        table.worker(name).n_sets = 1  # it has the parameters
+        table.worker(name).n_chunks = 1  # it has the parameters
     asked: list[WorkerState] = []
     takes = ExpectedFinish.seconds_from_idle
 
@@ -314,7 +314,7 @@ def test_workers_waiting_for_parameters_are_not_refreshed_at_every_report(
 
 def test_after_a_backup_only_useful_workers_are_considered(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [Address(f"replica-{i:02d}") for i in range(50)]
-    table = Table(*names, n_sets=1)
+    table = Table(*names, n_chunks=1)
     for index, name in enumerate(names):
         table.worker(name).seconds_per_example = 1.0 if index == 0 else 0.1
         table.queue.touch(table.worker(name))
@@ -333,7 +333,7 @@ def test_after_a_backup_only_useful_workers_are_considered(monkeypatch: pytest.M
 
 
 def test_no_token_is_issued_while_too_many_are_void() -> None:
-    table = Table(n_sets=1, backups=False)
+    table = Table(n_chunks=1, backups=False)
     names = [Address(f"replica-{index}") for index in range(N_VOID_MAX + 1)]
     for index, name in enumerate(names):
         table.join(name)
@@ -368,7 +368,7 @@ def test_a_sum_that_is_found_not_finite_when_it_is_pushed_ends_it_too() -> None:
 
 
 def test_the_next_batch_goes_to_the_workers_that_have_its_data() -> None:
-    table = Table(A, B, C, n_sets=6, backups=False)
+    table = Table(A, B, C, n_chunks=6, backups=False)
     table.counters.owners = {0: B, 10: B, 20: A, 30: A, 40: B, 50: Address("gone")}
     table.begin()
     table.assign()
@@ -392,7 +392,7 @@ def test_assigning_takes_one_percent_of_computing_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "n_sets", "seconds"),
+    ("workers", "n_chunks", "seconds"),
     [
         ([(0.0, 1.0)], 4, 4.0),
         ([(0.0, 1.0), (0.0, 1.0)], 4, 2.0),
@@ -402,30 +402,30 @@ def test_assigning_takes_one_percent_of_computing_at_most() -> None:
     ],
 )
 def test_the_end_is_where_work_and_summed_speeds_meet(
-    workers: list[tuple[float, float]], n_sets: int, seconds: float
+    workers: list[tuple[float, float]], n_chunks: int, seconds: float
 ) -> None:
     ranked = FinishTimes()
     for number, (begin, chunk_seconds) in enumerate(workers):
         ranked.put(number, Line(begin), weight=1.0 / chunk_seconds)
-    assert seconds_to_end(ranked, n_sets, 7.0) == pytest.approx(seconds)
+    assert seconds_to_end(ranked, n_chunks, 7.0) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("now", [0.7, 83_000.123, 5_000_000.3])
 @pytest.mark.parametrize("slope", [-1, 0, 1])
-@pytest.mark.parametrize("n_sets", range(1, 9))
+@pytest.mark.parametrize("n_chunks", range(1, 9))
 def test_the_end_is_found_where_one_is_done_just_then(
-    n_sets: int, slope: Slope, now: float
+    n_chunks: int, slope: Slope, now: float
 ) -> None:
     """Rounding once let that one be counted and not, in turn, for ever: after a shard's
     death a coordinator now and then said nothing more, until it was started anew.
     """
     for chunk_seconds in (1e-3 * ms for ms in range(10, 100)):
         ranked = FinishTimes()
-        for number, (n_left, rate) in enumerate([(n_sets, -1), (2 * n_sets, slope)]):
+        for number, (n_left, rate) in enumerate([(n_chunks, -1), (2 * n_chunks, slope)]):
             line = Line(n_left * chunk_seconds - rate * now, rate)
             ranked.put(number, line, weight=1.0 / chunk_seconds)
-        found = seconds_to_end(ranked, n_sets, now)
-        assert found == pytest.approx(2 * n_sets * chunk_seconds, rel=1e-6)
+        found = seconds_to_end(ranked, n_chunks, now)
+        assert found == pytest.approx(2 * n_chunks * chunk_seconds, rel=1e-6)
 
 
 def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
@@ -450,7 +450,7 @@ def test_a_pace_that_is_none_is_not_believed() -> None:
 
 
 def test_the_first_chunk_of_an_evaluation_waits_for_the_parameters() -> None:
-    table = Table(A, B, n_sets=8)
+    table = Table(A, B, n_chunks=8)
     worker = table.worker(A)
     table.assign()
     table.computes(A, now=3.0)  # it reports 1 s of computing
@@ -464,7 +464,7 @@ def test_the_first_chunk_of_an_evaluation_waits_for_the_parameters() -> None:
 
 
 def test_what_is_late_will_take_as_long_again() -> None:
-    table = Table(A, n_sets=8)
+    table = Table(A, n_chunks=8)
     table.worker(A).seconds_per_example = 0.1
     table.assign()
     assert table.has(A) == [0, 1]

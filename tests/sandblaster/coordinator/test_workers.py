@@ -34,7 +34,7 @@ class Talk:
     def tells(self, worker: WorkerState, *, is_dealt: int) -> Assignment:
         """Return the assignment after the worker was given a chunk."""
         worker.copies = {
-            is_dealt: ChunkCopy(set_index=0, attempt=is_dealt, n_examples=10, assigned_at=0.0)
+            is_dealt: ChunkCopy(chunk_index=0, attempt=is_dealt, n_examples=10, assigned_at=0.0)
         }
         (send,) = self.pool.send_assignment(worker, 0.0)
         assert isinstance(send, Send)

@@ -72,7 +72,7 @@ class Alone:
         memory: Memory | None = None,
         config: ClientConfig | None = None,
         welcome: bool = True,
-        second_copies: Sequence[Address] = (),
+        backups: Sequence[Address] = (),
     ) -> None:
         self.layout = layout
         self.client = ParameterClient(
@@ -80,7 +80,7 @@ class Alone:
             layout=layout,
             shards=[Address(f"shard-{k}") for k in range(layout.n_shards)],
             memory=memory or PrivateMemory(host=""),
-            second_copies=second_copies,
+            backups=backups,
         )
         self.now = 0.0
         self.greeting = self.client.start(1, self.now)
@@ -100,7 +100,7 @@ class Alone:
         watermark: int = FIRST - 1,
         applied: int = 0,
         parameters_region: str = "",
-        slots_region: str = "",
+        push_buffers_region: str = "",
         sender: Address = SHARD,
     ) -> list[Action]:
         message = SessionOpened(
@@ -110,7 +110,7 @@ class Alone:
             watermark=watermark,
             applied=applied,
             parameters_region=parameters_region,
-            slots_region=slots_region,
+            push_buffers_region=push_buffers_region,
         )
         return self.receive(message, life=life, sender=sender)
 
@@ -648,7 +648,7 @@ def shared(*, slots: bool = True) -> tuple[Alone, PrivateMemory, NDArray[np.int6
     region = memory.create("values", n_bytes=HEADER_BYTES + 8 * N)
     memory.create("slots", n_bytes=2 * 8 * N)
     alone = Alone(memory=memory, welcome=False)
-    alone.welcome(parameters_region="values", slots_region="slots" if slots else "")
+    alone.welcome(parameters_region="values", push_buffers_region="slots" if slots else "")
     return alone, memory, region[:HEADER_BYTES].view(np.int64)
 
 
@@ -751,7 +751,7 @@ def test_memory_of_a_former_incarnation_is_released_when_no_work_touches_it() ->
     memory.create("values-2", n_bytes=HEADER_BYTES + 8 * N)
     memory.create("slots-2", n_bytes=2 * 8 * N)
     staging = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
-    alone.welcome(life=2, parameters_region="values-2", slots_region="slots-2")
+    alone.welcome(life=2, parameters_region="values-2", push_buffers_region="slots-2")
     memory.attach("values")
     memory.attach("slots")
     alone.client.staged(staging(), n_gradients=1, samples=1, now=0.0)
@@ -783,7 +783,7 @@ def test_without_attachable_memory_messages_are_used() -> None:
     at = 0.5
     hosts = []
     for _ in range(3):
-        assert alone.welcome(parameters_region="gone", slots_region="gone") == []
+        assert alone.welcome(parameters_region="gone", push_buffers_region="gone") == []
         actions = alone.timer(at)
         (hello,) = sent(actions, OpenSession)
         hosts.append(hello.host)
@@ -800,7 +800,7 @@ def test_push_buffers_of_another_size_are_refused_with_both_sizes() -> None:
     memory = PrivateMemory()
     memory.create("slots", n_bytes=64)
     with pytest.raises(RemoteProtocolError, match=f"64 bytes, not the {16 * N}"):
-        Alone(memory=memory, welcome=False).welcome(slots_region="slots")
+        Alone(memory=memory, welcome=False).welcome(push_buffers_region="slots")
 
 
 # ------------------------------------------------------------------------- pushes
