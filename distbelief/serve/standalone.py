@@ -242,11 +242,11 @@ class _Terminal:
         )
         lines = []
         if not request.reach.is_local:
-            lines = [f"address for workers on other hosts: {address}"]
+            lines = [f"workers on other hosts: {address}"]
             if is_anywhere:
                 lines.append("(other IP addresses of this host work too)")
         here = msgspec.structs.replace(address, memory=ready.memory)
-        lines.append(f"address for workers on this host: {here}")
+        lines.append(f"workers on this host: {here}")
         if request.reach.is_open:
             lines.append(
                 "NOT SECURE: anyone who has this address can read and change the parameters. "
