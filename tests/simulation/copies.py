@@ -214,7 +214,7 @@ class Books:
             marks = marks_of(shard)
             wrong = np.flatnonzero((marks != 0.0) & (marks != 1.0))
             assert not wrong.size, f"{happening.name} has push {wrong[:1]} twice"
-        leads = bool(counters["leading"])
+        leads = bool(counters["primary"])
         if leads and shard._service.incarnation > self._leads_as:
             self._leads_as, self._leader = shard._service.incarnation, shard
             self._check_kept(shard)
@@ -224,12 +224,12 @@ class Books:
         key = int(counters["term"]), shard._values.clock
         if leads and shard._service.incarnation == self._leads_as:
             self._states[key] = bits_of(shard)
-        elif counters["whole"] and key in self._states and not self._is_abandoned(shard):
+        elif counters["in_sync"] and key in self._states and not self._is_abandoned(shard):
             self.n_twins += 1
             assert bits_of(shard) == self._states[key], f"{happening.name} differs"
         self.n_pushes_while_building += (
             not leads
-            and not counters["whole"]
+            and not counters["in_sync"]
             and shard._values.n_held > 0
             and any(
                 isinstance(a, Send) and isinstance(a.message, PushApplied)

@@ -21,7 +21,7 @@ def test_a_document_arrives_whatever_is_lost_or_comes_twice(
     content: bytes, size: int, times: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bootstrap, "PIECE_BYTES_MAX", size)
+        patch.setattr(bootstrap, "CHUNK_BYTES_MAX", size)
         reading, ask = FileDownload("d"), FileDownload("d").ask()
         for n in [*times, *[1] * 200]:
             piece = chunk_of("d", content, ask.offset)

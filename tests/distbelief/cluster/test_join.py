@@ -118,7 +118,7 @@ def test_a_host_whose_address_changes_offers_the_new_one(
         if head.machine_at == "127.0.0.2":
             head.dismiss(envelope.sender, again=False)
             return False
-        monkeypatch.setattr(join_module, "own_number_towards", moved)
+        monkeypatch.setattr(join_module, "own_address_towards", moved)
         return True
 
     head = Head(answer)

@@ -234,7 +234,7 @@ def test_a_sweep_that_does_not_fit_says_so_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last of a row took too many machines, and what had been run was lost."""
-    monkeypatch.delattr("distbelief.forecast.run.run_virtually")
+    monkeypatch.delattr("distbelief.forecast.run.run_simulated")
     with pytest.raises(JobError, match=r"with replicas 40: .* the job needs 43"):
         forecast(written(tmp_path), sweep=("replicas=1,40",))
 
@@ -431,7 +431,7 @@ def test_a_full_disk_is_found_out_before_the_run(monkeypatch: pytest.MonkeyPatch
     def write_nothing(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.delattr("distbelief.forecast.run.run_virtually")
+    monkeypatch.delattr("distbelief.forecast.run.run_simulated")
     monkeypatch.setattr(os, "fsync", write_nothing)
     with pytest.raises(StorageError, match=r"--trace t\.json: cannot .* No space left"):
         forecast(small(), trace=Path("t.json"))

@@ -193,7 +193,7 @@ def test_damage_to_a_checkpoint_is_told_not_suffered(tmp_path: Path) -> None:
         again.say(Peers(entries=()))
         failed = again.wait_for(Failed)
     assert isinstance(failed, Failed)
-    assert "a resumed run must go on counting incarnations" in failed.error
+    assert "continue the count of incarnations in a resumed run" in failed.error
     assert not failed.culprit_is_job
 
 

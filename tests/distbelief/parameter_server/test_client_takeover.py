@@ -259,7 +259,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
     assert welcomed(alone, 4, SECOND, push_buffers_region="slots-b") == []
     n_bytes = HEADER_BYTES + 8 * N
     second.create("values-b", n_bytes=n_bytes)
-    regions = {"parameters_region": "values-b", "slots_region": "slots-b"}
+    regions = {"parameters_region": "values-b", "push_buffers_region": "slots-b"}
     assert welcomed(alone, 4, SECOND, **regions) == []  # type: ignore[arg-type]
     assert not alone.ready()
     second.create("slots-c", n_bytes=8)

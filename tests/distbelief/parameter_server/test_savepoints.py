@@ -85,7 +85,7 @@ def test_two_savepoints_are_kept_until_the_newer_is_settled() -> None:
 
 
 def test_a_savepoint_names_existing_vectors() -> None:
-    with pytest.raises(RemoteProtocolError, match=r"names vectors \['s0'\]"):
+    with pytest.raises(RemoteProtocolError, match=r"do not exist here: \['s0'\]"):
         Shard().begin().add(5, PARAMETERS, "s0")
 
 

@@ -141,7 +141,7 @@ _BY_HINT += [
         (ChunkStaged, "commit_tokens", st.lists(counts, max_size=3).map(tuple)),
         (Offer, "cores", st.integers(1, 4096)),
         (Offer, "devices", st.lists(names, max_size=3).map(tuple)),
-        (Assignments, "duties", _tuples_of(RoleAssignment)),
+        (Assignments, "assignments", _tuples_of(RoleAssignment)),
         (RoleEnded, "reason", st.text(max_size=2048)),
         (FileChunk, "content", st.binary(max_size=200).map(Blob)),
     )

@@ -91,8 +91,8 @@ def test_without_a_default_route_it_is_found_by_an_interface(
 
     numbers = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.0.1.7"}
     names = [(1, "lo"), (2, "unplugged"), (3, "eth0"), (4, "eth1")]
-    monkeypatch.setattr(address, "own_number_towards", no_route)
-    monkeypatch.setattr(address, "interface_number", numbers.get)
+    monkeypatch.setattr(address, "own_address_towards", no_route)
+    monkeypatch.setattr(address, "interface_address", numbers.get)
     monkeypatch.setattr(socket, "if_nameindex", lambda: names)
     assert address.own_address() == "10.0.0.7"
     monkeypatch.setattr(socket, "if_nameindex", lambda: names[:2])

@@ -102,7 +102,7 @@ def test_the_awaited_rank_is_known() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"life": GENERATION - 1}, "transfer of generation 8; the current one is 9"),
+        ({"generation": GENERATION - 1}, "transfer of generation 8; the current one is 9"),
         ({"step": 2}, "step is too far ahead"),
         ({"micro_batch": 1}, "micro-batch 1 of a step of 1"),
         ({"n": 14}, "has 14 numbers"),
