@@ -26,7 +26,8 @@ from distbelief.core import units
 from distbelief.core.files import scratch
 from distbelief.core.memory import keep_memory
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.forecast.measured_costs import (
+from distbelief.forecast.prepare import Preparation, costed
+from distbelief.forecast.timing import (
     MessageCosts,
     Piece,
     Rate,
@@ -40,7 +41,6 @@ from distbelief.forecast.measured_costs import (
     waiting_of,
     warm,
 )
-from distbelief.forecast.prepare import Preparation, costed
 from distbelief.program.cluster import Cluster, Machine, Outages
 from distbelief.roles.role import SUPERVISOR, Seconds
 from distbelief.simulation.cluster import SimulatedCluster

@@ -22,8 +22,8 @@ import torch
 from distbelief.config.job import Job
 from distbelief.errors import JobError
 from distbelief.forecast.calibration import constants_of, measure
-from distbelief.forecast.measured_costs import Rates, job_key, load_rates, save_rates
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
+from distbelief.forecast.timing import Rates, job_key, load_rates, save_rates
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform

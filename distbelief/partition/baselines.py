@@ -12,8 +12,8 @@ from distbelief.graph.operator import operator_of
 from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
-from distbelief.program.cost import Costs
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs
 
 
 def even(graph: LayerGraph, cluster: Cluster) -> dict[str, Placement]:

@@ -19,8 +19,8 @@ from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.cost import Costs, StepCost
 from distbelief.program.instructions import work_of
+from distbelief.program.step_cost import Costs, StepCost
 
 
 # --- by arithmetic ---

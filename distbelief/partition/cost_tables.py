@@ -20,8 +20,8 @@ from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import with_gradient
-from distbelief.program.cost import Costs
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs
 
 
 # --- replicated parameters ---

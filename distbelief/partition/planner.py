@@ -49,8 +49,8 @@ from distbelief.partition.solvers.problem import Problem, Solution
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import with_gradient
-from distbelief.program.cost import Costs, StepCost
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs, StepCost
 from distbelief.program.step_graph import statistics_of
 
 

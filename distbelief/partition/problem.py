@@ -26,8 +26,8 @@ from distbelief.partition.cost_tables import Floats, Tables
 from distbelief.partition.grouping import Group, groups
 from distbelief.partition.solvers.problem import Problem
 from distbelief.program.cluster import UNLIMITED, Cluster
-from distbelief.program.cost import Costs
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs
 
 
 @final

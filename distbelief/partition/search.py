@@ -18,8 +18,8 @@ from distbelief.partition.solvers.problem import Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import CompilerCache, compile_plan
-from distbelief.program.cost import Costs, StepCost, step_cost
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs, StepCost, step_cost
 
 
 # --- simulated plans ---

@@ -9,7 +9,7 @@ from typing import Literal, final
 
 import msgspec
 
-from distbelief.program.cost import StepCost
+from distbelief.program.step_cost import StepCost
 from distbelief.program.step_simulator import NOTHING
 
 

@@ -18,8 +18,8 @@ from distbelief.partition.baselines import even
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan
-from distbelief.program.cost import Costs
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs
 
 
 IS_INSTALLED: Final = find_spec("pymetis") is not None

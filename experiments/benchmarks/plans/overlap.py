@@ -5,7 +5,7 @@ machine 1        [--------------]            and caches: two layers at once take
                  ^^^^^        ^^             longer each than one alone
 """
 
-from distbelief.program.cost import StepCost
+from distbelief.program.step_cost import StepCost
 
 
 def overlap(price: StepCost) -> float:

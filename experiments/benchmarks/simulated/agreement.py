@@ -19,10 +19,10 @@ from distbelief.chaos.schedule import FaultEvent, faults_of
 from distbelief.config.job import Job
 from distbelief.core.files import scratch
 from distbelief.forecast.calibration import Constant, begun_in, measure
-from distbelief.forecast.measured_costs import mean_of, save_rates
 from distbelief.forecast.placement import HostCosts, PlacedCluster
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import N_EVENTS_MAX, run_simulated
+from distbelief.forecast.timing import mean_of, save_rates
 from distbelief.launch.local import LocalLauncher
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.cluster import SimulatedCluster

@@ -18,10 +18,10 @@ from distbelief.cli.options import FAILED, MISTAKEN
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.forecast.api import Forecast, SimulationRequest, run_request, simulate
-from distbelief.forecast.measured_costs import MessageCosts, Rate, Rates
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.result import Outcome
 from distbelief.forecast.sweep import axes_of
+from distbelief.forecast.timing import MessageCosts, Rate, Rates
 from tests.distbelief.forecast.jobs import SANDBLASTER, small, written
 from tests.elsewhere import answers
 

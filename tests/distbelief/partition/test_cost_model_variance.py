@@ -6,7 +6,7 @@ from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import Variance
 from distbelief.partition.planner import simulated
 from distbelief.program.cluster import Cluster, uniform
-from distbelief.program.cost import StepCost
+from distbelief.program.step_cost import StepCost
 from tests.distbelief.partition.plans import MACHINE, fully_connected
 from tests.distbelief.partition.requests import make_request
 

@@ -8,10 +8,10 @@ import pytest
 from distbelief.graph.graph import GraphError
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.compiler import compile_plan
-from distbelief.program.cost import StepCost, step_cost
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import StepCost, step_cost
 from tests.distbelief.program.plans import captured, chain, random_plan
-from tests.distbelief.program.test_cost import PerElement, cluster
+from tests.distbelief.program.test_step_cost import PerElement, cluster
 
 
 def stages(n: int, micro_batches: int, *, bandwidth: float = math.inf) -> StepCost:

@@ -470,7 +470,10 @@ def test_a_message_that_the_role_does_not_accept_never_reaches_it(
     assert node.run() is None
     assert [type(event).__name__ for event in role.events] == ["Started", "Received"]
     assert log == [
-        ("warning", "rejected a message (1 so far): me sent me HeartbeatAck, which it does not accept")
+        (
+            "warning",
+            "rejected a message (1 so far): me sent me HeartbeatAck, which it does not accept",
+        )
     ]
 
 

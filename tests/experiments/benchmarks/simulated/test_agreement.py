@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.chaos.schedule import FaultEvent
-from distbelief.forecast.measured_costs import MessageCosts, Rate, Rates, save_rates
+from distbelief.forecast.timing import MessageCosts, Rate, Rates, save_rates
 from distbelief.supervisor.view import JobView, Point, RoleView
 from experiments.benchmarks.simulated.agreement import (
     Agreement,

@@ -11,9 +11,12 @@ import torch
 
 from distbelief.config.job import Job
 from distbelief.errors import JobError
-from distbelief.forecast import measured_costs
+from distbelief.forecast import timing
 from distbelief.forecast.calibration import constants_of, measure
-from distbelief.forecast.measured_costs import (
+from distbelief.forecast.placement import HostCosts, PlacedCluster
+from distbelief.forecast.prepare import Preparation, costed
+from distbelief.forecast.run import run_simulated
+from distbelief.forecast.timing import (
     MessageCosts,
     Rate,
     Rates,
@@ -28,9 +31,6 @@ from distbelief.forecast.measured_costs import (
     waiting_of,
     warm,
 )
-from distbelief.forecast.placement import HostCosts, PlacedCluster
-from distbelief.forecast.prepare import Preparation, costed
-from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor, TimerFired
@@ -119,8 +119,8 @@ def test_who_neither_computes_nor_queues_is_idle(
     queue = tmp_path / "schedstat"  # nanoseconds of running, of queueing; slices
     queue.write_text("2000000000 1500000000 7\n")
     clocks = SimpleNamespace(perf_counter=lambda: 5.0, thread_time=lambda: 2.0)
-    monkeypatch.setattr(measured_costs, "QUEUE", queue)
-    monkeypatch.setattr(measured_costs, "time", clocks)
+    monkeypatch.setattr(timing, "QUEUE", queue)
+    monkeypatch.setattr(timing, "time", clocks)
     assert idle() == 1.5
     clocks.perf_counter, clocks.thread_time = lambda: 6.0, lambda: 3.0  # it computed
     assert idle() == 1.5
@@ -132,7 +132,7 @@ def test_who_neither_computes_nor_queues_is_idle(
     assert idle() == 0.0
 
 
-@pytest.mark.skipif(not measured_costs.QUEUE.exists(), reason="no kernel that tells")
+@pytest.mark.skipif(not timing.QUEUE.exists(), reason="no kernel that tells")
 def test_the_kernel_tells_of_queues_and_not_of_sleep() -> None:
     """However crowded the cores are: what was slept is no part of any queue."""
     begun = idle()
@@ -300,7 +300,7 @@ def test_an_exchange_takes_some_time_but_not_long(
     n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("N_EVENTS", "N_SLEEPS", "N_HANDED"):
-        monkeypatch.setattr(f"distbelief.forecast.measured_costs.{name}", 20)
+        monkeypatch.setattr(f"distbelief.forecast.timing.{name}", 20)
     found = measure_messages(n_bytes)
     assert found.work > 0  # the others are differences, and 20 events are few
     for name in MessageCosts.__struct_fields__:

@@ -15,8 +15,8 @@ from distbelief.graph.region import Region
 from distbelief.program.chrome_trace import chrome_trace, critical_path, events
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.compiler import compile_plan
-from distbelief.program.cost import StepCost, step_cost
 from distbelief.program.placement import Placement, grid
+from distbelief.program.step_cost import StepCost, step_cost
 from tests.distbelief.program.plans import captured, chain, random_plan
 
 
