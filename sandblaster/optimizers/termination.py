@@ -31,7 +31,7 @@ class Reason(Enum):
         "no step along the gradient improves the loss: check that both are of the same function"
     )
     NOT_FINITE = "the loss or its gradient at the starting point is not finite"
-    STOPPED = "it was told to stop"
+    STOPPED = "stopped by the caller"
     NO_FINITE_TRIAL = (
         "no step along the gradient has a finite loss and gradient: check the model, its "
         "loss and the data"

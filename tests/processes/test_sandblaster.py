@@ -337,7 +337,7 @@ def test_minimize_ends_when_its_callback_says_so(folder: Path) -> None:
         )
     assert not result.success
     assert result.reason is Reason.STOPPED
-    assert result.message == "it was told to stop"
+    assert result.message == "stopped by the caller"
 
 
 @pytest.mark.soak
@@ -369,7 +369,7 @@ def test_what_the_callback_raises_ends_the_run_and_is_raised_then(folder: Path) 
         status = json.loads((where / "status.json").read_text())
         assert status["ended"]
         stopped = json.loads((where / "summary.json").read_text())
-        assert stopped["stop_reason"] == "it was told to stop"
+        assert stopped["stop_reason"] == "stopped by the caller"
         again = sandblaster.minimize(
             model, "cross_entropy", "tiny:slow", resume=where, max_iterations=20
         )
