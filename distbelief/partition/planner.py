@@ -119,20 +119,18 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     overheads = np.array([machine.overhead for machine in cluster.machines])
     passes = {layer.name: 1 + (layer.name in gradients) for layer in layers}
     whole = {layer.name: _seconds(layer, cluster, costs, passes[layer.name]) for layer in layers}
+    # Of a layer that was measured to take less than the machine's overhead, all is overhead.
+    fixed = {name: np.minimum(passes[name] * overheads, whole[name]) for name in whole}
     # Seconds beyond the overhead, rounded down: it must stay a bound.
-    beyond = {
-        name: np.maximum(seconds - passes[name] * overheads, 0.0) * (1 - 1e-12)
-        for name, seconds in whole.items()
-    }
+    beyond = {name: (whole[name] - fixed[name]) * (1 - 1e-12) for name in whole}
     chain = {layer.name: 0.0 for layer in graph.layers}
     for layer in layers:
         before = max((chain[name] for name in layer.inputs), default=0.0)
         alone = float(whole[layer.name].min())
         if _splits(layer):
-            alone = passes[layer.name] * float(overheads.min())
-            alone += _together(beyond[layer.name])
+            alone = float(fixed[layer.name].min()) + _together(beyond[layer.name])
         chain[layer.name] = before + alone * (1 - 1e-12)
-    return max(_busy(beyond, passes, overheads), *chain.values())
+    return max(_busy(beyond, fixed), *chain.values())
 
 
 def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> Floats:
@@ -153,14 +151,14 @@ def _together(seconds: Floats) -> float:
     return float(1.0 / np.sum(1.0 / seconds))
 
 
-def _busy(beyond: dict[str, Floats], passes: dict[str, int], overheads: Floats) -> float:
+def _busy(beyond: dict[str, Floats], fixed: dict[str, Floats]) -> float:
     # The bound by the total work, whatever its order.
     totals: Floats = np.sum(list(beyond.values()), axis=0)
     # A second of a faster machine counts more.
     weights = 1.0 / np.maximum(totals, 1e-300)
     weights /= weights.sum()
-    work = sum(float((weights * seconds).min()) for seconds in beyond.values())
-    return work + sum(passes.values()) * float((weights * overheads).min())
+    parts = [*beyond.values(), *fixed.values()]
+    return sum(float((weights * seconds).min()) for seconds in parts)
 
 
 def _splits(layer: Layer) -> bool:

@@ -1,13 +1,17 @@
+from typing import cast
+
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.graph.graph import INPUT
+from distbelief.graph.graph import INPUT, Layer
+from distbelief.graph.region import Region
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import lower_bound, simulated
 from distbelief.partition.problem import build
 from distbelief.program.cluster import Cluster, uniform
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import Costs
 from tests.distbelief.partition.plans import MACHINE, equal, unequal, zoo
 from tests.distbelief.partition.requests import make_request
 
@@ -57,3 +61,24 @@ def test_machines_twice_as_fast_halve_it() -> None:
     )
     faster = bound(uniform("fast", fast, 4))
     assert faster == pytest.approx(bound(equal(4)) / 2)
+
+
+class Tiny:
+    """Measured costs of layers that take less than the machine's overhead per layer."""
+
+    def forward(self, layer: Layer, part: Region, machine: int) -> float:
+        del layer, part, machine
+        return 1e-6
+
+    def backward(self, layer: Layer, part: Region, machine: int) -> float:
+        return self.forward(layer, part, machine)
+
+
+@pytest.mark.parametrize("n_machines", [1, 4])
+def test_layers_faster_than_the_overhead_keep_it_a_bound(n_machines: int) -> None:
+    """Regression: the whole overhead counted for each of them, and the bound exceeded the
+    measured time of a step on a fast host."""
+    machine = msgspec.structs.replace(MACHINE, overhead=1e-3)
+    layers = [layer for layer in GRAPH.layers if layer.kind != INPUT]
+    found = lower_bound(GRAPH, uniform("tiny", machine, n_machines), cast("Costs", Tiny()))
+    assert 0 < found <= 2e-6 * len(layers)
