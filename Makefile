@@ -5,8 +5,8 @@ BIN := .venv/bin
 # What is imported is compiled then; to compile all of it would take most of a minute.
 PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
 
-# Compiled modules are kept there, also for whoever wants none beside the sources: tests
-# start hundreds of processes, and each would compile for seconds what it imports.
+# Keep compiled modules there, also where Python is set to write none: tests start hundreds
+# of processes, and each would compile for seconds what it imports.
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/demo
 	$(BIN)/distbelief train experiments/speech/demo.toml
 
-# One worker per core and one more, for some tests wait for processes; who is done takes over.
+# One worker per core and one more, because some tests wait for processes.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 

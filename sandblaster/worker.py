@@ -575,7 +575,7 @@ class BatchWorker:
             case _:
                 raise RemoteProtocolError(
                     f"{event.sender} sent a replica {type(message).__name__}: only "
-                    "shards, the coordinator, and Begin and Stop, speak to it"
+                    "shards, the coordinator and the supervisor send it messages"
                 )
 
     def _take_assignment(self, message: Assignment, now: Seconds) -> Sequence[Action]:

@@ -61,7 +61,7 @@ class JobAddress:
         return Endpoint(host=number_of(self.host), port=self.port, key=key)
 
     def has_moved_from(self, place: Endpoint) -> bool:
-        """Return whether the host's name now resolves to other numbers (see `numbers_of`).
+        """Return whether the host's name now resolves to other IP addresses (see `host_addresses`).
 
         False while it cannot be resolved.
         """

@@ -1,7 +1,7 @@
 """One forecast run: a prepared job, simulated from its first process to its last.
 
 * `WorkLog` records the work of all roles.
-* `run_virtually` runs a job until its supervisor has ended.
+* `run_simulated` runs a job until its supervisor has ended.
 * A *priced* job is replaced by a small stand-in whose costs are multiplied (`CostScale`), so
   that thousands of machines can be simulated. Nothing useful is learnt; times and bytes hold.
 * `Trial` is one variant of a sweep that can be run.

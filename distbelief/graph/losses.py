@@ -79,7 +79,7 @@ def append_loss(
     """Return the graph with a loss; its outputs are the former ones, then the loss.
 
     The layer is called "loss" and its input "targets", with a number if these names are taken. For
-    an opaque loss, `Step.modules` needs the module of `whole_loss` under the layer's name.
+    an opaque loss, `Step.modules` needs the module of `opaque_loss` under the layer's name.
 
     Args:
         graph: Graph of a model.

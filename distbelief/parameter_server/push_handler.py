@@ -120,7 +120,7 @@ class PushHandler:
 
     def refuse(self, name: Address, push: Push) -> None:
         """Count a push of a former incarnation of this client, once."""
-        if push.sequence > self._refused.get(name, 0):  # sequences rise over all lives
+        if push.sequence > self._refused.get(name, 0):  # sequences rise over all incarnations
             self._refused[name] = push.sequence
             self._n_refused += 1
 

@@ -81,7 +81,7 @@ class Driver:
             try:
                 check_accepted(process.role, event, name=process.name)
                 actions = process.role.handle(event, now)
-            except Exception as error:  # noqa: BLE001 - `_answer_to` distinguishes them
+            except Exception as error:  # noqa: BLE001 - `_actions_after` distinguishes them
                 actions = self._actions_after(process, error)
             n_performed = self._perform_all(process, actions) if actions else 0
         except LocalProtocolError as error:  # from the codec or the event queue

@@ -260,7 +260,7 @@ class ZmqTransport:
             peer: Name of the peer.
             incarnation: Process generation of the peer.
             endpoint: Where it listens.
-            watched: Record failed handshakes for `is_refused` and `is_another`.
+            watched: Record failed handshakes for `is_refused` and `has_other_key`.
 
         Raises:
             TransportError: The endpoint is invalid or not allowed.

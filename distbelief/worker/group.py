@@ -113,7 +113,7 @@ class Objective(Protocol):
         """Use the result of a step, as work.
 
         Returns:
-            The first argument of `closed`; or a `Vote`, and then `closed` gets the result of
+            The first argument of `closed`; or a `LocalNorm`, and then `closed` gets the result of
             its `settle`.
         """
         ...

@@ -24,7 +24,7 @@ as it took.
     kept_over_burn    the same, over what is kept beside one who burns as much
     kept_less_knocks  the same, if what as many knocks at a closed port cost is no loss
     memory_over_cap   the most memory by which a process of the server grew, over the
-                      cap on what one key may have there unread (`peers.Caps`)
+                      cap on what one key may have there unread (`limits.PeerLimits`)
 """
 
 import argparse

@@ -51,7 +51,7 @@ def shard_machines(n_replicas: int) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """The scaled machines for so many replicas: a host as `run_virtually` wants it."""
+    """The scaled machines for so many replicas: a host as `run_simulated` wants it."""
 
     n_replicas: int
     haste: float

@@ -55,4 +55,4 @@ class CoordinatorConfig:
         if self.backup_seconds_min < 0:
             raise ValueError(f"backup_seconds_min is {self.backup_seconds_min}; use 0 or more")
         if self.window_chunks < 1:
-            raise ValueError(f"window_sets is {self.window_chunks}; use at least 1")
+            raise ValueError(f"window_chunks is {self.window_chunks}; use at least 1")

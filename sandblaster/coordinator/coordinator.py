@@ -396,7 +396,7 @@ class Coordinator:
             case _:
                 raise RemoteProtocolError(
                     f"{sender} sent the coordinator {type(message).__name__}: only "
-                    "shards, replicas, and Begin, Save and Stop, speak to it"
+                    "shards, workers and the supervisor send it messages"
                 )
         return []
 

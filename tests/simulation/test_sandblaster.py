@@ -316,7 +316,7 @@ def test_the_coordinators_traffic_does_not_depend_on_the_model() -> None:
 
 
 PRICED = Sandblast(n_replicas=2, speeds=(0.01, 0.01), bytes_per_second=1e10, leisure=25.0)
-"""Time-outs as in jobs; a portion takes 0.2 s, and so a set 0.4."""
+"""Time-outs as in jobs; a mini-batch takes 0.2 s, and so a chunk 0.4."""
 
 
 def test_an_iteration_takes_as_many_bytes_with_a_hundred_million_parameters() -> None:

@@ -75,7 +75,7 @@ def test_a_time_is_above_0() -> None:
 
 
 def test_a_window_has_a_chunk() -> None:
-    with pytest.raises(ValueError, match="window_sets is 0"):
+    with pytest.raises(ValueError, match="window_chunks is 0"):
         CoordinatorConfig(chunk_sizes=ChunkSizes(mini_batch_size=1), window_chunks=0)
 
 
