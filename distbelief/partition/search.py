@@ -142,7 +142,7 @@ def overrun(done: StepCost, caps: Sequence[float]) -> float:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class TimeShares:
     """Shares of the step time, averaged over the machines used; they sum to 1."""
 
     compute: float  # layers
@@ -162,7 +162,7 @@ class PlanEstimate:
     method: str  # solver, baseline or search that found it
     seconds: tuple[float, float, float]  # of a step; quantiles 10 %, 50 % and 90 %
     one_machine_seconds: float  # median of a step on the first machine alone
-    shares: Shares
+    shares: TimeShares
     memory: tuple[float, ...]  # bytes of each machine
     offenders: tuple[int, ...]  # machines whose memory is too small
     link_bytes: Mapping[tuple[int, int], int]  # of a step, by (sender, receiver)
@@ -220,7 +220,7 @@ def estimate_of(
         method=way.method,
         seconds=way.seconds,
         one_machine_seconds=alone,
-        shares=Shares(
+        shares=TimeShares(
             compute=sum(row.compute for row in rows) / step,
             communication=sum(row.communication for row in rows) / step,
             sync=sum(row.sync for row in rows) / step,

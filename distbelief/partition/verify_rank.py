@@ -64,7 +64,7 @@ def gradient_file(tensor: int) -> str:
 
 
 @final
-class Pairs:
+class SamplePairs:
     """Arrays as a data set; targets are zeros if there are none."""
 
     def __init__(self, inputs: Array, targets: Array | None) -> None:
@@ -356,7 +356,7 @@ def _role(
         streams=streams,
         batch_plan=batch_plan,
         slices=SlicePrefetch(
-            SliceReader(Pairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype),
+            SliceReader(SamplePairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype),
             batch_plan,
         ),
         objective=objective,

@@ -16,7 +16,7 @@ from distbelief.parameter_server.replication import shard_of
 from distbelief.roles.role import Address, Cost, Executor, Seconds
 from distbelief.simulation.cpu import Demand, EventCost, Processor
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.topology import WITHIN_HOST, Fabric, Link
+from distbelief.simulation.topology import WITHIN_HOST, Link, SwitchedNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ class ClusterOptions:
     link_within_host: Link = WITHIN_HOST
     # Network cards and switches that hosts share. Without it, each pair of roles has a link of
     # its own. Links within a host are not part of the fabric.
-    fabric: Fabric | None = None
+    fabric: SwitchedNetwork | None = None
     # By host. Without a processor, each role on the host has a speed of its own.
     processors: Mapping[str, Processor] = field(default_factory=dict)
     scales: Mapping[Address, CostScale] = field(default_factory=dict)

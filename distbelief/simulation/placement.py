@@ -20,7 +20,7 @@ from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Card, Fabric, Uplink
+from distbelief.simulation.topology import Card, SwitchedNetwork, Uplink
 
 
 Place = int | tuple[int, int]  # a machine; or the first of several, and their number
@@ -167,7 +167,7 @@ def _together(cluster: Cluster, place: Place) -> Given:
     return Given(cores=n * cores, **{name: n * rate for name, rate in least.items()}, **most)
 
 
-def _fabric(cluster: Cluster, hosts: Mapping[Place, Given]) -> Fabric:
+def _fabric(cluster: Cluster, hosts: Mapping[Place, Given]) -> SwitchedNetwork:
     names = {place: host_name(place) for place in hosts}
     firsts = {
         place[0] if isinstance(place, tuple) else place: name for place, name in names.items()
@@ -178,7 +178,7 @@ def _fabric(cluster: Cluster, hosts: Mapping[Place, Given]) -> Fabric:
         if a in firsts and b in firsts:
             links[firsts[a], firsts[b]] = links[firsts[b], firsts[a]] = rate
     inner_first = sorted(cluster.switches, key=lambda switch: switch.last - switch.first)
-    return Fabric(
+    return SwitchedNetwork(
         cards={
             names[place]: Card(
                 bytes_per_second=host.bandwidth, overhead_seconds=cluster.message_overhead

@@ -52,7 +52,7 @@ class Uplink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fabric:
+class SwitchedNetwork:
     """The network cards and switches that all flows share."""
 
     cards: Mapping[str, Card]  # by host
@@ -65,7 +65,7 @@ class Fabric:
     def __post_init__(self) -> None:
         for name in ("latency_seconds", "jitter"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"Fabric.{name} is {getattr(self, name)}; use 0 or more")
+                raise ValueError(f"SwitchedNetwork.{name} is {getattr(self, name)}; use 0 or more")
 
 
 @final
@@ -154,7 +154,7 @@ class Route:
 class Ports:
     """The ports of a fabric and the routes through them."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: SwitchedNetwork) -> None:
         self._fabric = fabric
         self._known: dict[tuple[object, ...], Port] = {}
         self._routes: dict[tuple[str, str], Route | None] = {}

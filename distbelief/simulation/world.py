@@ -14,7 +14,7 @@ from distbelief.simulation.event_queue import EventQueue
 from distbelief.simulation.faults import Slow
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.storage import Disk
-from distbelief.simulation.topology import Fabric, Ports
+from distbelief.simulation.topology import Ports, SwitchedNetwork
 from distbelief.simulation.trace import SimulationFailed, Trace
 
 
@@ -90,7 +90,7 @@ class World:
     disk: Disk = field(default_factory=Disk)
     counts: Counts = field(default_factory=Counts)
     slow: list[Slow] = field(default_factory=list)  # active now
-    ports: Ports = field(default_factory=lambda: Ports(Fabric(cards={})))
+    ports: Ports = field(default_factory=lambda: Ports(SwitchedNetwork(cards={})))
     sharings: Mapping[str, ProcessorSharing] = field(default_factory=dict)  # by host
     # Messages and bytes sent, by sender and receiver.
     traffic: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class World:
                 order_only=options.trace == "order",
             ),
             event_queue=event_queue,
-            ports=Ports(options.fabric or Fabric(cards={})),
+            ports=Ports(options.fabric or SwitchedNetwork(cards={})),
             sharings={
                 host: ProcessorSharing(event_queue, processor)
                 for host, processor in options.processors.items()

@@ -12,7 +12,7 @@ from distbelief.roles.role import Address, Received, Send
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Kill
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Card, Fabric, Ports, Uplink
+from distbelief.simulation.topology import Card, Ports, SwitchedNetwork, Uplink
 from distbelief.simulation.trace import SimulationFailed
 from tests.distbelief.simulation.toys import A, B, C, Scripted, cluster_of, heartbeat, on_start
 
@@ -22,13 +22,13 @@ RATE = 1e6
 BLOCK = 100_000  # bytes: 0.1 s
 
 
-def fabric(**rates: float) -> Fabric:
+def fabric(**rates: float) -> SwitchedNetwork:
     cards = {name: Card(bytes_per_second=RATE) for name in "abcd"}
     cards |= {name: Card(bytes_per_second=rate) for name, rate in rates.items()}
-    return Fabric(cards=cards)
+    return SwitchedNetwork(cards=cards)
 
 
-def options(of: Fabric) -> ClusterOptions:
+def options(of: SwitchedNetwork) -> ClusterOptions:
     machines = {name: Machine(host=name, jitter=0.0) for name in (A, B, C, D)}
     return ClusterOptions(introduce=True, machines=machines, fabric=of)
 
@@ -165,7 +165,7 @@ def test_impossible_figures_are_refused(figure: float) -> None:
     with pytest.raises(ValueError, match="overhead"):
         Card(bytes_per_second=1.0, overhead_seconds=-1.0)
     with pytest.raises(ValueError, match="latency"):
-        Fabric(cards={}, latency_seconds=-1.0)
+        SwitchedNetwork(cards={}, latency_seconds=-1.0)
 
 
 def test_each_message_takes_its_receiver_some_time() -> None:
