@@ -64,7 +64,9 @@ def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(tmp_path: Pa
     second = go_on(tmp_path, 3, 3, f"stop.samples={more}", "stop.epochs=1000000")
     told = " ".join(second.output.split())
     assert "shards: 2 before, 3 now; checkpoints are resharded into runs/tiny/" in told
-    assert f"replicas: 2 before, 3 now; of the {n_first:,} samples so far" in told
+    assert (
+        f"replicas: 2 before, 3 now; each skips its share of the {n_first:,} samples so far" in told
+    )
     assert figures(second)["n_shards"] == figures(second)["n_replicas"] == 3
     n_second = samples(second)
     assert n_second >= more
@@ -72,7 +74,10 @@ def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(tmp_path: Pa
 
     third = go_on(tmp_path, 1, 1, f"stop.samples={n_second + 1000}")
     told = " ".join(third.output.split())
-    assert f"replicas: 3 before, 1 now; of the {n_second:,} samples so far" in told
+    assert (
+        f"replicas: 3 before, 1 now; each skips its share of the {n_second:,} samples so far"
+        in told
+    )
     assert samples(third) >= n_second + 1000
     assert curve(third) == sorted(curve(third))
     assert figures(third)["restarts"] == figures(third)["pushes_lost"] == 0
