@@ -83,7 +83,7 @@ class Watch:
             self._n_fetches += 1
 
     def figures(self, values: bytes) -> Figures:
-        assert any(values), "whoever held the values has let go of them"
+        assert any(values), "no role holds the values any more"
         traffic = self._cluster.traffic
         names = sorted({name for name, _ in self._lives})
         restarts = {name: self._cluster.incarnation(name) - 1 for name in names}

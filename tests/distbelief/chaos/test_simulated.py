@@ -331,7 +331,7 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
 
 
 class Listener:
-    """A role that takes note of what it is told."""
+    """A role that records its events."""
 
     accepts = ALL_MESSAGES
 

@@ -1,4 +1,4 @@
-"""What a host is told, and whether a run's roles can be built there."""
+"""What a host receives, and whether a run's roles can be built there."""
 
 import sys
 from pathlib import Path

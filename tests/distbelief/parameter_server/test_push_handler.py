@@ -57,7 +57,7 @@ def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for clock in range(n + 10):
         recent.add(LEFT, clock=clock)
     assert recent.since(RIGHT, fetched_clock=0, clock=n + 10) == 10
-    # Nor is it known for ever who has elements in common with whom.
+    # Which clients share elements is not kept forever either.
     monkeypatch.setattr(push_handler, "_N_KNOWN_MAX", 1)
     assert recent.since(MIDDLE, fetched_clock=n, clock=n + 10) == 10
     assert recent.since(RIGHT, fetched_clock=n, clock=n + 10) == 0

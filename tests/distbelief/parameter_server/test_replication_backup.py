@@ -279,7 +279,7 @@ def test_a_late_start_sync_does_not_undo_acknowledged_pushes() -> None:
     copy = OneCopy(B)
     follow(copy, clients=[record_of(watermark=0, applied=0)])
     pushed(copy, 5)
-    assert only(copy.work(), PushApplied).sequence == 6  # clients are told of it
+    assert only(copy.work(), PushApplied).sequence == 6  # clients get it
     # The window of clock 5 comes late: it lacks that push.
     credit = only(follow(copy), StateAck)
     assert (credit.clock, credit.received) == (6, 0)

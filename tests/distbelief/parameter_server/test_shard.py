@@ -651,7 +651,7 @@ LOST = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
 
 
 def absence(alone: Alone, at: Seconds) -> Seconds:
-    """Return when the shard will look for the push buffers of who was lost at that time."""
+    """Return when the shard checks the push buffers of a client lost at that time."""
     (timer,) = alone.shard.handle(LOST, at)
     assert isinstance(timer, SetTimer)
     assert timer.name == f"absent:{CLIENT}"

@@ -648,7 +648,7 @@ def test_a_killed_peer_does_no_harm_and_its_next_incarnation_is_reached(make_fil
         assert labels(take(a, 1)) == ["HeartbeatAck"]
         first.kill()
     for _ in range(1000):
-        a.send("peer", HeartbeatAck())  # never blocks, whoever is not there
+        a.send("peer", HeartbeatAck())  # never blocks, even without a receiver
     second, endpoint = start_peer(a, make_files.directory, 2)
     with second:
         a.connect("peer", 2, endpoint)

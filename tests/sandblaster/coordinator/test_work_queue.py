@@ -233,8 +233,8 @@ def test_no_worker_is_late_while_parameters_arrive_one_by_one() -> None:
     """The first evaluation of 2,000 replicas made 1,300 backups, most of them in vain.
 
     Parameters come to one after the other. Measured by the first workers, all the others
-    were late. Whoever computes for the first time is late when it takes longer than the
-    last one of those who have done so.
+    were late. A worker that computes for the first time is late when it takes longer than the
+    last worker that has computed.
     """
     names = [Address(f"replica-{index}") for index in range(20)]
     table = Table(*names, n_chunks=20)
