@@ -1,0 +1,204 @@
+"""Reliability over links that lose, repeat and reorder messages, for every role.
+
+    ReliableStream   numbers items, keeps a window under way, sends again until acknowledged
+    Arrivals         the receiving end: which numbers came, the cumulative acknowledgement
+    Backoff          when to send again: the pause doubles
+    Silence          how long a peer has been silent, or without progress
+
+None of them knows a message or a clock: the owner gives `now`, and gets back what to send.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar, final
+
+from distbelief.errors import RemoteProtocolError
+
+
+Item = TypeVar("Item")
+Sent = TypeVar("Sent")
+
+WINDOW: Final = 32
+"""Items under way to one peer."""
+
+
+@final
+@dataclass(slots=True)
+class Backoff:
+    """When to send again. The pause doubles from `first` to `longest` seconds."""
+
+    first: float
+    longest: float
+    due: float = 0.0  # time of the next repetition
+    pause: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pause = self.first
+
+    def start(self, now: float) -> None:
+        """Something was sent for the first time, or the peer has answered: short pauses again."""
+        self.pause = self.first
+        self.due = now + self.pause
+
+    def repeat(self, now: float) -> None:
+        """It was sent again."""
+        self.pause = min(2 * self.pause, self.longest)
+        self.due = now + self.pause
+
+
+@final
+@dataclass(slots=True)
+class Silence:
+    """How long a peer has neither sent anything nor made progress.
+
+    A process that was suspended, or too busy to run its timer, must not blame its peer: time by
+    which our own timer came late does not count.
+    """
+
+    heard_at: float = 0.0
+    progress_at: float = 0.0
+    _timer_at: float | None = None
+
+    def start(self, now: float) -> None:
+        """Begin to wait."""
+        self.heard_at = self.progress_at = now
+
+    def heard(self, now: float, *, progress: bool = True) -> None:
+        self.heard_at = now
+        if progress:
+            self.progress_at = now
+
+    def expect(self, at: float) -> float:
+        """Note the time at which our own timer should fire next; return it."""
+        self._timer_at = at
+        return at
+
+    @property
+    def timer_at(self) -> float | None:
+        """When our own timer fires; None if it does not run."""
+        return self._timer_at
+
+    def woke(self, now: float) -> float:
+        """Our own timer fired: do not count its delay as silence; return the delay."""
+        late = 0.0 if self._timer_at is None else max(0.0, now - self._timer_at)
+        self._timer_at = None
+        self.heard_at = min(now, self.heard_at + late)
+        self.progress_at = min(now, self.progress_at + late)
+        return late
+
+    def silent(self, now: float) -> float:
+        """Return the seconds since the peer was last heard."""
+        return now - self.heard_at
+
+    def stalled(self, now: float) -> float:
+        """Return the seconds since the last progress."""
+        return now - self.progress_at
+
+
+@final
+class ReliableStream(Generic[Item, Sent]):
+    """Numbered items to one peer; each is sent again until the peer acknowledges it.
+
+    Args:
+        send: Makes what is sent of a number and an item. It is called again for a repetition.
+        backoff: Pauses between repetitions.
+        window: Items under way; the rest wait.
+        first: The number of the first item.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, Item], Sent],
+        *,
+        backoff: Backoff,
+        window: int = WINDOW,
+        first: int = 0,
+    ) -> None:
+        self._send = send
+        self._backoff = backoff
+        self._window = window
+        self._waiting: deque[Item] = deque()
+        self._under_way: deque[tuple[int, Item]] = deque()
+        self.next = first  # number of the next item
+        self.n_again = 0  # items that were sent again
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the peer has everything."""
+        return not self._under_way and not self._waiting
+
+    @property
+    def due(self) -> float | None:
+        """When `again` has something to send; None if nothing is under way."""
+        return self._backoff.due if self._under_way else None
+
+    def put(self, items: Iterable[Item], now: float) -> list[Sent]:
+        """Send these as far as the window allows; the rest later."""
+        self._waiting.extend(items)
+        return self._fill(now)
+
+    def acked(self, count: int, now: float) -> list[Sent]:
+        """The peer has every item with a number below `count`.
+
+        Raises:
+            RemoteProtocolError: some of them were never sent.
+        """
+        if count > self.next:
+            raise RemoteProtocolError(
+                f"acknowledged all items before {count}, but {self.next} is the next to be sent"
+            )
+        while self._under_way and self._under_way[0][0] < count:
+            self._under_way.popleft()
+            self._backoff.start(now)
+        return self._fill(now)
+
+    def again(self, now: float, *, at_once: bool = False) -> list[Sent]:
+        """Send again what has been under way for too long, or all of it `at_once`."""
+        if not self._under_way or (now < self._backoff.due and not at_once):
+            return []
+        self._backoff.repeat(now)
+        self.n_again += len(self._under_way)
+        return [self._send(number, item) for number, item in self._under_way]
+
+    def _fill(self, now: float) -> list[Sent]:
+        sent: list[Sent] = []
+        while self._waiting and len(self._under_way) < self._window:
+            if not self._under_way:
+                self._backoff.start(now)
+            self._under_way.append((self.next, self._waiting.popleft()))
+            sent.append(self._send(*self._under_way[-1]))
+            self.next += 1
+        return sent
+
+
+@final
+class Arrivals:
+    """The numbers of a stream that arrived, in any order.
+
+    Args:
+        window: That of the sender: a number farther ahead breaks the protocol.
+    """
+
+    def __init__(self, *, window: int = WINDOW) -> None:
+        self._window = window
+        self._ahead: set[int] = set()
+        self.count = 0  # all numbers below it arrived: the acknowledgement
+
+    def add(self, number: int) -> bool:
+        """Note a number; return whether it is new.
+
+        Raises:
+            RemoteProtocolError: it is beyond the window.
+        """
+        if number >= self.count + self._window:
+            raise RemoteProtocolError(
+                f"item {number} came before {self.count}: at most {self._window} may be under way"
+            )
+        if number < self.count or number in self._ahead:
+            return False
+        self._ahead.add(number)
+        while self.count in self._ahead:
+            self._ahead.remove(self.count)
+            self.count += 1
+        return True

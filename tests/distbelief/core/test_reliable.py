@@ -1,0 +1,89 @@
+"""Reliability: every item arrives, over any link that loses, repeats and reorders."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from distbelief.core.reliable import Arrivals, Backoff, ReliableStream, Silence
+from distbelief.errors import RemoteProtocolError
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32), window=st.integers(1, 8), loss=st.floats(0.0, 0.7))
+def test_each_item_arrives_once_over_a_bad_link(seed: int, window: int, loss: float) -> None:
+    rng = np.random.default_rng(seed)
+    stream = ReliableStream[str, tuple[int, str]](
+        lambda number, item: (number, item), backoff=Backoff(1.0, 4.0), window=window
+    )
+    arrivals = Arrivals(window=window)
+    items = [f"item {i}" for i in range(20)]
+    link: list[tuple[int, str]] = stream.put(items, 0.0)
+    arrived: list[tuple[int, str]] = []
+    now = 0.0
+    while not stream.is_settled:
+        now += 0.5
+        assert now < 10_000
+        link += stream.again(now)
+        link = [link[i] for i in rng.permutation(len(link))]
+        for number, item in link[:3]:
+            if rng.random() < loss:
+                continue
+            if arrivals.add(number):
+                arrived.append((number, item))
+            if rng.random() >= loss:  # the acknowledgement may be lost too
+                link += stream.acked(arrivals.count, now)
+        del link[:3]
+    assert [item for _, item in sorted(arrived)] == items
+
+
+def test_no_more_than_the_window_is_under_way() -> None:
+    stream = ReliableStream[int, int](lambda n, _: n, backoff=Backoff(1.0, 4.0), window=3)
+    assert stream.put(range(5), 0.0) == [0, 1, 2]
+    assert stream.acked(2, 0.1) == [3, 4]
+    assert stream.again(0.2) == []
+    assert stream.again(1.2) == [2, 3, 4]
+    assert stream.n_again == 3
+
+
+def test_the_pause_doubles_until_the_peer_answers() -> None:
+    stream = ReliableStream[int, int](lambda n, _: n, backoff=Backoff(1.0, 4.0))
+    stream.put([7, 8], 0.0)
+    dues = []
+    for _ in range(4):
+        assert stream.due is not None
+        dues.append(stream.due)
+        stream.again(stream.due)
+    assert dues == [1.0, 3.0, 7.0, 11.0]
+    stream.acked(1, 12.0)
+    assert stream.due == 13.0
+
+
+def test_acknowledging_what_was_never_sent_breaks_the_protocol() -> None:
+    stream = ReliableStream[int, int](lambda n, _: n, backoff=Backoff(1.0, 4.0))
+    stream.put([7], 0.0)
+    with pytest.raises(RemoteProtocolError, match="before 2"):
+        stream.acked(2, 0.0)
+
+
+def test_a_number_beyond_the_window_breaks_the_protocol() -> None:
+    arrivals = Arrivals(window=4)
+    assert arrivals.add(3)
+    with pytest.raises(RemoteProtocolError, match="item 4"):
+        arrivals.add(4)
+
+
+def test_our_own_delay_is_not_counted_as_silence() -> None:
+    silence = Silence()
+    silence.start(10.0)
+    silence.expect(11.0)
+    assert silence.woke(71.0) == 60.0
+    assert silence.silent(71.0) == 1.0
+    assert silence.stalled(71.0) == 1.0
+
+
+def test_a_peer_that_answers_without_progress_is_stalled_and_not_silent() -> None:
+    silence = Silence()
+    silence.start(0.0)
+    silence.heard(9.0, progress=False)
+    assert silence.silent(10.0) == 1.0
+    assert silence.stalled(10.0) == 10.0
