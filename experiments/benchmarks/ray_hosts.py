@@ -91,7 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(found: dict[str, list[Course]], lost: Course) -> None:
-    """Print all, and the figures as the last line."""
     figures = {
         "ended_well": float(lost.exit_code == 0 and lost.away_seconds is not None),
         "away_seconds": lost.away_seconds or float("nan"),

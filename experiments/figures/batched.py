@@ -58,7 +58,6 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the code is another one by now."""
         return self.code != code_of(*_FOLDERS)
 
 
@@ -104,7 +103,6 @@ def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
 
 
 def learn(setting: float, *, seed: int, staging: Preparation, tell: Tell) -> Course:
-    """Run what is learnt, unless it is kept."""
     return course_of(LEARNER, setting=setting, seed=seed, staging=staging, tell=tell)
 
 
@@ -127,7 +125,6 @@ def pace(entry: Entry) -> Pace | None:
 
 
 def stale(entries: Sequence[Entry]) -> list[Entry]:
-    """Return those whose pace was found with another code."""
     return [
         entry
         for entry in entries

@@ -70,7 +70,6 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def target_seconds(self) -> float | None:
-        """When `TARGET` was reached, if it was."""
         return reached(self.points, TARGET)
 
 
@@ -209,7 +208,6 @@ def check_warm_starts(courses: Sequence[Course]) -> None:
 
 
 def show(course: Course, tell: Callable[[str], None] = print) -> None:
-    """Print how a course ended."""
     last, at = course.points[-1] if course.points else None, course.target_seconds
     tell(
         f"{course.name} [{course.replicas}] seed {course.seed} setting "

@@ -51,13 +51,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As in the figures."""
         alone = self.kind == "sgd" and self.replicas == 1
         return "SGD" if alone else NAMES[self.kind]
 
     @property
     def label(self) -> str:
-        """As in the paper's legend."""
         return f"{self.name} [{self.replicas}]"
 
     def algorithm(self, setting: float, *, squares: float) -> str:

@@ -79,11 +79,9 @@ class Runs:
         self._waiting.end()
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self._console.print(text, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
-        """Show a bar, on a terminal."""
         self.staging.__enter__()
         self._waiting.__enter__()
         return self
@@ -94,6 +92,5 @@ class Runs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the bar away."""
         self._waiting.__exit__(kind, error, trace)
         self.staging.__exit__(kind, error, trace)

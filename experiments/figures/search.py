@@ -87,7 +87,6 @@ def setting_of(entry: Entry) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Try what is missing, and print all."""
     options = options_from(__doc__, arguments, entries=ENTRIES)
     entries = [entry for entry in ENTRIES if options.wants(entry)]
     with Runs(len(entries)) as runs:

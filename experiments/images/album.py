@@ -74,12 +74,10 @@ class Recipe:
 
     @property
     def n_images(self) -> int:
-        """How many it has."""
         return self.categories * self.copies
 
     @property
     def name(self) -> str:
-        """The folder, for instance "train-400x200-32px-3fa9c1d2e4"."""
         described = [repr(self), *_makers()]
         described += map(fonts.hash_face, fonts.faces(self.script, self.part))
         digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:10]

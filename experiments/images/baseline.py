@@ -54,7 +54,6 @@ class Point:
 
 
 def train(job: Job, plan: Plan) -> Iterator[Point]:
-    """Train for `plan.n_samples`; yields `plan.n_reports` points on the way."""
     assert job.data.test is not None
     net, loss = build_model(job.model), build_loss(job.task)
     data = build_dataset(job.data.train)

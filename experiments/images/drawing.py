@@ -132,7 +132,6 @@ def _perspective(
 
 
 def _texture(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
-    """Return clouds of two sizes; mean 0, deviation 1."""
     clouds = np.zeros((size, size), np.float32)
     for grid in rng.choice(TEXTURE_GRIDS, 2, replace=False):
         coarse = Image.fromarray(rng.standard_normal((grid, grid), np.float32))

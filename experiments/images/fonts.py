@@ -116,7 +116,6 @@ def faces(script: Script, part: Part, *, folders: Sequence[Path] = FOLDERS) -> t
 
 
 def find(wanted: Iterable[Face], folders: Sequence[Path]) -> list[Face]:
-    """Return those that are there, with their paths."""
     paths: dict[str, Path] = {}
     for folder in folders:
         for path in sorted(folder.expanduser().rglob("*.[ot]t[fc]")):
@@ -148,7 +147,6 @@ def check_covers(face: Face, text: Iterable[str]) -> None:
 
 
 def hash_face(face: Face) -> str:
-    """SHA-256 of its file."""
     with Path(face.file).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -84,7 +84,6 @@ class Stage:
         return Window(size=self.pool, stride=self.step).n_outputs(filtered)
 
     def n_inputs(self, extent: int) -> int:
-        """Return the rows that are needed for so many."""
         return (extent - 1) * self.step + self.pool + self.filter - 1
 
 
@@ -164,17 +163,14 @@ def paper_net(size: Size = "1.7B") -> nn.Sequential:
 
 
 def paper_net_330m() -> nn.Sequential:
-    """The paper's network of 330 million parameters."""
     return paper_net("330M")
 
 
 def paper_net_80m() -> nn.Sequential:
-    """The paper's network of 80 million parameters."""
     return paper_net("80M")
 
 
 def _smallest(stages: Sequence[Stage]) -> int:
-    """Return the rows of the smallest image."""
     extent = 1
     for stage in reversed(stages):
         extent = stage.n_inputs(extent)

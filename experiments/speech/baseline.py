@@ -59,7 +59,6 @@ class Point:
 def train(
     net: nn.Module, *, train_part: PhoneFrames, test_part: PhoneFrames, plan: Plan
 ) -> Iterator[Point]:
-    """Train for `plan.n_samples`; yields `plan.n_reports` points on the way."""
     if plan.rule == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=plan.learning_rate)
     else:
@@ -168,7 +167,6 @@ def _open_parts(tables: dict[str, Any], *, cache: str | None) -> tuple[PhoneFram
 
 
 def _make_net(table: dict[str, Any]) -> nn.Module:
-    """The net of the job's [model]."""
     module, _, function = table["factory"].partition(":")
     net = getattr(importlib.import_module(module), function)(**table.get("arguments", {}))
     assert isinstance(net, nn.Module)

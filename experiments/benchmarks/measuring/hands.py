@@ -49,7 +49,6 @@ class Hand:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, log: Path) -> "subprocess.Popen[str]":
-        """Return the process; its errors go to a file."""
         module = f"experiments.benchmarks.{self.module}"
         threads = dict.fromkeys(_THREAD_VARIABLES, str(self.n_threads))
         with log.open("ab") as errors:
@@ -80,7 +79,6 @@ class Hands:
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        """Start all, and wait until they are warm."""
         try:
             self._processes = [hand.start(self._log) for hand in self._hands]
             for process in self._processes:
@@ -96,12 +94,10 @@ class Hands:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        """End all."""
         self.end()
 
     @property
     def pids(self) -> list[int]:
-        """Their process identifiers."""
         return [process.pid for process in self._processes]
 
     def ask(self, line: str, *, of: Sequence[int] | None = None) -> list[str]:
