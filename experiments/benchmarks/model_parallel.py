@@ -84,19 +84,12 @@ N_RANKS: Final = 2
 
 @final
 class Turn(NamedTuple):
-    """One turn.
+    """One turn."""
 
-    Attributes:
-        name: Whose.
-        round: Of all turns.
-        core: Of the first process.
-        seconds: Of a step.
-    """
-
-    name: str
-    round: int
-    core: int
-    seconds: float = 0.0
+    name: str  # whose
+    round: int  # of all turns
+    core: int  # of the first process
+    seconds: float = 0.0  # of a step
 
 
 @final

@@ -46,15 +46,10 @@ _FOLDERS: Final = ("sandblaster", "distbelief/parameter_server", "distbelief/sim
 
 @final
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an evaluation takes.
+    """How long an evaluation takes."""
 
-    Attributes:
-        seconds: Of the large cluster.
-        code: With which that was found.
-    """
-
-    seconds: float
-    code: str
+    seconds: float  # of the large cluster
+    code: str  # with which that was found
 
     @property
     def is_stale(self) -> bool:

@@ -18,17 +18,11 @@ from experiments.figures.entries import Entry
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a program was called with.
+    """What a program was called with."""
 
-    Attributes:
-        run: Whether what is missing is run.
-        seeds: How many are shown.
-        only: Part of the label of what is run.
-    """
-
-    run: bool
-    seeds: int
-    only: str
+    run: bool  # whether what is missing is run
+    seeds: int  # how many are shown
+    only: str  # part of the label of what is run
 
     def wants(self, entry: Entry) -> bool:
         """Whether it is one of those that were asked for."""

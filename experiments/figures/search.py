@@ -32,19 +32,12 @@ ENTRIES: Final = (
 
 @final
 class Try(msgspec.Struct, frozen=True, kw_only=True):
-    """How one candidate did.
+    """How one candidate did."""
 
-    Attributes:
-        setting: The candidate.
-        target_seconds: When it was at the target, if it was.
-        held_out: Accuracy: the mean of its last three evaluations.
-        seconds: Of its end.
-    """
-
-    setting: float
-    target_seconds: float | None
-    held_out: float
-    seconds: float
+    setting: float  # the candidate
+    target_seconds: float | None  # when it was at the target, if it was
+    held_out: float  # accuracy: the mean of its last three evaluations
+    seconds: float  # of its end
 
 
 def best(tries: Sequence[Try]) -> float:

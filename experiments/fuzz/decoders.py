@@ -61,19 +61,12 @@ Decode = Callable[[bytes], object]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """What reads bytes.
+    """What reads bytes."""
 
-    Attributes:
-        what: In words.
-        seeds: Legal bytes.
-        decode: Reads bytes, or refuses them by one of `refusals`.
-        refusals: Exceptions that say so on purpose.
-    """
-
-    what: str
-    seeds: tuple[bytes, ...]
-    decode: Decode
-    refusals: tuple[type[Exception], ...] = (DistBeliefError,)
+    what: str  # in words
+    seeds: tuple[bytes, ...]  # legal bytes
+    decode: Decode  # reads bytes, or refuses them by one of `refusals`
+    refusals: tuple[type[Exception], ...] = (DistBeliefError,)  # exceptions that say so on purpose
 
     def accepts(self, data: bytes) -> bool:
         """Return whether it accepts these bytes; whatever else it raises is a finding."""

@@ -39,17 +39,11 @@ PACKAGES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Face:
-    """One face of a font file.
+    """One face of a font file."""
 
-    Attributes:
-        design: Weights and slants of one design are held out together.
-        file: Its name; the path, once it is found.
-        index: Within the file.
-    """
-
-    design: str
-    file: str
-    index: int = 0
+    design: str  # weights and slants of one design are held out together
+    file: str  # its name; the path, once it is found
+    index: int = 0  # within the file
 
 
 HAN: Final = (

@@ -62,21 +62,13 @@ MAPS: Final[dict[Size, Maps]] = {"80M": (5, 5, 5), "330M": (13, 14, 13), "1.7B":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Filtering, pooling and contrast normalisation.
+    """Filtering, pooling and contrast normalisation."""
 
-    Attributes:
-        maps: Filters that look at the same place.
-        filter: Rows and columns of what a filter sees.
-        pool: Rows and columns of a pooling window.
-        step: From one pooling window to the next.
-        contrast: Rows and columns of the window of normalisation, odd.
-    """
-
-    maps: int
-    filter: int = FILTER
-    pool: int = 5
-    step: int = 1
-    contrast: int = CONTRAST
+    maps: int  # filters that look at the same place
+    filter: int = FILTER  # rows and columns of what a filter sees
+    pool: int = 5  # rows and columns of a pooling window
+    step: int = 1  # from one pooling window to the next
+    contrast: int = CONTRAST  # rows and columns of the window of normalisation, odd
 
     def n_outputs(self, extent: int) -> int:
         """Return the rows that come out of so many; 0 if no window fits."""

@@ -31,21 +31,15 @@ _QUIET: Final = {"PYTHONWARNINGS": "ignore"}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hand:
-    """What one process is.
+    """What one process is."""
 
-    Attributes:
-        module: Of this package; run as a program.
-        arguments: What it is given.
-        host: Where.
-        n_threads: Of torch. Also told by variables, for threads that torch has not
-            started get their number from there.
-        environment: Variables beside those that are set here.
-    """
-
-    module: str
-    arguments: Sequence[str]
-    host: Host
+    module: str  # of this package; run as a program
+    arguments: Sequence[str]  # what it is given
+    host: Host  # where
+    # of torch. Also told by variables, for threads that torch has not started get their number
+    # from there.
     n_threads: int = 1
+    # variables beside those that are set here
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, log: Path) -> "subprocess.Popen[str]":

@@ -29,17 +29,11 @@ _LOSS: Final[dict[NetName, str]] = {"speech": "cross_entropy", "image": "one_vs_
 
 @final
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is computed.
+    """What is computed."""
 
-    Attributes:
-        net: Which one.
-        batch_size: Samples of a step.
-        small: A tiny one of its kind, for a look.
-    """
-
-    net: NetName
-    batch_size: int
-    small: bool = False
+    net: NetName  # which one
+    batch_size: int  # samples of a step
+    small: bool = False  # a tiny one of its kind, for a look
 
     @property
     def loss(self) -> str:
