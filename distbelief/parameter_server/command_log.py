@@ -21,8 +21,8 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.gradient_sums import GradientSums
-from distbelief.parameter_server.push_handler import PushInProgress
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
+from distbelief.parameter_server.sessions import PushInProgress
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import (
@@ -82,14 +82,10 @@ class CommandExecutor:
         self._savepoints: Savepoints | None = None  # set when the values are there
         self._buffers: Vector | None = None  # of the last chunk, for the next `BeginEvaluation`
         self._epoch = 0
-        self._is_idle = True
+        self.is_driven = False
         self._answer = CommandDone(epoch=0, number=0)
-        self._next: tuple[Address, ShardCommand] | None = None
-        self._running: tuple[Address, ShardCommand] | None = None
-
-    @property
-    def is_driven(self) -> bool:
-        return not self._is_idle
+        self.waiting: tuple[Address, ShardCommand] | None = None
+        self.running: tuple[Address, ShardCommand] | None = None
 
     @property
     def was_driven(self) -> bool:
@@ -139,15 +135,15 @@ class CommandExecutor:
             refusal = CommandDone(epoch=command.epoch, number=command.number, error=text)
             return [Send(receiver=sender, message=refusal)]
         if command.epoch > self._epoch and isinstance(command.task, BeginEpoch):
-            self._epoch, self._is_idle = command.epoch, False
+            self._epoch, self.is_driven = command.epoch, True
             self._answer = CommandDone(epoch=command.epoch, number=0)
-            self._next = sender, command
+            self.waiting = sender, command
             return []
         # A repetition of the pending or running command gets the last answer: a sign of life.
         if command.epoch == self._epoch and command.number == self._answer.number + 1:
             if self._is_pending(command):
                 return [Send(receiver=sender, message=self._answer)]
-            self._next = sender, command
+            self.waiting = sender, command
             return []
         if command.epoch == self._epoch and command.number != self._answer.number:
             return []
@@ -156,19 +152,18 @@ class CommandExecutor:
     def _is_pending(self, command: ShardCommand) -> bool:
         return any(
             known is not None and known[1].epoch == command.epoch
-            for known in (self._next, self._running)
+            for known in (self.waiting, self.running)
         )
 
     # ------------------------------------------------------------------------- work
 
-    def begin_next(self, snapshot: Callable[[str], Snapshot]) -> Action | None:
-        """Start the pending command, if any; `snapshot` makes the shard's own snapshot."""
-        if self._running is not None:  # the second half of a `Checkpoint`: write to disk
-            return self._save(self._running[1], snapshot)
-        if self._next is None:
-            return None
-        self._running, self._next = self._next, None
-        command = self._running[1]
+    def begin_next(self, snapshot: Callable[[str], Snapshot]) -> Action:
+        """Start the waiting command; `snapshot` makes the shard's own snapshot."""
+        if self.running is not None:  # the second half of a `Checkpoint`: write to disk
+            return self._save(self.running[1], snapshot)
+        assert self.waiting is not None
+        self.running, self.waiting = self.waiting, None
+        command = self.running[1]
         cost = self._cost(command.task)
         if isinstance(command.task, BeginEvaluation | Publish | Checkpoint):
             self._values.begin_replace()
@@ -183,9 +178,9 @@ class CommandExecutor:
 
     def computed(self, event: Computed) -> list[Action]:
         """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
-        assert self._running is not None
+        assert self.running is not None
         assert isinstance(event.result, _Outcome), event.result
-        task = self._running[1].task
+        task = self.running[1].task
         if isinstance(task, BeginEvaluation | Publish | Checkpoint):
             self._values.end_push()
         if isinstance(task, Checkpoint) and event.result.error is None:
@@ -193,8 +188,8 @@ class CommandExecutor:
         return self._end(event.result)
 
     def persisted(self, event: Persisted) -> list[Action]:
-        assert self._running is not None
-        task = self._running[1].task
+        assert self.running is not None
+        task = self.running[1].task
         assert isinstance(task, Checkpoint)
         assert self._savepoints is not None
         if event.error is None:
@@ -219,13 +214,13 @@ class CommandExecutor:
         return Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
 
     def _end(self, outcome: _Outcome) -> list[Action]:
-        assert self._running is not None
+        assert self.running is not None
         assert self._savepoints is not None
-        (sender, command), self._running = self._running, None
+        (sender, command), self.running = self.running, None
         if command.epoch != self._epoch:
             return []  # its coordinator was replaced
         if isinstance(command.task, Publish):
-            self._is_idle = True
+            self.is_driven = False
         collecting = self._sums
         self._answer = CommandDone(
             epoch=command.epoch,

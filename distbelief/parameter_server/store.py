@@ -23,7 +23,13 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageEr
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore
 from distbelief.parameter_server.optimizers import State, StepCounts
 from distbelief.parameter_server.shared_vector import SeqlockVector
-from distbelief.parameter_server.slices import IndexRanges, RangeCopier, ShardSlice, SliceTable
+from distbelief.parameter_server.slices import (
+    IndexRanges,
+    RangeCopier,
+    ShardSlice,
+    SliceTable,
+    padded,
+)
 from distbelief.roles.role import Cost, Snapshot
 
 
@@ -75,14 +81,14 @@ class SliceUpdate:
         self._n_copied = max(copied, default=0)
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
-        room = np.zeros((len(vectors) + 1, _padded(self._n_copied)), pushed.dtype)
+        room = np.zeros((len(vectors) + 1, padded(self._n_copied)), pushed.dtype)
         for piece in self._pieces:
             n, target, source = piece.n_elements, piece.target, piece.source
             if isinstance(target, int) and isinstance(source, int):
                 parts = [vector[target : target + n] for vector in vectors]
                 update(parts, pushed[source : source + n])
             else:
-                copies = room[:, : _padded(n)]
+                copies = room[:, : padded(n)]
                 copies[:, n:] = 0.0
                 _apply_to_copies(piece, update, vectors, pushed, copies=copies)
 
@@ -136,10 +142,6 @@ def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> 
         # What is pushed lies side by side, unless its elements differ in their clocks.
         place = int(here.starts[0]) if len(here.starts) == 1 else RangeCopier(here)
         yield _Piece(last - first, RangeCopier(there), place)
-
-
-def _padded(n_elements: int) -> int:
-    return -(-n_elements // ALIGNMENT) * ALIGNMENT
 
 
 # --- state blocks for replication ---
@@ -216,7 +218,7 @@ class ShardStore:
         self._state: State = {}
         self._state_blocks = StateBlocks(self.vector, self._state)
         self._n_held: int | None = None  # state blocks, while it syncs as a backup
-        self.slice_table = SliceTable(layout, index)  # what the clients hold
+        self.slice_table = SliceTable(self._n_elements, dtype=self._dtype)  # what the clients hold
         self._pushed_slice = self.slice_table.whole
         self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts

@@ -24,8 +24,8 @@ from distbelief.parameter_server.checkpoint import (
 )
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
-from distbelief.parameter_server.session_state import Session
-from distbelief.roles.role import Address, Snapshot
+from distbelief.protocol import SessionRecord
+from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore
 
 
@@ -64,7 +64,7 @@ class Resharder:
                 del content, snapshot  # free them before the next one is made
 
     def _snapshot(
-        self, k: int, content: Content, *, label: str, clients: tuple[Session, ...]
+        self, k: int, content: Content, *, label: str, clients: tuple[SessionRecord, ...]
     ) -> Snapshot:
         state = ShardState(
             incarnation=self.incarnation - 1,
@@ -77,8 +77,8 @@ class Resharder:
         identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
         return take(label, state, identity=identity)
 
-    def _client(self, name: str, samples: int) -> Session:
-        return Session(name=Address(name), incarnation=self.incarnation - 1, samples=samples)
+    def _client(self, name: str, samples: int) -> SessionRecord:
+        return SessionRecord(name=name, incarnation=self.incarnation - 1, samples=samples)
 
     def _check(self, k: int) -> tuple[str, int, StepCounts]:
         snapshot = self.source.newest(_shard(k))

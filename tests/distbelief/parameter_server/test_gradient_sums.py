@@ -8,8 +8,8 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server.gradient_sums import GradientSums
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.slices import PartialView, ShardSlice
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.slices import ShardSlice
 
 
 N_ELEMENTS, N_GRADIENT = 80, 64
@@ -153,9 +153,7 @@ COLUMNS = [((0, 8), (0, 3)), ((0, 8), (3, 8))]
 def parts() -> list[ShardSlice]:
     """What two machines hold: some columns each, and half of the buffer."""
     return [
-        PartialView.of(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))])
-        .part(0)
-        .shard_slice
+        PartialView(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))]).slice(0)
         for m, columns in enumerate(COLUMNS)
     ]
 
