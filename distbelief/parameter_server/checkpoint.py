@@ -34,6 +34,29 @@ from distbelief.roles.role import (
 )
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardState:
+    """Everything of a shard that a restart restores."""
+
+    incarnation: int  # or term, if the shard has two copies; 0 before the first
+    clock: int
+    values: Vector  # (shard_size,)
+    state: State  # each (n_gradient,)
+    clients: tuple[SessionRecord, ...]
+    steps: StepCounts
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIdentity:
+    """What a snapshot must agree with."""
+
+    index: int
+    layout: Layout
+    rule: UpdateRule
+
+
 # --- reshard ---
 #
 #     S = 2     shard 0   a[0:128] | b[0:5]      shard 1   a[128:300]
@@ -47,31 +70,8 @@ Arrays have the names that they have in a snapshot: "values", "state.NAME".
 
 _VALUES: Final = "values"
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """The arrays and counts of one new shard."""
-
-    values: Vector  # (shard_size,)
-    state: State  # each (n_gradient,)
-    clock: int
-    steps: StepCounts
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A run of elements: its place in an old shard's vectors and in the new one's."""
-
-    source_index: int  # of the old shard
-    start: int  # in the old shard's vectors
-    stop: int
-    offset: int  # in the new shard's vectors
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.stop - self.start
+_Move = tuple[int, int, int, int]
+"""A run of elements: index of the old shard, [start, stop) there, and offset in the new one."""
 
 
 @final
@@ -103,18 +103,14 @@ class Resharding:
                 place = (source, segment.start, segment.stop, segment.offset)
                 self._old_segments.setdefault(segment.tensor_index, []).append(place)
 
-    def moves(self, k: int) -> Iterator[Move]:
-        """Yield the runs of elements of new shard k, by rising offset."""
+    def _moves(self, k: int) -> Iterator[_Move]:
+        # By rising offset.
         for segment in self._new.segments(k):
             for source, start, stop, offset in self._old_segments[segment.tensor_index]:
                 first, last = max(start, segment.start), min(stop, segment.stop)
                 if first < last:
-                    yield Move(
-                        source,
-                        offset + first - start,
-                        offset + last - start,
-                        segment.offset + first - segment.start,
-                    )
+                    begin, end = offset + first - start, offset + last - start
+                    yield source, begin, end, segment.offset + first - segment.start
 
     def shard(
         self,
@@ -124,8 +120,8 @@ class Resharding:
         clocks: Sequence[int],
         steps: Sequence[StepCounts],
         read: Read,
-    ) -> Content:
-        """Return the content of new shard k.
+    ) -> ShardState:
+        """Return the state of new shard k, in incarnation 0 and without clients.
 
         Args:
             k: Index of the new shard.
@@ -137,37 +133,32 @@ class Resharding:
         n_gradient, dtype = self._new.n_gradient(k), self._new.dtype
         values: Vector = np.zeros(self._new.shard_size(k), dtype)
         state = rule.state(n_gradient, dtype)
-        sources: set[int] = set()
-        for move in self.moves(k):
-            sources.add(move.source_index)
-            here = slice(move.offset, move.end)
-            there = (move.start, move.stop)
-            values[here] = read(move.source_index, _VALUES, *there)
-            if move.offset >= n_gradient:
-                continue  # a buffer: the rule knows nothing of it
-            for name, vector in state.items():
-                vector[here] = read(move.source_index, f"state.{name}", *there)
+        moves = list(self._moves(k))
+        for source, start, stop, offset in moves:
+            here = slice(offset, offset + stop - start)
+            values[here] = read(source, _VALUES, start, stop)
+            if offset < n_gradient:  # the rule knows nothing of buffers
+                for name, vector in state.items():
+                    vector[here] = read(source, f"state.{name}", start, stop)
         # An empty shard still needs a clock.
-        of_sources = tuple(sources or range(len(clocks)))
-        return Content(
+        sources = {source for source, *_ in moves} or range(len(clocks))
+        counts = StepCounts(max(steps[source].n_whole for source in sources))
+        for source in sources:
+            for ranges, n_pushes in steps[source].parts:
+                moved = IndexRanges.union(
+                    ranges.clipped(start, stop).shifted(offset - start)
+                    for index, start, stop, offset in moves
+                    if index == source
+                )
+                counts.add(ShardSlice.of(moved, dtype=dtype), n_pushes=n_pushes)
+        return ShardState(
+            incarnation=0,
+            clock=max(clocks[source] for source in sources),
             values=values,
             state=state,
-            clock=max(clocks[source] for source in of_sources),
-            steps=self._steps(k, [(source, steps[source]) for source in of_sources]),
+            clients=(),
+            steps=counts,
         )
-
-    def _steps(self, k: int, sources: Sequence[tuple[int, StepCounts]]) -> StepCounts:
-        result = StepCounts(max(steps.n_whole for _, steps in sources))
-        moves = list(self.moves(k))
-        for source, steps in sources:
-            for ranges, n_pushes in steps.parts:
-                moved = IndexRanges.union(
-                    ranges.clipped(move.start, move.stop).shifted(move.offset - move.start)
-                    for move in moves
-                    if move.source_index == source
-                )
-                result.add(ShardSlice.of(moved, dtype=self._new.dtype), n_pushes=n_pushes)
-        return result
 
 
 # --- writer ---
@@ -231,29 +222,6 @@ FORMAT = "distbelief-shard-1"
 _DELETE: Final = "; delete it to use the one before"
 
 _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardState:
-    """Everything of a shard that a restart restores."""
-
-    incarnation: int  # or term, if the shard has two copies; 0 before the first
-    clock: int
-    values: Vector  # (shard_size,)
-    state: State  # each (n_gradient,)
-    clients: tuple[SessionRecord, ...]
-    steps: StepCounts
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardIdentity:
-    """What a snapshot must agree with."""
-
-    index: int
-    layout: Layout
-    rule: UpdateRule
 
 
 def take(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
+import msgspec
 import numpy as np
 
 from distbelief.core.memory import Memory
@@ -80,15 +81,7 @@ class Session:
 
     @classmethod
     def of(cls, record: SessionRecord) -> "Session":
-        return cls(
-            name=Address(record.name),
-            incarnation=record.incarnation,
-            watermark=record.watermark,
-            applied=record.applied,
-            samples=record.samples,
-            staleness=record.staleness,
-            confirmed_staleness=record.staleness,
-        )
+        return cls(**msgspec.structs.asdict(record), confirmed_staleness=record.staleness)
 
     @property
     def record(self) -> SessionRecord:
@@ -190,9 +183,8 @@ class PushInProgress:
 
     def record(self) -> SessionRecord:
         """Return the session record as it will be after this push."""
-        return SessionRecord(
-            name=self.client.name,
-            incarnation=self.client.incarnation,
+        return msgspec.structs.replace(
+            self.client.record,
             watermark=self.push.sequence,
             applied=self.client.applied + 1,
             samples=self.push.samples,
