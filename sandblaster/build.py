@@ -12,9 +12,8 @@ from distbelief.data.sharding import DataShard, Samples
 from distbelief.errors import JobError
 from distbelief.execution.operations import Dataflow
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.replication import all_copy_names
-from distbelief.parameter_server.slices import PartialView
 from distbelief.roles.role import Role
 from distbelief.task import dry_run
 from distbelief.task.task import BuildContext, build_loss, build_model
@@ -247,7 +246,7 @@ def _summing_machine(
 
 
 def _rank_items(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> RankItems:
-    view = PartialView.of(layout, flow.items)
+    view = PartialView(layout, flow.items)
     kinds = [spec.kind for spec in view.tensors]
     return RankItems(
         sizes=[region.n_elements for _, region in flow.items],

@@ -6,26 +6,17 @@ unchanged.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from safetensors import SafetensorError, safe_open
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import StorageError
-from distbelief.parameter_server.checkpoint import (
-    Content,
-    Read,
-    Resharding,
-    ShardIdentity,
-    ShardState,
-    restore,
-    take,
-)
+from distbelief.parameter_server.checkpoint import Read, Resharding, ShardIdentity, restore, take
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
-from distbelief.parameter_server.session_state import Session
-from distbelief.roles.role import Address, Snapshot
+from distbelief.protocol import SessionRecord
 from distbelief.run.checkpoints import CheckpointStore
 
 
@@ -58,27 +49,15 @@ class Resharder:
         steps = [steps for _, _, steps in checked]
         with _reader([label for label, _, _ in checked], self.source) as read:
             for k in range(self.new.n_shards):
-                content = resharding.shard(k, rule=self.rule, clocks=clocks, steps=steps, read=read)
-                snapshot = self._snapshot(k, content, label=label, clients=clients)
+                state = resharding.shard(k, rule=self.rule, clocks=clocks, steps=steps, read=read)
+                state = replace(state, incarnation=self.incarnation - 1, clients=clients)
+                identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
+                snapshot = take(label, state, identity=identity)
                 target.save(_shard(k), snapshot)
-                del content, snapshot  # free them before the next one is made
+                del state, snapshot  # free them before the next one is made
 
-    def _snapshot(
-        self, k: int, content: Content, *, label: str, clients: tuple[Session, ...]
-    ) -> Snapshot:
-        state = ShardState(
-            incarnation=self.incarnation - 1,
-            clock=content.clock,
-            values=content.values,
-            state=content.state,
-            clients=clients,
-            steps=content.steps,
-        )
-        identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
-        return take(label, state, identity=identity)
-
-    def _client(self, name: str, samples: int) -> Session:
-        return Session(name=Address(name), incarnation=self.incarnation - 1, samples=samples)
+    def _client(self, name: str, samples: int) -> SessionRecord:
+        return SessionRecord(name=name, incarnation=self.incarnation - 1, samples=samples)
 
     def _check(self, k: int) -> tuple[str, int, StepCounts]:
         snapshot = self.source.newest(_shard(k))

@@ -238,7 +238,7 @@ class RunChecker:
         """Note whose gradient is staged under which token, where it is the first."""
         shard = happening.role
         assert isinstance(shard, Shard)
-        applying = shard._service.pushes._applying
+        applying = shard._sessions.applying
         assert applying is not None
         generation = happening.name, happening.incarnation, applying.push.commit_token
         pusher = applying.client.name, applying.client.incarnation

@@ -12,7 +12,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.data.sharding import DataShard
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
-from distbelief.parameter_server.slices import PartialView
+from distbelief.parameter_server.layout import PartialView
 from distbelief.protocol import (
     Evaluate,
     EvaluationDone,
@@ -186,7 +186,7 @@ def test_a_rank_connects_only_to_the_shards_that_hold_its_part() -> None:
     few = False
     for machine, name in enumerate(group.machines):
         flow = dataflow(group.split.compiled(), machine)
-        holds = PartialView.of(group.layout, flow.items).shards
+        holds = PartialView(group.layout, flow.items).shards
         shards = {receiver for receiver in asked[name] if receiver.startswith("shard")}
         assert shards == {f"shard-{k}" for k in holds}
         few |= len(shards) < 4
