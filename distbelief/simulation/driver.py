@@ -239,7 +239,7 @@ class Driver:
         if process.scale is not ONE:
             cost = process.scale.of(cost, action.executor)
 
-        def seconds() -> Seconds:
+        def demand() -> Demand:
             left = cost
             if action.remaining is not None:
                 part = action.remaining()
@@ -249,12 +249,9 @@ class Driver:
                     waiting=part * cost.waiting,
                 )
             modelled = machine.seconds_of(left, self._world.streams.schedule)
-            return modelled * self._world.slowness(process.name)
-
-        def demand(seconds: Seconds) -> Demand:
-            threads = machine.threads if action.executor is Executor.COMPUTE else 1
             slowness = self._world.slowness(process.name)  # a slowed role leaves cores to others
-            return machine.demand(cost, seconds, threads / slowness)
+            threads = machine.threads if action.executor is Executor.COMPUTE else 1
+            return machine.demand(cost, modelled * slowness, threads / slowness)
 
         def end(seconds: Seconds) -> None:
             if action.executor is Executor.COMPUTE:
@@ -269,7 +266,7 @@ class Driver:
             result_event = Computed(name=action.name, result=result, error=failed, seconds=seconds)
             self._deliver_result(process, result_event)
 
-        process.executors.add(action.executor, Work(seconds=seconds, end=end, demand=demand))
+        process.executors.add(action.executor, Work(demand=demand, end=end))
 
     def _deliver_result(
         self, process: SimulatedProcess, result_event: Computed | Persisted
@@ -287,10 +284,10 @@ class Driver:
             # Compared at the end: a role must not change arrays while they are written.
             sums.update(checksums(snapshot))
 
-        def seconds() -> Seconds:
+        def demand() -> Demand:
             n_bytes = size_of(snapshot) * process.scale.n_bytes
             modelled = process.machine.seconds_to_save(n_bytes, world.streams.disk)
-            return modelled * world.slowness(process.name)
+            return Demand(seconds=modelled * world.slowness(process.name))
 
         def end(_: Seconds) -> None:
             if checksums(snapshot) != sums:
@@ -307,5 +304,5 @@ class Driver:
             if process.tears:
                 world.disk.save(process.name, snapshot, whole=False)
 
-        work = Work(seconds=seconds, begin=begin, end=end, cut_short=cut_short)
+        work = Work(demand=demand, begin=begin, end=end, cut_short=cut_short)
         process.executors.add(Executor.COMPUTE, work)

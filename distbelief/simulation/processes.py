@@ -22,7 +22,7 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
-from distbelief.simulation.cpu import EventLoop, Executors
+from distbelief.simulation.cpu import EventLoop, Executors, Host
 from distbelief.simulation.event_queue import Call, Timers
 from distbelief.simulation.machines import CostScale, Machine, frame_scale, scale_of
 from distbelief.simulation.storage import HostMemory, LentMemory
@@ -117,9 +117,10 @@ class ProcessTable:
             return
         event_queue, options = self._world.event_queue, self._world.options
         machine = options.machine_of(name)
-        sharing = self._world.sharings.get(machine.host)
-        handling = machine.handling if sharing is not None else None
-        begins = 0.0 if handling is None else handling.begins
+        host = self._world.hosts.get(machine.host)
+        handles = host is not None and machine.event_seconds > 0
+        host = host or Host(event_queue)
+        wake_seconds = machine.wake_seconds if handles else 0.0
         process = SimulatedProcess(
             name=name,
             incarnation=number,
@@ -128,15 +129,16 @@ class ProcessTable:
             scale=scale_of(options.scales, name),
             handles_slowly=machine.handles_slowly,
             memory=memory,
-            executors=Executors(event_queue, sharing, begins=begins),
+            executors=Executors(host, wake_seconds=wake_seconds),
             timers=Timers(event_queue, lambda timer: self._fire(process, timer)),
             launcher=launcher,
         )
-        if handling is not None and sharing is not None:
+        if handles:
             process.event_loop = EventLoop(
-                sharing,
-                handling,
-                partial(self._handle, process),
+                host,
+                event_seconds=machine.event_seconds,
+                wake_seconds=wake_seconds,
+                handle=partial(self._handle, process),
                 slowness=partial(self._world.slowness, name),
             )
         self.newest[name] = self.known[name, number] = process
@@ -281,7 +283,7 @@ class ProcessTable:
         if not process.alive or until <= stands_until:
             return
         self._world.note(process.name, process.incarnation, f"paused until {until!r}")
-        process.executors.delay(until - stands_until)
+        process.executors.hold(held=True)
         if process.event_loop is not None:
             process.event_loop.hold(held=True)
         process.paused_until = until
@@ -291,6 +293,7 @@ class ProcessTable:
         if process.paused_until is None or process.paused_until > self._world.event_queue.now:
             return  # paused again, for longer
         process.paused_until = None
+        process.executors.hold(held=False)
         if process.event_loop is not None:
             process.event_loop.hold(held=False)
         waiting, process.waiting = process.waiting, []

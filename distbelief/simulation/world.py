@@ -9,7 +9,7 @@ import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.roles.role import Action, Address, Event, Received, Report, Role, Seconds
-from distbelief.simulation.cpu import ProcessorSharing
+from distbelief.simulation.cpu import Host
 from distbelief.simulation.event_queue import EventQueue
 from distbelief.simulation.faults import Slow
 from distbelief.simulation.machines import ClusterOptions
@@ -91,7 +91,7 @@ class World:
     counts: Counts = field(default_factory=Counts)
     slow: list[Slow] = field(default_factory=list)  # active now
     ports: Ports = field(default_factory=lambda: Ports(SwitchedNetwork(cards={})))
-    sharings: Mapping[str, ProcessorSharing] = field(default_factory=dict)  # by host
+    hosts: Mapping[str, Host] = field(default_factory=dict)  # with processors that roles share
     # Messages and bytes sent, by sender and receiver.
     traffic: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
     busy: dict[Address, Seconds] = field(default_factory=dict)  # of compute executors
@@ -119,9 +119,8 @@ class World:
             ),
             event_queue=event_queue,
             ports=Ports(options.fabric or SwitchedNetwork(cards={})),
-            sharings={
-                host: ProcessorSharing(event_queue, processor)
-                for host, processor in options.processors.items()
+            hosts={
+                name: Host(event_queue, processor) for name, processor in options.processors.items()
             },
         )
 
