@@ -18,6 +18,7 @@ from typing import assert_never
 
 from distbelief.roles.role import Address, Event, Received, Report, Role, Seconds
 from distbelief.simulation.driver import Driver
+from distbelief.simulation.event_queue import RandomStreams
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -37,7 +38,7 @@ from distbelief.simulation.machines import ClusterOptions, blocks_of
 from distbelief.simulation.processes import SimulatedProcess
 from distbelief.simulation.storage import Disk, HostMemory
 from distbelief.simulation.trace import Trace, Traffic
-from distbelief.simulation.world import Builder, Counts, Observer, RandomStreams, World
+from distbelief.simulation.world import Builder, Counts, Observer, World
 
 
 N_EVENTS_MAX = 1_000_000  # of one `run`

@@ -79,7 +79,8 @@ class Driver:
         self._note(now, process.name, process.incarnation, event)
         try:
             try:
-                check_accepted(process.role, event, name=process.name)
+                if type(event) is Received and type(event.message) not in process.accepts:
+                    check_accepted(process.role, event, name=process.name)
                 actions = process.role.handle(event, now)
             except Exception as error:  # noqa: BLE001 - `_actions_after` distinguishes them
                 actions = self._actions_after(process, error)
@@ -87,20 +88,17 @@ class Driver:
         except LocalProtocolError as error:  # from the codec or the event queue
             raise self._blame(process, error) from error
         if self._observers:
-            self._observe(process, event, actions[:n_performed])
+            handled = HandledEvent(
+                name=process.name,
+                incarnation=process.incarnation,
+                role=process.role,
+                event=event,
+                actions=actions[:n_performed],
+            )
+            for observer in self._observers:
+                observer(handled)
         for check in self._checks:
             check()
-
-    def _observe(self, process: SimulatedProcess, event: Event, actions: Sequence[Action]) -> None:
-        handled = HandledEvent(
-            name=process.name,
-            incarnation=process.incarnation,
-            role=process.role,
-            event=event,
-            actions=actions,
-        )
-        for observer in self._world.observers:
-            observer(handled)
 
     def _actions_after(self, process: SimulatedProcess, error: Exception) -> Sequence[Action]:
         match error:
@@ -194,15 +192,6 @@ class Driver:
                 self._compute(process, action)
             case Persist():
                 self._persist(process, action.snapshot)
-            case _:
-                self._perform_rare(process, action)
-
-    def _perform_rare(
-        self,
-        process: SimulatedProcess,
-        action: Report | Connect | Launch | AssignName | Terminate | Exit,
-    ) -> None:
-        match action:
             case Report():
                 self._world.reports.append((process.name, action))
                 text = f"{action.level}: {action.text}"

@@ -16,7 +16,7 @@ from distbelief.parameter_server.replication import shard_of
 from distbelief.roles.role import Address, Cost, Executor, Seconds
 from distbelief.simulation.cpu import Demand, Processor
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.topology import WITHIN_HOST, Link, SwitchedNetwork
+from distbelief.simulation.network import WITHIN_HOST, Link, SwitchedNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

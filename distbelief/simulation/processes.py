@@ -25,8 +25,8 @@ from distbelief.roles.role import (
 from distbelief.simulation.cpu import EventLoop, Executors, Host
 from distbelief.simulation.event_queue import Call, Timers
 from distbelief.simulation.machines import CostScale, Machine, frame_scale, scale_of
+from distbelief.simulation.network import Path
 from distbelief.simulation.storage import HostMemory, LentMemory
-from distbelief.simulation.topology import Path
 from distbelief.simulation.world import World
 
 
@@ -40,6 +40,7 @@ class SimulatedProcess:
     name: Address
     incarnation: int
     role: Role
+    accepts: frozenset[type]  # by the role
     machine: Machine
     scale: CostScale
     memory: LentMemory
@@ -125,6 +126,7 @@ class ProcessTable:
             name=name,
             incarnation=number,
             role=role,
+            accepts=role.accepts,
             machine=machine,
             scale=scale_of(options.scales, name),
             handles_slowly=machine.handles_slowly,
@@ -328,9 +330,9 @@ class ProcessTable:
             receiver=peer,
             incarnation=incarnation,
         )
-        route = world.ports.route(process.machine.host, options.machine_of(peer).host)
-        if route is not None:
-            path.use_route(route)
+        ports = world.ports.between(process.machine.host, options.machine_of(peer).host)
+        if ports:
+            path.use_ports(ports, world.ports.network)
         path.add_latency(options.machine_of(peer).handling_seconds)
         path.frame_scale = frame_scale(options.scales, process.name, peer)
         path.traffic = world.traffic.setdefault(ends, [0, 0])

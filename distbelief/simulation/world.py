@@ -1,53 +1,20 @@
 """The state that all parts of a simulation share: clock, random numbers, disk, trace, counts."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.roles.role import Action, Address, Event, Received, Report, Role, Seconds
 from distbelief.simulation.cpu import Host
-from distbelief.simulation.event_queue import EventQueue
+from distbelief.simulation.event_queue import EventQueue, RandomStreams
 from distbelief.simulation.faults import Slow
 from distbelief.simulation.machines import ClusterOptions
+from distbelief.simulation.network import Ports, SwitchedNetwork
 from distbelief.simulation.storage import Disk
-from distbelief.simulation.topology import Ports, SwitchedNetwork
 from distbelief.simulation.trace import SimulationFailed, Trace
-
-
-_N_DRAWN = 256
-
-
-def draws(stream: np.random.Generator) -> Iterator[float]:
-    """Yield what `stream.random()` would return, call by call; no one else may use `stream`."""
-    # A single draw costs twenty times as much as one of a block.
-    while True:
-        yield from stream.random(_N_DRAWN).tolist()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomStreams:
-    """Random number generators: one per concern, all from one seed."""
-
-    # With a single stream, one extra message would change every later fault, and runs of two
-    # almost equal systems could not be compared.
-    schedule: np.random.Generator  # how long work takes
-    network: np.random.Generator  # how long messages travel
-    disk: np.random.Generator  # how long writing a checkpoint takes
-    faults: np.random.Generator  # which message a fault affects
-    user: np.random.Generator  # for the test itself
-
-    @staticmethod
-    def of(seed: int) -> "RandomStreams":
-        schedule, network, disk, faults, user = (
-            np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)
-        )
-        return RandomStreams(
-            schedule=schedule, network=network, disk=disk, faults=faults, user=user
-        )
 
 
 Builder = Callable[[Memory], Role]

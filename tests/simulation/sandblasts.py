@@ -57,7 +57,7 @@ from distbelief.roles.role import (
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
-from distbelief.simulation.topology import Link
+from distbelief.simulation.network import Link
 from distbelief.simulation.world import Builder, HandledEvent
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss

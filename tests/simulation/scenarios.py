@@ -57,7 +57,7 @@ from distbelief.simulation.faults import (
     TornSnapshot,
 )
 from distbelief.simulation.machines import ClusterOptions, Machine, TraceKind
-from distbelief.simulation.topology import Link
+from distbelief.simulation.network import Link
 from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor import failover
 from distbelief.supervisor.failover import Decision

@@ -37,7 +37,7 @@ from distbelief.roles.role import SUPERVISOR, Address, Compute, Received, Role, 
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Link
+from distbelief.simulation.network import Link
 from distbelief.simulation.world import HandledEvent
 from distbelief.task.task import (
     BuildContext,
