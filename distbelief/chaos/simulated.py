@@ -18,8 +18,8 @@ from distbelief.forecast.prepare import PreparedJob
 from distbelief.forecast.run import N_EVENTS_MAX, Tell, report_until_over, view_of
 from distbelief.roles.role import SUPERVISOR, Computed, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor.view import JobView
 
 

@@ -31,10 +31,10 @@ from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ONE, ClusterOptions, CostScale
 from distbelief.simulation.placement import Place, drawn_outages, options_for
-from distbelief.simulation.world import Builder
 
 
 VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers

@@ -32,7 +32,7 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.world import HandledEvent
+from distbelief.simulation.driver import HandledEvent
 from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
 

@@ -32,9 +32,9 @@ from distbelief.roles.role import (
     Started,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
 from distbelief.simulation.placement import options_for, spread
-from distbelief.simulation.world import Builder
 from distbelief.task.task import (
     BuildContext,
     DataSpec,
