@@ -60,24 +60,22 @@ class PlacedCluster:
         places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
         if self.together:
             return places
-        alone = [name for name in kinds if has_own_machine(name, kinds)]
-        alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
         n_needed = self.n_needed(prepared)
         if n_needed > len(self.cluster):
-            larger = "raise --machines" if self.budget else "name a larger cluster"
+            has = f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
+            larger = "name a larger cluster"
+            if self.budget is not None:
+                has, larger = f"--machines {self.budget}:", "raise --machines"
             raise JobError(
-                f"{self._has()} the job needs {n_needed}: one for {count_of(prepared)}, and one "
-                "for the supervisor and other small roles. Lower [cluster] replicas, "
+                f"{has} the job needs {n_needed}: one for each shard and each rank of a replica, "
+                "and one for the supervisor and other small roles. Lower [cluster] replicas, "
                 f"partitions or shards, or {larger}"
             )
+        alone = [name for name in kinds if has_own_machine(name, kinds)]
+        alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
         places.update(dict.fromkeys(kinds, len(alone)))
         places.update({name: index for index, name in enumerate(alone)})
         return places
-
-    def _has(self) -> str:
-        if self.budget is not None:
-            return f"--machines {self.budget}:"
-        return f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
 
     def n_needed(self, prepared: PreparedJob) -> int:
         """Return the number of machines that a job uses."""
@@ -148,20 +146,6 @@ def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
     if kinds[name] == "machine":
         return not name.startswith("evaluator")
     return kinds[name] in {"replica", "shard"}
-
-
-def count_of(prepared: PreparedJob) -> str:
-    """Return a text that lists the roles with machines of their own."""
-    cluster = prepared.job.cluster
-    n_machines = prepared.preflight.n_machines
-    per_replica = "" if n_machines is None else f" of {n_machines} machines"
-    copies = "" if cluster.shard_copies == 1 else f" in {cluster.shard_copies} copies"
-    replicas = f"{_each(cluster.replicas, 'replica')}{per_replica}"
-    return f"{replicas} and one for {_each(cluster.shards, 'shard')}{copies}"
-
-
-def _each(n: int, noun: str) -> str:
-    return f"the {noun}" if n == 1 else f"each of {n} {noun}s"
 
 
 def memory_of(prepared: PreparedJob) -> dict[Address, float]:

@@ -254,12 +254,12 @@ class SimulatedCluster:
             raise KeyError(f"{name!r} has not started; started roles: {started}") from None
 
     def _begin(self, fault: Fault) -> None:
-        event_queue, driver = self._driver.event_queue, self._driver
+        driver, event_queue = self._driver, self._driver.event_queue
         match fault:
             case Drop() | Duplicate() | Delay() | CutOff():
-                self._driver.network.begin(fault)
+                driver.network.begin(fault)
             case Kill() | Pause() | Supersede():
-                process = self._driver.newest.get(fault.role)
+                process = driver.newest.get(fault.role)
                 if process is not None and process.alive:
                     self._begin_for(process, fault)
             case Outage():
@@ -277,8 +277,8 @@ class SimulatedCluster:
 
     def _begin_outage(self, fault: Outage) -> None:
         back_at = self.now + fault.seconds
+        until = self._driver.away_until
         for name in fault.roles:
-            until = self._driver.away_until
             until[name] = max(until.get(name, 0.0), back_at)
             process = self._driver.newest.get(name)
             if process is not None and process.alive:
@@ -289,23 +289,19 @@ class SimulatedCluster:
     def _begin_for(self, process: SimulatedProcess, fault: Kill | Pause | Supersede) -> None:
         match fault:
             case Kill():
-                self._begin_kill(process, fault)
+                process.tears, process.restart_after = fault.tears, fault.restart_after
+                process.last_actions = fault.after_actions
+                if fault.after_actions is None:
+                    self._driver.end(process, "killed")
+                elif fault.restart_after is not None:
+                    at = self.now + fault.restart_after
+                    self._driver.event_queue.at(at, partial(self._disarm, process))
             case Pause():
                 self._driver.pause(process, fault.seconds)
             case Supersede():
                 self._driver.start(process.name)
             case _:
                 assert_never(fault)
-
-    def _begin_kill(self, process: SimulatedProcess, fault: Kill) -> None:
-        process.tears, process.restart_after = fault.tears, fault.restart_after
-        if fault.after_actions is None:
-            self._driver.end(process, "killed")
-            return
-        process.last_actions = fault.after_actions
-        if fault.restart_after is not None:
-            disarm = partial(self._disarm, process)
-            self._driver.event_queue.at(self.now + fault.restart_after, disarm)
 
     def _disarm(self, process: SimulatedProcess) -> None:
         process.last_actions = process.restart_after = None
