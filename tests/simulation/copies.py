@@ -53,9 +53,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor.failover import Decision, PrimaryElection
 from tests.simulation.workers import (
     N_MARKS,

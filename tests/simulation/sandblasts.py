@@ -55,10 +55,10 @@ from distbelief.roles.role import (
     Started,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
-from distbelief.simulation.topology import Link
-from distbelief.simulation.world import Builder, HandledEvent
+from distbelief.simulation.network import Link
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.config import DownpourConfig

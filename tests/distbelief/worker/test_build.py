@@ -26,8 +26,8 @@ from distbelief.protocol import (
     TransferAck,
 )
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause
-from distbelief.simulation.world import HandledEvent
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import build_rank
