@@ -542,25 +542,43 @@ class WorkQueue:
 
     def _start_backups(self, now: Seconds) -> None:
         assert self._began_at is not None
-        idle = [one for one in self._pool if not one.outstanding and self._pace(one)]
         least = max(self._config.backup_seconds_min, _SHARE * (now - self._began_at))
-        unfinished = self._unfinished(least, now) if idle else []
+        unfinished = self._unfinished(least, now)
+        if not unfinished:
+            return
+        # Most workers that are idle would have to fetch parameters first: leave them out.
+        smallest, longest = self._chunks[-1].n_examples, unfinished[0][0]
+        idle = [
+            worker
+            for worker in self._pool
+            if not (worker.attempts and worker.outstanding)
+            and self._is_worth(self._seconds_from_idle(worker, smallest), longest, least)
+        ]
         for worker in sorted(idle, key=_load):
             # A worker that pushes a chunk gives no second result of it.
             others = (k for k, (_, one) in enumerate(unfinished) if one.worker is not worker)
             if (k := next(others, None)) is None:
                 continue
             seconds, late = unfinished[k]
-            own = self._pace(worker) * late.chunk.n_examples + self._lag(worker)
-            if seconds > max(_MARGIN * own, own + least):
+            own = self._seconds_from_idle(worker, late.chunk.n_examples)
+            if self._is_worth(own, seconds, least):
                 self.n_backups += 1
                 del unfinished[k]
                 self._assign_one(worker, late.chunk, now)
+
+    def _is_worth(self, own: Seconds, seconds: Seconds, least: Seconds) -> bool:
+        return own > 0.0 and seconds > max(_MARGIN * own, own + least)
+
+    def _seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
+        pace = self._pace(worker)
+        return pace * n_examples + self._lag(worker) if pace else 0.0
 
     def _unfinished(self, least: Seconds, now: Seconds) -> list[tuple[Seconds, Attempt]]:
         """Return attempts without a rival that take longer, and how long; the longest first."""
         found: list[tuple[Seconds, bool, int, Attempt]] = []
         for worker in self._pool:
+            if not worker.attempts:
+                continue
             left = self._seconds_left(worker, now)
             for one in reversed(worker.attempts.values()):
                 is_pushing = one.result is not None
