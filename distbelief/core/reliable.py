@@ -58,7 +58,7 @@ class Silence:
 
     heard_at: float = 0.0
     progress_at: float = 0.0
-    _timer_at: float | None = None
+    timer_at: float | None = None  # when our own timer fires; None if it does not run
 
     def start(self, now: float) -> None:
         """Begin to wait."""
@@ -71,18 +71,13 @@ class Silence:
 
     def expect(self, at: float) -> float:
         """Note the time at which our own timer should fire next; return it."""
-        self._timer_at = at
+        self.timer_at = at
         return at
-
-    @property
-    def timer_at(self) -> float | None:
-        """When our own timer fires; None if it does not run."""
-        return self._timer_at
 
     def woke(self, now: float) -> float:
         """Our own timer fired: do not count its delay as silence; return the delay."""
-        late = 0.0 if self._timer_at is None else max(0.0, now - self._timer_at)
-        self._timer_at = None
+        late = 0.0 if self.timer_at is None else max(0.0, now - self.timer_at)
+        self.timer_at = None
         self.excuse(late, now)
         return late
 
