@@ -51,11 +51,7 @@ class SandblasterAlgorithm:
     ends_by_itself: Final = True  # a method has its own bounds
 
     def check_cluster(self, cluster: ClusterTable, config: SandblasterSettings) -> None:
-        """Refuse a [cluster] table on which it cannot run.
-
-        Raises:
-            JobError: naming key and value.
-        """
+        """Refuse a [cluster] table on which it cannot run."""
         if cluster.shard_copies > 1:
             raise JobError(
                 f"[cluster] shard_copies = {cluster.shard_copies}: algorithm "
@@ -91,12 +87,7 @@ class SandblasterAlgorithm:
         ]
 
     def build(self, name: str, *, config: SandblasterSettings, context: BuildContext) -> Role:
-        """Return the role of this name, in the process that runs it.
-
-        Raises:
-            JobError: the model or the data cannot be built.
-            LocalProtocolError: the roster has no such role.
-        """
+        """Return the role of this name, in the process that runs it."""
         if context.plan is not None and group_rank_of(name) is not None:
             split = Split.of(name, context)
             return build_rank(name, config=config, context=context, split=split)

@@ -64,9 +64,6 @@ def factory_table(factory: object, *, what: str) -> dict[str, object]:
     Args:
         factory: An import path, a function or class, or a partial of one.
         what: Name for error messages: "model", ...
-
-    Raises:
-        JobError: another process could not import it.
     """
     if isinstance(factory, str):
         return {"factory": factory}
@@ -83,11 +80,7 @@ def factory_table(factory: object, *, what: str) -> dict[str, object]:
 
 
 def import_path(thing: object, *, what: str) -> str:
-    """Return "package.module:name" of a function or class.
-
-    Raises:
-        JobError: it has no name that leads back to it.
-    """
+    """Return "package.module:name" of a function or class."""
     module, name = None, ""
     if inspect.isroutine(thing) or inspect.isclass(thing):
         module, name = thing.__module__, thing.__qualname__
@@ -126,9 +119,6 @@ def recipe_of(module: nn.Module) -> dict[str, object]:
 
     Most modules keep each argument under its own name, as all of torch's layers do. They are
     collected, the module is built again, and both are compared: tensors, text and attributes.
-
-    Raises:
-        JobError: the rebuilt module differs, or cannot be built.
     """
     floats = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
     if len(floats) > 1:
@@ -280,11 +270,7 @@ def tensors_in(path: Path) -> dict[str, Tensor] | None:
 
 
 def as_pair(data: object) -> Pair | None:
-    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None.
-
-    Raises:
-        JobError: they are arrays or tensors, but cannot be used.
-    """
+    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None."""
     if isinstance(data, TensorDataset):
         data = data.tensors
     if not isinstance(data, tuple | list) or len(data) != 2:
@@ -337,9 +323,6 @@ def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
 
     If the block raises before the run has begun, the files written in it are removed. A run
     that does not resume gets a new directory: this one, or the next free one of that name.
-
-    Raises:
-        StorageError: the run to resume is running, or there is no free name.
     """
     if resumes:
         with RunDirectory.take(_made(problem_of(wanted))), _nothing_if_refused(wanted):
@@ -406,11 +389,7 @@ def _job_written(directory: Path) -> tuple[int, int] | None:
 
 @final
 class Problem:
-    """Model and data of one run, as tables of its job and as the files that they name.
-
-    Raises:
-        JobError: another process cannot get one of them.
-    """
+    """Model and data of one run, as tables of its job and as the files that they name."""
 
     def __init__(self, model: nn.Module | Factory, data: object) -> None:
         self._module = model if isinstance(model, nn.Module) else None
@@ -442,12 +421,7 @@ class Problem:
         return {"model": model, "data": {"train": train}}
 
     def write(self, directory: Path, *, resumes: bool) -> None:
-        """Write the files of the run in this directory; those of a resumed run stay.
-
-        Raises:
-            JobError: the run to resume began with other data.
-            StorageError: a file cannot be written.
-        """
+        """Write the files of the run in this directory; those of a resumed run stay."""
         problem = problem_of(directory)
         initial, train = problem / _INITIAL, problem / _TRAIN
         if self._module is not None and not (resumes and tensors_in(initial)):

@@ -121,11 +121,7 @@ class Coordinator:
         self.result: Result | None = None  # how the run ended, once it has
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for.
-
-        Raises:
-            DistBeliefError: the run cannot go on.
-        """
+        """Return the actions that `event` calls for."""
         if self._has_ended:
             return []
         actions: list[Action] = []
@@ -281,11 +277,7 @@ class Coordinator:
         return actions
 
     def _tick(self, now: Seconds) -> list[Action]:
-        """Remove silent workers; resend assignments that are not answered.
-
-        Raises:
-            PeerLostError: there has been no worker for too long.
-        """
+        """Remove silent workers; resend assignments that are not answered."""
         if self._ticks.timer_at is None or (queue := self._queue) is None:
             return []
         # If our own timer came late, this process stood still: do not blame the workers.

@@ -134,11 +134,7 @@ class Journal:
         )
 
     def choose(self, held: Sequence[Sequence[CheckpointRecord]]) -> ResumePoint:
-        """Return where to resume, given the savepoints that each shard holds.
-
-        Raises:
-            StorageError: the shards share no savepoint.
-        """
+        """Return where to resume, given the savepoints that each shard holds."""
         # After the end, savepoint 0 of a shard is the published result.
         begins = self.base_clocks
         if self._all_at(self.end_clocks, held):

@@ -121,11 +121,7 @@ class CoordinatorRun:
         self.now: Seconds = 0.0  # the time, set before each step
 
     def steps(self) -> RunSteps[Result]:
-        """Start the epoch, restore a savepoint, run the optimizer to its end.
-
-        Raises:
-            DistBeliefError: the shards disagree, or share no savepoint.
-        """
+        """Start the epoch, restore a savepoint, run the optimizer to its end."""
         self._metrics.shares.run_begins()
         held = yield BeginEpoch()
         resume_point = self._journal.choose([answer.cuts for answer in held])

@@ -102,11 +102,7 @@ class CommandBroadcast:
         return self._send()
 
     def receive(self, event: Received, message: CommandDone, now: Seconds) -> None:
-        """Take an answer.
-
-        Raises:
-            DistBeliefError: another coordinator is active, or a shard cannot execute the task.
-        """
+        """Take an answer."""
         shard, command = event.sender, self._command
         self._note_incarnation(shard, event.incarnation)
         if event.incarnation < self._newest[shard]:
@@ -139,11 +135,7 @@ class CommandBroadcast:
         return [Send(receiver=shard, message=self._command)]
 
     def timer(self, now: Seconds) -> list[Action]:
-        """Send the command again to the shards that have not answered.
-
-        Raises:
-            PeerLostError: a shard has been silent for too long.
-        """
+        """Send the command again to the shards that have not answered."""
         # If our own timer came late, this process stood still: do not blame the shards.
         late = max(0.0, now - self._backoff.due)
         for shard in self._waiting():

@@ -283,9 +283,6 @@ def run_descent(
         line: How points are tried.
         make: Makes the descent of the memory of a state, if there is one.
         state: To resume from.
-
-    Raises:
-        ValueError: the text is not such a state.
     """
     resumed = None if state is None else msgspec.json.decode(state, type=State)
     run = DescentRun(method, make(resumed.memory if resumed else None), line)
