@@ -13,6 +13,7 @@ from rich.console import Console
 
 from distbelief.core import files
 from distbelief.core.writer import Writer
+from distbelief.errors import StorageError
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.directory import RunDirectory
 
@@ -90,6 +91,17 @@ class RunLog:
                     "still waiting for it"
                 )
             self._screen.close(seconds_max=SCREEN_SECONDS_MAX)
+
+    def warned(self, write: Callable[[], object]) -> Callable[[], None]:
+        """Return `write` such that a `StorageError` of it only warns: training continues."""
+
+        def run() -> None:
+            try:
+                write()
+            except StorageError as error:
+                self.warn(str(error))
+
+        return run
 
     def announce(self, text: str) -> None:
         self.print(text)

@@ -122,7 +122,7 @@ def _stop(table: dict[str, object]) -> StopTable:
 
 
 def _check_end(stop: StopTable, point: EntryPoint, *, is_there: bool) -> None:
-    if not stop.is_empty or algorithms.ends_by_itself(point):
+    if not stop.is_empty or getattr(algorithms.load(point), "ends_by_itself", False):
         return
     if not is_there:
         raise TableError(("stop",), "there is no table [stop]: add one")

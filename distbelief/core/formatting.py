@@ -145,8 +145,8 @@ SYNONYMS: Final = {
 }
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown word: "Did you mean 'n_push'?", or all known words."""
+def nearest(word: str, known: Iterable[str], *, only_close: bool = False) -> str:
+    """Return a hint for an unknown word: "Did you mean 'n_push'?", or else all known words."""
     known, word = list(known), word.lower()
     if SYNONYMS.get(word) in known:
         return f"Did you mean '{SYNONYMS[word]}'?"
@@ -154,4 +154,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     begun = [name for name in known if name.startswith(word)]  # "tol" of "tolerance"
     if not near and len(begun) == 1:
         near = begun
-    return f"Did you mean '{near[0]}'?" if near else f"It knows {', '.join(known)}."
+    if near:
+        return f"Did you mean '{near[0]}'?"
+    return "" if only_close else f"It knows {', '.join(known)}."

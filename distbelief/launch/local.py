@@ -33,10 +33,6 @@ class LocalLauncher:
     """The processes of one run: `start`, then `serve`; `close` leaves no process.
 
     An early `start`, before there is a run, lets the server import torch in the meantime.
-
-    Args:
-        spec: See `serve`.
-        log_of: See `serve`.
     """
 
     def __init__(self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path) -> None:
@@ -48,10 +44,9 @@ class LocalLauncher:
         self._alive: dict[Address, int] = {}  # newest incarnation of each
         self._pids: dict[Address, int] = {}
         self._events: deque[Event] = deque()
-        self._decoder: msgspec.json.Decoder[forkserver.Report] = msgspec.json.Decoder(
-            forkserver.Report
-        )
-        self._n_ended = 0
+        self._decoder: msgspec.json.Decoder[forkserver.Report]
+        self._decoder = msgspec.json.Decoder(forkserver.Report)
+        self.n_ended = 0
         # Readable while `events` has something that did not come through the server's pipe.
         self._pipe: tuple[int, ...] = os.pipe()
 
@@ -66,10 +61,6 @@ class LocalLauncher:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    @property
-    def n_ended(self) -> int:
-        return self._n_ended
 
     def pid(self, name: str) -> int | None:
         return self._pids.get(Address(name))
@@ -103,17 +94,24 @@ class LocalLauncher:
         self._unread = b""
         self._import()
 
-    def serve(self, *, spec: Path, log_of: Callable[[str], Path], has_ranks: bool = False) -> None:
+    def serve(
+        self,
+        *,
+        spec: Path,
+        log_of: Callable[[str], Path],
+        has_ranks: bool = False,
+        modules: Sequence[str] = (),
+    ) -> None:
         """Set the run whose processes are started from now on.
 
         Args:
             spec: File with everything they need but their names (`RoleSpec`).
             log_of: Returns the log file of a role.
-            has_ranks: Whether replicas are split: their ranks need more modules, which the fork
-                server imports once.
+            has_ranks: Whether replicas are split: their ranks need more modules.
+            modules: What else the server is to import once for all of them.
         """
         self._spec, self._log_of = spec, log_of
-        self._modules = forkserver.MODULES_OF_RANKS if has_ranks else ()
+        self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))
         self._import()
 
     def close(self) -> None:
@@ -198,7 +196,7 @@ class LocalLauncher:
             case forkserver.Begun():
                 self._pids[name] = report.pid
             case forkserver.Ended():
-                self._n_ended += 1
+                self.n_ended += 1
                 if self._alive.get(name) == report.incarnation:
                     del self._alive[name]
                     self._pids.pop(name, None)
@@ -225,7 +223,7 @@ class LocalLauncher:
         alive, self._alive = self._alive, {}
         self._pids.clear()
         for name, incarnation in alive.items():
-            self._n_ended += 1
+            self.n_ended += 1
             self._lost(name, incarnation, "ended with the process that started it")
         if self._pipe:
             os.write(self._pipe[1], b"\0")

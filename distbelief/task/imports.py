@@ -3,12 +3,14 @@
 This is the only way user code enters a process: no pickled object, no source text.
 """
 
+import ast
 import importlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from traceback import extract_tb
 from typing import Protocol, cast
@@ -78,6 +80,64 @@ def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> o
         raise JobError(
             f"[{table}] {path} failed: {type(error).__name__}: {error}{place(error)}"
         ) from error
+
+
+def installed_imports(names: Iterable[str], directories: Sequence[str]) -> tuple[str, ...]:
+    """Return the installed modules that these modules of the user import at their top.
+
+    No code of the user runs: the sources are only parsed, those of the user's other modules too.
+
+    Args:
+        names: Of modules.
+        directories: Where they are looked up first.
+    """
+    places = [*directories, *sys.path]
+    found: list[str] = []
+    waiting = dict.fromkeys(names)
+    seen: set[str] = set()
+    while waiting:
+        name, _ = waiting.popitem()
+        top = name.partition(".")[0]
+        if name in seen or top == _PACKAGE.name or top in sys.stdlib_module_names:
+            continue
+        seen.add(name)
+        spec = _find(name, places)
+        if spec is None or spec.origin is None:
+            continue
+        if spec.origin.startswith(_INSTALLED):
+            found.append(name)
+        else:
+            waiting |= dict.fromkeys(_imports_of(Path(spec.origin)))
+    return tuple(reversed(found))
+
+
+def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
+    spec: ModuleSpec | None = None
+    below: Sequence[str] | None = places
+    for end in range(1, name.count(".") + 2):
+        if below is None:
+            return None
+        spec = PathFinder.find_spec(".".join(name.split(".")[:end]), list(below))
+        if spec is None:
+            return None
+        below = spec.submodule_search_locations
+    return spec
+
+
+def _imports_of(source: Path) -> Iterable[str]:
+    try:
+        statements = ast.parse(source.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # the role that imports it reports that
+        return
+    for statement in statements:
+        match statement:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
+                yield module
+            case _:
+                pass
 
 
 def _module(name: str, *, table: str) -> object:
