@@ -41,17 +41,15 @@ class Resharder:
     incarnation: int  # above all in them; the new roles begin with it
 
     def write(self, target: CheckpointStore, *, label: str, samples: Mapping[str, int]) -> None:
-        """Write the new shards' checkpoints.
-
-        Args:
-            target: Where to.
-            label: Of all of them.
-            samples: Of each new replica: where it begins in its data.
+        """Write the new shards' checkpoints, with the data position of each new client.
 
         Raises:
             StorageError: a checkpoint cannot be read, or does not fit, or the disk is full.
         """
-        clients = tuple(self._client(name, n) for name, n in samples.items())
+        last = self.incarnation - 1
+        clients = tuple(
+            Session(name=Address(name), incarnation=last, samples=n) for name, n in samples.items()
+        )
         resharding = Resharding(self.old, self.new)
         checked = [self._check(k) for k in range(self.old.n_shards)]
         clocks = [clock for _, clock, _ in checked]
@@ -76,9 +74,6 @@ class Resharder:
         )
         identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
         return take(label, state, identity=identity)
-
-    def _client(self, name: str, samples: int) -> Session:
-        return Session(name=Address(name), incarnation=self.incarnation - 1, samples=samples)
 
     def _check(self, k: int) -> tuple[str, int, StepCounts]:
         snapshot = self.source.newest(_shard(k))
