@@ -30,10 +30,6 @@ _AGAIN: Final = " (so far "  # begins the count in a repeated warning of the tra
 class RunLog:
     """Writes the log of a run. A failed write never stops the run.
 
-    Args:
-        console: The screen.
-        run: Its directory.
-
     Attributes:
         disk: Writes the files of the run.
     """
@@ -72,10 +68,7 @@ class RunLog:
     def show(self, draw: Callable[[], object], *, key: str | None = None) -> None:
         """Draw on the screen; of one `key` only the newest pending drawing."""
         job = partial(_drawn, draw)
-        if key is None:
-            self._screen.write(job)
-        else:
-            self._screen.renew(key, job)
+        self._screen.write(job) if key is None else self._screen.renew(key, job)
 
     @contextmanager
     def in_threads(self) -> Iterator[None]:

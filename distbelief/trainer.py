@@ -265,11 +265,7 @@ class Trainer:
     # --- prepare ---
 
     def get_ready(self, *, from_scratch: bool = False) -> None:
-        """Run the preflight, which prepares the data, and resume previous sessions.
-
-        Raises:
-            JobError: the job cannot be run.
-        """
+        """Run the preflight, which prepares the data, and resume previous sessions."""
         job, run, log = self._job, self._run, self._log
         import_from(job)  # for `Run.model`
         with run.plan_kept():

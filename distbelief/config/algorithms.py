@@ -64,11 +64,7 @@ def algorithm_of(job: "Job") -> Algorithm:
 
 
 def roster_of(job: "Job", *, n_machines: int | None = None) -> "list[RosterEntry]":
-    """Return the roles of a job; `n_machines` is the number of ranks if replicas are split.
-
-    Raises:
-        JobError: its algorithm cannot split replicas.
-    """
+    """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
     roster = algorithm_of(job).roster
     options: dict[str, int] = {} if n_machines is None else {"n_machines": n_machines}
     if not options.keys() <= signature(roster).parameters.keys():
@@ -99,11 +95,7 @@ def check_cluster(job: "Job") -> None:
 
 
 def find(name: object) -> EntryPoint:
-    """Return the entry point of this name, without importing it.
-
-    Raises:
-        JobFileError: it is not installed; the message lists those that are.
-    """
+    """Return the entry point of this name, without importing it."""
     installed = _installed(tuple(sys.path))
     if isinstance(name, str) and name in installed:
         return installed[name]
@@ -118,11 +110,7 @@ def _installed(_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 
 
 def load(point: EntryPoint) -> Algorithm:
-    """Return the algorithm itself; the import may take torch with it.
-
-    Raises:
-        JobFileError: it cannot be imported.
-    """
+    """Return the algorithm itself; the import may take torch with it."""
     try:
         return cast("Algorithm", point.load())
     except (ImportError, AttributeError) as error:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self, final
 
 import msgspec
@@ -54,23 +53,14 @@ class LocalLauncher:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def pid(self, name: str) -> int | None:
         return self._pids.get(Address(name))
 
     def start(self) -> None:
-        """Start the fork server, unless it runs; it imports modules in the background.
-
-        Raises:
-            StorageError: the system cannot start another process.
-        """
+        """Start the fork server, unless it runs; it imports modules in the background."""
         if self._server is not None:
             return
         # One thread per library: roles set torch's own number themselves, and a
@@ -212,11 +202,9 @@ class LocalLauncher:
         if ended.status >= 0:
             return f"ended with status {ended.status} (see {log})"
         number = -ended.status
-        with suppress(ValueError):
-            name = signal.Signals(number).name
-            hint = " (out of memory?)" if number == signal.SIGKILL else ""
-            return f"was ended by signal {name}{hint}"
-        return f"was ended by signal {number}"
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        names = {n.value: n.name for n in signal.Signals}
+        return f"was ended by signal {names.get(number, number)}{hint}"
 
     def _server_died(self) -> None:
         self._end_server()

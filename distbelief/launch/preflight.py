@@ -113,11 +113,7 @@ def read_result(path: Path) -> PreflightResult | None:
 
 
 def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
-    """Try model and data in this process.
-
-    Raises:
-        JobError: the job cannot be run.
-    """
+    """Try model and data in this process."""
     task, cluster = job.task, job.cluster
     if not cluster.is_split:
         datasets = datasets_of(task)

@@ -54,13 +54,8 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
     """Reject a job that names functions of modules that this host's user has not allowed.
 
-        --allow-import experiments.speech
-            experiments.speech.model:paper_net      yes
-            experiments.speech.data:os.system       no: that is a function of os
-            experiments.images.model:net            no
-
-    Raises:
-        JobError: it names the module, and the option that would allow it.
+    With --allow-import experiments.speech, experiments.speech.model:paper_net may be called, and
+    not experiments.speech.data:os.system, which is a function of os.
     """
     paths = list(import_paths(job))
     for table, path in paths:  # check the text before anything is imported

@@ -51,11 +51,7 @@ class CheckpointStore:
         self.report = report
 
     def save(self, role: str, snapshot: Snapshot) -> None:
-        """Store `snapshot`, then delete all but the last few of this role.
-
-        Raises:
-            StorageError: it cannot be stored; earlier ones are unchanged.
-        """
+        """Store `snapshot`, then delete all but the last few of this role."""
         label = snapshot.label
         if label == NEWEST:
             label = (self.labels(role) or [FIRST_LABEL])[-1]
@@ -81,11 +77,7 @@ class CheckpointStore:
             path.unlink(missing_ok=True)
 
     def newest(self, role: str) -> Snapshot | None:
-        """Return the newest intact checkpoint of this role; None if it has none at all.
-
-        Raises:
-            StorageError: all of them are damaged, or one cannot be read.
-        """
+        """Return the newest intact checkpoint of this role; None if it has none at all."""
         damaged: list[tuple[Path, str]] = []
         for label in reversed(self.labels(role)):
             path = self.path(role, label)

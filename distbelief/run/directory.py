@@ -135,9 +135,6 @@ class RunDirectory:
         """Move these files, if they exist, into a new directory `aside-N`; return it.
 
         An empty directory takes the place of `snapshots`.
-
-        Raises:
-            StorageError: they cannot be moved.
         """
         try:
             for number in range(1, SIBLINGS_MAX):

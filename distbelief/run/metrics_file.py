@@ -58,11 +58,7 @@ class MetricsFile:
         self.close()
 
     def open(self) -> None:
-        """Open the file; remove a cut last line.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Open the file; remove a cut last line."""
         try:
             # Unbuffered: bytes of a failed write must not appear later.
             self._file = self._path.open("a+b", buffering=0)
@@ -74,11 +70,7 @@ class MetricsFile:
             raise files.explained(error, self._path, doing="write") from error
 
     def append(self, measurement: Measurement) -> None:
-        """Write one line to the operating system.
-
-        Raises:
-            StorageError: it cannot be written; the file ends with the line before.
-        """
+        """Write one line to the operating system."""
         assert self._file is not None, "open() comes first"
         line = msgspec.json.encode(measurement) + b"\n"
         try:

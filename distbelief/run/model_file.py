@@ -69,9 +69,6 @@ def write_model_file(
         dtypes: torch's name of the type of each tensor, where it is not that of the shards.
         aliases: Other names of shared tensors, which `load_state_dict` needs; each name has its
             own data in the file.
-
-    Raises:
-        StorageError: a checkpoint cannot be read, or the file not written.
     """
     if len(snapshots) != layout.n_shards:
         raise ValueError(f"got {len(snapshots)} checkpoints of {layout.n_shards} shards")
@@ -137,11 +134,7 @@ def write_model(
     dtypes: Mapping[str, str],
     aliases: Mapping[str, str],
 ) -> None:
-    """Write the trained model, from the newest intact checkpoints of all shards.
-
-    Raises:
-        StorageError: there are none, or the file cannot be written.
-    """
+    """Write the trained model, from the newest intact checkpoints of all shards."""
     shards = [f"shard-{k}" for k in range(layout.n_shards)]
     drives = coordinator_of(job) is not None
     labels: dict[str, str | None] = {}

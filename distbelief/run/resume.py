@@ -172,9 +172,6 @@ def making_checkpoint_set(
 
     Yields:
         Where the block writes its checkpoints, and where they will be found.
-
-    Raises:
-        StorageError: it cannot be written; then the previous one stays in use.
     """
     final_place = run.snapshots / f"cut-{number:05d}"
     place = final_place.with_suffix(files.TEMPORARY)
@@ -230,9 +227,6 @@ def read_previous_run(
 
     Each shard resumes from its newest intact checkpoint. A replica resumes at the lowest position
     in its data that any shard knows; a coordinator, which drives the shards, counts the samples.
-
-    Raises:
-        StorageError: a role has checkpoints, or had some, and none can be used.
     """
     incarnation, label = _coordinator_incarnation(store, coordinator), 1
     restored: dict[str, str] = {}
@@ -371,11 +365,7 @@ class Resumed:
 
 
 def check_same(job: Job, earlier: Job, *, directory: str) -> None:
-    """Reject changes that do not fit the checkpoints.
-
-    Raises:
-        JobError: naming what has changed, and both values.
-    """
+    """Reject changes that do not fit the checkpoints."""
     was, now = (
         {
             "[model]: the checkpoints are of another model": each.model,

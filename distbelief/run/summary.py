@@ -177,11 +177,7 @@ def summary_text(summary: Summary) -> str:
 
 
 def read_summary(run: RunDirectory) -> Summary | None:
-    """Return the summary of a run that has ended, or None.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Return the summary of a run that has ended, or None."""
     try:
         return msgspec.json.decode(run.summary_file.read_bytes(), type=Summary)
     except FileNotFoundError:
@@ -278,7 +274,7 @@ def _end(summary: Summary) -> str:
         summary.hosts and f"{_number(len(summary.hosts), 'host')} joined",
         f"everything in {summary.directory}",
     ]
-    return "; ".join(part for part in parts if isinstance(part, str) and part)
+    return formatting.joined("; ", parts)
 
 
 def _number(n: int, noun: str) -> str:

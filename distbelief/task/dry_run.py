@@ -67,18 +67,7 @@ def check_labels(
 def train(
     module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, loss: Loss, names: Names
 ) -> None:
-    """Take one step forward and backward; the module keeps no gradient.
-
-    Args:
-        module: The model, in training mode afterwards.
-        inputs: (n_samples, ...).
-        targets: (n_samples, ...).
-        loss: f(outputs, targets) -> mean.
-        names: How messages call them.
-
-    Raises:
-        JobError: what is wrong, its value and the fix.
-    """
+    """Take one step forward and backward; the module keeps no gradient."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise JobError(
             f"[model] {names.model} has nothing to train: none of its "

@@ -60,16 +60,7 @@ def resolve(path: str, *, table: str = "job") -> Importable:
 
 
 def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> object:
-    """Call the factory of this path with keyword arguments and return the result.
-
-    Args:
-        path: Import path of the factory.
-        arguments: By name, as in the job file.
-        table: "model", "data.train" or "data.test".
-
-    Raises:
-        JobError: it does not exist, does not take these arguments, or fails.
-    """
+    """Call the factory of this path with keyword arguments and return the result."""
     factory = resolve(path, table=table)
     _check_arguments(factory, arguments, path=path, table=f"{table}.arguments")
     try:
@@ -86,10 +77,6 @@ def installed_imports(names: Iterable[str], directories: Sequence[str]) -> tuple
     """Return the installed modules that these modules of the user import at their top.
 
     No code of the user runs: the sources are only parsed, those of the user's other modules too.
-
-    Args:
-        names: Of modules.
-        directories: Where they are looked up first.
     """
     places = [*directories, *sys.path]
     found: list[str] = []

@@ -24,10 +24,6 @@ def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss of a logistic classifier for each class against all others.
 
     Summed over classes, as Dean et al. 2012 (section 5) train their image model.
-
-    Args:
-        outputs: (n_samples, n_classes, ...) scores.
-        targets: (n_samples, ...) labels.
     """
     classes = torch.arange(outputs.shape[1], device=outputs.device)
     classes = classes.view(1, -1, *(1,) * (outputs.ndim - 2))
@@ -84,11 +80,7 @@ METRICS: Final[dict[str, Metric]] = {"accuracy": accuracy, "mse": mean_squared_e
 
 
 def loss_function(name: str) -> Loss:
-    """Return the loss of this name or import path.
-
-    Raises:
-        JobError: it does not exist; suggests the closest name.
-    """
+    """Return the loss of this name or import path."""
     if ":" in name:
         return cast("Loss", resolve(name, table="algorithm"))
     found = LOSSES.get(name) or LOSSES.get(name.removesuffix("_loss"))
@@ -98,11 +90,7 @@ def loss_function(name: str) -> Loss:
 
 
 def metric_function(name: str) -> Metric:
-    """Return the metric of this name or import path.
-
-    Raises:
-        JobError: it does not exist; suggests the closest name.
-    """
+    """Return the metric of this name or import path."""
     if ":" in name:
         return cast("Metric", resolve(name, table="evaluation"))
     found = METRICS.get(name)

@@ -309,9 +309,6 @@ def capture_task(
         inputs: Of the model.
         targets: Shape of the targets, if not the usual one.
         soft: Whether the targets of a classification loss are probabilities.
-
-    Raises:
-        JobError: the model cannot be built or captured.
     """
     module = _build_on_meta(task.model)
     module.train()

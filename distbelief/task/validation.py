@@ -27,9 +27,6 @@ def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | Non
     """Try one training batch forward and backward, and evaluate one test batch.
 
     It builds the model, so call it in a process of its own, before the job starts.
-
-    Raises:
-        JobError: what is wrong, its value and the fix.
     """
     module, loss = build_model(task.model), build_loss(task)
     for table, dataset in (datasets or datasets_of(task)).items():
