@@ -3,7 +3,6 @@
 Inside `in_threads`, threads write, so that the supervisor waits for neither disk nor screen.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Final, final
 from rich.console import Console
 
 from distbelief.core import files
-from distbelief.core.writer import Writer
+from distbelief.core.writer import Writer, log_line
 from distbelief.errors import StorageError
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.directory import RunDirectory
@@ -45,9 +44,7 @@ class RunLog:
         )
 
     def log(self, level: str, text: str) -> None:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-        line = f"{now} supervisor {level}: {text}"
-        self.disk.write(partial(self._file.append, line))
+        self.disk.write(partial(self._file.append, log_line(SUPERVISOR, level, text)))
 
     def log_link(self, level: str, text: str) -> None:
         """Write a line into the log; show a warning on the screen as well, once.

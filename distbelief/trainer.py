@@ -187,7 +187,7 @@ def _tail(log: Path) -> str:
 
 @final
 class HeldCallback:
-    """A callback whose error ends the job in order, and is raised by `raise_error` at the end.
+    """A callback whose error ends the job in order, and is raised at the end of a `with` block.
 
     Until then the callback is not called again: it would probably fail again.
     """

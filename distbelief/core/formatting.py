@@ -8,6 +8,8 @@ from typing import Final
 
 DASH: Final = "-"  # a value that was not measured; never shown as zero
 
+N_KNOWN_MAX: Final = 40  # names in a hint
+
 _SHARES: Final = frozenset({"accuracy", "top5"})
 _SHARE: Final = "_share"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -160,4 +162,5 @@ def nearest(word: str, known: Iterable[str], *, only_close: bool = False) -> str
         near = begun
     if near:
         return f"Did you mean '{near[0]}'?"
-    return "" if only_close else f"It knows {', '.join(known)}."
+    few = ", ".join(known[:N_KNOWN_MAX]) + (", ..." if len(known) > N_KNOWN_MAX else "")
+    return "" if only_close else f"It knows {few}."

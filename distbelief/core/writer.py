@@ -10,6 +10,7 @@
 * `close` waits a limited time. A thread that hangs then continues when it can.
 """
 
+import datetime as dt
 import threading
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,12 @@ N_WAITING_MAX: Final = 10_000
 CLOSE_SECONDS_MAX: Final = 5.0
 
 Job = Callable[[], object]
+
+
+def log_line(role: str, level: str, text: str) -> str:
+    """Return a line of a log file, with the time of day."""
+    now = dt.datetime.now().astimezone()
+    return f"{now:%Y-%m-%d %H:%M:%S}.{now.microsecond // 1000:03d} {role} {level}: {text}"
 
 
 @final

@@ -219,6 +219,7 @@ class ForkServer:
             self._report(Ended(name=start.name, incarnation=start.incarnation, error=why))
             return
         if pid == 0:
+            os.close(self._reports)  # its end must be seen although children live
             _run(start, parent=parent)
         self._children[pid] = start
         self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
@@ -319,12 +320,8 @@ def _run(start: Start, *, parent: int) -> NoReturn:
 def _program(program: Program) -> Callable[[str, int, str], int]:
     from distbelief.launch import preflight, role_process  # noqa: PLC0415 -- imported long ago
 
-    programs = {
-        "role": role_process.main,
-        "check": preflight.check_main,
-        "prepare": preflight.prepare_main,
-    }
-    return programs[program]
+    check, prepare = preflight.check_main, preflight.prepare_main
+    return {"role": role_process.main, "check": check, "prepare": prepare}[program]
 
 
 def _redirect(log: str) -> None:

@@ -82,7 +82,7 @@ class LocalLauncher:
         assert self._server.stdout is not None
         os.set_blocking(self._server.stdout.fileno(), False)
         self._unread = b""
-        self._import()
+        self._ask(forkserver.Import(modules=self._modules))
 
     def serve(
         self,
@@ -102,7 +102,7 @@ class LocalLauncher:
         """
         self._spec, self._log_of = spec, log_of
         self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))
-        self._import()
+        self._ask(forkserver.Import(modules=self._modules))
 
     def close(self) -> None:
         with suppress(BlockingIOError):
@@ -154,10 +154,6 @@ class LocalLauncher:
         )
         self._ask(start)
 
-    def _import(self) -> None:
-        if self._modules:
-            self._ask(forkserver.Import(modules=self._modules))
-
     def _ask(self, request: forkserver.Request) -> None:
         server = self._server
         if server is None or server.stdin is None:
@@ -190,10 +186,8 @@ class LocalLauncher:
                 if self._alive.get(name) == report.incarnation:
                     del self._alive[name]
                     self._pids.pop(name, None)
-                self._lost(name, report.incarnation, self._why(report))
-
-    def _lost(self, name: Address, incarnation: int, reason: str) -> None:
-        self._events.append(PeerLost(peer=name, incarnation=incarnation, reason=reason))
+                lost = PeerLost(peer=name, incarnation=report.incarnation, reason=self._why(report))
+                self._events.append(lost)
 
     def _why(self, ended: forkserver.Ended) -> str:
         log = self._log_of(ended.name)
@@ -212,7 +206,8 @@ class LocalLauncher:
         self._pids.clear()
         for name, incarnation in alive.items():
             self.n_ended += 1
-            self._lost(name, incarnation, "ended with the process that started it")
+            why = "ended with the process that started it"
+            self._events.append(PeerLost(peer=name, incarnation=incarnation, reason=why))
         if self._pipe:
             os.write(self._pipe[1], b"\0")
 

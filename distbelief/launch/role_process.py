@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,7 +22,7 @@ from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core.memory import KEPT_BYTES_MAX, Memory, PrivateMemory, keep_memory
 from distbelief.core.signals import ABANDONED
-from distbelief.core.writer import Writer
+from distbelief.core.writer import Writer, log_line
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
@@ -189,15 +188,9 @@ def log(name: str, incarnation: int, level: str, text: str) -> None:
     _write(log_line(f"{name}#{incarnation}", level, text))
 
 
-def log_line(role: str, level: str, text: str) -> str:
-    now = time.time()  # noqa: TID251 -- the time of day, for people
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    return f"{clock}.{int(now % 1 * 1000):03d} {role} {level}: {text}\n"
-
-
 def _write(line: str) -> None:
     with suppress(OSError):  # a full disk ends no role; the supervisor reports it
-        sys.stdout.write(line)
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 

@@ -15,13 +15,14 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from typing_extensions import override
 
 from distbelief.config import toml
@@ -29,16 +30,24 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
+from distbelief.core.vectors import Vector
 from distbelief.data.sharding import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
+from distbelief.parameter_server.checkpoint import (
+    Resharding,
+    ShardIdentity,
+    ShardState,
+    restore,
+    take,
+)
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
 from distbelief.parameter_server.replication import shard_of
+from distbelief.parameter_server.session_state import Session
 from distbelief.program.plan import Plan
-from distbelief.roles.role import Snapshot
+from distbelief.roles.role import Address, Snapshot
 from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.reshard import Resharder
 from distbelief.run.summary import DataFacts, read_summary
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.worker.group import group_rank_of, member_name, rank_name
@@ -477,9 +486,8 @@ def _reshard(
         )
     elif not isinstance(rule, UpdateRule):
         why = f"algorithm {job.algorithm_name!r} does not support resharding"
-    if why:
+    if why or not isinstance(rule, UpdateRule):
         raise JobError(f"--resume {run.path}: its checkpoints cannot be resharded for {now}: {why}")
-    assert isinstance(rule, UpdateRule)
     assert now.train is not None
     samples = previous.before.samples
     if was.n_replicas == now.n_replicas:
@@ -510,6 +518,66 @@ def _reshard(
         store=CheckpointStore(kept, report=store.report),
         notes=tuple(_notes(job, run, was, now, n_samples=sum(starts), directory=kept)),
     )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Resharder:
+    """Rewrites the newest checkpoints of S shards as those of S' shards; the old ones stay.
+
+    Little more than one old and one new shard is in memory at a time.
+    """
+
+    source: CheckpointStore  # the old checkpoints
+    old: Layout  # their layout
+    new: Layout  # layout of the new shards
+    rule: UpdateRule  # update rule whose state they contain
+    incarnation: int  # above all in them; the new roles begin with it
+
+    def write(self, target: CheckpointStore, *, label: str, samples: Mapping[str, int]) -> None:
+        """Write the new shards' checkpoints, with the data position of each new client."""
+        last = self.incarnation - 1
+        clients = tuple(
+            Session(name=Address(name), incarnation=last, samples=n) for name, n in samples.items()
+        )
+        paths: list[Path] = []
+        clocks: list[int] = []
+        steps: list[StepCounts] = []
+        for k in range(self.old.n_shards):
+            snapshot = self.source.newest(f"shard-{k}")
+            if snapshot is None:
+                raise StorageError(f"{self.source.directory} has no intact shard-{k}")
+            identity = ShardIdentity(index=k, layout=self.old, rule=self.rule)
+            state = restore(snapshot, identity=identity, incarnation=self.incarnation)
+            # Values are read again, in parts: not all of them are in memory at once.
+            clocks.append(state.clock)
+            steps.append(state.steps)
+            paths.append(self.source.path(f"shard-{k}", snapshot.label))
+        with ExitStack() as stack:
+            try:
+                opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
+            except (OSError, SafetensorError) as error:
+                raise StorageError(f"checkpoints cannot be read again: {error}") from error
+
+            def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
+                part: Vector = opened[shard_index].get_slice(array)[start:stop]
+                return part
+
+            for k in range(self.new.n_shards):
+                content = Resharding(self.old, self.new).shard(
+                    k, rule=self.rule, clocks=clocks, steps=steps, read=read
+                )
+                state = ShardState(
+                    incarnation=last,
+                    clock=content.clock,
+                    values=content.values,
+                    state=content.state,
+                    clients=clients,
+                    steps=content.steps,
+                )
+                identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
+                target.save(f"shard-{k}", take(label, state, identity=identity))
+                del content, state  # free them before the next one is made
 
 
 def _notes(

@@ -9,12 +9,12 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from traceback import extract_tb
 from typing import Protocol, cast
 
+from distbelief.core.formatting import nearest
 from distbelief.errors import JobError
 
 
@@ -46,10 +46,8 @@ def resolve(path: str, *, table: str = "job") -> Importable:
     for part in name.split("."):
         owner = found
         if not hasattr(owner, part):
-            raise JobError(
-                f"[{table}] {module_name} has no {name!r}"
-                f"{_nearest(part, [n for n in dir(owner) if not n.startswith('_')])}"
-            )
+            known = [n for n in dir(owner) if not n.startswith("_")]
+            raise JobError(f"[{table}] {module_name} has no {name!r}. {nearest(part, known)}")
         found = getattr(owner, part)
     if not callable(found):
         raise JobError(
@@ -130,25 +128,20 @@ def _imports_of(source: Path) -> Iterable[str]:
 def _module(name: str, *, table: str) -> object:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or name
-        if name == missing or name.startswith(f"{missing}."):
-            raise JobError(
-                f"[{table}] there is no module {missing!r}"
-                + ("" if missing == name else f" (of {name!r})")
-                + f"; searched: {_searched()}. Start from the directory that holds it, "
-                "or install it"
-            ) from None
-        raise JobError(
-            f"[{table}] module {name} needs {missing!r}, which is not installed{place(error)}"
-        ) from error
-    except SyntaxError as error:  # its text has file and line
-        raise JobError(
-            f"[{table}] importing {name} failed: {type(error).__name__}: {error}"
-        ) from error
     except (Exception, SystemExit) as error:  # user code may raise anything
+        missing = str(getattr(error, "name", None) or name)
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{missing}."):
+            raise JobError(
+                f"[{table}] there is no module {missing!r} (of {name!r}); searched: "
+                f"{_searched()}. Start from the directory that holds it, or install it"
+            ) from None
+        if isinstance(error, ModuleNotFoundError):
+            raise JobError(
+                f"[{table}] module {name} needs {missing!r}, which is not installed{place(error)}"
+            ) from error
+        where = "" if isinstance(error, SyntaxError) else place(error)  # its text has file and line
         raise JobError(
-            f"[{table}] importing {name} failed: {type(error).__name__}: {error}{place(error)}"
+            f"[{table}] importing {name} failed: {type(error).__name__}: {error}{where}"
         ) from error
 
 
@@ -180,24 +173,13 @@ def _check_arguments(
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         for name in arguments:
             if name not in named:
+                hint = nearest(name, named, only_close=True)
                 raise JobError(
-                    f"[{table}] {path} takes no argument {name!r} ({takes})"
-                    f"{_nearest(name, list(named), only_close=True)}"
+                    f"[{table}] {path} takes no argument {name!r} ({takes}). {hint}".rstrip(". ")
                 )
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise JobError(f"[{table}] {path} needs the argument {name!r} ({takes}): give it")
-
-
-def _nearest(name: str, known: list[str], *, only_close: bool = False) -> str:
-    match get_close_matches(name, known, n=1):
-        case [nearest]:
-            return f". Did you mean {nearest!r}?"
-        case _ if only_close or not known:
-            return ""
-        case _:
-            few = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
-            return f" (it has {few})"
 
 
 def place(error: BaseException) -> str:

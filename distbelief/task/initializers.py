@@ -86,8 +86,8 @@ _FIX: Final = "Let its constructor use one function of torch.nn.init on the whol
 _UNKNOWN: Final = f"filled in a way that shards cannot repeat. {_FIX}"
 _EMPTY: Final = f"never given any values. {_FIX}"
 _CAST: Final = (
-    "cast to another type after it was drawn. Make its layer in that type rather than cast the "
-    "module, as by double()"
+    "cast to another type after it was drawn. Make its layer in that type (dtype={dtype}) rather "
+    "than cast the module, as by double()"
 )
 
 _Numbers = tuple[float, ...]
@@ -132,8 +132,9 @@ class Recording:
             recorded = self._recorder.of(tensors[name])
             if isinstance(recorded, str):
                 raise JobError(
-                    f"[model] initial = 'seed': tensor {name!r} of type {tensors[name].dtype} is "
-                    f"{recorded}, or use initial = 'module', or a .safetensors file"
+                    f"[model] initial = 'seed': tensor {name!r} is "
+                    f"{recorded.format(dtype=tensors[name].dtype)}, or use initial = 'module', or "
+                    "a .safetensors file"
                 )
             found[name] = recorded
         return found

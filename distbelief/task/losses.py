@@ -5,13 +5,13 @@ sizes.
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from typing import Final, cast
 
 import torch
 from torch.nn import functional
 
+from distbelief.core.formatting import nearest
 from distbelief.errors import JobError
 from distbelief.task.imports import resolve
 
@@ -123,11 +123,10 @@ def usual_metric(loss: str, *, labels: bool = True) -> str:
 
 
 def _unknown(name: str, known: list[str], *, what: str, table: str) -> JobError:
-    nearest = get_close_matches(name, known, n=1)
-    hint = f". Did you mean {nearest[0]!r}?" if nearest else ""
+    hint = nearest(name, known, only_close=True)
     return JobError(
         f"[{table}] there is no {what} {name!r} (there are {', '.join(sorted(known))}, "
-        f"or an import path 'package.module:function'){hint}"
+        f"or an import path 'package.module:function'). {hint}".rstrip(". ")
     )
 
 
