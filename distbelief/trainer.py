@@ -51,7 +51,7 @@ from distbelief.run.result import Run
 from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text, write_summary
 from distbelief.run_log import RunLog
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
@@ -225,7 +225,6 @@ class Callbacks:
 
     Args:
         supervisor: Of the job.
-        look: Returns the view at a time.
         display: Draws it.
         metrics: Receives the measurements.
         run: Receives status.json.
@@ -238,7 +237,6 @@ class Callbacks:
         self,
         supervisor: Supervisor,
         *,
-        look: Callable[[float], JobView],
         display: ProgressLine,
         metrics: MetricsFile,
         run: RunDirectory,
@@ -247,7 +245,6 @@ class Callbacks:
         watch: Watch | None,
     ) -> None:
         self._supervisor = supervisor
-        self._look = look
         self._display = display
         self._metrics = metrics
         self._run = run
@@ -259,7 +256,7 @@ class Callbacks:
 
     def tick(self) -> None:
         now = time.monotonic()
-        view = self._look(now)
+        view = self._supervisor.view(now)
         if self._watch is not None and self._watch(view):
             self._supervisor.request_stop("stopped by the caller")
         self._log.show(partial(self._display.update, view), key="view")
@@ -395,7 +392,6 @@ class Trainer:
     ) -> None:
         console = self._log.console
         config = supervisor_config(self._job, self._preflight, previous=self._previous)
-        supervisor = Supervisor(config)
         name = secrets.token_hex(16)
         own = ListenConfig(directory=str(self._memory.directory))
         reach = own if hosting is None else hosting.reach
@@ -417,18 +413,17 @@ class Trainer:
             self._metrics() as metrics,
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
-            role: Role = supervisor
             if detours is not None:
                 endpoint = detours.through(SUPERVISOR, endpoint)
-                role = detours.around(supervisor)
             of_roles = reach if hosting is None else hosting.reach_of_roles
             spec = self._write_spec(name, endpoint, of_roles)
-            look = supervisor.view
+            cluster = None
             if hosting is not None:
                 plan = None if spec.plan is None else Path(spec.plan)
-                role = hosted = hosting.wrap(supervisor, self._job, spec, plan=plan)
-                look = hosted.view
+                cluster = hosting.cluster(self._job, spec, plan=plan)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
+            supervisor = Supervisor(config, cluster)
+            role: Role = supervisor if detours is None else detours.around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
@@ -441,7 +436,6 @@ class Trainer:
                     self._log.print(f"{self._job.name}: {self._run.path}")
                 callbacks = Callbacks(
                     supervisor,
-                    look=look,
                     display=display,
                     metrics=metrics,
                     run=self._run,
@@ -450,7 +444,7 @@ class Trainer:
                     watch=watch,
                 )
                 error = node.run(on_tick=lambda: self._tick(callbacks))
-            self._view = look(time.monotonic())
+            self._view = supervisor.view(time.monotonic())
         self._error = None if supervisor.interrupted else error
         if supervisor.interrupted:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)

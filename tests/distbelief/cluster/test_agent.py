@@ -11,7 +11,7 @@ from distbelief.launch import preflight
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import read_spec
 from distbelief.transport.config import ListenConfig
-from tests.distbelief.cluster.test_bootstrap_job_spec import spec_of
+from tests.distbelief.cluster.test_bootstrap import spec_of
 
 
 LETTERS = """

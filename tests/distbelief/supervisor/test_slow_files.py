@@ -29,7 +29,7 @@ from distbelief.roles.role import (
 from distbelief.run.directory import RunDirectory
 from distbelief.run.metrics_file import MetricsFile, read_metrics
 from distbelief.run_log import RunLog
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.trainer import Callbacks
@@ -89,7 +89,6 @@ class Desk:
         supervisor._records.append(supervisor.view(0.0))
         self._watching = Callbacks(
             supervisor,
-            look=supervisor.view,
             display=ProgressLine("demo", console=console),
             metrics=metrics,
             run=run,
