@@ -13,28 +13,19 @@ DIRECTORY/RUN/snapshots/          checkpoints of shards that ran here
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, final
 
 import msgspec
 
+from distbelief import protocol as wire
 from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec
 from distbelief.core import files
 from distbelief.core.reliable import Silence
 from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.preflight import VERDICT_BYTES_MAX, verdict_file
-from distbelief.protocol import (
-    Assignments,
-    FileChunk,
-    HostReport,
-    Message,
-    Offer,
-    Release,
-    RoleEnded,
-    Stop,
-)
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import (
@@ -96,8 +87,8 @@ class HostAgentConfig:
     # be restarted
     over_seconds: Seconds = 60.0
 
-    def offer(self, incarnation: int) -> Offer:
-        return Offer(
+    def offer(self, incarnation: int) -> wire.Offer:
+        return wire.Offer(
             incarnation=incarnation,
             label=self.label[:128],
             endpoint=self.endpoint,
@@ -120,9 +111,9 @@ class RunningRoles:
     def __init__(self) -> None:
         self._assigned: dict[Address, int] = {}
         self.running: dict[Address, int] = {}  # also of earlier incarnations, until they end
-        self.ended: dict[Address, RoleEnded] = {}  # kept until they are no longer assigned
+        self.ended: dict[Address, wire.RoleEnded] = {}  # kept until they are no longer assigned
 
-    def assign(self, message: Assignments) -> None:
+    def assign(self, message: wire.Assignments) -> None:
         """Store the roles assigned to this host; `reconcile` acts on them.
 
         Raises:
@@ -160,7 +151,7 @@ class RunningRoles:
         del self.running[event.peer]
         is_assigned = self._assigned.get(event.peer) == event.incarnation
         if is_assigned:
-            self.ended[event.peer] = RoleEnded(
+            self.ended[event.peer] = wire.RoleEnded(
                 name=event.peer, incarnation=event.incarnation, reason=event.reason[:_REASON_MAX]
             )
         return is_assigned
@@ -188,7 +179,7 @@ class HostStorage(Protocol):
     def verdict(self) -> str | None: ...
 
 
-HostMessage = Assignments | Release | FileChunk | Stop
+HostMessage = wire.Assignments | wire.Release | wire.FileChunk | wire.Stop
 
 
 @final
@@ -293,7 +284,7 @@ class HostAgent:
         return [_to_supervisor(self._config.offer(self._incarnation))]
 
     def _report(self) -> Action:
-        report = HostReport(
+        report = wire.HostReport(
             incarnation=self._incarnation,
             ready=self._ready,
             leaving=self._leaves_at is not None,
@@ -314,8 +305,8 @@ class HostAgent:
     def _exit(self, error: str | None) -> list[Action]:
         return [*self._roles.drop(), Exit(error=error)]
 
-    def _leave(self, message: Message, now: Seconds) -> list[Action]:
-        if not isinstance(message, Stop):
+    def _leave(self, message: wire.Message, now: Seconds) -> list[Action]:
+        if not isinstance(message, wire.Stop):
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
         if self._run is None or self._leaves_at is not None:
             return self._exit(None)
@@ -330,21 +321,21 @@ class HostAgent:
 
     # --- messages of the supervisor
 
-    def _dispatch(self, message: Message, now: Seconds) -> list[Action]:
+    def _dispatch(self, message: wire.Message, now: Seconds) -> list[Action]:
         self._silence.heard(now, progress=False)
         match message:
-            case Assignments(incarnation=incarnation) if incarnation == self._incarnation:
+            case wire.Assignments(incarnation=incarnation) if incarnation == self._incarnation:
                 return self._assigned(message, now)
-            case Release(incarnation=incarnation) if incarnation == self._incarnation:
+            case wire.Release(incarnation=incarnation) if incarnation == self._incarnation:
                 return self._released(message, now)
-            case FileChunk():
+            case wire.FileChunk():
                 return self._take_chunk(message, now)
-            case Assignments() | Release():
+            case wire.Assignments() | wire.Release():
                 return []  # to an earlier incarnation
             case _:
                 raise RemoteProtocolError(f"the supervisor sent a host {type(message).__name__}")
 
-    def _assigned(self, message: Assignments, now: Seconds) -> list[Action]:
+    def _assigned(self, message: wire.Assignments, now: Seconds) -> list[Action]:
         if self._run not in {None, message.run}:  # the supervisor of another run
             return [*self._restart(now), *self._offer(now)]
         self._silence.heard(now)
@@ -354,7 +345,7 @@ class HostAgent:
         self._roles.assign(message)
         return self._roles.reconcile() if self._ready else []
 
-    def _released(self, message: Release, now: Seconds) -> list[Action]:
+    def _released(self, message: wire.Release, now: Seconds) -> list[Action]:
         if self._leaves_at is not None:
             return self._exit(None)
         sent_away = message.refused or self._refusal is not None
@@ -385,7 +376,7 @@ class HostAgent:
         self._bandwidth = probe.rate
         return self._begin_download(JOB_SPEC, now)
 
-    def _take_chunk(self, chunk: FileChunk, now: Seconds) -> list[Action]:
+    def _take_chunk(self, chunk: wire.FileChunk, now: Seconds) -> list[Action]:
         download = self._download
         if download is None:
             return []
@@ -448,7 +439,7 @@ class HostAgent:
         return [Compute(name=f"{_VERDICT}:{self._incarnation}", work=self._storage.verdict)]
 
 
-def _to_supervisor(message: Message) -> Action:
+def _to_supervisor(message: wire.Message) -> Action:
     return Send(receiver=SUPERVISOR, message=message)
 
 
@@ -456,33 +447,26 @@ def _said(what: str, *, reason: str = "", detail: str = "", seconds: Seconds = 0
     return Report.of(LogEvent(what, reason=reason, detail=detail, seconds=seconds))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentStorageConfig:
-    """Paths and limits of a host."""
+@final
+@dataclass(kw_only=True)
+class AgentStorage:
+    """Files and shared memory of one host, for one run at a time."""
 
     supervisor: str  # its address, with its key
     reach: ListenConfig  # where roles of this host listen
     allowed: tuple[str, ...]  # modules whose functions a job may name
     code: Path  # directory of their modules and of the job's files
     directory: Path  # for logs and checkpoints
-
-
-@final
-class AgentStorage:
-    """Files and shared memory of one host, for one run at a time."""
-
-    def __init__(self, config: AgentStorageConfig, *, launcher: LocalLauncher) -> None:
-        self._config = config
-        self._launcher = launcher
-        self._memory: FileMemory | None = None
-        self._spec = Path()
+    launcher: LocalLauncher
+    spec: Path = field(default_factory=Path)  # what the processes of roles read
+    memory: FileMemory | None = None
 
     def store_job_spec(self, job_spec: bytes) -> Seconds:
         self.clear()
         received = read_job_spec(job_spec)
-        job, patience = localized(received.spec.job, self._config.code)
-        directory = _new_run_directory(self._config.directory)
-        memory = self._memory = FileMemory.make()
+        job, patience = localized(received.spec.job, self.code)
+        directory = _new_run_directory(self.directory)
+        memory = self.memory = FileMemory.make()
         plan = None
         if received.plan is not None:
             plan = memory.directory / ".plan.json"
@@ -490,38 +474,38 @@ class AgentStorage:
         spec = msgspec.structs.replace(
             received.spec,
             job=job,
-            supervisor=self._config.supervisor,
+            supervisor=self.supervisor,
             memory=str(memory.directory) if received.shares else "",
             snapshots=str(directory / "snapshots"),
             initial_file=None,
             plan=None if plan is None else str(plan),
-            reach=self._config.reach,
-            allowed=self._config.allowed,
+            reach=self.reach,
+            allowed=self.allowed,
         )
-        self._spec = memory.directory / ".spec.json"
+        self.spec = memory.directory / ".spec.json"
         # It may contain a secret; only the user may enter this directory.
-        self._spec.write_bytes(msgspec.json.encode(spec))
+        self.spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
-        self._launcher.serve(
-            spec=self._spec, log_of=lambda name: logs / f"{name}.log", has_ranks=plan is not None
+        self.launcher.serve(
+            spec=self.spec, log_of=lambda name: logs / f"{name}.log", has_ranks=plan is not None
         )
         return patience
 
     def verdict(self) -> str | None:
         try:
-            with verdict_file(self._spec).open("rb") as file:
+            with verdict_file(self.spec).open("rb") as file:
                 text = file.read(VERDICT_BYTES_MAX).decode(errors="replace")
         except FileNotFoundError:
-            return f"trying out the job failed here: see {self._config.directory}"
+            return f"trying out the job failed here: see {self.directory}"
         except OSError as error:
-            raise files.explained(error, self._spec, doing="read") from error
+            raise files.explained(error, self.spec, doing="read") from error
         return text or None
 
     def clear(self) -> None:
         """Remove the shared memory of the previous run."""
-        if self._memory is not None:
-            self._memory.remove_all()
-            self._memory = None
+        if self.memory is not None:
+            self.memory.remove_all()
+            self.memory = None
 
 
 @final

@@ -22,13 +22,7 @@ from typing import Final, Self, final
 import torch
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.agent import (
-    AgentLauncher,
-    AgentStorage,
-    AgentStorageConfig,
-    HostAgent,
-    HostAgentConfig,
-)
+from distbelief.cluster.agent import AgentLauncher, AgentStorage, HostAgent, HostAgentConfig
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.core.writer import Writer
@@ -189,14 +183,14 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
         monitor = SupervisorMonitor(transport, key=own_key, place=place, tell=log.show)
         stack.callback(monitor.close)
         monitor.dial()
-        paths = AgentStorageConfig(
+        storage = AgentStorage(
             supervisor=str(place),
             reach=reach,
             allowed=options.allowed,
             code=options.code.absolute(),
             directory=options.directory.absolute(),
+            launcher=launcher,
         )
-        storage = AgentStorage(paths, launcher=launcher)
         stack.callback(storage.clear)
         stack.callback(launcher.close)  # before that
         host = HostAgent(_config(options, transport.endpoint), storage=storage)

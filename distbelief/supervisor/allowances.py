@@ -1,4 +1,4 @@
-"""Bounds on how far each replica may train, so that together they stop where [stop] says.
+"""Which replicas may train, and how far, so that together they stop where [stop] says.
 
     left   samples of the job that are not trained yet, as far as replicas have reported
     held   what one replica may still train: its bound less what it has reported
@@ -13,8 +13,8 @@ self-scheduling: Polychronopoulos and Kuck 1987).
 
 from typing import Final, final
 
-from distbelief.protocol import StartTraining
-from distbelief.roles.role import Address
+from distbelief.protocol import Progress, StartTraining
+from distbelief.roles.role import Address, Send
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
@@ -37,10 +37,36 @@ class Allowances:
         driven = members.coordinator is not None
         self._total = None if config.stop is None or driven else config.stop.total_samples
         self._batch_size = config.batch_size
+        self._warm_start_left = config.warm_start_steps  # of replica 0, over all its incarnations
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
 
-    def begin(self, record: RoleRecord) -> StartTraining:
+    @property
+    def warm_start_is_over(self) -> bool:
+        # "Warmstarting model training with only a single replica before unleashing the other
+        # replicas" makes more replicas usable (Dean et al. 2012, section 4.1).
+        replicas = self._members.of("replica")
+        # Without replica 0 nobody would ever end the warm start.
+        return self._warm_start_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
+
+    def progressed(self, record: RoleRecord, message: Progress) -> None:
+        """Count steps of replica 0; `record` is as it was before the message."""
+        if record.index == 0:
+            self._warm_start_left -= max(0, message.step - record.step)
+
+    def release(self) -> list[Send]:
+        """Return `StartTraining` for every role that may begin and has not been asked to."""
+        replicas = self._members.of("replica")
+        first = self._members.of("coordinator")
+        sends: list[Send] = []
+        for record in first + (replicas if self.warm_start_is_over else replicas[:1]):
+            if record.introduced_at is None or record.begun or not record.is_alive:
+                continue
+            record.begun = True
+            sends.append(Send(receiver=record.name, message=self._begin(record)))
+        return sends
+
+    def _begin(self, record: RoleRecord) -> StartTraining:
         """Return `StartTraining` for a new incarnation, which holds nothing yet."""
         self._bounds.pop(record.name, None)
         self._raise_bound(record)

@@ -6,7 +6,7 @@ from typing import Final
 
 from distbelief.config.job import VerdictOf, done
 from distbelief.roles.role import Seconds
-from distbelief.supervisor.membership import Kind
+from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 
@@ -75,3 +75,18 @@ class SupervisorConfig:
                 return self.replica_restarts_max if trains else self.evaluator_restarts_max
             case "guest":
                 return 0
+
+    def cause_of_death(
+        self, record: RoleRecord, now: Seconds, *, dead_after: Seconds
+    ) -> str | None:
+        """Return why a silent role counts as dead, if it does."""
+        silence, building = now - record.heard_at, now - record.launched_at
+        if record.presence is Presence.LAUNCHED and silence > self.start_seconds_max:
+            return f"has sent nothing for {silence:.0f} s since it was started"
+        if record.presence is not Presence.PRESENT or record.kind == "guest":
+            return None
+        if silence > dead_after:
+            return f"silent for {silence:.1f} s"
+        if record.state == "building" and building > self.build_seconds_max:
+            return f"has been building its model and data for {building:.0f} s"
+        return None

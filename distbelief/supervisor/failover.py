@@ -21,6 +21,7 @@ from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.supervisor.membership import Membership, RoleRecord
+from distbelief.supervisor.rounds import Checkpoints
 
 
 # How long a primary stays without a backup after BackupUnresponsive: a backup that comes and goes
@@ -336,6 +337,30 @@ class ShardFailover:
                 if is_of_now and record.name == election.primary and election.backup:
                     event = LogEvent("backup_unresponsive", role=record.name, other=election.backup)
                 return event, election.backup_unresponsive(record.name, message.term, now).sends
+
+    def restart_event(
+        self, record: RoleRecord, why: str, checkpoints: Checkpoints, now: Seconds
+    ) -> LogEvent:
+        """Return the log event of a role that is restarted, with what is lost by that."""
+        what, other, detail, n = "role_restarted", "", "", 0
+        survivor, coordinator = self.survivor(record), self._members.coordinator
+        if survivor is not None:
+            other = survivor.name
+            if survivor.end is not None:
+                what = "other_copy_dead"
+            elif not self.answers(survivor, now):
+                what = "other_copy_silent"
+            else:
+                what = "backup_takes_over" if self.was_primary(record) else "primary_alone"
+        elif record.kind == "shard" and coordinator is not None:
+            what, detail = "run_restored", checkpoints.describe(coordinator.name, now)
+        elif record.kind == "shard":
+            what, detail = "shard_restored", checkpoints.describe(record.shard, now)
+            if self.is_primary(record):
+                n = checkpoints.n_since(record.shard, record.counters.get("clock", 0.0))
+                what = "shard_restored_with_loss" if n else what
+        name, incarnation = record.name, record.incarnation
+        return LogEvent(what, name, incarnation, reason=why, other=other, detail=detail, n=n)
 
     def tick(self, now: Seconds) -> tuple[list[Send], list[RoleRecord]]:
         """Return what to send, and the silent primaries to kill."""

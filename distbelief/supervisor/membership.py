@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Literal, final
 
 from distbelief.parameter_server.replication import shard_of
-from distbelief.protocol import Join, PeerEntry
+from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import Address, Seconds
 from distbelief.worker.group import group_rank_of
 
@@ -241,23 +241,14 @@ class Membership:
     def leave(self, record: RoleRecord) -> None:
         del self._records[record.name]
 
-    def entries_for(self, record: RoleRecord) -> tuple[PeerEntry, ...]:
-        return tuple(
-            other.entry
-            for other in self
-            if record.needs(other)
-            and other.entry is not None
-            and other.presence is Presence.PRESENT
-        )
-
-    def gone_for(self, record: RoleRecord) -> tuple[Address, ...]:
-        """Return the ranks of this role's group that will not come back."""
-        if record.kind not in {"replica", "evaluator", "machine"}:
-            return ()
-        ended = (other for other in self if not other.is_alive)
-        return tuple(
-            other.name for other in ended if other is not record and other.group == record.group
-        )
+    def peers_of(self, record: RoleRecord) -> Peers:
+        """Return the roles that this one needs, and the ranks of its group that are gone."""
+        needed = [other for other in self if other.has_joined and record.needs(other)]
+        gone: list[Address] = []
+        if record.kind in {"replica", "evaluator", "machine"}:
+            gone = [other.name for other in self.ranks_with(record) if not other.is_alive]
+        entries = tuple(other.entry for other in needed if other.entry is not None)
+        return Peers(entries=entries, gone=tuple(gone))
 
     def add_delay(self, seconds: Seconds) -> None:
         """Shift all clocks by a time in which the supervisor itself was suspended."""

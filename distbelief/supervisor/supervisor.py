@@ -13,28 +13,13 @@
 * If all replicas are lost, a shard cannot be kept alive, or the user's code fails, the job fails.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
+from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    BackupInSync,
-    BackupUnresponsive,
-    CheckpointSaved,
-    EvaluationDone,
-    Failed,
-    Finished,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Message,
-    Peers,
-    Progress,
-    Stop,
-)
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import (
     HOST,
@@ -57,6 +42,7 @@ from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import ClusterConfig
+from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.rounds import Checkpoints, Evaluations
@@ -67,7 +53,7 @@ from distbelief.supervisor.scheduler import (
     Scheduler,
 )
 from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
-from distbelief.supervisor.view import JobView, Phase, RoleView
+from distbelief.supervisor.view import JobView, Phase
 
 
 TICK_SECONDS: Final = 0.25
@@ -75,7 +61,6 @@ N_RECORDS_MAX: Final = 1024
 INTRODUCE_SECONDS: Final = 5.0  # between two `Peers` to one role: messages may be lost
 LAST_MESSAGES_SECONDS: Final = 0.1  # they may come after the news that their process has ended
 LAST_SAVE_SECONDS: Final = 10.0  # for repeating a failed save of the last checkpoint
-COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
 
 _TICK: Final = "supervisor:tick"
 _DEADLINE: Final = "supervisor:deadline"
@@ -83,16 +68,16 @@ _LOST: Final = "supervisor:lost:"
 _RESTORING: Final = "starting"  # state of a shard without values yet: its clock is 0
 
 RoleToSupervisor = (
-    Join
-    | Heartbeat
-    | Finished
-    | Failed
-    | Progress
-    | EvaluationDone
-    | CheckpointSaved
-    | BackupUnresponsive
-    | BackupInSync
-    | Stop
+    wire.Join
+    | wire.Heartbeat
+    | wire.Finished
+    | wire.Failed
+    | wire.Progress
+    | wire.EvaluationDone
+    | wire.CheckpointSaved
+    | wire.BackupUnresponsive
+    | wire.BackupInSync
+    | wire.Stop
 )
 
 
@@ -136,12 +121,11 @@ class Supervisor:
             self.metrics,
             self.shutdown,
             stable_seconds=config.stable_seconds,
-            on_end=self._ended_elsewhere,
+            on_end=self._ended,
             cluster=cluster,
             policy=policy or ReplicasAnywhere(),
         )
         self._has_begun = False
-        self._warm_start_left = config.warm_start_steps  # steps of replica 0
         self._clock = Silence()  # our own tick, and the progress of all replicas
         self._requested_end: str | None = None
         self._report_at: Seconds = 0.0
@@ -162,7 +146,7 @@ class Supervisor:
                 actions = self._confirm_death(Address(name.removeprefix(_LOST)), now)
             case PeerLost():
                 self.scheduler.ended_here(event.peer, event.incarnation)
-                actions = self._process_ended(event.peer, event.incarnation, event.reason, now)
+                actions = self._ended(event.peer, event.incarnation, event.reason, now)
             case _:
                 actions = []
         actions += self._begin_if_due(now)
@@ -204,7 +188,7 @@ class Supervisor:
         self.metrics.started_at = now
         for record in self.members:
             record.presence = Presence.WAITING
-        return [*self.scheduler.start(now), self._next_tick(now)]
+        return [*self.scheduler.start(now), self._set_tick(now)]
 
     def _begin_if_due(self, now: Seconds) -> list[Action]:
         if self._has_begun or not self._runs:
@@ -219,7 +203,7 @@ class Supervisor:
                 self.scheduler.launch(record)
         return actions
 
-    def _next_tick(self, now: Seconds) -> SetTimer:
+    def _set_tick(self, now: Seconds) -> Action:
         return SetTimer(name=_TICK, at=self._clock.expect(now + TICK_SECONDS))
 
     def _tick(self, now: Seconds) -> list[Action]:
@@ -227,7 +211,7 @@ class Supervisor:
         if late > TICK_SECONDS:  # this process was suspended: the roles may not be silent at all
             self.members.add_delay(late)
             self.shutdown.add_delay(late)
-        actions: list[Action] = [self._next_tick(now)]
+        actions: list[Action] = [self._set_tick(now)]
         actions += self.scheduler.tick(now, late=late if late > TICK_SECONDS else 0.0)
         if self.shutdown.stage < ShutdownStage.CLOSE and not self.shutdown.interrupted:
             sends, demoted = self.failover.tick(now)
@@ -269,7 +253,8 @@ class Supervisor:
             for record in self.members.of("replica")
             if record.begun
         )
-        return [self._log(now, LogEvent("stalled", seconds=waited, detail=states))] * bool(states)
+        event = LogEvent("stalled", seconds=waited, detail=states)
+        return [self._log(now, event)] if states else []
 
     def _record(self, now: Seconds) -> None:
         self._report_at = now + self._config.report_every
@@ -290,14 +275,14 @@ class Supervisor:
             )
         if event.incarnation != record.incarnation or not record.is_alive:
             return []  # from an earlier incarnation
-        if isinstance(message, Failed):
+        if isinstance(message, wire.Failed):
             host = self.scheduler.to_blame(record, message)
             if host is not None:
                 return self.scheduler.reject(host, f"{record.label} there: {message.error}", now)
         return [*self._heard(record, now), *self._dispatch(record, message, now)]
 
-    def _user(self, message: Message, now: Seconds) -> list[Action]:
-        if not isinstance(message, Stop):
+    def _user(self, message: wire.Message, now: Seconds) -> list[Action]:
+        if not isinstance(message, wire.Stop):
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
         if self.interrupted:  # a second Ctrl+C: end at once
             return self._halt(now)
@@ -307,25 +292,25 @@ class Supervisor:
             self.shutdown.interrupt(message.reason, now)
         return [self._log(now, LogEvent("stopping", reason=message.reason))]
 
-    def _dispatch(self, record: RoleRecord, message: Message, now: Seconds) -> list[Action]:
+    def _dispatch(self, record: RoleRecord, message: wire.Message, now: Seconds) -> list[Action]:
         match message:
-            case Join():
+            case wire.Join():
                 actions = self._joined(record, message, now)
-            case Heartbeat():
+            case wire.Heartbeat():
                 actions = self._heartbeat(record, message, now)
-            case Finished():
+            case wire.Finished():
                 actions = self._finished(record, message, now)
-            case Failed():
+            case wire.Failed():
                 actions = self._failed(record, message, now)
-            case Progress() if record.kind in {"replica", "coordinator"}:
+            case wire.Progress() if record.kind in {"replica", "coordinator"}:
                 actions = self._progressed(record, message, now)
-            case EvaluationDone() if record.kind == "evaluator":
+            case wire.EvaluationDone() if record.kind == "evaluator":
                 actions = self._evaluated(message, now)
-            case CheckpointSaved() if record.kind in {"shard", "coordinator"}:
+            case wire.CheckpointSaved() if record.kind in {"shard", "coordinator"}:
                 error = self.checkpoints.answered(record.shard, message, now)
-                event = LogEvent("not_saved", role=record.name, reason=error or "")
+                event = LogEvent("not_saved", record.name, reason=error or "")
                 actions = [self._log(now, event)] if error else []
-            case BackupUnresponsive() | BackupInSync() if record.kind == "shard":
+            case wire.BackupUnresponsive() | wire.BackupInSync() if record.kind == "shard":
                 news, sends = self.failover.reported(record, message, now)
                 actions = [*sends, *([self._log(now, news)] if news else [])]
             case _:
@@ -335,11 +320,10 @@ class Supervisor:
                 )
         return actions
 
-    def _progressed(self, record: RoleRecord, message: Progress, now: Seconds) -> list[Action]:
+    def _progressed(self, record: RoleRecord, message: wire.Progress, now: Seconds) -> list[Action]:
         if self.metrics.training_since is None:
             self._begin_rounds(now)
-        if record.index == 0:
-            self._warm_start_left -= max(0, message.step - record.step)
+        self.allowances.progressed(record, message)
         self._clock.heard(now)
         self.metrics.progress(record, message, now)
         record.progressed = True
@@ -352,7 +336,7 @@ class Supervisor:
         self.evaluations.begin(now)
         self.checkpoints.begin(now)
 
-    def _evaluated(self, message: EvaluationDone, now: Seconds) -> list[Action]:
+    def _evaluated(self, message: wire.EvaluationDone, now: Seconds) -> list[Action]:
         if self.evaluations.answered(message):
             self.metrics.measured(message, now)
             if self._runs:
@@ -360,7 +344,7 @@ class Supervisor:
                 self._end_if_due(now)
         return []
 
-    def _finished(self, record: RoleRecord, message: Finished, now: Seconds) -> list[Action]:
+    def _finished(self, record: RoleRecord, message: wire.Finished, now: Seconds) -> list[Action]:
         moves = self.scheduler.finished(record, now)
         if moves is not None:
             return moves
@@ -369,16 +353,14 @@ class Supervisor:
         self.failover.count(record)
         return self._end_role(record, now)
 
-    def _failed(self, record: RoleRecord, message: Failed, now: Seconds) -> list[Action]:
+    def _failed(self, record: RoleRecord, message: wire.Failed, now: Seconds) -> list[Action]:
         error = formatting.without_control_characters(message.error)
         record.failure = error
         if not message.culprit_is_job or record.kind == "guest":
             return []  # its process ends now; the launcher reports that (PeerLost)
         reason = f"{record.label}: {error}"
         self.shutdown.begin(reason, now, error=reason)
-        failed = LogEvent(
-            "role_failed", role=record.name, incarnation=record.incarnation, reason=error
-        )
+        failed = LogEvent("role_failed", record.name, record.incarnation, reason=error)
         actions = self._leave_out(record, failed, now)
         if record.kind == "shard":
             was_primary = self.failover.was_primary(record)
@@ -388,7 +370,7 @@ class Supervisor:
 
     # --- membership and heartbeats
 
-    def _joined(self, record: RoleRecord, message: Join, now: Seconds) -> list[Action]:
+    def _joined(self, record: RoleRecord, message: wire.Join, now: Seconds) -> list[Action]:
         if not (message.endpoint + message.host).isascii():
             raise RemoteProtocolError(f"{record.name} joins from {message.endpoint!a}")
         if not record.join(message):
@@ -405,7 +387,7 @@ class Supervisor:
         promotions = self.failover.joined(record, now)
         return [
             connect,
-            *(self._log(now, LogEvent("role_warns", role=record.name, reason=w)) for w in warnings),
+            *(self._log(now, LogEvent("role_warns", record.name, reason=w)) for w in warnings),
             *self._notify_peers(record, now),
             *self._introduce(record, now),
             *promotions,
@@ -419,8 +401,7 @@ class Supervisor:
         ):
             return []  # a client waits until all shards are there
         record.introduced_at = now
-        peers = Peers(entries=self.members.entries_for(record), gone=self.members.gone_for(record))
-        return [Send(receiver=record.name, message=peers)]
+        return [Send(receiver=record.name, message=self.members.peers_of(record))]
 
     def _notify_peers(self, record: RoleRecord, now: Seconds) -> list[Action]:
         actions: list[Action] = []
@@ -436,35 +417,37 @@ class Supervisor:
         actions: list[Action] = []
         if record.silence_reported:
             record.silence_reported = False
-            event = LogEvent("role_back", role=record.name, seconds=silence)
+            event = LogEvent("role_back", record.name, seconds=silence)
             actions.append(self._log(now, event))
         return [*actions, *(self._notify_peers(record, now) if was_away else [])]
 
-    def _heartbeat(self, record: RoleRecord, message: Heartbeat, now: Seconds) -> list[Action]:
-        samples = message.counters.get("samples", 0.0)
-        if record.trains and samples > record.counters.get("samples", 0.0):
-            self._clock.heard(now)  # a large batch makes progress without a step
+    def _heartbeat(self, record: RoleRecord, message: wire.Heartbeat, now: Seconds) -> list[Action]:
+        samples = record.counters.get("samples", 0.0)
         record.state = formatting.without_control_characters(message.state)
         record.counters = message.counters
-        if record.kind == "shard":
-            if record.state != _RESTORING:
-                self.failover.count(record)
-            applied = message.counters.get("pushes_applied")
-            if applied is not None:
-                record.rate.add(now, applied)
-        elif record.kind == "replica" and self.members.coordinator is not None:
-            record.rate.add(now, samples)  # under a coordinator replicas send no Progress
+        if record.trains and record.counters.get("samples", 0.0) > samples:
+            self._clock.heard(now)  # a large batch makes progress without a step
+        self._count(record, now)
         actions: list[Action] = []
         if record.has_joined:
-            actions.append(Send(receiver=record.name, message=HeartbeatAck()))
+            actions.append(Send(receiver=record.name, message=wire.HeartbeatAck()))
             actions += self.failover.heartbeat(record, now)
             at = record.introduced_at
             if at is not None and now - at >= INTRODUCE_SECONDS:
                 actions += self._introduce(record, now)
         return [*actions, *self._repeated_requests(record, now)]
 
+    def _count(self, record: RoleRecord, now: Seconds) -> None:
+        counter = "pushes_applied" if record.kind == "shard" else "samples"
+        if record.kind == "shard" and record.state != _RESTORING:
+            self.failover.count(record)
+        # Under a coordinator replicas send no Progress.
+        driven = record.kind == "replica" and self.members.coordinator is not None
+        if driven or (record.kind == "shard" and counter in record.counters):
+            record.rate.add(now, record.counters.get(counter, 0.0))
+
     def _repeated_requests(self, record: RoleRecord, now: Seconds) -> list[Action]:
-        messages: list[Message | None] = []
+        messages: list[wire.Message | None] = []
         if record.stopped:
             messages.append(self._stop_message())
         elif record.begun:
@@ -480,74 +463,51 @@ class Supervisor:
         actions: list[Action] = []
         dead: list[tuple[RoleRecord, str]] = []
         for record in list(self.members):
-            why = self._cause_of_death(record, now)
+            # A primary whose backup cannot take over holds what nobody else has. So if both copies
+            # are silent, the backup is killed first.
+            alone = self.failover.is_irreplaceable(record, now)
+            dead_after = self._config.dead_seconds * (2 if alone else 1)
+            why = self._config.cause_of_death(record, now, dead_after=dead_after)
             if why is not None:
                 dead.append((record, why))
             elif record.presence is Presence.PRESENT:
-                actions += self._report_if_silent(record, now)
+                actions += self._report_if_silent(record, now, dead_after=dead_after)
         for record, why in dead:
             actions += self._handle_death(record, why, now)
         return actions
 
-    def _cause_of_death(self, record: RoleRecord, now: Seconds) -> str | None:
-        silence = now - record.heard_at
-        if record.presence is Presence.LAUNCHED and silence > self._config.start_seconds_max:
-            return f"has sent nothing for {silence:.0f} s since it was started"
-        if record.presence is not Presence.PRESENT or record.kind == "guest":
-            return None
-        if silence > self._dead_after(record, now):
-            return f"silent for {silence:.1f} s"
-        building = now - record.launched_at
-        if record.state == "building" and building > self._config.build_seconds_max:
-            return f"has been building its model and data for {building:.0f} s"
-        return None
-
-    def _dead_after(self, record: RoleRecord, now: Seconds) -> Seconds:
-        # A primary whose backup cannot take over holds what nobody else has. So if both copies
-        # are silent, the backup is killed first.
-        alone = self.failover.is_irreplaceable(record, now)
-        return self._config.dead_seconds * (2 if alone else 1)
-
-    def _report_if_silent(self, record: RoleRecord, now: Seconds) -> list[Action]:
+    def _report_if_silent(
+        self, record: RoleRecord, now: Seconds, *, dead_after: Seconds
+    ) -> list[Action]:
         silence, is_guest = now - record.heard_at, record.kind == "guest"
         limit = self._config.dead_seconds if is_guest else self._config.silent_seconds
         if record.silence_reported or silence <= limit:
             return []
         if is_guest:
             record.presence = Presence.AWAY
-            away = LogEvent("guest_away", role=record.name, seconds=silence)
+            away = LogEvent("guest_away", record.name, seconds=silence)
             return [self._log(now, away), *self._notify_peers(record, now)]
         record.silence_reported = True
         event = LogEvent(
-            "role_silent",
-            role=record.name,
-            incarnation=record.incarnation,
-            seconds=silence,
-            limit=self._dead_after(record, now),
+            "role_silent", record.name, record.incarnation, seconds=silence, limit=dead_after
         )
         return [self._log(now, event)]
 
     # --- deaths
 
-    def _process_ended(
-        self, name: Address, incarnation: int, reason: str, now: Seconds
+    def _ended(
+        self, name: Address, incarnation: int, reason: str, now: Seconds, *, at_once: bool = False
     ) -> list[Action]:
+        """Handle the end of a process; its last messages may still come, unless `at_once`."""
         record = self.members.get(name)
         if record is None or incarnation != record.incarnation or not record.is_alive:
             return []
         record.end = reason
-        if self.interrupted or self.shutdown.stage >= ShutdownStage.CLOSE:
+        if at_once or self.interrupted or self.shutdown.stage >= ShutdownStage.CLOSE:
             return self._confirm_death(name, now)
         return [SetTimer(name=f"{_LOST}{name}", at=now + LAST_MESSAGES_SECONDS)]
 
-    def _ended_elsewhere(
-        self, name: Address, incarnation: int, reason: str, now: Seconds, *, at_once: bool
-    ) -> list[Action]:
-        actions = self._process_ended(name, incarnation, reason, now)
-        return [*actions, *(self._confirm_death(name, now) if at_once else [])]
-
     def _confirm_death(self, name: Address, now: Seconds) -> list[Action]:
-        """Handle the death of a role whose process has ended and whose last messages have come."""
         record = self.members.get(name)
         if record is None or record.end is None or not record.is_alive:
             return []
@@ -560,7 +520,7 @@ class Supervisor:
         if self.interrupted or (stage >= ShutdownStage.CLOSE and record.end):
             return self._end_role(record, now)
         if stage >= ShutdownStage.CLOSE or (record.trains and stage is not ShutdownStage.RUN):
-            event = LogEvent("role_died_at_end", role=record.name, reason=why)
+            event = LogEvent("role_died_at_end", record.name, reason=why)
             ended = self.scheduler.terminate(record.name)
             return [self._log(now, event), *ended, *self._end_role(record, now)]
         was_primary = self.failover.was_primary(record)
@@ -581,8 +541,8 @@ class Supervisor:
         if record.restarts_in_a_row >= n_max and not (stable and n_max):
             event = LogEvent(
                 "role_left_out",
-                role=record.name,
-                incarnation=record.incarnation,
+                record.name,
+                record.incarnation,
                 reason=why,
                 n=record.restarts_in_a_row,
                 limit=config.stable_seconds,
@@ -590,7 +550,8 @@ class Supervisor:
             return self._leave_out(record, event, now)
         record.restarts_in_a_row = 1 + (0 if stable else record.restarts_in_a_row)
         record.restarts += 1
-        reported = self._log(now, self._restart_event(record, why, now))
+        event = self.failover.restart_event(record, why, self.checkpoints, now)
+        reported = self._log(now, event)
         # Copies of a shard share their incarnation numbers: they restore each other's
         # checkpoints, which must always come from a lower incarnation.
         copies = [record, *self.failover.copies(record.shard)]
@@ -599,46 +560,13 @@ class Supervisor:
         self.scheduler.launch(record)
         return [reported, *ended, *self._notify_peers(record, now)]
 
-    def _restart_event(self, record: RoleRecord, why: str, now: Seconds) -> LogEvent:
-        what, other, detail, n_lost = "role_restarted", "", "", 0
-        survivor = self.failover.survivor(record)
-        if survivor is not None:
-            other = survivor.name
-            if survivor.end is not None:
-                what = "other_copy_dead"
-            elif not self.failover.answers(survivor, now):
-                what = "other_copy_silent"
-            elif self.failover.was_primary(record):
-                what = "backup_takes_over"
-            else:
-                what = "primary_alone"
-        elif record.kind == "shard":
-            coordinator = self.members.coordinator
-            of = record.shard if coordinator is None else coordinator.name
-            what, detail = "shard_restored", self.checkpoints.describe(of, now)
-            if coordinator is not None:
-                what = "run_restored"
-            elif self.failover.is_primary(record):
-                clock = record.counters.get("clock", 0.0)
-                n_lost = self.checkpoints.n_since(record.shard, clock)
-                what = "shard_restored_with_loss" if n_lost else what
-        return LogEvent(
-            what,
-            role=record.name,
-            incarnation=record.incarnation,
-            reason=why,
-            other=other,
-            detail=detail,
-            n=n_lost,
-        )
-
     def _leave_out(self, record: RoleRecord, event: LogEvent, now: Seconds) -> list[Action]:
         """Continue without this role, and without the ranks of its model-parallel group."""
         actions: list[Action] = [self._log(now, event)]
         group = [r for r in self.members.ranks_with(record) if r.is_alive]
         if group:
             names = tuple(other.name for other in group)
-            event = LogEvent("group_left_out", role=record.name, roles=names)
+            event = LogEvent("group_left_out", record.name, roles=names)
             actions.append(self._log(now, event))
         for each in (record, *group):
             each.presence = Presence.LEFT_OUT
@@ -695,7 +623,7 @@ class Supervisor:
     def _advance(self, now: Seconds) -> list[Action]:
         actions: list[Action] = []
         if self._runs:
-            actions += self._release()
+            actions += self.allowances.release()
             self._follow_coordinator(now)
             self._end_without_replicas(now)
         if not self._runs:
@@ -705,29 +633,6 @@ class Supervisor:
                 self._record(now)  # the last point of the curve
         if ShutdownStage.RUN < self.shutdown.stage < ShutdownStage.OVER:
             actions.append(SetTimer(name=_DEADLINE, at=self.shutdown.deadline))
-        return actions
-
-    @property
-    def _warm_start_is_over(self) -> bool:
-        """Whether the other replicas may train beside replica 0.
-
-        "Warmstarting model training with only a single replica before unleashing the other
-        replicas" makes more replicas usable (Dean et al. 2012, section 4.1).
-        """
-        replicas = self.members.of("replica")
-        # Without replica 0 nobody would ever end the warm start.
-        return self._warm_start_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
-
-    def _release(self) -> list[Action]:
-        replicas = self.members.of("replica")
-        first = self.members.of("coordinator")
-        actions: list[Action] = []
-        for record in first + (replicas if self._warm_start_is_over else replicas[:1]):
-            if record.introduced_at is None or record.begun or not record.is_alive:
-                continue
-            record.begun = True
-            begin = self.allowances.begin(record)
-            actions.append(Send(receiver=record.name, message=begin))
         return actions
 
     def _follow_coordinator(self, now: Seconds) -> None:
@@ -767,16 +672,16 @@ class Supervisor:
     # --- shutdown: what is asked of each role, and when the next stage begins
 
     def _pursue_shutdown(self, now: Seconds) -> list[Action]:
+        steps = {
+            ShutdownStage.DRAIN: self._drain,
+            ShutdownStage.KEEP: self._keep,
+            ShutdownStage.CLOSE: self._close,
+        }
         actions: list[Action] = []
         before = ShutdownStage.RUN
         while self.shutdown.stage > before:
             before = self.shutdown.stage
-            if before is ShutdownStage.DRAIN:
-                actions += self._drain(now)
-            elif before is ShutdownStage.KEEP:
-                actions += self._keep(now)
-            elif before is ShutdownStage.CLOSE:
-                actions += self._close(now)
+            actions += steps[before](now) if before in steps else []
         return actions
 
     def _drain(self, now: Seconds) -> list[Action]:
@@ -857,8 +762,8 @@ class Supervisor:
             actions += self._kill(ours, "its end", now)
         return [*actions, *self._halt(now)]
 
-    def _stop_message(self) -> Stop:
-        return Stop(reason=(self.shutdown.reason or "the job ends")[:1024])
+    def _stop_message(self) -> wire.Stop:
+        return wire.Stop(reason=(self.shutdown.reason or "the job ends")[:1024])
 
     def _stop(self, records: Sequence[RoleRecord], now: Seconds) -> list[Action]:
         actions: list[Action] = []
@@ -878,7 +783,7 @@ class Supervisor:
         for record in records:
             actions += self.scheduler.terminate(record.name)
             if not self.interrupted:
-                event = LogEvent("role_killed", role=record.name, detail=what)
+                event = LogEvent("role_killed", record.name, detail=what)
                 actions.append(self._log(now, event))
             actions += self._end_role(record, now)
         return actions
@@ -916,7 +821,7 @@ class Supervisor:
         for record in [*self.members.of("coordinator"), *replicas]:
             works = record.begun and (record.progressed or record.state == "computing")
             if works and record.presence is Presence.PRESENT:
-                return "training" if self._warm_start_is_over else "warm start"
+                return "training" if self.allowances.warm_start_is_over else "warm start"
         if self._config.stop is None and self._has_begun and self.failover.all_have_primary:
             return "training"  # a standalone parameter server that is ready
         alive = [replica for replica in replicas if replica.is_alive]
@@ -926,118 +831,13 @@ class Supervisor:
 
     def view(self, now: Seconds) -> JobView:
         """Return the view of the whole job at one moment."""
-        metrics, members, stop = self.metrics, self.members, self._config.stop
-        before, reached = metrics.before, metrics.reached(now)
-        driven = members.coordinator is not None
-        shards = members.of("shard")
-        # Losses are known from two sides, and neither sees all of them: replicas miss pushes of
-        # their present incarnation, shards' clocks fall behind what they reported. Take the larger.
-        # Under a coordinator, a push that is lost is repeated until the sum is complete.
-        missed = max(_total(members.training, "pushes_lost"), self.failover.pushes_lost)
-        lost = 0 if driven else missed
-        # One push goes to several shards and is refused if any of them refuses it, so the true
-        # number is at least that of the shard that refused most.
-        refused = max(_totals_by_shard(shards, "pushes_refused"), default=0)
-        # Traffic is taken from the clients' counters: a shard does not see reads from shared
-        # memory, and its own counters include replication to the backup.
-        clients = [record for record in members if record.kind != "shard"]
-        # Under a coordinator every chunk is computed at the requested point.
-        stale = [s for s in shards if self.failover.is_primary(s) and not driven]
-        mean, p95, largest = _staleness(stale)
-        return JobView(
-            now=now,
-            seconds=metrics.seconds(now),
-            training_seconds=metrics.training_seconds(now),
+        return job_view(
+            self._config,
+            self.members,
+            self.failover,
+            self.metrics,
+            self.shutdown,
+            self.scheduler.hosts,
             phase=self.phase,
-            stop_reason=self.shutdown.reason,
-            error=None if self.interrupted else self.error,
-            samples=metrics.samples,
-            total_samples=None if stop is None else stop.total_samples,
-            eta_seconds=None if stop is None else stop.eta_seconds(reached),
-            progress=None if stop is None else stop.progress(reached),
-            step=metrics.step,
-            samples_per_second=metrics.samples_per_second,
-            loss=metrics.loss,
-            metric_name=metrics.metric_name,
-            metric=metrics.metric,
-            held_out_loss=metrics.held_out_loss,
-            best_metric=metrics.best_metric,
-            best_metric_seconds=metrics.best_metric_seconds,
-            staleness_mean=mean,
-            staleness_p95=p95,
-            staleness_max=largest,
-            bytes_in=before.bytes_in + _total(clients, "bytes_out"),
-            bytes_out=before.bytes_out + _total(clients, "bytes_in"),
-            pushes_applied=self._pushes_applied(shards),
-            pushes_refused=before.pushes_refused + refused,
-            pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
-            figures=self._figures(),
-            roles=tuple(self._role_view(record, now) for record in members),
-            hosts=tuple(host.view() for host in self.scheduler.hosts.joined.values()),
-            history=tuple(metrics.history),
-            messages=tuple(metrics.messages),
+            now=now,
         )
-
-    def _pushes_applied(self, shards: Sequence[RoleRecord]) -> int:
-        if self.members.coordinator is None:
-            return self.failover.pushes_applied
-        # Under a coordinator the clocks count its commands: pushes wait for their commit.
-        taken = min(_totals_by_shard(shards, "pushes_applied"), default=0)
-        return self.metrics.before.pushes_applied + taken
-
-    def _figures(self) -> dict[str, float]:
-        """Return the coordinator's counters that the algorithm wants shown."""
-        coordinator = self.members.coordinator
-        counters = {} if coordinator is None else coordinator.counters
-        found = {name: counters.get(name, math.nan) for name in self._config.fields}
-        return {name: value for name, value in found.items() if math.isfinite(value)}
-
-    def _role_view(self, record: RoleRecord, now: Seconds) -> RoleView:
-        state, heard = record.presence.value, record.presence is Presence.PRESENT
-        if heard:
-            state = self.failover.copy_role(record) or record.state or state
-        elif record.presence is Presence.LAUNCHED and record.restarts:
-            state = "restarting"
-        host = self.scheduler.hosts.at(record.name)
-        return RoleView(
-            name=record.name,
-            state=state,
-            rate=record.rate.per_second if record.is_alive else None,
-            last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
-            restarts=self.metrics.before.restarts.get(record.name, 0) + record.restarts,
-            pid=record.pid if record.is_alive else None,
-            # JSON has no NaN.
-            counters={k: v for k, v in record.counters.items() if math.isfinite(v)},
-            at="" if host is None else host.label,
-        )
-
-
-def _total(records: Iterable[RoleRecord], counter: str) -> int:
-    # Roles report these numbers: negative, infinite or NaN ones are dropped.
-    reported = (record.total(counter) for record in records)
-    return int(sum(n for n in reported if 0.0 <= n <= COUNT_MAX))
-
-
-def _totals_by_shard(shards: Sequence[RoleRecord], counter: str) -> list[int]:
-    names = {record.shard for record in shards}
-    return [_total([r for r in shards if r.shard == name], counter) for name in names]
-
-
-def _staleness(shards: Sequence[RoleRecord]) -> tuple[float | None, ...]:
-    """Return mean, p95 and maximum of the staleness over shards that have applied pushes.
-
-    The mean is weighted by pushes. The p95 is that of the worst shard: shards do not report their
-    distributions.
-    """
-    reported = [shard.counters for shard in shards if shard.counters.get("pushes_applied")]
-    if not reported:
-        return None, None, None
-    n_pushes = sum(counters["pushes_applied"] for counters in reported)
-    weighted = sum(
-        counters["pushes_applied"] * counters.get("staleness_mean", 0.0) for counters in reported
-    )
-    return (
-        weighted / n_pushes,
-        max(counters.get("staleness_p95", 0.0) for counters in reported),
-        max(counters.get("staleness_max", 0.0) for counters in reported),
-    )
