@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Final, final
 
 from distbelief.roles.role import Seconds
+from distbelief.supervisor.view import Phase
 
 
 class ShutdownStage(IntEnum):
@@ -82,3 +83,14 @@ class Shutdown:
         """Extend the deadline by a time in which the supervisor was suspended."""
         if not self.interrupted:
             self.deadline += seconds
+
+    @property
+    def phase(self) -> Phase:
+        """What the user sees of the stages after `RUN`."""
+        if self.stage is ShutdownStage.KEEP:
+            return "saving"
+        if self.stage is not ShutdownStage.OVER:
+            return "stopping"
+        if self.interrupted:
+            return "interrupted"
+        return "done" if self.error is None else "failed"

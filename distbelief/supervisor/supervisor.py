@@ -803,20 +803,8 @@ class Supervisor:
 
     @property
     def phase(self) -> Phase:
-        match self.shutdown.stage:
-            case ShutdownStage.OVER if self.interrupted:
-                return "interrupted"
-            case ShutdownStage.OVER:
-                return "done" if self.error is None else "failed"
-            case ShutdownStage.KEEP:
-                return "saving"
-            case ShutdownStage.DRAIN | ShutdownStage.CLOSE:
-                return "stopping"
-            case _:
-                return self._running_phase
-
-    @property
-    def _running_phase(self) -> Phase:
+        if not self._runs:
+            return self.shutdown.phase
         replicas = self.members.of("replica")
         for record in [*self.members.of("coordinator"), *replicas]:
             works = record.begun and (record.progressed or record.state == "computing")

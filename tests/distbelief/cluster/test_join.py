@@ -123,12 +123,10 @@ def test_a_host_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> No
 
 
 def monitor(
-    port: int, said: list[str], *, host: str = LOOPBACK, **answers: bool
+    port: int, said: list[str], *, host: str = LOOPBACK, other_key: bool = False
 ) -> SupervisorMonitor:
-    """Return what watches a supervisor of whose key the transport says this."""
-    transport = SimpleNamespace(
-        is_refused=lambda _: False, has_other_key=lambda _: answers.get("has_other_key", False)
-    )
+    """Return what watches a supervisor that may have another key than expected."""
+    transport = SimpleNamespace(is_refused=lambda _: False, has_other_key=lambda _: other_key)
     return SupervisorMonitor(
         cast("ZmqTransport", transport),
         key="k",

@@ -8,6 +8,7 @@ from typing_extensions import override
 from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
+    Assignments,
     Blob,
     FileChunk,
     FileRequest,
@@ -29,6 +30,7 @@ from distbelief.roles.role import (
     Send,
     Started,
     Terminate,
+    TimerFired,
 )
 from distbelief.supervisor.membership import Kind, Presence
 from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of
@@ -445,6 +447,36 @@ def test_a_supervisor_that_was_stopped_finds_its_hosts_at_work() -> None:
     assert town.runs() == before
     assert set(machine.processes.values()) == {1}
     assert not any("lost" in text or "silent" in text for text in town.said)
+
+
+def test_a_late_report_of_an_earlier_life_of_a_host_changes_nothing() -> None:
+    town = Town(roster(2), config_of(n_hosts=1))
+    machine = town.come("a")
+    offer = HostAgentConfig(label="a", cores=2, memory_bytes=1).offer(2)
+    town.pass_time(2.0)
+    for message in (
+        offer,
+        HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=()),
+    ):
+        event = Received(sender=machine.name, incarnation=1, message=message)
+        town.supervisor.handle(event, town.now)
+    (view,) = town.supervisor.view(town.now).hosts
+    assert view.state == "preparing"
+
+
+def test_time_in_which_a_host_stood_still_is_no_silence_of_its_supervisor() -> None:
+    config = HostAgentConfig(label="b", cores=1, memory_bytes=1)
+    host = HostAgent(config, storage=Site(patience=15.0))
+    host.handle(Started(incarnation=1), 0.0)
+    taken = Assignments(incarnation=1, run="r", assignments=())
+    host.handle(Received(sender=SUPERVISOR, incarnation=1, message=taken), 1.0)
+    host.handle(TimerFired(name="host:beat"), 1.0)
+    host.handle(TimerFired(name="host:beat"), 60.0)  # it was due at 1.5
+    assert host.status()[0] == "preparing"
+    host.handle(TimerFired(name="host:beat"), 60.5)
+    for beat in range(40):
+        host.handle(TimerFired(name="host:beat"), 61.0 + beat / 2)
+    assert host.status()[0] == "offering"
 
 
 def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:

@@ -393,6 +393,19 @@ def test_a_checkpoint_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None
     assert desk.supervisor.view(desk.now).phase == "training"
 
 
+def test_a_late_answer_to_an_earlier_request_does_not_count_as_one_to_the_last(desk: Desk) -> None:
+    """The job would end before its last checkpoint is on disk."""
+    end(desk)
+    for name in ("replica-0", "replica-1"):
+        desk.hear(name, Finished(counters={}))
+    desk.hear("evaluator", EvaluationDone(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0))
+    for label in ("", "00000", "00001"):
+        assert desk.supervisor.view(desk.now).phase == "saving"
+        for name in ("shard-0", "shard-1"):
+            desk.hear(name, CheckpointSaved(label=label, clock=1))
+    assert desk.supervisor.view(desk.now).phase == "stopping"
+
+
 def test_a_job_that_takes_no_steps_is_talked_about(desk: Desk) -> None:
     desk.join()
     desk.progress()
