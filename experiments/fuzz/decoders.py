@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.bootstrap import FileDownload, read_job_spec, relocated, write_job_spec
+from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec, write_job_spec
 from distbelief.config.load import job_from_json, parse_job
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
@@ -171,7 +171,7 @@ def _joined(frames: Sequence[Frame]) -> bytes:
 
 def _chunk() -> Decoder:
     def read(data: bytes) -> None:
-        reading = FileDownload("d")
+        reading = FileDownload("d", 0.0)
         at = 0
         while at + _STEP.size <= len(data):
             offset, n_bytes, n = _STEP.unpack_from(data, at)
@@ -179,8 +179,8 @@ def _chunk() -> Decoder:
             content = Blob(data[at : at + n])
             at += n
             piece = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=content)
-            reading.take(piece)
-            reading.ask_again()
+            reading.take(piece, 1.0)
+            reading.ask_again(1.0)
             whole = reading.content
             assert whole is None or len(whole) <= len(data)
 
@@ -214,7 +214,7 @@ def _spec() -> Decoder:
 
     def read(data: bytes) -> None:
         brief = read_job_spec(data)
-        relocated(brief.spec.job, Path("/home/eva"))
+        localized(brief.spec.job, Path("/home/eva"))
 
     return Decoder(what="a run's brief", seeds=(content,), decode=read)
 

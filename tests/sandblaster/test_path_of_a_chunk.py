@@ -5,11 +5,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from distbelief.simulation.world import HandledEvent
+
 import distbelief
 import sandblaster
 from distbelief.protocol import BeginEvaluation, CommandDone, ShardCommand, WorkReport
 from distbelief.roles.role import Received, Send
-from distbelief.simulation.world import HandledEvent
 from tests.simulation.sandblasts import Run, Sandblast
 
 

@@ -14,8 +14,8 @@ from distbelief.serve import server_process, standalone
 from distbelief.serve.server import ServerAddress
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.serve.standalone import ServeOptions, run_server
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import ListenConfig

@@ -5,19 +5,19 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
-from distbelief.cluster.agent import JOB_SPEC, HostAgent, HostAgentConfig
-from distbelief.cluster.bootstrap import CHUNK_BYTES, N_CHUNKS_MAX, PROBE, probe_chunk
+from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
+    Assignments,
     Blob,
     FileChunk,
     FileRequest,
     HeartbeatAck,
     HostReport,
-    Join,
     Release,
     Stop,
 )
+from distbelief.protocol.hosts import JOB_SPEC, PROBE
 from distbelief.roles.role import (
     SUPERVISOR,
     USER,
@@ -30,9 +30,10 @@ from distbelief.roles.role import (
     Send,
     Started,
     Terminate,
+    TimerFired,
 )
 from distbelief.supervisor.membership import Kind, Presence
-from tests.distbelief.cluster.hosts import Machine, Site, Town, config_of
+from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of
 
 
 ALL_THREE = ["replica-0", "replica-1", "replica-2"]
@@ -67,7 +68,7 @@ def test_a_host_tells_its_speed_and_its_link_is_tried() -> None:
     town = Town(roster(2))
     config = HostAgentConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
     town.come("a", config=config)
-    (view,) = town.hosted.view(town.now).hosts
+    (view,) = town.supervisor.view(town.now).hosts
     assert (view.state, view.memory_bytes, view.flops) == ("ready", 1 << 34, 4.2e10)
     assert view.bandwidth is not None  # without end: no time passes on these links
     (told,) = [text for text in town.said if "is ready" in text]
@@ -84,30 +85,21 @@ def test_a_host_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -> N
     assert "a (host-a) is ready: not measured" in town.said
 
 
-def test_repeated_bandwidth_probes_get_no_answer() -> None:
-    town = Town(roster(1))
-    town.come("a")
-    ask = FileRequest(document=PROBE, offset=0)
-    event = Received(sender=Address("host-a"), incarnation=1, message=ask)
-    answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_CHUNKS_MAX)]
-    assert sum(map(bool, answers)) < N_CHUNKS_MAX
-
-
 def test_what_hosts_ask_for_is_not_copied_for_each() -> None:
     """Who has a key and many names, and reads nothing, fills no memory."""
     town = Town(roster(1))
     contents = []
-    for name in ("a", "b"):
+    for name, document in (("a", JOB_SPEC), ("b", JOB_SPEC), ("a", PROBE), ("b", PROBE)):
         town.come(name)
-        ask = FileRequest(document=JOB_SPEC, offset=0)
+        ask = FileRequest(document=document, offset=0)
         event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
-        (send,) = town.hosted.handle(event, town.now)
+        (send,) = town.supervisor.handle(event, town.now)
         assert isinstance(send, Send)
         assert isinstance(send.message, FileChunk)
         assert send.lent
         contents.append(send.message.content.content.obj)
     assert contents[0] is contents[1]
-    assert probe_chunk(0).content is probe_chunk(CHUNK_BYTES).content
+    assert contents[2] is contents[3]
 
 
 def test_a_host_that_has_second_thoughts_is_left_by_its_roles() -> None:
@@ -120,7 +112,7 @@ def test_a_host_that_has_second_thoughts_is_left_by_its_roles() -> None:
     town._deliver(town.here, event)
     machine.is_cut = True
     town.pass_time(2.0)
-    states = {r.name: r.state for r in town.hosted.view(town.now).roles}
+    states = {r.name: r.state for r in town.supervisor.view(town.now).roles}
     assert states["replica-1"] == "waiting for a host"
     town.come("b")
     assert town.runs()["host-b"] == ["replica-1"]
@@ -141,7 +133,7 @@ def test_a_host_on_which_roles_die_at_once_gets_no_more() -> None:
     everywhere = [name for names in town.runs().values() for name in names]
     assert sorted(everywhere) == ["evaluator", *ALL_THREE, "shard-0"]
     assert "replica-0" not in [*good.processes, *bad.processes]
-    (state,) = [h.state for h in town.hosted.view(town.now).hosts if h.label == "bad"]
+    (state,) = [h.state for h in town.supervisor.view(town.now).hosts if h.label == "bad"]
     assert state == "blocked"
 
 
@@ -152,7 +144,7 @@ def test_the_only_host_is_not_blocked_and_its_replicas_are_left_out() -> None:
         for name in list(machine.processes):
             town.die(machine, name)
         town.pass_time(0.25)
-    assert town.hosted.status()[0] in {"stopping", "failed"}
+    assert town.supervisor.status()[0] in {"stopping", "failed"}
     assert any("left out after 3 restarts" in text for text in town.said)
 
 
@@ -162,7 +154,7 @@ def test_a_host_that_restarts_with_every_message_fills_no_log() -> None:
     for incarnation in range(1, 1001):
         offer = HostAgentConfig(label="a", cores=1, memory_bytes=1).offer(incarnation)
         event = Received(sender=Address("host-a"), incarnation=1, message=offer)
-        town.hosted.handle(event, town.now + 0.005 * incarnation)
+        town.supervisor.handle(event, town.now + 0.005 * incarnation)
     assert sum("has joined" in text for text in town.said) <= 6
 
 
@@ -302,7 +294,7 @@ def test_a_host_without_the_data_does_not_end_the_job() -> None:
     machine = town.come("a")
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
     for name in ("replica-1", "replica-2"):
-        record = town.supervisor.job.members.get(Address(name))
+        record = town.supervisor.members.get(Address(name))
         assert record is not None
         record.counters = {}  # it has not trained
     town.fail("replica-1", "no such file: frames.npy")
@@ -314,7 +306,7 @@ def test_a_host_without_the_data_does_not_end_the_job() -> None:
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
     town.come("b", cores=2)
     assert town.runs()["host-b"] == ["replica-1", "replica-2"]
-    assert town.supervisor.job.shutdown.error is None
+    assert town.supervisor.shutdown.error is None
 
 
 def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
@@ -324,7 +316,9 @@ def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     sent_away = Release(incarnation=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
     said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
-    assert said == Report(text="rejected: no such file; waiting for another job", level="warning")
+    assert isinstance(said, Report)
+    assert said.text == "rejected: no such file; waiting for another job"
+    assert said.level == "warning"
     assert not any(isinstance(action, Exit) for action in others)
 
 
@@ -332,41 +326,22 @@ def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
     for name, samples in (("replica-0", 0.0), ("replica-1", 5.0)):
         town = Town(roster(2))
         town.come("a")
-        record = town.supervisor.job.members.get(Address(name))
+        record = town.supervisor.members.get(Address(name))
         assert record is not None
         record.counters = {"samples": samples}
         town.fail(name, "a gradient is NaN")
-        assert "a gradient is NaN" in str(town.supervisor.job.shutdown.error)
+        assert "a gradient is NaN" in str(town.supervisor.shutdown.error)
 
 
 def test_what_fails_where_another_trains_is_the_job() -> None:
     town = Town(roster(3))
     town.come("a")
     for name, samples in (("replica-1", 0.0), ("replica-2", 64.0)):
-        record = town.supervisor.job.members.get(Address(name))
+        record = town.supervisor.members.get(Address(name))
         assert record is not None
         record.counters = {"samples": samples}
     town.fail("replica-1", "sample 7 is spoilt")
-    assert "sample 7 is spoilt" in str(town.supervisor.job.shutdown.error)
-
-
-def test_who_cannot_reach_a_shard_is_reported_once_with_the_likely_cause() -> None:
-    """A firewall let machines call the supervisor only: nobody said a word for 60 s."""
-    town = Town(roster(2))
-    town.come("a")
-    record = town.supervisor.job.members.get(Address("replica-1"))
-    assert record is not None
-    cause = "replica 1 on a and shard 0 cannot connect: let the firewall"
-
-    def told_within(seconds: float, state: str) -> int:
-        for _ in range(round(4 * seconds)):
-            record.state, record.counters, record.progressed = state, {}, False
-            town.pass_time(0.25)
-        return sum(text.startswith(cause) for text in town.said)
-
-    assert told_within(20.0, "computing") == 0
-    assert told_within(9.0, "waiting for shard-0") == 0
-    assert told_within(20.0, "waiting for shard-0") == 1
+    assert "sample 7 is spoilt" in str(town.supervisor.shutdown.error)
 
 
 def test_the_end_of_the_job_is_the_end_of_its_hosts() -> None:
@@ -375,7 +350,7 @@ def test_the_end_of_the_job_is_the_end_of_its_hosts() -> None:
     config = HostAgentConfig(label="b", cores=1, memory_bytes=1, stays=True)
     stays = town.come("b", config=config)
     stop = Stop(reason="Ctrl+C")
-    town.hosted.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
+    town.supervisor.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
     town.pass_time(10.0)
     assert town.here.halted
     assert machine.halted
@@ -474,6 +449,36 @@ def test_a_supervisor_that_was_stopped_finds_its_hosts_at_work() -> None:
     assert not any("lost" in text or "silent" in text for text in town.said)
 
 
+def test_a_late_report_of_an_earlier_life_of_a_host_changes_nothing() -> None:
+    town = Town(roster(2), config_of(n_hosts=1))
+    machine = town.come("a")
+    offer = HostAgentConfig(label="a", cores=2, memory_bytes=1).offer(2)
+    town.pass_time(2.0)
+    for message in (
+        offer,
+        HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=()),
+    ):
+        event = Received(sender=machine.name, incarnation=1, message=message)
+        town.supervisor.handle(event, town.now)
+    (view,) = town.supervisor.view(town.now).hosts
+    assert view.state == "preparing"
+
+
+def test_time_in_which_a_host_stood_still_is_no_silence_of_its_supervisor() -> None:
+    config = HostAgentConfig(label="b", cores=1, memory_bytes=1)
+    host = HostAgent(config, storage=Site(patience=15.0))
+    host.handle(Started(incarnation=1), 0.0)
+    taken = Assignments(incarnation=1, run="r", assignments=())
+    host.handle(Received(sender=SUPERVISOR, incarnation=1, message=taken), 1.0)
+    host.handle(TimerFired(name="host:beat"), 1.0)
+    host.handle(TimerFired(name="host:beat"), 60.0)  # it was due at 1.5
+    assert host.status()[0] == "preparing"
+    host.handle(TimerFired(name="host:beat"), 60.5)
+    for beat in range(40):
+        host.handle(TimerFired(name="host:beat"), 61.0 + beat / 2)
+    assert host.status()[0] == "offering"
+
+
 def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
     town = Town(roster(3))
     machine = town.come("a", patience=600.0)
@@ -528,11 +533,10 @@ def test_unexpected_messages_are_rejected() -> None:
     host = Address("host-a")
     for message in (HeartbeatAck(), FileRequest(document="secret", offset=0)):
         with pytest.raises(RemoteProtocolError):
-            town.hosted.handle(Received(sender=host, incarnation=1, message=message), town.now)
-    stranger = Received(
-        sender=Address("host-b"), incarnation=1, message=Join(endpoint="", host="", pid=1)
-    )
-    assert not town.hosted.handle(stranger, town.now)
+            town.supervisor.handle(Received(sender=host, incarnation=1, message=message), town.now)
+    report = HostReport(incarnation=1, ready=True, leaving=False, refusal=None, ended=())
+    stranger = Received(sender=Address("host-b"), incarnation=1, message=report)
+    assert not town.supervisor.handle(stranger, town.now)
 
 
 class Machines(RuleBasedStateMachine):
@@ -601,7 +605,7 @@ class Machines(RuleBasedStateMachine):
         self.town.pass_time(120.0)
         expected = {
             (record.name, record.incarnation)
-            for record in self.town.supervisor.job.members
+            for record in self.town.supervisor.members
             if record.is_alive and record.presence is not Presence.WAITING
         }
         lives = [

@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from distbelief.cluster.agent import PREPARE, HostAgent, HostAgentConfig
-from distbelief.cluster.host_table import HERE, ClusterConfig
-from distbelief.cluster.scheduler import ClusterSupervisor
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Stop
@@ -35,8 +33,9 @@ from distbelief.roles.role import (
     Terminate,
     TimerFired,
 )
+from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 
@@ -118,10 +117,9 @@ class Town:
         """A supervisor begins; at the place of the one before, if there was one."""
         stop = StopRules(StopTable(epochs=1e9), n_train=100)
         self.supervisor = Supervisor(
-            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0)
+            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0), config
         )
-        self.hosted = ClusterSupervisor(self.supervisor, config)
-        self.here = self._begin(HERE, self.hosted)
+        self.here = self._begin(HERE, self.supervisor)
 
     def pause(self, machine: Machine, seconds: float) -> None:
         """Its process stands still for a while (SIGSTOP)."""
@@ -180,7 +178,7 @@ class Town:
 
     @property
     def said(self) -> list[str]:
-        return [m.text for m in self.supervisor.job.metrics.messages]
+        return [m.text for m in self.supervisor.metrics.messages]
 
     # ---------------------------------------------------------------------- inside
 
