@@ -35,7 +35,6 @@ from distbelief.partition.verify_run import SEED, Seen, VerificationRun, beat
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
 from distbelief.protocol import Evaluate, StartTraining, Stop
-from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import Action, Address, Computed, PeerJoined, Seconds
 from distbelief.task.task import build_model, capture_for, modules_of
 from distbelief.transport.config import ListenConfig
@@ -52,6 +51,7 @@ from distbelief.worker.group import Install, member_names
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.partition import PartitionWorker, RankConfig
 from distbelief.worker.steps import StepRunner
+from distbelief.worker.transfers import RankLink
 
 
 OUTPUT: Final = "output.npy"
@@ -338,7 +338,7 @@ def _role(
     n_machines = plan.cluster.n_machines
     names = member_names(GROUP, n_machines)
     peers = sorted({peer for _, peer in (*flow.sent, *flow.received)})
-    streams = {peer: ReliableSender(names[peer]) for peer in peers}
+    streams = {peer: RankLink(names[peer]) for peer in peers}
     objective = VerificationObjective(rehearsal, flow, values)
     leader = GroupLeader(n_machines, plan="rehearsal", steps_max=rehearsal.n_steps)
     leader.begin(0.0)

@@ -39,7 +39,6 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import PartialView
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import Address, Role
 from distbelief.task import dry_run
 from distbelief.task.initializers import reader
@@ -77,6 +76,7 @@ from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.partition import PartitionWorker, RankConfig
 from distbelief.worker.replica import TrainingObjective
 from distbelief.worker.steps import StepRunner
+from distbelief.worker.transfers import RankLink
 
 
 # --- roster and roles without a plan ---
@@ -376,10 +376,10 @@ def dtype_of(context: BuildContext) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def _streams(rank: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, ReliableSender]:
+def _streams(rank: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, RankLink]:
     names = member_names(rank.group, n_machines)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
-    return {peer: ReliableSender(names[peer]) for peer in sorted(peers)}
+    return {peer: RankLink(names[peer]) for peer in sorted(peers)}
 
 
 def _score(task: TaskSpec, sample: Sample | None) -> Score:

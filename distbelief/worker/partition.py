@@ -32,7 +32,6 @@ from distbelief.protocol import (
     TransferAck,
     TransferBlock,
 )
-from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import (
     Action,
     Address,
@@ -63,6 +62,7 @@ from distbelief.worker.group import (
 )
 from distbelief.worker.group_leader import GroupLeader, Outgoing
 from distbelief.worker.steps import CHAIN, INSTALL, ParameterPrefetch, StepOutcome, StepRunner
+from distbelief.worker.transfers import RankLink
 
 
 @final
@@ -432,7 +432,7 @@ class PartitionWorker:
         *,
         client: ParameterClient,
         runner: StepRunner,
-        streams: Mapping[int, ReliableSender],
+        streams: Mapping[int, RankLink],
         batch_plan: BatchPlan,
         slices: SlicePrefetch,
         objective: Objective,

@@ -25,11 +25,11 @@ from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.program.instructions import Receive
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.roles.reliable import Outgoing, Reassembly, ReliableSender, StreamKey, blocks_of
 from distbelief.roles.role import Action, Compute, Computed, Cost, Seconds, SetTimer
 from distbelief.worker.batches import BatchPlan, BatchSlice, micro_sizes, step_seed
 from distbelief.worker.group import Objective
 from distbelief.worker.group_leader import AHEAD
+from distbelief.worker.transfers import Block, RankLink, Reassembly, StreamKey, blocks_of
 
 
 INSTALL: Final = "machine:install"
@@ -146,7 +146,7 @@ class StepRunner:
         self,
         execution: PartitionExecutor,
         *,
-        streams: Mapping[int, ReliableSender],
+        streams: Mapping[int, RankLink],
         batch_plan: BatchPlan,
         micro_batches: int,
         training: bool,
@@ -221,7 +221,7 @@ class StepRunner:
             )
         stream = self._streams[sender]
         is_new = stream.is_new(message.sequence)
-        actions = stream.taken(message.taken, now)
+        actions = stream.acked(message.taken, now)
         if not self._has_position:
             if is_new:  # not acknowledged: if dropped here it will be resent
                 self._early.append((sender, message))
@@ -233,13 +233,13 @@ class StepRunner:
             n_elements, dtype = self._expected(key)
             if self._inbox.take(key, message, n_elements=n_elements, dtype=dtype):
                 self._arrive(message.step)
-        return [*actions, *stream.have(message.sequence)]
+        return [*actions, *stream.arrived(message.sequence)]
 
     def taken(self, sender: int, message: TransferAck, now: Seconds) -> list[Action]:
         """Handle the acknowledgement of transfers."""
         if message.generation != self.generation:
             return []  # of another generation
-        return self._streams[sender].taken(message.taken, now)
+        return self._streams[sender].acked(message.taken, now)
 
     def _expected(self, key: StreamKey) -> tuple[int, "np.dtype[Element]"]:
         flow = self._flow
@@ -353,13 +353,7 @@ class StepRunner:
             micro_batch, operation = divmod(instance, n)
             way, receiver = self._sent[operation]
             blocks = [
-                Outgoing(
-                    step=opened.number,
-                    micro_batch=micro_batch,
-                    way=way,
-                    block_index=index,
-                    values=block,
-                )
+                Block(opened.number, micro_batch, way, index, block)
                 for index, block in blocks_of(values)
             ]
             actions += self._streams[receiver].post(blocks, now)
