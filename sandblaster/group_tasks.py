@@ -20,7 +20,7 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Assignment, ChunkOrder, Evaluate, PushChunk, StartTraining, Stop
 from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
 from distbelief.worker.batches import BatchIndices
-from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.worker import (
     N_CHUNKS_HELD,

@@ -1,6 +1,6 @@
 """Batch worker of one rank of a model-parallel replica: the role "replica-R.M".
 
-A `PartitionWorker` computes; its objective here is to sum gradients of chunks. This role
+A `Replica` computes; its objective here is to sum gradients of chunks. This role
 adds the messages that only Sandblaster has:
 
     coordinator -> leader    Assignment     for its group tasks
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 import torch
+from typing_extensions import override
 
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
@@ -51,18 +52,17 @@ from distbelief.roles.role import (
     message_types,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.gradients import bad_sample, is_finite
-from distbelief.worker.group import Install, LocalNorm
-from distbelief.worker.group_leader import GroupLeader, Outgoing
-from distbelief.worker.partition import PartitionWorker, RankMessage
+from distbelief.worker.gradients import GradientSum, Items, bad_sample, blame_of, is_finite
+from distbelief.worker.group import GroupLeader, Outgoing
+from distbelief.worker.objective import LocalNorm, Objective
+from distbelief.worker.replica import Replica, ReplicaMessage
+from distbelief.worker.training import PUSH
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, GroupTasks
 from sandblaster.worker import ChunkSum
 
 
 # --- pushes ---
-
-PUSH: Final = "machine:push"
 
 N_STAGED_REPEATED: Final = 32
 """Tokens that each `ChunkStaged` repeats: more than can be open at once."""
@@ -190,58 +190,46 @@ class ChunkPushes:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankItems:
-    """The items (parameters and buffers) that a rank holds."""
-
-    sizes: Sequence[int]  # number of elements of each item
-    buffers: Sequence[int]  # items that are not parameters: pushed as they are, not summed
-    counts: Mapping[int, int]  # item of a running average -> item that counts its steps
-    shards: Sequence[int]  # shards that hold any of the items
-    dtype: torch.dtype  # element type of all items
-
-
-@final
-class ChunkObjective:
-    """Sums gradients of a rank over a chunk; see `distbelief.worker.group.Objective`.
+class ChunkObjective(Objective):
+    """Sums gradients of a rank over a chunk; see `distbelief.worker.objective.Objective`.
 
     The sum depends on the mini-batches and the parameters alone, so every attempt at a chunk
     gives the same bits.
 
     Args:
-        items: What the rank holds.
-        client: Client of the shards that hold the items.
+        items: What the rank holds; items without a gradient are buffers.
+        shards: Those that hold any of the items.
+        client: Connects to them.
         plan: The mini-batches of the chunk.
         group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
     """
 
     def __init__(
         self,
-        items: RankItems,
+        items: Items,
         *,
+        shards: Sequence[int],
         client: ParameterClient,
         plan: ChunkBatchPlan,
         group_tasks: GroupTasks | None,
     ) -> None:
-        # Flat tensors, one per item.
-        self.values = [torch.zeros(size, dtype=items.dtype) for size in items.sizes]
+        self.values = items.values
         self._items = items
+        self._buffers = [item for item in range(len(items.values)) if item not in items.trained]
+        self._shards = shards
         self._client = client
         self._plan = plan
         self._group_tasks = group_tasks
-        n_bytes = float(sum(value.nbytes for value in self.values))
         # Completed sums on their way to the shards.
-        self.pushes = ChunkPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
+        self.pushes = ChunkPushes(client, n_bytes=items.n_bytes, has_parts=bool(self.values))
         self._installed: tuple[int, int] | None = None  # evaluation of the parameters
         self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
         self._opened = False  # whether this generation's first step has begun
         self._n_computed = 0
         # Of the step in progress; the executor uses them.
-        self._accrued: list[torch.Tensor | None] = []
-        self._owned: set[int] = set()  # items whose sum shares no memory
+        self._total = GradientSum(len(items.values))
         self._gradients: dict[int, torch.Tensor] = {}
         self._mini_batch = BatchSlice(generation=0, step=0)
-        self._indices: BatchIndices | None = None
         self._key: Key = (0, 0)
         self._is_last = False
         self._done: tuple[Key, KeptChunk] | None = None
@@ -249,22 +237,7 @@ class ChunkObjective:
 
     # --- generations ---
 
-    @property
-    def pushed(self) -> int | None:
-        return None  # the leader's order gives the position where a generation begins
-
-    @property
-    def all_pushes_applied(self) -> bool:
-        return True  # pushes in flight do not hinder a new generation
-
-    @property
-    def is_due(self) -> bool:
-        return False  # only a push waits, for its slot
-
-    @property
-    def clock(self) -> float | None:
-        return None  # versions are compared, not clocks
-
+    @override
     def begin(self, position: int, now: Seconds) -> None:
         del position, now
         self._collect()
@@ -277,10 +250,11 @@ class ChunkObjective:
         if (order.epoch, order.evaluation) != self._installed:
             self._installed = None
 
+    @override
     def drop(self) -> None:
         self._collect()
         self._gradients = {}
-        self._accrued = []
+        self._total.drop()
 
     def _collect(self) -> None:
         # The executor leaves a completed sum here; it may already run the next step.
@@ -290,15 +264,11 @@ class ChunkObjective:
 
     # --- fetches ---
 
-    def may_fetch(self, *, ahead: bool) -> bool:
-        return not ahead  # values are in use until the last step ends
-
+    @override
     def fetches_at(self, step: int) -> bool:
         return step == 0 and self._plan.order is not None and self._installed is None
 
-    def installing(self, work: Install) -> Install:
-        return work
-
+    @override
     def fetched(self, seconds: Seconds) -> bool:
         """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
         del seconds
@@ -307,54 +277,51 @@ class ChunkObjective:
         wanted = tuple(
             (version.incarnation, version.clock)
             for index, version in enumerate(order.versions)
-            if index in self._items.shards
+            if index in self._shards
         )
         if self._client.versions != wanted:
             return False
         self._installed = order.epoch, order.evaluation
-        self._fetched = [self.values[item].clone() for item in self._items.buffers]
+        self._fetched = [self.values[item].clone() for item in self._buffers]
         return True
 
     # --- steps ---
 
-    def open(self, step: int, chosen: BatchIndices, mini_batch: BatchSlice) -> Put:
+    @override
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         """Begin a mini-batch; return the function that takes its gradients."""
         order = self._plan.order
         assert order is not None
         if step == 0:
             self._opened = True
             self._key = order.epoch, order.attempt
-            self._accrued = [None] * len(self.values)
-            self._owned.clear()
+            self._total.drop()
             # Running averages of each chunk start from the fetched buffers.
-            for item, fetched in zip(self._items.buffers, self._fetched, strict=True):
+            for item, fetched in zip(self._buffers, self._fetched, strict=True):
                 self.values[item].copy_(fetched)
         self._gradients = {}
-        self._mini_batch, self._indices = mini_batch, chosen
+        self._mini_batch = batch_slice
         self._is_last = self._plan.is_last(step)
         return self._gradients.__setitem__
 
+    @override
     def close(self, found: StepResult) -> LocalNorm | None:
         """Add a mini-batch to the sum (in the executor); after the last, vote if it is finite."""
-        for item, gradient in self._gradients.items():
-            self._add(item, gradient)
+        self._total.add(self._gradients)
         self._gradients = {}
         self._average(found)
-        assert self._indices is not None
-        self._n_computed += len(self._indices.indices)
+        self._n_computed += len(self._mini_batch.samples.indices)
         if found.loss is not None and not math.isfinite(found.loss):
-            self._find_blame()
+            self._blame = blame_of(bad_sample(self._mini_batch))
         if not self._is_last:
             return None
         order = self._plan.order
         assert order is not None
-        accrued, self._accrued = self._accrued, []
-        total = ChunkSum(tuple(accrued), self._values())
-        finite = is_finite(
-            dict(enumerate(tensor for tensor in accrued if tensor is not None))
-        ) and is_finite({item: total.values[item] for item in self._items.buffers})
+        finite = self._total.is_finite and is_finite({i: self.values[i] for i in self._buffers})
+        total = ChunkSum(tuple(self._total.sums), self._values())
+        self._total.drop()
         if not finite:
-            self._find_blame()
+            self._blame = blame_of(bad_sample(self._mini_batch))
             return LocalNorm(square=math.nan, settle=_ignore_vote, cost=Cost())
         kept = KeptChunk(
             total=total,
@@ -364,17 +331,6 @@ class ChunkObjective:
         self._done = self._key, kept
         return LocalNorm(square=0.0, settle=_ignore_vote, cost=Cost())
 
-    def _add(self, item: int, gradient: torch.Tensor) -> None:
-        before = self._accrued[item]
-        if before is None:
-            self._accrued[item] = gradient
-        elif item in self._owned:
-            before.add_(gradient)
-        else:
-            # The first gradient may share memory with another one: add to a copy.
-            self._accrued[item] = before + gradient
-            self._owned.add(item)
-
     def _average(self, found: StepResult) -> None:
         for item, value in found.averages.items():
             self.values[item].copy_(value.reshape(-1))
@@ -383,18 +339,11 @@ class ChunkObjective:
 
     def _values(self) -> list[torch.Tensor]:
         values = list(self.values)
-        for item in self._items.buffers:
+        for item in self._buffers:
             values[item] = values[item].clone()
         return values
 
-    def _find_blame(self) -> None:
-        row = bad_sample(self._mini_batch)
-        if row is not None and self._indices is not None:
-            self._blame = (
-                f"[data.train] sample {int(self._indices.indices[row])} has NaN or "
-                "infinite values: fix or remove such samples"
-            )
-
+    @override
     def closed(
         self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
@@ -409,20 +358,24 @@ class ChunkObjective:
         self._collect()
         self.pushes.request_push(message)
 
+    @override
     def work(self, *, final: bool) -> Sequence[Action]:
         return [] if final else self.pushes.stage()
 
+    @override
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         return self.pushes.computed(event, now)
 
     # --- on the leader ---
 
+    @override
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
         assert self._group_tasks is not None
         return self._group_tasks.command(leader, message, now)
 
+    @override
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
@@ -439,6 +392,7 @@ class ChunkObjective:
                 messages.append((rank, message))
         return actions, messages
 
+    @override
     def figures(self) -> Mapping[str, float]:
         return {"samples": float(self._n_computed), "sets_held": float(len(self.pushes))}
 
@@ -450,7 +404,7 @@ def _ignore_vote(square: float, sample: int | None) -> None:
 STAGED_TIMER: Final = "rank:report"
 
 
-BatchRankMessage = Assignment | ChunkStaged | PushChunk | RankMessage
+BatchRankMessage = Assignment | ChunkStaged | PushChunk | ReplicaMessage
 
 
 @final
@@ -470,7 +424,7 @@ class PartitionedBatchWorker:
 
     def __init__(
         self,
-        worker: PartitionWorker,
+        worker: Replica,
         *,
         names: Sequence[Address],
         plan: ChunkBatchPlan,

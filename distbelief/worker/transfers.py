@@ -40,7 +40,7 @@ class Block(NamedTuple):
     step: int
     micro_batch: int
     way: int
-    index: int
+    block_index: int
     values: Vector
 
 
@@ -120,7 +120,7 @@ class RankLink:
             step=block.step,
             micro_batch=block.micro_batch,
             way=block.way,
-            block_index=block.index,
+            block_index=block.block_index,
             values=block.values,
         )
         return Send(receiver=self._peer, message=message)

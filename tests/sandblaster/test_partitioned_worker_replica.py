@@ -144,7 +144,7 @@ def test_status_is_that_of_its_rank() -> None:
 def test_after_its_exit_it_is_silent() -> None:
     worker = machine(WORKER)
     worker.handle(says(SUPERVISOR, Stop(reason="over")), 0.0)
-    actions = worker.handle(TimerFired(name="machine:remind"), 31.0)
+    actions = worker.handle(TimerFired(name="replica:remind"), 31.0)
     assert sent(actions, Finished) == [SUPERVISOR]
     assert worker.handle(TimerFired(name=STAGED_TIMER), 32.0) == []
 

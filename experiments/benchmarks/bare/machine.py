@@ -35,7 +35,8 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
-from distbelief.worker.steps import StepOutcome, StepRunner
+from distbelief.worker.objective import StepOutcome
+from distbelief.worker.steps import StepRunner
 from distbelief.worker.transfers import RankLink
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.meeting import attached, take_step
@@ -119,7 +120,7 @@ class BareMachine:
         }
         self._stepping = StepRunner(
             PartitionExecutor(flow),
-            streams=self._couriers,
+            links=self._couriers,
             batch_plan=_SameBatch(workload.batch_size),
             micro_batches=micro_batches,
             training=True,

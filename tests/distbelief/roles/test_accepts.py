@@ -25,9 +25,7 @@ from distbelief.roles.role import (
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.worker.evaluator import Evaluator
 from distbelief.worker.loop_worker import LoopWorker
-from distbelief.worker.partition import PartitionWorker
 from distbelief.worker.replica import Replica
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.partitioned_worker import PartitionedBatchWorker
@@ -40,10 +38,8 @@ ROLES = (
     BatchWorker,
     ClusterSupervisor,
     Coordinator,
-    Evaluator,
     HostAgent,
     LoopWorker,
-    PartitionWorker,
     PartitionedBatchWorker,
     Replica,
     Shard,
@@ -78,7 +74,7 @@ def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None
 
 def test_a_wrapped_role_accepts_what_the_role_within_accepts() -> None:
     assert Supervisor.accepts < ClusterSupervisor.accepts
-    assert PartitionWorker.accepts < PartitionedBatchWorker.accepts
+    assert Replica.accepts < PartitionedBatchWorker.accepts
     assert WarmStartWorker.accepts == Replica.accepts | BatchWorker.accepts
 
 
