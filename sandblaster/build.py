@@ -23,6 +23,7 @@ from distbelief.worker.build import (
     data_shard_of,
     evaluating_rank,
     layout_of,
+    leader_on_request,
     local_executor,
     rank_in,
     replica_parts,
@@ -31,7 +32,7 @@ from distbelief.worker.build import (
 )
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.gradients import Items
-from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, member_names
+from distbelief.worker.group import EVALUATORS, GroupRank, member_names
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from sandblaster.config import SandblasterSettings
@@ -39,7 +40,7 @@ from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.optimizers import AnyMethod
-from sandblaster.partitioned_worker import ChunkObjective, PartitionedBatchWorker
+from sandblaster.partitioned_worker import ChunkObjective
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
@@ -175,7 +176,7 @@ def build_rank(
 
 def _summing_machine(
     place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: Split
-) -> PartitionedBatchWorker:
+) -> Replica:
     n_machines = split.plan.cluster.n_machines
     batch = "portion", config.portion
     parts = replica_parts(place, context=context, split=split, batch=batch)
@@ -195,11 +196,15 @@ def _summing_machine(
         values=zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
     )
     objective = ChunkObjective(
-        items, shards=view.shards, client=parts.client, plan=plan, group_tasks=group_tasks
+        items,
+        shards=view.shards,
+        client=parts.client,
+        plan=plan,
+        group_tasks=group_tasks,
+        names=member_names(place.group, n_machines),
+        retry_seconds=worker_config.retry_seconds,
     )
-    leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
-    leader.begin(0.0)
-    machine = assemble(
+    return assemble(
         place,
         split,
         RankBuild(
@@ -209,20 +214,12 @@ def _summing_machine(
             batch_plan=plan,
             reader=parts.reader,
             objective=objective,
-            leader=leader,
+            leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
             training=True,
             micro_batches=split.plan.micro_batches,
             seed=(config.seed, 0),  # the same in all replicas: so are their sums
             seed_gradient=_sum_over_samples,
         ),
-    )
-    return PartitionedBatchWorker(
-        machine,
-        names=member_names(place.group, n_machines),
-        plan=plan,
-        objective=objective,
-        group_tasks=group_tasks,
-        retry_seconds=worker_config.retry_seconds,
     )
 
 

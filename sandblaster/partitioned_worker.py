@@ -1,7 +1,4 @@
-"""Batch worker of one rank of a model-parallel replica: the role "replica-R.M".
-
-A `Replica` computes; its objective here is to sum gradients of chunks. This role
-adds the messages that only Sandblaster has:
+"""The chunk objective: one rank of a model-parallel replica sums gradients for the coordinator.
 
     coordinator -> leader    Assignment     for its group tasks
     leader -> rank           StartEpoch     with the chunk of the generation
@@ -28,6 +25,7 @@ from distbelief.protocol import (
     Assignment,
     ChunkStaged,
     Evaluate,
+    Message,
     PushChunk,
     StartEpoch,
     StartTraining,
@@ -40,7 +38,6 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Exit,
     PeerJoined,
     Received,
     Report,
@@ -49,13 +46,11 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
-    message_types,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.gradients import GradientSum, Items, bad_sample, blame_of, is_finite
 from distbelief.worker.group import GroupLeader, Outgoing
 from distbelief.worker.objective import LocalNorm, Objective
-from distbelief.worker.replica import Replica, ReplicaMessage
 from distbelief.worker.training import PUSH
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, GroupTasks
@@ -63,6 +58,8 @@ from sandblaster.worker import ChunkSum
 
 
 # --- pushes ---
+
+STAGED_TIMER: Final = "rank:report"
 
 N_STAGED_REPEATED: Final = 32
 """Tokens that each `ChunkStaged` repeats: more than can be open at once."""
@@ -202,7 +199,11 @@ class ChunkObjective(Objective):
         client: Connects to them.
         plan: The mini-batches of the chunk.
         group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
+        names: Addresses of all ranks of the replica, the leader first.
+        retry_seconds: Seconds after which the staged tokens are reported again.
     """
+
+    accepts = frozenset({Assignment, ChunkStaged, PushChunk})
 
     def __init__(
         self,
@@ -212,6 +213,8 @@ class ChunkObjective(Objective):
         client: ParameterClient,
         plan: ChunkBatchPlan,
         group_tasks: GroupTasks | None,
+        names: Sequence[Address],
+        retry_seconds: Seconds,
     ) -> None:
         self.values = items.values
         self._items = items
@@ -220,6 +223,9 @@ class ChunkObjective(Objective):
         self._client = client
         self._plan = plan
         self._group_tasks = group_tasks
+        self._names = names
+        self._retry_seconds = retry_seconds
+        self._tells_staged = False
         # Completed sums on their way to the shards.
         self.pushes = ChunkPushes(client, n_bytes=items.n_bytes, has_parts=bool(self.values))
         self._installed: tuple[int, int] | None = None  # evaluation of the parameters
@@ -366,7 +372,78 @@ class ChunkObjective(Objective):
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         return self.pushes.computed(event, now)
 
-    # --- on the leader ---
+    # --- the coordinator's protocol ---
+
+    @override
+    def handle(self, event: Event, rank: int | None, now: Seconds) -> list[Action] | None:
+        tasks = self._group_tasks
+        match event:
+            case Started():
+                if tasks is None:
+                    self._tells_staged = True
+                else:
+                    tasks.start(event.incarnation)
+                return None
+            case Received():
+                if tasks is not None and rank is not None:
+                    tasks.note_alive(rank, now)
+                return [] if self._receive(event.message, rank) else None
+            case TimerFired(name=name) if name == STAGED_TIMER:
+                self._tells_staged = True
+                return []
+            case TimerFired(name=name) if name == GROUP_TIMER and tasks is not None:
+                out = self._take_own(tasks.resend())
+                return [Send(receiver=self._names[to], message=message) for to, message in out]
+            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                if tasks is not None:
+                    tasks.request_report()
+                return []
+            case _:
+                return None
+
+    def _receive(self, message: Message, rank: int | None) -> bool:
+        tasks = self._group_tasks
+        match message:
+            case Assignment() if tasks is not None:
+                tasks.take(message)
+            case ChunkStaged() if tasks is not None and rank is not None:
+                tasks.staged(rank, message.commit_tokens)
+            case PushChunk() if rank == 0:
+                self.push(message)
+                self._tells_staged |= message.commit_token in self.pushes.staged
+            case _:
+                return False
+        return True
+
+    def _take_own(self, out: Outgoing) -> Outgoing:
+        for rank, message in out:
+            if isinstance(message, PushChunk) and rank == 0:
+                self.push(message)
+        return [(rank, m) for rank, m in out if not (isinstance(m, PushChunk) and rank == 0)]
+
+    @override
+    def prepare(self, message: StartEpoch) -> None:
+        self._plan.set_order(message.generation, message.order)
+
+    @override
+    def has_news(self) -> bool:
+        has_work, has_staged = self.pushes.has_work(), self.pushes.has_new_staged()
+        if has_staged and self._group_tasks is not None:
+            self._group_tasks.staged(0, tuple(self.pushes.staged))
+            return True
+        self._tells_staged |= has_staged
+        return has_work
+
+    @override
+    def due(self, now: Seconds) -> list[Action]:
+        if self._group_tasks is not None:
+            return [*self._group_tasks.due_report(now)]
+        if not self._tells_staged:
+            return []
+        self._tells_staged = False
+        staged = ChunkStaged(commit_tokens=tuple(self.pushes.staged))
+        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
+        return [Send(receiver=self._names[0], message=staged), timer]
 
     @override
     def command(
@@ -384,13 +461,7 @@ class ChunkObjective(Objective):
         if final:
             return [], []
         actions, out = self._group_tasks.report(leader, now, has_opened=self._opened)
-        messages: Outgoing = []
-        for rank, message in out:
-            if isinstance(message, PushChunk) and rank == 0:
-                self.push(message)
-            else:
-                messages.append((rank, message))
-        return actions, messages
+        return actions, self._take_own(out)
 
     @override
     def figures(self) -> Mapping[str, float]:
@@ -399,135 +470,3 @@ class ChunkObjective(Objective):
 
 def _ignore_vote(square: float, sample: int | None) -> None:
     del square, sample
-
-
-STAGED_TIMER: Final = "rank:report"
-
-
-BatchRankMessage = Assignment | ChunkStaged | PushChunk | ReplicaMessage
-
-
-@final
-class PartitionedBatchWorker:
-    """The role "replica-R.M" of a Sandblaster job.
-
-    Args:
-        worker: Computes the steps of this rank.
-        names: Addresses of all ranks of the replica, the leader first.
-        plan: The batch plan of this rank.
-        objective: Sums the gradients.
-        group_tasks: On the leader: its side of the coordinator's protocol.
-        retry_seconds: Seconds after which the staged tokens are reported again.
-    """
-
-    accepts: Final = message_types(BatchRankMessage)
-
-    def __init__(
-        self,
-        worker: Replica,
-        *,
-        names: Sequence[Address],
-        plan: ChunkBatchPlan,
-        objective: ChunkObjective,
-        group_tasks: GroupTasks | None,
-        retry_seconds: Seconds,
-    ) -> None:
-        self._worker = worker
-        self._names = names
-        self._ranks = {name: index for index, name in enumerate(names)}
-        self._plan = plan
-        self._objective = objective
-        self._group_tasks = group_tasks
-        self._retry_seconds = retry_seconds
-        self._is_over = False
-
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for.
-
-        Raises:
-            JobError: model, data or loss make it impossible to go on.
-            PeerLostError: a shard has been silent for too long.
-        """
-        if self._is_over:
-            return []
-        actions = [*self._dispatch(event, now)]
-        if self._objective.pushes.has_work():
-            actions += self._worker.wake(now)
-        if self._objective.pushes.has_new_staged():
-            actions += self._report_staged(now)
-        if any(isinstance(action, Exit) for action in actions):
-            self._is_over = True
-        elif self._group_tasks is not None:
-            actions += self._group_tasks.due_report(now)
-        return actions
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self._worker.status()
-
-    def _dispatch(self, event: Event, now: Seconds) -> Sequence[Action]:
-        match event:
-            case Started():
-                return self._start(event, now)
-            case Received():
-                return self._receive(event, now)
-            case TimerFired(name=name) if name == STAGED_TIMER:
-                return self._report_staged(now)
-            case TimerFired(name=name) if name == GROUP_TIMER:
-                return self._resend(now)
-            case PeerJoined(peer=peer) if peer == COORDINATOR:
-                if self._group_tasks is not None:
-                    self._group_tasks.request_report()
-                return []
-            case _:
-                return self._worker.handle(event, now)
-
-    def _start(self, event: Started, now: Seconds) -> Sequence[Action]:
-        if self._group_tasks is not None:
-            self._group_tasks.start(event.incarnation)
-            return self._worker.handle(event, now)
-        return [*self._worker.handle(event, now), *self._report_staged(now)]
-
-    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
-        message, rank = event.message, self._ranks.get(event.sender)
-        if self._group_tasks is not None and rank is not None:
-            self._group_tasks.note_alive(rank, now)
-        match message:
-            case Assignment() if self._group_tasks is not None:
-                self._group_tasks.take(message)
-                return self._worker.wake(now)
-            case ChunkStaged() if self._group_tasks is not None and rank is not None:
-                self._group_tasks.staged(rank, message.commit_tokens)
-                return self._worker.wake(now)
-            case PushChunk() if rank == 0:
-                self._objective.push(message)
-                return (
-                    self._report_staged(now)
-                    if message.commit_token in self._objective.pushes.staged
-                    else []
-                )
-            case StartEpoch() if rank == 0:
-                self._plan.set_order(message.generation, message.order)
-                return self._worker.handle(event, now)
-            case _:
-                return self._worker.handle(event, now)
-
-    # --- reports ---
-
-    def _report_staged(self, now: Seconds) -> Sequence[Action]:
-        commit_tokens = tuple(self._objective.pushes.staged)
-        if self._group_tasks is not None:
-            self._group_tasks.staged(0, commit_tokens)
-            return self._worker.wake(now)
-        staged = ChunkStaged(commit_tokens=commit_tokens)
-        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
-        return [Send(receiver=self._names[0], message=staged), timer]
-
-    def _resend(self, now: Seconds) -> Sequence[Action]:
-        assert self._group_tasks is not None
-        actions: list[Action] = []
-        for rank, message in self._group_tasks.resend():
-            if rank != 0:
-                actions.append(Send(receiver=self._names[rank], message=message))
-            elif isinstance(message, PushChunk):
-                self._objective.push(message)
-        return [*actions, *self._worker.wake(now)]

@@ -174,12 +174,12 @@ def whole_evaluator(
         objective=EvaluationObjective(
             client=client, values=model.values, batch_plan=batch_plan, score=score
         ),
-        leader=evaluation_leader(n_ranks=1),
+        leader=leader_on_request(n_ranks=1),
     )
 
 
-def evaluation_leader(*, n_ranks: int, plan: str = "") -> GroupLeader:
-    # No step before the first request: each evaluation is a generation of its own.
+def leader_on_request(*, n_ranks: int, plan: str = "") -> GroupLeader:
+    """Return a leader that grants no step: each request is a generation of its own."""
     leader = GroupLeader(n_ranks, plan=plan, limit=0)
     leader.begin(0.0)
     return leader
@@ -470,7 +470,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
             batch_plan=batch_plan,
             reader=reader,
             objective=objective,
-            leader=evaluation_leader(n_ranks=n_machines, plan=split.fingerprint),
+            leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
             training=False,
             micro_batches=1,
             seed=(context.seed,),

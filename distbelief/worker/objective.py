@@ -10,8 +10,8 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.protocol import Evaluate, StartTraining, Stop
-from distbelief.roles.role import Action, Compute, Computed, Cost, Seconds
+from distbelief.protocol import Evaluate, StartEpoch, StartTraining, Stop
+from distbelief.roles.role import Action, Compute, Computed, Cost, Event, Seconds
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import GroupLeader, Outgoing
 
@@ -106,11 +106,13 @@ class Objective:
         values: Flat tensors, one per item; fetched parameters are copied into them.
         verb: What a step does, as a status word.
         reports_steps: Whether `report` has news only after a step.
+        accepts: Messages of its own, beside those of every replica.
     """
 
     values: Sequence[torch.Tensor]
     verb = "computing"
     reports_steps = False
+    accepts: frozenset[type] = frozenset()
 
     # --- generations ---
 
@@ -225,6 +227,35 @@ class Objective:
         """Return what the leader sends to the supervisor, and to its ranks."""
         del leader, now, final
         return [], []
+
+    # --- events of its own ---
+
+    def handle(self, event: Event, rank: int | None, now: Seconds) -> list[Action] | None:
+        """Handle an event that is for the objective; None if it is for the replica.
+
+        Args:
+            event: Any.
+            rank: The sender's in the group.
+            now: The time.
+        """
+        del event, rank, now
+        return None
+
+    def prepare(self, message: StartEpoch) -> None:
+        """The leader begins a generation.
+
+        Raises:
+            RemoteProtocolError: its order is invalid.
+        """
+
+    def has_news(self) -> bool:
+        """Return whether there may be more to do than before the last event."""
+        return False
+
+    def due(self, now: Seconds) -> list[Action]:
+        """Return what is to be sent after an event."""
+        del now
+        return []
 
     # --- status ---
 

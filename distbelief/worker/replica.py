@@ -160,7 +160,7 @@ class Replica:
         shapes: Per item that the rank keeps; None: flat.
     """
 
-    accepts: Final = message_types(ReplicaMessage)
+    accepts = message_types(ReplicaMessage)
 
     def __init__(
         self,
@@ -173,6 +173,7 @@ class Replica:
         leader: GroupLeader | None,
         shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
+        self.accepts = self.accepts | objective.accepts
         self.objective = objective
         self._names = member_names(config.group, config.n_machines)
         self._rank_of = {name: index for index, name in enumerate(self._names)}
@@ -217,8 +218,12 @@ class Replica:
         """
         if self._is_gone:
             return []
-        if self._client.owns(event):
-            actions: Sequence[Action] = self._client.handle(event, now)
+        rank = self._rank_of.get(event.sender) if isinstance(event, Received) else None
+        own = self.objective.handle(event, rank, now)
+        if own is not None:
+            actions: Sequence[Action] = own
+        elif self._client.owns(event):
+            actions = self._client.handle(event, now)
         else:
             actions = self._on_event(event, now)
         # Every event may have removed the last obstacle to the next piece of work.
@@ -226,11 +231,10 @@ class Replica:
         # Work of a partition does not depend on these messages: it starts before they are sent.
         is_chain = not self._is_single and self._lane == [STEP]
         both = (begun, actions) if is_chain else (actions, begun)
-        return [*both[0], *both[1], *self._lead(now)]
-
-    def wake(self, now: Seconds) -> Sequence[Action]:
-        """Check again whether work can begin, after the objective changed its own state."""
-        return [] if self._is_gone else [*self._advance(now), *self._lead(now)]
+        done = [*both[0], *both[1], *self._lead(now)]
+        while not self._is_gone and self.objective.has_news():
+            done += [*self._advance(now), *self._lead(now)]
+        return done if self._is_gone else [*done, *self.objective.due(now)]
 
     def _on_event(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
@@ -414,6 +418,7 @@ class Replica:
             )
         if isinstance(message, GrantSteps):
             return self._take_grant(message, now)
+        self.objective.prepare(message)
         if message.plan != self._plan:
             raise JobError(
                 f"the leader of {self._name} has plan {message.plan}, {self._name} has "

@@ -14,7 +14,7 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
-from distbelief.roles.role import Action, Compute, Computed, Report
+from distbelief.roles.role import Action, Address, Compute, Computed, Report
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.gradients import Items
 from distbelief.worker.objective import LocalNorm
@@ -71,6 +71,8 @@ class Bench:
             client=cast("ParameterClient", self.client),
             plan=self.plan,
             group_tasks=None,
+            names=[Address("replica-0.0"), Address("replica-0.1")],
+            retry_seconds=0.5,
         )
         self._life = 0
 
