@@ -16,7 +16,6 @@ from distbelief.parameter_server.slices import PartialView
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, build_loss, build_model
 from distbelief.worker.build import (
-    RankBuild,
     Split,
     assemble,
     build_client,
@@ -28,6 +27,7 @@ from distbelief.worker.build import (
     rank_in,
     replica_parts,
     whole_replica,
+    with_data,
     zeros_of,
 )
 from distbelief.worker.config import DownpourSettings
@@ -104,7 +104,7 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
-    task = context.task
+    context, task = with_data(context), context.task
     module = build_model(task.model)
     module.train()
     model = FlatModel(module)
@@ -178,9 +178,10 @@ def _summing_machine(
     place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: Split
 ) -> Replica:
     n_machines = split.plan.cluster.n_machines
+    context = with_data(context)
     batch = "portion", config.portion
     parts = replica_parts(place, context=context, split=split, batch=batch)
-    flow, n_examples = parts.flow, len(parts.dataset)
+    flow, n_examples = parts.flow, len(context.train_data())
     chunk_sizes = config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
     samples = Samples(n_examples, seed=config.order_seed)
     plan = ChunkBatchPlan(samples, mini_batch_size=chunk_sizes.mini_batch_size)
@@ -207,19 +208,12 @@ def _summing_machine(
     return assemble(
         place,
         split,
-        RankBuild(
-            flow=flow,
-            dtype=parts.dtype,
-            client=parts.client,
-            batch_plan=plan,
-            reader=parts.reader,
-            objective=objective,
-            leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
-            training=True,
-            micro_batches=split.plan.micro_batches,
-            seed=(config.seed, 0),  # the same in all replicas: so are their sums
-            seed_gradient=_sum_over_samples,
-        ),
+        parts,
+        batch_plan=plan,
+        objective=objective,
+        leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        seed=(config.seed, 0),  # the same in all replicas: so are their sums
+        seed_gradient=_sum_over_samples,
     )
 
 

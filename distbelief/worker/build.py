@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from distbelief.core.vectors import Vector
-from distbelief.data.dataset import Dataset
 from distbelief.data.sharding import DataShard, Indices
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.dataflow import dataflow
@@ -242,19 +241,23 @@ def training_leader(
 
 def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
     """Return the replica of this index of an unpartitioned model."""
+    context = with_data(context)
     module = build_model(context.task.model)
     module.train()
-    of_replica = replica_config(config, context)
-    data_shard = data_shard_of(index, config=config, context=context)
     return whole_replica(
-        of_replica,
+        replica_config(config, context),
         client=build_client(context, pushes=True),
         executor=local_executor(
             FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
-        data_shard=data_shard,
+        data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
     )
+
+
+def with_data(context: BuildContext) -> BuildContext:
+    """Return the context with its training data built, so that it is built once."""
+    return replace(context, datasets={**context.datasets, "data.train": context.train_data()})
 
 
 def local_executor(
@@ -288,14 +291,19 @@ def replica_config(config: DownpourSettings, context: BuildContext) -> DownpourC
     return replace(config.of_replica(), progress_seconds=seconds)
 
 
-def build_client(context: BuildContext, *, pushes: bool) -> ParameterClient:
+def build_client(
+    context: BuildContext, *, pushes: bool, flow: Dataflow | None = None
+) -> ParameterClient:
+    """Return a client of all shards, or of those that hold what a rank keeps."""
+    layout = layout_of(context)
     shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes),
-        layout=layout_of(context),
+        layout=layout,
         shards=shards,
         memory=context.memory,
         backups=backups,
+        selection=None if flow is None else PartialView.of(layout, flow.items),
     )
 
 
@@ -385,20 +393,24 @@ def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
 class RankBuild:
     """What differs between ranks with different objectives."""
 
-    flow: Dataflow
-    dtype: torch.dtype
+    flow: Dataflow  # its operations and the items that it keeps
+    dtype: torch.dtype  # of these items
     client: ParameterClient
-    batch_plan: BatchPlan
     reader: SliceReader
-    objective: Objective
-    leader: GroupLeader
-    training: bool
-    micro_batches: int
-    seed: tuple[int, ...]
-    seed_gradient: Seed = mean_over_samples
 
 
-def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> Replica:
+def assemble(  # noqa: PLR0913 -- one call describes a rank
+    rank: GroupRank,
+    split: Split,
+    parts: RankBuild,
+    *,
+    batch_plan: BatchPlan,
+    objective: Objective,
+    leader: GroupLeader,
+    seed: tuple[int, ...],
+    training: bool = True,
+    seed_gradient: Seed = mean_over_samples,
+) -> Replica:
     flow, n_ranks = parts.flow, split.plan.cluster.n_machines
     names = member_names(rank.group, n_ranks)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
@@ -407,7 +419,7 @@ def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> Replica:
         dtype=parts.dtype,
         modules=split.modules,
         device=split.device,
-        seed_gradient=parts.seed_gradient,
+        seed_gradient=seed_gradient,
     )
     return Replica(
         RankConfig(
@@ -417,15 +429,15 @@ def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> Replica:
         executor=StepRunner(
             executor,
             links={peer: RankLink(names[peer]) for peer in sorted(peers)},
-            batch_plan=parts.batch_plan,
-            micro_batches=parts.micro_batches,
-            training=parts.training,
-            seed=parts.seed,
+            batch_plan=batch_plan,
+            micro_batches=split.plan.micro_batches if training else 1,
+            training=training,
+            seed=seed,
         ),
-        slices=SlicePrefetch(parts.reader, parts.batch_plan),
-        objective=parts.objective,
+        slices=SlicePrefetch(parts.reader, batch_plan),
+        objective=objective,
         shapes=[region.shape for _, region in flow.items],
-        leader=parts.leader if rank.machine == 0 else None,
+        leader=leader if rank.machine == 0 else None,
     )
 
 
@@ -443,7 +455,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     outputs = frozenset(compiled.graph.outputs)
     flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
     dtype = dtype_of(context)
-    client = client_of(flow, context, pushes=False)
+    client = build_client(context, pushes=False, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
     batch_plan = EvaluationPlan(kinds, chunk=plan.batch)
     reader = SliceReader(
@@ -463,32 +475,12 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     return assemble(
         rank,
         split,
-        RankBuild(
-            flow=flow,
-            dtype=dtype,
-            client=client,
-            batch_plan=batch_plan,
-            reader=reader,
-            objective=objective,
-            leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
-            training=False,
-            micro_batches=1,
-            seed=(context.seed,),
-        ),
-    )
-
-
-def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> ParameterClient:
-    """Return a client of the shards that hold what the rank keeps."""
-    layout = layout_of(context)
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
-    return ParameterClient(
-        ClientConfig(pushes=pushes),
-        layout=layout,
-        shards=shards,
-        memory=context.memory,
-        backups=backups,
-        selection=PartialView.of(layout, flow.items),
+        RankBuild(flow=flow, dtype=dtype, client=client, reader=reader),
+        batch_plan=batch_plan,
+        objective=objective,
+        leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        seed=(context.seed,),
+        training=False,
     )
 
 
@@ -509,21 +501,9 @@ def score_of(loss: Loss, metric: Metric) -> Score:
     return score
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaParts:
-    """The parts of one rank of a replica, for any algorithm."""
-
-    flow: Dataflow  # its operations and the items that it keeps
-    dtype: torch.dtype  # of these items
-    client: ParameterClient
-    dataset: Dataset
-    reader: SliceReader
-
-
 def replica_parts(
     rank: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
-) -> ReplicaParts:
+) -> RankBuild:
     """Return the parts of a rank.
 
     Args:
@@ -547,11 +527,10 @@ def replica_parts(
         {spec.name for spec in layout_of(context).tensors},
     )
     dtype, dataset = dtype_of(context), context.train_data()
-    return ReplicaParts(
+    return RankBuild(
         flow=flow,
         dtype=dtype,
-        client=client_of(flow, context, pushes=True),
-        dataset=dataset,
+        client=build_client(context, pushes=True, flow=flow),
         reader=SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
@@ -573,6 +552,7 @@ def _training_rank(
     rank: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
 ) -> Role:
     assert rank.replica is not None
+    context = with_data(context)
     batch = "batch_size", config.batch_size
     parts = replica_parts(rank, context=context, split=split, batch=batch)
     flow = parts.flow
@@ -598,16 +578,9 @@ def _training_rank(
     return assemble(
         rank,
         split,
-        RankBuild(
-            flow=flow,
-            dtype=parts.dtype,
-            client=parts.client,
-            batch_plan=batch_plan,
-            reader=parts.reader,
-            objective=objective,
-            leader=leader,
-            training=True,
-            micro_batches=split.plan.micro_batches,
-            seed=(config.seed, rank.replica),
-        ),
+        parts,
+        batch_plan=batch_plan,
+        objective=objective,
+        leader=leader,
+        seed=(config.seed, rank.replica),
     )

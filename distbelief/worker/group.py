@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
 
+from distbelief.core.reliable import Silence
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import ChunkOrder, GrantSteps, Message, RankReady, StartEpoch, StepsDone
 from distbelief.roles.role import Address, Seconds
@@ -132,7 +133,7 @@ class GroupLeader:
         self.n_begun: int | None = None  # steps that have begun, if the leader is the only rank
         self._last_step: int | None = None  # of this generation, after a Stop
         self._running = False  # all ranks are ready and have their position
-        self._progress_at: Seconds = 0.0
+        self._silence = Silence()  # of the group: since it made progress
         self._incarnations: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
         self._done: dict[int, StepsDone] = {}
@@ -177,7 +178,7 @@ class GroupLeader:
         self._n_reduced, self._square, self._sample = 0, 0.0, None
         self._last_step = 0 if self.is_stopping else None
         self._wanted_position, self._limit, self._order = position, limit, order
-        self._progress_at = now
+        self._silence.start(now)
         self._ready.clear()
         self._done.clear()
         # Released ranks may have exited already.
@@ -198,7 +199,7 @@ class GroupLeader:
             # Granted steps may have begun.
             self._last_step = self.granted if self.n_begun is None else self.n_begun
         self.is_stopping = True
-        self._progress_at = now
+        self._silence.start(now)
         return self._grant_all() if self._running else self._grant_if_ready(now)
 
     # ------------------------------------------------------------------------- events
@@ -246,8 +247,7 @@ class GroupLeader:
 
     def remind(self, now: Seconds) -> Outgoing:
         """Repeat unanswered messages; after a Stop, end without ranks that stay silent."""
-        waited = now - self._progress_at
-        if self.is_stopping and waited > STOP_SECONDS:
+        if self.is_stopping and self._silence.stalled(now) > STOP_SECONDS:
             if self._running and not self.all_ended:
                 return self.new_generation(now)  # one without steps
             if not self._running:
@@ -271,7 +271,7 @@ class GroupLeader:
         if before is not None and message.steps < before.steps:
             return []
         self._done[rank] = message
-        self._progress_at = now
+        self._silence.start(now)
         if message.ended:
             self._ended.add(rank)
             if self._all_taken and not self._released:
@@ -407,7 +407,7 @@ class GroupLeader:
         if self._running or not ready or self.waiting_for:
             return []
         self._running = True
-        self._progress_at = now
+        self._silence.start(now)
         pushed = [message.samples for message in self._ready.values() if message.pushes]
         # Unpushed work is repeated: begin where the rank that has pushed least left off; ranks that
         # have pushed more push nothing until they are past that point.

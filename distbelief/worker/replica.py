@@ -232,9 +232,15 @@ class Replica:
         is_chain = not self._is_single and self._lane == [STEP]
         both = (begun, actions) if is_chain else (actions, begun)
         done = [*both[0], *both[1], *self._lead(now)]
-        while not self._is_gone and self.objective.has_news():
+        while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
-        return done if self._is_gone else [*done, *self.objective.due(now)]
+        return [*done, *self._due(now)]
+
+    def _has_news(self) -> bool:
+        return not self._is_gone and self.objective.has_news()
+
+    def _due(self, now: Seconds) -> list[Action]:
+        return [] if self._is_gone else self.objective.due(now)
 
     def _on_event(self, event: Event, now: Seconds) -> Sequence[Action]:
         match event:
