@@ -185,8 +185,8 @@ class Arrivals:
         self._ahead: set[int] = set()
         self.count = 0  # all numbers below it arrived: the acknowledgement
 
-    def add(self, number: int) -> bool:
-        """Note a number; return whether it is new.
+    def is_new(self, number: int) -> bool:
+        """Return whether a number has not been noted.
 
         Raises:
             RemoteProtocolError: it is beyond the window.
@@ -195,7 +195,11 @@ class Arrivals:
             raise RemoteProtocolError(
                 f"item {number} came before {self.count}: at most {self._window} may be under way"
             )
-        if number < self.count or number in self._ahead:
+        return number >= self.count and number not in self._ahead
+
+    def add(self, number: int) -> bool:
+        """Note a number; return whether it is new. Raises as `is_new` does."""
+        if not self.is_new(number):
             return False
         self._ahead.add(number)
         while self.count in self._ahead:
