@@ -17,9 +17,8 @@ import msgspec
 
 from distbelief.errors import JobError
 from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
-from distbelief.transport.curve_auth import CurveAuth, Permissions
+from distbelief.transport.curve_auth import CurveAuth, PeerLimits, Permissions
 from distbelief.transport.keys import KeyFiles, KeyPair
-from distbelief.transport.limits import PeerLimits
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -54,7 +53,7 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, own_key=self.public)
 
     def guard(
-        self, *, log: Callable[[str, str], None], caps: PeerLimits | None = None
+        self, *, log: Callable[[str, str], None], limits: PeerLimits | None = None
     ) -> CurveAuth:
         """Return the authenticator of one transport.
 
@@ -75,7 +74,7 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
             is_of_job=self.role in {"job", "host"},
             believes=self.believes,
         )
-        return CurveAuth(pair, permissions, warn=warn, caps=caps)
+        return CurveAuth(pair, permissions, warn=warn, limits=limits)
 
     def _pair(self, files: KeyFiles) -> KeyPair:
         return files.pair_of(self.own_key) if self.own_key else files.pair()

@@ -31,6 +31,8 @@ from distbelief.errors import JobError
 KEY_BYTES: Final = 32
 KEY_PATTERN: Final = "[0-9a-f]{64}"
 
+HANDSHAKE_SECONDS_MAX: Final = 5.0  # to prove a key
+
 
 @final
 class SecretKey:
@@ -87,20 +89,18 @@ class KeyPair:
             )
         return cls.of(SecretKey(bytes.fromhex(text)))
 
-    def serve(self, socket: "zmq.Socket[bytes]", *, handshake_seconds_max: float) -> None:
+    def serve(self, socket: "zmq.Socket[bytes]") -> None:
         """Require a key from all clients of a socket; call it before binding."""
         socket.curve_server = True
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
-        socket.handshake_ivl = round(1000 * handshake_seconds_max)
+        socket.handshake_ivl = round(1000 * HANDSHAKE_SECONDS_MAX)
 
-    def dial(
-        self, socket: "zmq.Socket[bytes]", server_key: str, *, handshake_seconds_max: float
-    ) -> None:
+    def dial(self, socket: "zmq.Socket[bytes]", server_key: str) -> None:
         """Accept only the server with this key; call it before connecting."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self.public))
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
-        socket.handshake_ivl = round(1000 * handshake_seconds_max)
+        socket.handshake_ivl = round(1000 * HANDSHAKE_SECONDS_MAX)
 
 
 def new_secret() -> str:
