@@ -34,7 +34,7 @@ from torch import nn
 import distbelief
 from distbelief.protocol import HeartbeatAck
 from distbelief.protocol.codec import Codec
-from distbelief.serve.server import ServerAddress
+from distbelief.serve.address import ServerAddress
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
 from experiments.benchmarks.measuring import measurement
 

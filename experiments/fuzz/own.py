@@ -23,7 +23,7 @@ from distbelief.parameter_server.optimizers import SGD, StepCounts
 from distbelief.run.directory import RunDirectory, Status, status_in
 from distbelief.run.metrics_file import Measurement, measurements_in
 from distbelief.run.resume import CheckpointSet, checkpoint_set_in
-from distbelief.serve.server import ServerAddress
+from distbelief.serve.address import ServerAddress
 from distbelief.transport.keys import entries_in, pair_in
 from experiments.fuzz.mutating import numbers
 from experiments.fuzz.samples import Sampler

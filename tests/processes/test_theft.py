@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import distbelief
-from distbelief.serve.server import ServerAddress
+from distbelief.serve.address import ServerAddress
 from distbelief.transport.keys import KeyPair
 from distbelief.transport.shared_memory import FileMemory
 from tests.processes.commands import alive, poll
