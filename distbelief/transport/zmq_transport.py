@@ -5,7 +5,7 @@
     inbox (PULL)        <---------------  socket to A (PUSH)
 
 Every link runs one way and keeps its order. ZeroMQ promises no delivery: what does not fit a
-link's bounded queue is dropped and counted, and roles resend. The authenticator is asked
+link's bounded queue is dropped, and roles resend. The authenticator is asked
 before a connection carries its first message, as ZeroMQ does not bound unfinished multipart
 messages. Nothing blocks but `poll` (its timeout) and `close` (its linger).
 """
@@ -83,20 +83,6 @@ class PeerSocket:
         self.socket.close(linger_ms)
 
 
-@dataclass(slots=True, kw_only=True)
-class TransportCounters:
-    """Counters of one transport."""
-
-    messages_in: int = 0
-    messages_out: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    dropped_full: int = 0  # the link's queue was full
-    dropped_unknown: int = 0  # to a peer without a link
-    malformed: int = 0  # arrived but are not valid messages of this run
-    refused: int = 0  # connections that the authenticator rejected
-
-
 class ZmqTransport:
     """The links of one role. For one thread only; call `start` first.
 
@@ -125,7 +111,8 @@ class ZmqTransport:
     ) -> None:
         self.name = name
         self.incarnation = incarnation
-        self.counters = TransportCounters()
+        self.n_malformed = 0  # messages that arrived but are not valid, or not of this run
+        self.n_refused = 0  # connections that the authenticator rejected
         self.endpoint = ""  # where peers reach this transport, port included; "" before `start`
         self._authenticator = guard
         self._curve = guard if isinstance(guard, CurveAuth) else None  # it also checks messages
@@ -290,22 +277,17 @@ class ZmqTransport:
         """
         link = self._sockets.pop(peer, None)
         if link is None:
-            self.counters.dropped_unknown += 1
             return False
         self._sockets[peer] = link  # now the most recently used
-        frames = self._codec.encode(
+        *before, last = self._codec.encode(
             message, sender=self.name, incarnation=self.incarnation, receiver=peer
         )
-        *before, last = frames
         try:
             for frame in before:  # the header, if there are arrays
                 link.socket.send(frame, zmq.DONTWAIT | zmq.SNDMORE)
             link.socket.send(last, zmq.DONTWAIT, copy=not (lent and before))
         except zmq.Again:  # only for the first frame: if it fits, the others do
-            self.counters.dropped_full += 1
             return False
-        self.counters.messages_out += 1
-        self.counters.bytes_out += sum(map(len, frames))
         return True
 
     def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> frozenset[int]:
@@ -339,18 +321,17 @@ class ZmqTransport:
             except zmq.Again:  # only a handshake was readable, no message
                 return
             if self._curve is not None and source is None:  # the sender may not send
-                self.counters.malformed += 1
+                self.n_malformed += 1
                 continue
             try:
                 envelope = self._read(frames, source)
             except RemoteProtocolError as error:
-                self.counters.malformed += 1
-                self._log_rarely(self.counters.malformed, f"dropped: {error}")
+                self.n_malformed += 1
+                self._log_rarely(self.n_malformed, f"dropped: {error}")
                 is_offence = not isinstance(error, AnotherRunError | NotIntroducedError)
                 if is_offence and self._curve is not None and source is not None:
                     self._curve.offended(source, str(error))
                 continue
-            self.counters.messages_in += 1
             yield envelope
 
     def _read(self, frames: list[Frame], source: Source | None) -> Envelope:
@@ -366,10 +347,8 @@ class ZmqTransport:
         frames: list[Frame] = []
         while True:
             part = self._inbox.recv(zmq.DONTWAIT, copy=False)
-            frame = part.buffer
-            self.counters.bytes_in += len(frame)
             if len(frames) <= FRAMES_MAX:
-                frames.append(frame)
+                frames.append(part.buffer)
             if not part.more:  # much faster than asking the socket (RCVMORE)
                 return frames, None if self._curve is None else self._curve.source(part)
 
@@ -380,8 +359,8 @@ class ZmqTransport:
         text = b"OK"
         if not verdict.admitted:
             text = b"not admitted"
-            self.counters.refused += 1
-            self._log_rarely(self.counters.refused, verdict.remark)
+            self.n_refused += 1
+            self._log_rarely(self.n_refused, verdict.remark)
         self._zap.send_multipart([*request[:2], verdict.status, text, verdict.user.encode(), b""])
 
     def _log_rarely(self, count: int, text: str) -> None:

@@ -76,7 +76,7 @@ class Victim:
         found = [address.run.encode()]
         if address.secret:
             pair = KeyPair.parse(address.secret)
-            found += [address.secret.encode(), pair.secret.reveal()]
+            found += [address.secret.encode(), pair.secret]
         return found
 
 

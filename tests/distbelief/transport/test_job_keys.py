@@ -129,9 +129,9 @@ def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: K
         for _ in range(100):
             shard.poll(0.05)
             assert not list(shard.receive())
-            if shard.counters.malformed:
+            if shard.n_malformed:
                 break
-        assert shard.counters.malformed == 1
+        assert shard.n_malformed == 1
         shard.connect("replica-1", 1, replica.endpoint)
         assert replica.send("shard-0", HeartbeatAck())
         assert take(shard, 1)[0].sender == "replica-1"

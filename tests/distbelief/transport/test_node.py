@@ -710,9 +710,7 @@ def test_only_posted_events_are_user_events(
     with node, link(USER, tmp_path) as forger:
         forger.connect(ME, 4, transport.endpoint)
         forger.send(ME, stop)
-        assert node.pump(
-            lambda: transport.counters.malformed == 1, timeout_seconds=PATIENCE_SECONDS
-        )
+        assert node.pump(lambda: transport.n_malformed == 1, timeout_seconds=PATIENCE_SECONDS)
         assert not any("Ctrl+C" in text for text in said)
         before = role.status()[0]
         node.post(Received(sender=USER, incarnation=0, message=stop))
