@@ -476,10 +476,8 @@ class Tables:
         for index, cells in enumerate(placed.computed):
             partial = placed.placements[index].combine is not None
             for machine, region in cells:
-                each = self._costs.forward(layer, region, machine, partial=partial)
-                if backward:
-                    each += self._costs.backward(layer, region, machine, partial=partial)
-                seconds[index, machine] += each
+                passes = self._costs.passes(layer, region, machine, partial=partial)
+                seconds[index, machine] += sum(passes) if backward else passes.forward
         self._numbers[key] = seconds
         return seconds
 
