@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import joined, operator_of
+from distbelief.graph.operator import joined
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.instructions import work_of
+from distbelief.program.instructions import rule_of, work_of
 from distbelief.program.step_cost import Costs, Passes, StepCost
 
 
@@ -113,10 +113,8 @@ def _roofline(
 ) -> Passes:
     work = work_of(layer, region, partial=partial)
     # A tensor that several layers use counts for each of them.
-    kind = operator_of(layer)
-    uses = (kind.partial or kind).uses(layer, region) if partial else kind.uses(layer, region)
     tensors, trained = 0, 0
-    for argument, part in uses.items():
+    for argument, part in rule_of(layer, partial=partial).uses(layer, region).items():
         tensors += N_BYTES * part.n_elements
         trained += N_BYTES * part.n_elements if layer.tensors[argument].trains else 0
     n_bytes = N_BYTES * work.n_elements * n_samples
@@ -182,18 +180,15 @@ class Variance:
 
     def _factors(self, layer: int, *, backward: bool) -> Floats:
         # Cached draws of a phase, (N_DRAWS, n_machines).
-        if (layer, backward) not in self._drawn:
-            self._drawn[layer, backward] = self._draw(layer, backward=backward)
-        return self._drawn[layer, backward]
-
-    def _draw(self, layer: int, *, backward: bool) -> Floats:
-        generator = np.random.default_rng((self._seed, layer, int(backward)))
-        # One row per machine: fewer machines have the first rows of more.
-        half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
-        # Antithetic, with a median of 1: a machine does not become slower by itself, a step does
-        # because it waits for the slowest machine.
-        normal = np.concatenate([half, -half])
-        return np.asarray(np.exp(self._sigmas * normal))
+        key = (layer, backward)
+        if key not in self._drawn:
+            generator = np.random.default_rng((self._seed, layer, int(backward)))
+            # One row per machine: fewer machines have the first rows of more.
+            half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
+            # Antithetic, with a median of 1: a machine does not become slower by itself, a step
+            # does because it waits for the slowest machine.
+            self._drawn[key] = np.exp(self._sigmas * np.concatenate([half, -half]))
+        return self._drawn[key]
 
 
 # --- micro-batches ---
