@@ -15,7 +15,7 @@ from typing import Final
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.partition.api import planning_result
+from distbelief.partition.api import pins, planning_result
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, here
@@ -112,7 +112,7 @@ def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
         cluster=cluster,
         batch=batch,
         costs=costs_for(batch),
-        pins=_pins(job),
+        pins=pins(job.cluster.pins),
         costs_for=costs_for,
         exactly=True,
         solver_seconds=SOLVER_SECONDS,
@@ -131,16 +131,10 @@ def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
     return result.plan
 
 
-def _pins(job: Job) -> dict[str, str]:
-    # The job file has been checked: each pin has a layer and a split.
-    parts = [pin.partition("=") for pin in job.cluster.pins]
-    return {name: split for name, _, split in parts}
-
-
 def _asked(job: Job) -> str:
     # The request as it stands in the job file.
-    pins = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
-    return f"partitions = {job.cluster.partitions}{pins}"
+    wanted = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
+    return f"partitions = {job.cluster.partitions}{wanted}"
 
 
 def _cluster(job: Job, count: int) -> Cluster:
