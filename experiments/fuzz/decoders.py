@@ -278,7 +278,6 @@ def _zap() -> Iterator[Decoder]:
             request = data.split(b"\x1e")
             verdict = guard.judge(request)
             assert not verdict.admitted or verdict.user in {pair.public, ring.public}
-            verdict.reply(request)
 
         frames = [b"1.0", b"1", b"", b"10.0.0.1", b"", b"CURVE"]
         known = b"\x1e".join([*frames, bytes.fromhex(pair.public)])

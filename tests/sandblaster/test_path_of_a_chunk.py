@@ -5,12 +5,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from distbelief.simulation.world import HandledEvent
-
 import distbelief
-import sandblaster
 from distbelief.protocol import BeginEvaluation, CommandDone, ShardCommand, WorkReport
 from distbelief.roles.role import Received, Send
+from distbelief.simulation.driver import HandledEvent
 from tests.simulation.sandblasts import Run, Sandblast
 
 
@@ -18,7 +16,7 @@ N_FILES_MAX: Final = 36
 """Bound on their number, to be lowered: 24 is wanted."""
 
 ROOT: Final = Path(distbelief.__file__).parents[1]
-PACKAGES: Final = tuple(str(Path(one.__file__).parent) + "/" for one in (distbelief, sandblaster))
+PACKAGES: Final = (f"{ROOT}/distbelief/", f"{ROOT}/sandblaster/")
 DRIVER: Final = str(ROOT / "distbelief/simulation") + "/"
 
 
