@@ -269,6 +269,19 @@ def test_one_model_goes_to_one_host_if_it_fits() -> None:
     assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
 
 
+def test_ranks_that_die_one_after_the_other_are_placed_together() -> None:
+    town = Town(roster(2, 2), config_of(slots_here=2))
+    town.come("b", cores=1)
+    machine = town.come("a")
+    town.come("c")
+    assert town.runs()["host-a"] == ["replica-1.0", "replica-1.1"]
+    for name in town.runs()["host-a"]:
+        town.die(machine, name)
+    town.supervisor.scheduler.hosts.joined[machine.name].is_blocked = True
+    town.pass_time(2.0)
+    assert town.runs()["host-c"] == ["replica-1.0", "replica-1.1"]
+
+
 def test_one_model_over_two_hosts_loses_one_of_them() -> None:
     town = Town(roster(1, 2), config_of(n_hosts=2, slots_here=0))
     one, two = town.come("a", cores=1), town.come("b", cores=1)
