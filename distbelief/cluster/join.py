@@ -125,8 +125,8 @@ class SupervisorMonitor:
             self._probed_at = now
             self._probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self._probe.settimeout(0.0)
-            # Usually EINPROGRESS: the answer comes later. Without a route nothing is known.
-            if self._probe.connect_ex((self._place.host, self._place.port)) == errno.ENETUNREACH:
+            error = self._probe.connect_ex((self._place.host, self._place.port))
+            if error not in {0, errno.EINPROGRESS}:  # without a route nothing is known
                 self.close()
         poller = select.poll()
         if self._probe is None:
