@@ -10,9 +10,9 @@ from distbelief.config.job import StopTable
 from distbelief.parameter_server.replication import shard_of
 from distbelief.protocol import PushApplied
 from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address, Send
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause, random_faults
 from distbelief.simulation.storage import Disk
-from distbelief.simulation.world import HandledEvent
 from tests.simulation.jobs import EXAMPLES, STEP_SECONDS, TASK, JobCluster, seeds
 
 

@@ -1,4 +1,4 @@
-"""Measured costs: timed, stored, and scaled to other machines."""
+"""Calibration: what work and messages cost on this host."""
 
 import time
 from pathlib import Path
@@ -11,13 +11,8 @@ import torch
 
 from distbelief.config.job import Job
 from distbelief.errors import JobError
-from distbelief.forecast import timing
-from distbelief.forecast.calibration import constants_of, measure
-from distbelief.forecast.placement import HostCosts, PlacedCluster
-from distbelief.forecast.prepare import Preparation, costed
-from distbelief.forecast.run import run_simulated
-from distbelief.forecast.timing import (
-    MessageCosts,
+from distbelief.forecast import calibration
+from distbelief.forecast.calibration import (
     Rate,
     Rates,
     Stopwatch,
@@ -25,15 +20,19 @@ from distbelief.forecast.timing import (
     key_of,
     load_rates,
     mean_of,
+    measure,
     measure_messages,
     rate_of,
     save_rates,
     waiting_of,
     warm,
 )
+from distbelief.forecast.placement import HostCosts, PlacedCluster, constants_of
+from distbelief.forecast.prepare import Preparation, costed
+from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor, TimerFired
+from distbelief.roles.role import SUPERVISOR, Compute, Cost, Executor
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine
 from tests.distbelief.forecast.jobs import small
@@ -42,16 +41,8 @@ from tests.distbelief.forecast.jobs import small
 MACHINE = Machine(flops=1e9, memory_rate=1e9, bandwidth=1.25e8)
 RATES = Rates(
     work={"replica replica:step by flops": Rate(unit="flops", seconds=1e-6, n=10)},
-    handling={
-        "replica": 2e-5,
-        "replica Computed replica:step": 1e-5,
-        "replica TimerFired retry": 2e-5,
-        "replica SessionOpened": 4e-5,
-        "shard": 3e-5,
-    },
-    exchange=MessageCosts(
-        message=5e-5, work=6e-5, timer=7e-5, latency=8e-5, wake=9e-5, begins=1e-4, answers=2e-4
-    ),
+    message=5e-5,
+    wake=9e-5,
 )
 
 
@@ -68,11 +59,11 @@ def test_a_stopwatch_counts_seconds_of_each_operation_or_byte() -> None:
     push = Compute(name="shard:3:apply", work=lambda: None, cost=Cost(n_bytes=4.0))
     watch.adapt("shard", push).work()
     assert watch.work == {
-        "replica replica:step by flops": ("flops", [(3.0, 2.0)]),
-        "shard shard::apply by bytes": ("bytes", [(1.0, 4.0)]),
+        "replica replica:step by flops": [(3.0, 2.0)],
+        "shard shard::apply by bytes": [(1.0, 4.0)],
     }
-    assert watch.handled("shard", TimerFired(name="beat"), list) == []
-    assert watch.handling == {"shard": (0.5, 1), "shard TimerFired beat": (0.5, 1)}
+    assert watch.handled(list) == []
+    assert (watch.handling, watch.n_events) == (0.5, 1)
 
 
 def test_work_in_vain_is_not_counted_and_half_of_it_by_half() -> None:
@@ -84,7 +75,7 @@ def test_work_in_vain_is_not_counted_and_half_of_it_by_half() -> None:
     )
     for _ in range(2):
         watch.adapt("replica", work).work()
-    assert watch.work == {"replica install by bytes": ("bytes", [(3.0, 4.0)])}
+    assert watch.work == {"replica install by bytes": [(3.0, 4.0)]}
 
 
 def test_a_data_set_that_waits_takes_the_time_that_it_waits() -> None:
@@ -103,8 +94,8 @@ def test_a_data_set_that_waits_takes_the_time_that_it_waits() -> None:
     assert waiting == pytest.approx(0.5)
     rate = Rate(unit="bytes", seconds=0.025, n=2, waiting=waiting)
     rates = msgspec.structs.replace(RATES, work={"replica r by bytes": rate})
-    assert rates.waiting_of("replica", read) == pytest.approx(2.0)
-    assert rates.waiting_of("shard", read) == 0.0
+    assert rates.rate_of("replica", read) == rate
+    assert rates.rate_of("shard", read) is None
     assert mean_of([rates, RATES]).work["replica r by bytes"] == rate
 
 
@@ -119,8 +110,8 @@ def test_who_neither_computes_nor_queues_is_idle(
     queue = tmp_path / "schedstat"  # nanoseconds of running, of queueing; slices
     queue.write_text("2000000000 1500000000 7\n")
     clocks = SimpleNamespace(perf_counter=lambda: 5.0, thread_time=lambda: 2.0)
-    monkeypatch.setattr(timing, "QUEUE", queue)
-    monkeypatch.setattr(timing, "time", clocks)
+    monkeypatch.setattr(calibration, "QUEUE", queue)
+    monkeypatch.setattr(calibration, "time", clocks)
     assert idle() == 1.5
     clocks.perf_counter, clocks.thread_time = lambda: 6.0, lambda: 3.0  # it computed
     assert idle() == 1.5
@@ -132,7 +123,7 @@ def test_who_neither_computes_nor_queues_is_idle(
     assert idle() == 0.0
 
 
-@pytest.mark.skipif(not timing.QUEUE.exists(), reason="no kernel that tells")
+@pytest.mark.skipif(not calibration.QUEUE.exists(), reason="no kernel that tells")
 def test_the_kernel_tells_of_queues_and_not_of_sleep() -> None:
     """However crowded the cores are: what was slept is no part of any queue."""
     begun = idle()
@@ -158,28 +149,12 @@ def test_the_first_pieces_are_not_counted_if_there_are_others() -> None:
     assert warm(pieces[:2]) == pieces[:2]
 
 
-def test_an_event_takes_what_its_role_does_and_what_its_process_does() -> None:
-    replica = RATES.handling_of("replica")
-    assert replica.seconds == pytest.approx(
-        {"Computed replica:step": 7e-5, "TimerFired retry": 9e-5, "SessionOpened": 9e-5}
-    )
-    assert replica.other == pytest.approx(7e-5)
-    assert (replica.begins, replica.answers) == (1e-4, 2e-4)
-    unknown = RATES.handling_of("supervisor")
-    assert unknown.other == pytest.approx(7.5e-5)
-    bare = msgspec.structs.replace(RATES, handling={})
-    assert bare.handling_of("shard").other == 5e-5
-
-
 def test_work_whose_cost_is_unknown_at_first_is_another_kind() -> None:
     times = iter([0.0, 1.0, 2.0, 4.0])
     watch = Stopwatch(lambda: next(times))
     for cost in (Cost(), Cost(n_bytes=4.0)):
         watch.adapt("replica", Compute(name="r", work=lambda: None, cost=cost)).work()
-    assert watch.work == {
-        "replica r by times": ("times", [(1.0, 1.0)]),
-        "replica r by bytes": ("bytes", [(2.0, 4.0)]),
-    }
+    assert watch.work == {"replica r by times": [(1.0, 1.0)], "replica r by bytes": [(2.0, 4.0)]}
 
 
 def test_small_pieces_count_by_their_size_and_those_that_lag_not_at_all() -> None:
@@ -196,8 +171,8 @@ def test_what_nobody_knew_the_cost_of_takes_as_long_as_it_did() -> None:
     rate = Rate(unit="times", seconds=3.0, n=2)
     rates = msgspec.structs.replace(RATES, work={"shard order by times": rate})
     order = Compute(name="order", work=lambda: None, cost=Cost(n_bytes=4.0))
-    assert rates.seconds_of("shard", order) == ("times", 3.0)
-    assert rates.seconds_of("replica", order) is None
+    assert rates.rate_of("shard", order) == rate
+    assert rates.rate_of("replica", order) is None
 
 
 def test_rates_are_kept_for_the_same_work_only() -> None:
@@ -248,14 +223,15 @@ def test_what_was_measured_while_others_computed_is_reported_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside other jobs a step took half as long again, and so it was kept for good."""
-    busy = msgspec.structs.replace(RATES, date="1 May", share=0.52)
-    for rates, said in ((RATES, ""), (busy, ", with only 52 % of each core free")):
+    busy = msgspec.structs.replace(RATES, share=0.52)
+    for rates, said in ((RATES, None), (busy, "52 %")):
         monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _, r=rates: r)
         hosts = HostCosts(None, machines=None, measures=True)
         hosts.hosting(small(), tell=lambda _: None)
-        origins = {name: origin for name, _, origin in hosts.constants}
-        told = f"measured on this host, {rates.date}{said}"
-        assert origins["work of the roles"] == told
+        constants = dict(hosts.constants)
+        assert constants["work of the roles"] == "1 kinds, measured on this host"
+        assert constants["core time of an event"] == "50 us"
+        assert constants.get("free share of each core then") == said
 
 
 def test_rates_are_found_again_however_many_threads_computed_then() -> None:
@@ -282,29 +258,20 @@ def test_two_measurements_are_one_of_all_pieces() -> None:
             step: Rate(unit="flops", seconds=4e-6, n=20),
             push: Rate(unit="bytes", seconds=1e-9, n=5),
         },
-        handling={"replica": 4e-5, "machine": 1e-5},
-        exchange=msgspec.structs.replace(RATES.exchange, wake=1e-5),
-        date="later",
+        wake=1e-5,
     )
     both = mean_of([RATES, later])
     assert both.work[step].seconds == pytest.approx(3e-6)
     assert both.work[step].n == 30
     assert both.work[push] == Rate(unit="bytes", seconds=1e-9, n=5)
-    assert both.handling == pytest.approx({**RATES.handling, "replica": 3e-5, "machine": 1e-5})
-    assert (both.exchange.wake, both.exchange.work) == pytest.approx((5e-5, 6e-5))
-    assert both.date == "later"
+    assert (both.wake, both.message) == pytest.approx((5e-5, 5e-5))
 
 
-@pytest.mark.parametrize("n_bytes", [0, 1_000_000])
-def test_an_exchange_takes_some_time_but_not_long(
-    n_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("N_EVENTS", "N_SLEEPS", "N_HANDED"):
-        monkeypatch.setattr(f"distbelief.forecast.timing.{name}", 20)
-    found = measure_messages(n_bytes)
-    assert found.work > 0  # the others are differences, and 20 events are few
-    for name in MessageCosts.__struct_fields__:
-        assert 0 <= getattr(found, name) < 0.5, name
+def test_a_message_takes_some_time_but_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "N_EVENTS", 20)
+    message, wake = measure_messages()
+    assert 0 <= message < 0.5
+    assert 0 <= wake < 0.5
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:
@@ -341,22 +308,19 @@ def test_roles_that_nobody_looks_at_do_as_they_always_did() -> None:
     assert digest(wrapped=True) == digest(wrapped=False)
 
 
-def test_every_constant_of_a_cluster_is_reported_with_its_origin() -> None:
-    rows = constants_of(load_cluster("rack-1g"))
-    values = {name: value for name, value, _ in rows}
+def test_every_constant_of_a_cluster_is_reported() -> None:
+    values = dict(constants_of(load_cluster("rack-1g")))
     assert values["flops"] == "400 GFLOP/s"
-    assert values["bandwidth"] == "0.125 GB/s"
+    assert values["bandwidth"] == "1 Gbit/s"
     assert {"machines", "cores", "latency", "jitter"} <= set(values)
-    assert all(origin for _, _, origin in rows)
 
 
 def test_a_trace_of_outages_is_among_the_constants() -> None:
     """A forecast rested on a file of outages, and did not say so."""
     lost = Lost(at=1.0, machine=0, away=5.0)
     trace = OutageTrace(outages=(lost, lost), covers=86400.0)
-    origins = {"trace": "our rack in May"}
-    cluster = Cluster(name="lab", machines=(MACHINE,), trace=trace, origins=origins)
-    assert constants_of(cluster)[-1] == ("trace", "2 outages within 86400 s", "our rack in May")
+    cluster = Cluster(name="lab", machines=(MACHINE,), trace=trace)
+    assert constants_of(cluster)[-1] == ("trace", "2 outages within 86400 s")
 
 
 def test_a_cluster_that_is_not_there_is_reported_by_its_option() -> None:
@@ -367,7 +331,6 @@ def test_a_cluster_that_is_not_there_is_reported_by_its_option() -> None:
 @pytest.mark.soak
 def test_this_host_is_measured_and_kept() -> None:
     rates = measure(small(), n_processes=2)
-    assert rates.n_side_by_side == 2
     assert 0.0 < rates.share <= 1.0
     assert rates.work["replica replica:step by flops"].n > 10
     assert rates.work["replica replica:step by flops"].unit == "flops"
