@@ -36,6 +36,7 @@ from distbelief.roles.role import (
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
+from distbelief.supervisor.scheduler import PlacementPolicy
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 
@@ -84,8 +85,12 @@ class Town:
     """
 
     def __init__(
-        self, roster: Sequence[tuple[str, Kind]], config: ClusterConfig | None = None
+        self,
+        roster: Sequence[tuple[str, Kind]],
+        config: ClusterConfig | None = None,
+        policy: PlacementPolicy | None = None,
     ) -> None:
+        self.policy = policy
         self.now = 100.0
         self.machines: dict[Address, Machine] = {}
         self.lossy = ""  # a document of which no piece arrives
@@ -117,7 +122,9 @@ class Town:
         """A supervisor begins; at the place of the one before, if there was one."""
         stop = StopRules(StopTable(epochs=1e9), n_train=100)
         self.supervisor = Supervisor(
-            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0), config
+            SupervisorConfig(roster=tuple(roster), stop=stop, stable_seconds=1.0),
+            config,
+            policy=self.policy,
         )
         self.here = self._begin(HERE, self.supervisor)
 

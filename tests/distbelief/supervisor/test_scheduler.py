@@ -1,5 +1,7 @@
 """A supervisor whose roles may be elsewhere, and the hosts, in one thread."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -32,7 +34,8 @@ from distbelief.roles.role import (
     Terminate,
     TimerFired,
 )
-from distbelief.supervisor.membership import Kind, Presence
+from distbelief.supervisor.hosts import Host, HostTable
+from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of
 
 
@@ -267,6 +270,33 @@ def test_one_model_goes_to_one_host_if_it_fits() -> None:
     town.come("b")
     assert town.runs()["host-a"] == ["replica-0.0", "replica-0.1"]
     assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
+
+
+class Elsewhere:
+    """Places every role, shards and evaluator too, on the first host that takes roles."""
+
+    def place(
+        self, role: Sequence[RoleRecord], hosts: HostTable, *, begun: bool
+    ) -> Sequence[Host] | None:
+        del begun
+        host = next((host for host in hosts.joined.values() if host.takes_roles), None)
+        return None if host is None else [host] * len(role)
+
+
+def test_another_policy_places_every_role() -> None:
+    town = Town(roster(2, 2), config_of(), Elsewhere())
+    town.pass_time(5.0)
+    assert town.runs() == {"here": []}
+    machine = town.come("a")
+    everybody = [name for name, _ in roster(2, 2)]
+    assert town.runs() == {"here": [], "host-a": sorted(everybody)}
+    town.die(machine, "shard-0")
+    town.pass_time(2.0)
+    assert machine.processes[Address("shard-0")] == 2
+    town.come("b")
+    town.kill(machine)
+    town.pass_time(15.0)
+    assert town.runs() == {"here": [], "host-b": sorted(everybody)}
 
 
 def test_ranks_that_die_one_after_the_other_are_placed_together() -> None:
