@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from distbelief.cluster.agent import PREPARE, HostAgent, HostAgentConfig
 from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Stop
+from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Offer, Stop
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
     SUPERVISOR,
@@ -112,7 +112,7 @@ class Town:
         patience: float = 15.0,
     ) -> Machine:
         """A machine joins; the job has this patience."""
-        config = config or HostAgentConfig(label=name, cores=cores, memory_bytes=1 << 30)
+        config = config or HostAgentConfig(offer=offer_of(name, cores=cores))
         host = HostAgent(config, storage=Site(wrong, patience=patience))
         machine = self._begin(Address(f"host-{name}"), host)
         self.pass_time(2.0)
@@ -271,6 +271,25 @@ class Town:
         machine.processes[action.name] = action.incarnation
         if action.name == PREPARE:
             self.die(machine, PREPARE)
+
+
+def offer_of(
+    label: str,
+    incarnation: int = 1,
+    *,
+    cores: int = 1,
+    memory_bytes: int = 1 << 30,
+    flops: float = 0.0,
+) -> Offer:
+    return Offer(
+        incarnation=incarnation,
+        label=label,
+        endpoint="",
+        cores=cores,
+        memory_bytes=memory_bytes,
+        devices=(),
+        flops=flops,
+    )
 
 
 def config_of(
