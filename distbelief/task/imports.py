@@ -127,8 +127,9 @@ def _module(name: str, *, table: str) -> object:
     except (Exception, SystemExit) as error:  # user code may raise anything
         missing = str(getattr(error, "name", None) or name)
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{missing}."):
+            of = "" if missing == name else f" (of {name!r})"
             raise JobError(
-                f"[{table}] there is no module {missing!r} (of {name!r}); searched: "
+                f"[{table}] there is no module {missing!r}{of}; searched: "
                 f"{_searched()}. Start from the directory that holds it, or install it"
             ) from None
         if isinstance(error, ModuleNotFoundError):
