@@ -56,7 +56,7 @@ from distbelief.run.result import Run
 from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
@@ -306,9 +306,7 @@ class Trainer:
         detours: MessageProxies | None = None,
         hosting: JoinServer | None = None,
     ) -> None:
-        supervisor = Supervisor(
-            supervisor_config(self._job, self._preflight, previous=self._previous)
-        )
+        config = supervisor_config(self._job, self._preflight, previous=self._previous)
         name = secrets.token_hex(16)
         own = ListenConfig(directory=str(self._memory.directory))
         reach = own if hosting is None else hosting.reach
@@ -327,17 +325,16 @@ class Trainer:
             self._shown(),
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
-            role: Role = supervisor
             if detours is not None:
                 endpoint = detours.through(SUPERVISOR, endpoint)
-                role = detours.around(supervisor)
             spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
-            look = supervisor.view
+            cluster = None
             if hosting is not None:
                 plan = None if spec.plan is None else Path(spec.plan)
-                role = hosted = hosting.wrap(supervisor, self._job, spec, plan=plan)
-                look = hosted.view
+                cluster = hosting.cluster(self._job, spec, plan=plan)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
+            supervisor = Supervisor(config, cluster)
+            role: Role = supervisor if detours is None else detours.around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
@@ -347,8 +344,8 @@ class Trainer:
             caught.tell = stop
             if self._log.console.is_terminal is False:
                 self._log.print(f"{self._job.name}: {self._run.path}")
-            error = node.run(on_tick=lambda: self.tick(supervisor, look, watch))
-            self._view = look(time.monotonic())
+            error = node.run(on_tick=lambda: self.tick(supervisor, watch))
+            self._view = supervisor.view(time.monotonic())
         if supervisor.interrupted:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
@@ -364,12 +361,10 @@ class Trainer:
             self._log.show(self._display.stop)
             self._log.disk.write(self._metrics.close)
 
-    def tick(
-        self, supervisor: Supervisor, look: Callable[[float], JobView], watch: Watch | None = None
-    ) -> None:
+    def tick(self, supervisor: Supervisor, watch: Watch | None = None) -> None:
         """Show the view, write status.json and metrics.jsonl, call the user."""
         log, now = self._log, time.monotonic()
-        view = look(now)
+        view = supervisor.view(now)
         if watch is not None and watch(view):
             supervisor.request_stop("stopped by the caller")
         log.show(partial(self._display.update, view), key="view")

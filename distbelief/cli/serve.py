@@ -115,20 +115,22 @@ def serve(  # noqa: PLR0913 -- options
                 "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
             )
         from distbelief.serve import options as options_module, standalone  # noqa: PLC0415 -- torch
+        from distbelief.serve.address import parameter_specs  # noqa: PLC0415 -- torch
+        from distbelief.serve.server_process import ServerRequest  # noqa: PLC0415 -- torch
 
         here = str(Path.cwd())  # nets:make is looked up in the current directory
         sys.path[:0] = [] if here in sys.path else [here]
-        serve_options = standalone.ServeOptions(
-            model=options_module.model(model, seed=seed),
+        parameters = list(options_module.model(model, seed=seed).parameters())
+        request = ServerRequest(
+            tensors=parameter_specs(parameters),
             rule=options_module.rule(rule, learning_rate, options or ()),
-            shards=shards,
+            n_shards=shards,
             shard_copies=shard_copies,
-            shared_memory=True,
             snapshot_every=snapshot_every,
             reach=options_module.listen_config(bind, keys=keys, insecure=insecure),
         )
         error = standalone.run_server(
-            serve_options, directory, tell=_print_line, from_scratch=from_scratch
+            request, parameters, directory, tell=_print_line, from_scratch=from_scratch
         )
         if error is not None:
             typer.echo(error, err=True)

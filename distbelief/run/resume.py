@@ -33,19 +33,13 @@ from distbelief.core import files
 from distbelief.core.vectors import Vector
 from distbelief.data.sharding import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import (
-    Resharding,
-    ShardIdentity,
-    ShardState,
-    restore,
-    take,
-)
+from distbelief.parameter_server.checkpoint import Resharding, ShardIdentity, restore, take
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
 from distbelief.parameter_server.replication import shard_of
-from distbelief.parameter_server.session_state import Session
 from distbelief.program.plan import Plan
-from distbelief.roles.role import Address, Snapshot
+from distbelief.protocol import SessionRecord
+from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.summary import DataFacts, read_summary
@@ -538,7 +532,7 @@ class Resharder:
         """Write the new shards' checkpoints, with the data position of each new client."""
         last = self.incarnation - 1
         clients = tuple(
-            Session(name=Address(name), incarnation=last, samples=n) for name, n in samples.items()
+            SessionRecord(name=name, incarnation=last, samples=n) for name, n in samples.items()
         )
         paths: list[Path] = []
         clocks: list[int] = []
@@ -564,20 +558,13 @@ class Resharder:
                 return part
 
             for k in range(self.new.n_shards):
-                content = Resharding(self.old, self.new).shard(
+                state = Resharding(self.old, self.new).shard(
                     k, rule=self.rule, clocks=clocks, steps=steps, read=read
                 )
-                state = ShardState(
-                    incarnation=last,
-                    clock=content.clock,
-                    values=content.values,
-                    state=content.state,
-                    clients=clients,
-                    steps=content.steps,
-                )
+                state = replace(state, incarnation=last, clients=clients)
                 identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
                 target.save(f"shard-{k}", take(label, state, identity=identity))
-                del content, state  # free them before the next one is made
+                del state  # free them before the next one is made
 
 
 def _notes(

@@ -27,7 +27,7 @@ from distbelief.config.load import load_job
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.task.validation import check
 from distbelief.transport.shared_memory import FileMemory
-from tests.processes.commands import COMMAND, Command, alive, poll, train
+from tests.processes.commands import COMMAND, LONG, Command, alive, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -184,8 +184,6 @@ directory = "runs/tiny"
 snapshot_every = "300 ms"
 """
 
-LONG = ("--set", "stop.epochs=1e9")
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -205,10 +203,6 @@ def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
     for name in ("bad", "broken", "leaves", "preparing"):
         sys.modules.pop(name, None)
-
-
-def sets(*overrides: str) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
 
 
 def assert_nothing_is_left(command: Command) -> None:

@@ -29,7 +29,7 @@ from distbelief.roles.role import (
 )
 from distbelief.run.directory import RunDirectory
 from distbelief.run.metrics_file import read_metrics
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.trainer import Trainer
@@ -110,7 +110,7 @@ class Desk:
         late.start()
         with self.log.in_threads():
             node = RoleRunner(echo, transport=self._transport, log=self.log.log)
-            tick = partial(self._trainer.tick, self._supervisor, self._supervisor.view)
+            tick = partial(self._trainer.tick, self._supervisor)
             error = node.run(tick, tick_seconds=0.0)
             hung = late.is_alive()
             late.cancel()
