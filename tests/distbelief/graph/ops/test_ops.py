@@ -39,7 +39,7 @@ IMAGE: Shape = (4, 6, 8)
 def reading(
     kind: str, shape: Shape, *, words: dict[str, Shape] | None = None, **options: Option
 ) -> Layer:
-    return layer_of(kind, shape, IMAGE, words=words, **options)
+    return layer_of(kind, shape, IMAGE, name="", words=words, **options)
 
 
 def examples() -> list[Layer]:

@@ -16,6 +16,7 @@ from distbelief.graph.region import Region
 from distbelief.program.compiler import with_gradient
 from tests.distbelief.graph.ops.comparison import check, layer_of, leaf, parts_of, random, values_of
 from tests.distbelief.graph.reference import evaluate
+from tests.distbelief.graph.zoo.catalogue import Applied
 
 
 SHAPE = (4, 6)
@@ -69,24 +70,19 @@ def compute(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
     return values_of([layer], dict(zip(layer.inputs, inputs, strict=True)))[layer.name]
 
 
-class Calling(nn.Module):
-    """A linear layer, and a function of its output; or scores hidden by a buffer."""
+def calling(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    return Applied(lambda x, linear: function(linear(x)), linear=nn.Linear(6, 6))
 
-    later: torch.Tensor
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.function = function
-        self.register_buffer("later", torch.ones(6, 6, dtype=torch.bool).triu(1))
-
-    @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
-        if self.function is not None:
-            return self.function(y)
-        hidden = (y @ x.transpose(1, 2)).masked_fill(self.later[:4, :4], float("-inf"))
-        return hidden.softmax(-1)
+def causal() -> nn.Module:
+    """Scores hidden by a buffer of the model."""
+    return Applied(
+        lambda x, linear, later: (
+            (linear(x) @ x.transpose(1, 2)).masked_fill(later[:4, :4], float("-inf")).softmax(-1)
+        ),
+        linear=nn.Linear(6, 6),
+        later=torch.ones(6, 6, dtype=torch.bool).triu(1),
+    )
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -106,7 +102,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("what", [*FUNCTIONS, "a buffer"])
 def test_masks_are_captured_in_layers_that_can_be_split(what: str) -> None:
-    assert_captured(Calling(FUNCTIONS.get(what)))
+    assert_captured(calling(FUNCTIONS[what]) if what in FUNCTIONS else causal())
 
 
 def assert_captured(model: nn.Module) -> None:
@@ -139,7 +135,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_cannot_be_split_is_refused(why: str) -> None:
     with pytest.raises(GraphError, match=why.replace("|", r"\|")):
-        capture(Calling(REFUSED[why]), [InputSpec(shape=(4, 6))])
+        capture(calling(REFUSED[why]), [InputSpec(shape=(4, 6))])
 
 
 def test_an_opaque_module_is_not_given_a_mask_of_numbers() -> None:
@@ -148,14 +144,6 @@ def test_an_opaque_module_is_not_given_a_mask_of_numbers() -> None:
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return torch.cumsum(x * mask, 1)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-
-        @override
-        def forward(self, x: torch.Tensor) -> object:
-            return self.inner(x, x > 0)
-
+    model = Applied(lambda x, inner: inner(x, x > 0), inner=Inner())
     with pytest.raises(GraphError, match="compare inside of the module"):
-        capture(Outer(), [InputSpec(shape=(4,))])
+        capture(model, [InputSpec(shape=(4,))])

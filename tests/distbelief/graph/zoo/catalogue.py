@@ -6,6 +6,7 @@ from typing import Final, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.region import Shape
@@ -13,6 +14,25 @@ from tests.distbelief.graph.zoo.branching import DenseNet, Inception, ResNet, UN
 from tests.distbelief.graph.zoo.local import LocalNet
 from tests.distbelief.graph.zoo.plain import AlexNet, MobileNet, Vgg16
 from tests.distbelief.graph.zoo.sequences import LstmTagger, TorchEncoder, VisionTransformer
+
+
+@final
+class Applied(nn.Module):
+    """A function of the input and of parts of the model: modules, parameters and buffers."""
+
+    def __init__(self, function: Callable[..., object], **parts: nn.Module | torch.Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.names = tuple(parts)
+        for name, part in parts.items():
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x, *(getattr(self, name) for name in self.names))
 
 
 @final
