@@ -35,6 +35,12 @@ def command(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
 
 
+def mistaken(*arguments: str) -> str:
+    done = command(*arguments)
+    assert done.exit_code == MISTAKEN, done.output
+    return done.stderr
+
+
 @pytest.fixture(autouse=True)
 def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,7 +153,7 @@ def loaded_by(*arguments: str) -> tuple[int, list[str]]:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     last = done.stdout.splitlines()[-1].split()
     assert last[0] == "LOADED"
@@ -176,23 +182,18 @@ def test_a_mistake_in_the_job_file_is_one_message_and_exit_code_2() -> None:
 
 
 def test_without_a_job_the_user_is_told_how_to_name_one() -> None:
-    done = command("train")
-    assert done.exit_code == MISTAKEN
-    assert "name a job file, as in `distbelief train speech.toml`" in done.stderr
+    assert "name a job file, as in `distbelief train speech.toml`" in mistaken("train")
 
 
 def test_a_resumed_run_brings_its_own_job_file() -> None:
     a_run("runs/demo").close()
-    done = command("train", "--resume", "runs/demo", "--set", "stop.epohcs=2")
-    assert done.exit_code == MISTAKEN
-    assert "[stop] has no key 'epohcs'. Did you mean 'epochs'?" in done.stderr
+    said = mistaken("train", "--resume", "runs/demo", "--set", "stop.epohcs=2")
+    assert "[stop] has no key 'epohcs'. Did you mean 'epochs'?" in said
 
 
 def test_what_is_no_run_cannot_be_resumed() -> None:
     Path("runs").mkdir()
-    done = command("train", "--resume", "runs")
-    assert done.exit_code == MISTAKEN
-    assert "runs is not a run directory" in done.stderr
+    assert "runs is not a run directory" in mistaken("train", "--resume", "runs")
 
 
 # --------------------------------------------------------------------- errors
@@ -301,22 +302,17 @@ def test_status_as_json_is_only_json() -> None:
 
 
 def test_no_runs_at_all_is_a_mistake_that_is_explained() -> None:
-    done = command("status")
-    assert done.exit_code == MISTAKEN
-    assert done.stderr.startswith("no run found in ")
-
-
-ENTER = "from distbelief.cli.entry import main; main()"
+    assert mistaken("status").startswith("no run found in ")
 
 
 def status_into(output: IO[bytes], *options: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", ENTER, "status", *options],
+        [sys.executable, "-c", "from distbelief.cli.entry import main; main()", "status", *options],
         stdout=output,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
 
 

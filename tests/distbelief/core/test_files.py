@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.core import files, files as files_module
+from distbelief.core import files
 from distbelief.core.files import LineFile
 from distbelief.errors import StorageError
 from tests.distbelief.limits import largest_file
@@ -123,11 +123,11 @@ def test_a_draft_that_is_swept_before_it_is_locked_is_made_again(
     def late(path: Path) -> int:
         if not swept:
             swept.append(path)
-            assert files_module.remove_if_free(path)
+            assert files.remove_if_free(path)
         return lock(path)
 
-    lock = files_module.lock
-    monkeypatch.setattr(files_module, "lock", late)
+    lock = files.lock
+    monkeypatch.setattr(files, "lock", late)
     files.write(tmp_path / "a", b"content")
     assert len(swept) == 1
     assert (tmp_path / "a").read_bytes() == b"content"

@@ -69,7 +69,8 @@ def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def joined() -> nn.Module:
     def forward(x: torch.Tensor, pair: nn.Module) -> torch.Tensor:
         one, other = pair(x)
-        return one * other
+        product: torch.Tensor = one * other
+        return product
 
     return Applied(forward, pair=Applied(pair))
 
