@@ -44,10 +44,9 @@ class Words(nn.Module):
         self.last = nn.Linear(8, 3)
 
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> object:
         y = functional.dropout(self.encode(x), 0.2, self.training)
-        result: torch.Tensor = self.last(y.mean(1))
-        return result
+        return self.last(y.mean(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

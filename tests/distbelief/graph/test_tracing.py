@@ -34,9 +34,8 @@ class Doubled(torch.autograd.Function):
 
 class Custom(nn.Module):
     @override
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
-        return result
+    def forward(self, x: torch.Tensor) -> object:
+        return Doubled.apply(x)  # type: ignore[no-untyped-call]
 
 
 class Branching(nn.Module):
@@ -67,10 +66,9 @@ def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined() -> nn.Module:
-    def forward(x: torch.Tensor, pair: nn.Module) -> torch.Tensor:
+    def forward(x: torch.Tensor, pair: nn.Module) -> object:
         one, other = pair(x)
-        product: torch.Tensor = one * other
-        return product
+        return one * other
 
     return Applied(forward, pair=Applied(pair))
 
