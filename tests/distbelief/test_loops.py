@@ -1,5 +1,3 @@
-"""`DownpourSGD` as a torch optimizer, compared with torch's own, in virtual time."""
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,3 @@
-"""What a run says and leaves behind at its end, whatever the disk does meanwhile."""
-
 import errno
 import io
 from collections.abc import Iterator

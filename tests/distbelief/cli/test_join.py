@@ -1,5 +1,3 @@
-"""Options of `join`, and of `train` where other hosts may join."""
-
 import sys
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""`distbelief keys`, as users type it."""
-
 import json
 from pathlib import Path
 

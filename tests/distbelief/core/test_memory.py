@@ -1,5 +1,3 @@
-"""Memory of one process: regions by name."""
-
 import numpy as np
 import pytest
 

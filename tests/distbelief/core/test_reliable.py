@@ -1,5 +1,3 @@
-"""Reliability: every item arrives, over any link that loses, repeats and reorders."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st

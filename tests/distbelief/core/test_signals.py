@@ -1,5 +1,3 @@
-"""Signals end a command cleanly; a closed terminal is replaced by /dev/null."""
-
 import os
 import pty
 import signal

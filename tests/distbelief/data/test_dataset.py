@@ -1,5 +1,3 @@
-"""Reading a batch: the three forms a data set may have, and what each gets wrong."""
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Data shards: properties of every cut, order and position."""
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st

@@ -1,5 +1,3 @@
-"""Losses as layers, against torch."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,5 +1,3 @@
-"""How single modules and functions are captured, and which are errors."""
-
 import re
 from collections.abc import Callable
 
@@ -74,47 +72,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "adaptive": (lambda: nn.AdaptiveMaxPool2d((2, 3)), (2, 5, 5)),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 3)),
     "flatten": (nn.Flatten, (2, 3)),
-    "own scale": (lambda: owning(lambda x, w: x * w, (3, 1)), (3, 4)),
-    "own positions": (lambda: owning(lambda x, w: x + w, (1, 3, 4)), (3, 4)),
-    "own positions, cut": (lambda: owning(lambda x, w: x + w[:, :3], (1, 5, 4)), (3, 4)),
-    "own exponents": (
-        lambda: owning(lambda x, w: x * w.exp().transpose(0, 1).sum(0), (4, 3)),
-        (4,),
-    ),
-    "own token": (
-        lambda: owning(lambda x, w: torch.cat([w.expand(x.size(0), -1, -1), x], 1), (1, 1, 4)),
-        (3, 4),
-    ),
-    "own token, raised": (
-        lambda: owning(lambda x, w: torch.cat([w[None, None].expand(len(x), 2, 4), x], 1), (4,)),
-        (3, 4),
-    ),
-    "own weight": (lambda: owning(functional.linear, (2, 4)), (4,)),
-    "own weight of one": (lambda: owning(functional.linear, (1, 4)), (4,)),
-    "own matrix": (lambda: owning(lambda x, w: x @ w, (4, 2)), (3, 4)),
-    "own matrix, turned": (lambda: owning(lambda x, w: x @ w.T, (2, 4)), (4,)),
-    "own matrix, by letters": (
-        lambda: owning(lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2)),
-        (3, 4),
-    ),
-    "own matrix, by other letters": (
-        lambda: owning(lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4)),
-        (4,),
-    ),
-    "own filters": (
-        lambda: owning(lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3)),
-        (2, 5, 5),
-    ),
-    "own filters, same": (
-        lambda: owning(lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3)),
-        (2, 5),
-    ),
-    "own additive mask": (
-        lambda: owning(
-            lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3)
-        ),
-        (2, 3, 4),
-    ),
     "own mask for a module": (
         lambda: attending(
             lambda x, attend, mask: attend(x, x, x, attn_mask=mask)[0],
@@ -146,15 +103,47 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
         ),
         (3, 4),
     ),
-    "own mask": (
-        lambda: owning(
-            lambda x, w: functional.scaled_dot_product_attention(x, x, x, attn_mask=w),
-            (3, 3),
-            buffer=True,
-        ),
-        (2, 3, 4),
-    ),
 }
+
+OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, Shape]] = {
+    "scale": (lambda x, w: x * w, (3, 1), (3, 4)),
+    "positions": (lambda x, w: x + w, (1, 3, 4), (3, 4)),
+    "positions, cut": (lambda x, w: x + w[:, :3], (1, 5, 4), (3, 4)),
+    "exponents": (lambda x, w: x * w.exp().transpose(0, 1).sum(0), (4, 3), (4,)),
+    "token": (lambda x, w: torch.cat([w.expand(x.size(0), -1, -1), x], 1), (1, 1, 4), (3, 4)),
+    "token, raised": (
+        lambda x, w: torch.cat([w[None, None].expand(len(x), 2, 4), x], 1), (4,), (3, 4),
+    ),
+    "weight": (functional.linear, (2, 4), (4,)),
+    "weight of one": (functional.linear, (1, 4), (4,)),
+    "matrix": (lambda x, w: x @ w, (4, 2), (3, 4)),
+    "matrix, turned": (lambda x, w: x @ w.T, (2, 4), (4,)),
+    "matrix, by letters": (lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2), (3, 4)),
+    "matrix, by other letters": (lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4), (4,)),
+    "filters": (
+        lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3), (2, 5, 5),
+    ),
+    "filters, same": (
+        lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3), (2, 5),
+    ),
+    "additive mask": (
+        lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3), (2, 3, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWNING)
+def test_a_function_of_a_tensor_of_the_model_becomes_layers(name: str) -> None:
+    function, own, shape = OWNING[name]
+    check(Case(make=lambda: owning(function, own), shape=shape))
+
+
+def test_a_mask_in_a_buffer_is_captured() -> None:
+    def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    check(Case(make=lambda: owning(attend, (3, 3), buffer=True), shape=(2, 3, 4)))
+
 
 FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "arithmetic": (lambda x: (1 - x) / 2 + 3 / (x**2 + 2) - x * -x.abs(), (4,)),

@@ -1,5 +1,3 @@
-"""Models that torch.fx cannot trace, captured by torch.export."""
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,3 @@
-"""Unions and overlaps of many regions, against counting every index."""
-
 import numpy as np
 from hypothesis import given, strategies as st
 

@@ -1,5 +1,3 @@
-"""Forwards that cannot be traced, and which modules become opaque."""
-
 import re
 import subprocess
 import sys

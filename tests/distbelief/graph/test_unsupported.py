@@ -126,22 +126,23 @@ def test_what_is_made_under_inference_mode_is_left_to_the_whole_module() -> None
     assert "torch.inference_mode" in wholes(captured(Two(forward)))["two"]
 
 
-def test_several_results_under_no_grad_are_kept_apart() -> None:
-    def forward(m: Two, x: torch.Tensor) -> object:
-        with torch.no_grad():
-            parts = x.chunk(2, dim=1)
-            positive = m.a(x) > 0
-        return m.b(torch.cat(parts, dim=1) * positive.to(x.dtype))
-
-    assert not wholes(graph_of(lambda: Two(forward)))
+def several(m: Two, x: torch.Tensor) -> object:
+    with torch.no_grad():
+        parts = x.chunk(2, dim=1)
+        positive = m.a(x) > 0
+    return m.b(torch.cat(parts, dim=1) * positive.to(x.dtype))
 
 
-def test_checkpoints_are_looked_through() -> None:
-    """With gradients on, torch saved proxies as tensors and crashed the process."""
-
-    def forward(m: Two, x: torch.Tensor) -> object:
-        return m.b(checkpoint(m.a, x, use_reentrant=False))
-
+@pytest.mark.parametrize(
+    "forward",
+    [
+        several,
+        # With gradients on, torch saved proxies as tensors and crashed the process.
+        lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)),
+    ],
+    ids=["several results under no_grad", "a checkpoint"],
+)
+def test_what_a_forward_wraps_is_looked_through(forward: Forward) -> None:
     assert not wholes(graph_of(lambda: Two(forward)))
 
 

@@ -1,5 +1,3 @@
-"""Whole models: captured, computed layer by layer and in parts, against themselves."""
-
 import pytest
 
 from distbelief.graph.capture import capture

@@ -1,5 +1,3 @@
-"""Initial values from a file, by ranges."""
-
 from pathlib import Path
 
 import numpy as np

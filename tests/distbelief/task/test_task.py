@@ -1,5 +1,3 @@
-"""Tasks: valid ones pass; each mistake gives one sentence."""
-
 import re
 from contextlib import nullcontext
 

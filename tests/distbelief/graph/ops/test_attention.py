@@ -1,5 +1,3 @@
-"""Attention by heads and queries, against torch."""
-
 import math
 
 import pytest

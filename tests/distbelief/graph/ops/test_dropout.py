@@ -1,5 +1,3 @@
-"""Dropout masks depend only on indices and the step, and are uniform."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Products of two computed matrices, in parts."""
-
 from collections.abc import Callable
 
 import pytest

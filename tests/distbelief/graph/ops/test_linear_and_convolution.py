@@ -1,5 +1,3 @@
-"""Linear layers, convolutions and pointwise functions, in any legal split."""
-
 import operator
 from collections.abc import Callable
 from functools import reduce

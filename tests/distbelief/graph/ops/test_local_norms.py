@@ -1,5 +1,3 @@
-"""Local contrast normalization against its formulas, and in parts."""
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st

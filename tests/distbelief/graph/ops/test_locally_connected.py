@@ -1,5 +1,3 @@
-"""Locally connected layers against a loop over positions, and in parts."""
-
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st

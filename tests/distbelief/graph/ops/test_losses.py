@@ -1,5 +1,3 @@
-"""Losses split over classes and elements; their mean over samples equals torch's loss."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,5 +1,3 @@
-"""Reductions, and the norms and softmax made of them, against torch."""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

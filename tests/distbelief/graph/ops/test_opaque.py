@@ -1,5 +1,3 @@
-"""Opaque layers: modules that one rank computes."""
-
 import pytest
 import torch
 from torch import nn

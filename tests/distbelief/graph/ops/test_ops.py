@@ -1,5 +1,3 @@
-"""Properties of every operator: regions lie inside, costs add up."""
-
 from typing import ClassVar, final
 
 import msgspec

@@ -1,5 +1,3 @@
-"""Comparisons, masks and selections, in parts and captured."""
-
 from collections.abc import Callable
 
 import pytest

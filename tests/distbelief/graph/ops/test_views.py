@@ -1,5 +1,3 @@
-"""Views in parts: reshapes, permutations, slices, concatenations, pads."""
-
 import math
 
 import pytest

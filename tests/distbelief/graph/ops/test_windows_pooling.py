@@ -1,5 +1,3 @@
-"""Pooling in parts, against torch."""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""What windows read, against torch and against tracing every index."""
-
 from typing import Any
 
 import pytest
