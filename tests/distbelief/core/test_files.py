@@ -13,26 +13,22 @@ from distbelief.errors import StorageError
 from tests.distbelief.limits import largest_file
 
 
-def test_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
+def test_lines_are_added_and_what_finds_no_room_is_dropped_and_reported_once(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.log"
     path.write_text("one\n")
     said: list[str] = []
     lines = LineFile(path, tell=said.append)
     lines.append("two")
     lines.append("odd: \udcff")
-    assert path.read_text() == "one\ntwo\nodd: \\udcff\n"
+    kept = "one\ntwo\nodd: \\udcff\n"
+    assert path.read_text() == kept
     assert not said
-
-
-def test_what_finds_no_room_is_dropped_and_reported_once(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_text("one\n")
-    said: list[str] = []
-    lines = LineFile(path, tell=said.append)
-    with largest_file(4):
-        lines.append("two")
-        lines.append("three")
-    assert path.read_text() == "one\n"
+    with largest_file(len(kept)):
+        lines.append("lost")
+        lines.append("too")
+    assert path.read_text() == kept
     (told,) = said
     assert told.startswith(f"cannot write {path}: the file would be too large")
 

@@ -21,16 +21,13 @@ def test_whoever_attaches_sees_the_same_bytes() -> None:
     assert memory.host == "h"
 
 
-def test_a_name_is_used_once() -> None:
-    memory = PrivateMemory()
+def test_a_name_is_used_once_and_one_that_is_unknown_is_named_with_its_host() -> None:
+    memory = PrivateMemory(host="h")
     memory.create("a", n_bytes=8)
     with pytest.raises(LocalProtocolError, match="'a' exists already"):
         memory.create("a", n_bytes=8)
-
-
-def test_attaching_to_nothing_names_region_and_host() -> None:
-    with pytest.raises(MemoryGoneError, match="no region 'a' on host 'h'"):
-        PrivateMemory(host="h").attach("a")
+    with pytest.raises(MemoryGoneError, match="no region 'b' on host 'h'"):
+        memory.attach("b")
 
 
 def test_a_released_region_is_gone_and_reads_as_nan_if_poisoned() -> None:

@@ -113,19 +113,13 @@ def test_a_single_sample_left_over_joins_the_batch_before_it() -> None:
     cursor = BatchCursor(shards_of(5, 1)[0])
     assert len(cursor.batch(0, 2)) == 2
     assert len(cursor.batch(2, 2)) == 3  # BatchNorm cannot train on one sample
+    ones = BatchCursor(shards_of(3, 1)[0])
+    assert [len(ones.batch(i, 1)) for i in range(3)] == [1, 1, 1]
 
 
-def test_batches_of_one_sample_stay_so() -> None:
-    part = shards_of(3, 1)[0]
-    assert [len(BatchCursor(part).batch(i, 1)) for i in range(3)] == [1, 1, 1]
-
-
-def test_more_replicas_than_samples_are_refused_with_both_numbers() -> None:
+def test_numbers_of_replicas_that_cannot_be_are_refused() -> None:
     with pytest.raises(JobError, match="3 replicas but 2 training samples"):
         DataShard(2, replica_index=0, n_replicas=3, seed=0)
-
-
-def test_a_replica_beyond_the_last_is_refused() -> None:
     with pytest.raises(ValueError, match="replica_index is 2 of 2 replicas"):
         DataShard(10, replica_index=2, n_replicas=2, seed=0)
 

@@ -58,14 +58,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
     "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
     "convolution, reflected": (
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
-        (2, 4, 4),
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4),
     ),
     "encoder layer": (
         lambda: nn.TransformerEncoderLayer(
             *(4, 2, 6), dropout=0.0, batch_first=True, activation=nn.Mish()
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
     "attention": (lambda: attending(lambda x, attend: attend(x, x, x)[0]), (3, 4)),
     "in a row": (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Identity(), nn.Mish()), (4,)),
@@ -76,34 +74,29 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
         lambda: attending(
             lambda x, attend, mask: attend(x, x, x, attn_mask=mask)[0],
             mask=torch.arange(9.0).view(3, 3),
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
     "padded module": (
-        lambda: attending(lambda x, f: f(x, x, x, key_padding_mask=x[:, :, 0] > 1.0)[0]),
-        (3, 4),
+        lambda: attending(lambda x, f: f(x, x, x, key_padding_mask=x[:, :, 0] > 1.0)[0]), (3, 4),
     ),
     "padded module, by numbers": (
         lambda: attending(
             lambda x, f, bias: f(x, x, x, key_padding_mask=x[:, :, 0], attn_mask=bias)[0],
             bias=torch.rand(3, 3),
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
     "padded encoder": (
         lambda: Applied(
             lambda x, encode: encode(x, src_key_padding_mask=x[:, :, 0] > 1.0),
             part=nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
     "causal module": (
         lambda: attending(
             lambda x, f: f(x, x, x, attn_mask=torch.ones(x.size(1), 3).triu(1).bool())[0]
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
-}
+}  # fmt: skip
 
 OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, Shape]] = {
     "scale": (lambda x, w: x * w, (3, 1), (3, 4)),
@@ -155,22 +148,19 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
             functional.leaky_relu(x, 0.3)
             + functional.elu(x, alpha=0.5) * functional.softplus(x)
             - functional.gelu(x, approximate="tanh") * functional.gelu(x)
-        ),
-        (4,),
+        ), (4,),
     ),
     "types": (lambda x: x.to(x.dtype).contiguous().clone().type_as(x) + 1, (4,)),
     "like another": (
         lambda x: (
             x.mean(2, keepdim=True).expand_as(x) * x.flatten(1).view_as(x)
             + x.mean((1, 2)).unsqueeze(1).unsqueeze(1).expand(-1, 3, 4)
-        ),
-        (3, 4),
+        ), (3, 4),
     ),
     "variance": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4)),
     "adaptive pooling": (lambda x: functional.adaptive_avg_pool2d(x, (2, 1)), (2, 5, 4)),
     "average over windows": (
-        lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False),
-        (2, 5),
+        lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False), (2, 5),
     ),
     "broadcasting": (lambda x: x * torch.softmax(x, -1).sum(1, keepdim=True), (3, 4)),
     "statistics": (lambda x: (x - x.mean(-1, keepdim=True)) / x.std(dim=-1, keepdim=True), (3, 4)),
@@ -190,20 +180,18 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
         lambda x: (
             functional.max_pool2d(x, 3, 2, ceil_mode=True)
             + functional.avg_pool2d(x, 2, 2, ceil_mode=True)
-        ),
-        (2, 6, 6),
+        ), (2, 6, 6),
     ),
     "normalised": (lambda x: functional.local_response_norm(x, 2, k=2.0), (5, 3)),
     "expanded": (lambda x: x.unsqueeze(2).expand(-1, -1, 3) * x.unsqueeze(1), (3,)),
     "causal": (
         lambda x: functional.scaled_dot_product_attention(
             x, x, x, torch.ones(3, 3, dtype=torch.bool).tril(), scale=0.3
-        ),
-        (2, 3, 4),
+        ), (2, 3, 4),
     ),
     "unused": (lambda x: (x * 2, torch.sort(x), x.mean())[0], (4,)),
     "several outputs": (lambda x: {"a": x + 1, "b": x * 2}, (4,)),
-}
+}  # fmt: skip
 
 
 def check(case: Case, *, whole: int = 0) -> None:

@@ -92,9 +92,7 @@ def test_frozen_parameters_do_for_no_grad() -> None:
 
 
 @pytest.mark.parametrize("changes_part", [False, True])
-def test_changes_in_place_of_what_is_detached_are_not_followed(
-    changes_part: bool,  # noqa: FBT001 -- a parameter of the test
-) -> None:
+def test_changes_in_place_of_what_is_detached_are_not_followed(*, changes_part: bool) -> None:
     def forward(m: Two, x: torch.Tensor) -> object:
         h = m.a(x)
         part = h.detach()
