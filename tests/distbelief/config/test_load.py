@@ -255,23 +255,19 @@ def test_bad_toml_names_the_line_and_shows_it() -> None:
     assert "| shards == 2" in said
 
 
-def test_a_file_that_is_not_there_names_one_that_is(tmp_path: Path) -> None:
-    (tmp_path / "speech.toml").write_text(SPEECH)
-    with pytest.raises(JobFileError, match=r"no such file. Did you mean '.*speech.to"):
-        load_job(tmp_path / "spech.toml")
-    with pytest.raises(JobFileError, match=r"no such file\.$"):
-        load_job(tmp_path / "none" / "zzz.toml")
-
-
 def test_what_is_no_job_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobFileError, match=r"is a directory: .*--resume"):
-        load_job(tmp_path)
+    (tmp_path / "speech.toml").write_text(SPEECH)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(JobFileError, match="is not UTF-8 text"):
-        load_job(tmp_path / "binary")
     (tmp_path / "long").write_bytes(b"#" * (1 << 20) + b"#")
-    with pytest.raises(JobFileError, match="more than 1048576 bytes"):
-        load_job(tmp_path / "long")
+    for name, said in [
+        ("spech.toml", r"no such file. Did you mean '.*speech.to"),
+        ("none/zzz.toml", r"no such file\.$"),
+        ("", r"is a directory: .*--resume"),
+        ("binary", "is not UTF-8 text"),
+        ("long", "more than 1048576 bytes"),
+    ]:
+        with pytest.raises(JobFileError, match=said):
+            load_job(tmp_path / name)
 
 
 @given(st.text(max_size=200))

@@ -37,18 +37,7 @@ def evaluate(
     parts: Mapping[str, Parts] | None = None,
     step: Step | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the output of every layer: (batch, *shape).
-
-    Args:
-        graph: The graph.
-        inputs: For each input layer: (batch, *shape).
-        tensors: The model's tensors, by name.
-        parts: Regions of each layer's output, computed one by one; other layers are not split.
-        step: Seed and mode.
-
-    Raises:
-        GraphError: Parts do not tile their layer, or an input is missing.
-    """
+    """Return the output of every layer, (batch, *shape), computed in these parts one by one."""
     step = step or Step()
     values: dict[str, torch.Tensor] = {}
     for layer in graph.layers:

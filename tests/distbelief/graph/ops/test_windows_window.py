@@ -19,7 +19,6 @@ windows = st.builds(
 
 
 def traced(window: Window, output: int, extent: int) -> set[int]:
-    """Return the inputs of one output, index by index."""
     first = output * window.stride - window.padding
     return {
         first + k * window.dilation

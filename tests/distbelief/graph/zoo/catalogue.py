@@ -38,21 +38,13 @@ class Applied(nn.Module):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and its input.
-
-    Attributes:
-        make: Makes the model without dropout.
-        shape: Input shape, without the batch.
-        n_values: Number of values of an integer input.
-        whole: Opaque layers, and a part of the reason.
-        dropping: Makes the model with dropout, if it has any.
-    """
+    """A model and its input's shape, without the batch."""
 
     make: Callable[[], nn.Module]
     shape: Shape
-    n_values: int | None = None
-    whole: Mapping[str, str] | None = None
-    dropping: Callable[[], nn.Module] | None = None
+    n_values: int | None = None  # of an integer input
+    whole: Mapping[str, str] | None = None  # opaque layers, and a part of the reason
+    dropping: Callable[[], nn.Module] | None = None  # makes the model with dropout
 
     @property
     def specs(self) -> list[InputSpec]:
@@ -72,7 +64,6 @@ class Case:
         return model
 
     def input(self, *, batch: int) -> torch.Tensor:
-        """Return some samples; floats require a gradient."""
         generator = torch.Generator().manual_seed(3)
         shape = (batch, *self.shape)
         if self.n_values is not None:
