@@ -116,23 +116,17 @@ def test_the_readme_says_which_of_its_commands_need_a_checkout() -> None:
         before = part
 
 
-def test_help_teaches_by_example() -> None:
-    assert "$ distbelief train digits.toml" in command("-h").stdout
-    said = command("train", "--help").stdout
-    assert "$ distbelief train speech.toml --set cluster.replicas=4" in said
-    assert "$ distbelief train --resume runs/speech" in said
-    assert "$ distbelief status runs/speech --json" in command("status", "-h").stdout
-
-
-def test_help_names_tables_of_the_job_file() -> None:
-    """[stop] was taken for a style: "reaches the target of  first"."""
-    said = command("simulate", "--help").stdout
-    assert "[stop]" in said
-
-
-@pytest.mark.parametrize("name", ["train", "simulate", "chaos"])
-def test_help_names_the_exit_code_of_an_interrupted_command(name: str) -> None:
-    assert str(INTERRUPTED) in command(name, "--help").stdout
+def test_help_teaches_by_example_and_names_tables_and_exit_codes() -> None:
+    for words, shown in [
+        ([], "$ distbelief train digits.toml"),
+        (["train"], "$ distbelief train speech.toml --set cluster.replicas=4"),
+        (["train"], "$ distbelief train --resume runs/speech"),
+        (["status"], "$ distbelief status runs/speech --json"),
+        # [stop] was taken for a style: "reaches the target of  first".
+        (["simulate"], "[stop]"),
+        *(([name], str(INTERRUPTED)) for name in ("train", "simulate", "chaos")),
+    ]:
+        assert shown in command(*words, "--help" if words else "-h").stdout
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -162,15 +162,13 @@ def test_a_model_on_the_meta_device_is_exported() -> None:
     assert not any(layer.whole for layer in graph.layers)
 
 
-def test_what_a_layer_changes_in_place_is_seen() -> None:
+def test_what_a_layer_changes_in_place_is_seen_and_its_hooks_run() -> None:
     def function(x: torch.Tensor, relu: nn.Module) -> object:
         relu(x)
         return x * 2
 
     graph_of(lambda: applying(function, lambda: nn.ReLU(inplace=True)), 4)
 
-
-def test_hooks_of_layers_run() -> None:
     def make() -> nn.Module:
         model = applying(lambda x, f: f(x), lambda: nn.Linear(4, 4))
         model.get_submodule("layer").register_forward_hook(lambda _, __, output: output * 2)
