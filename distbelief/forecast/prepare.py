@@ -25,7 +25,7 @@ from distbelief.launch.role_process import import_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.driver import Builder
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare
 from distbelief.trainer import check_data, supervisor_config

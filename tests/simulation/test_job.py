@@ -249,7 +249,7 @@ def test_a_silent_role_is_named_and_greeted_when_it_is_back() -> None:
     job.run_until(lambda: any("silent" in text for text in job.told))
     assert job.simulation.now < 5.0 + 3.0 + 1.0
     assert job.told[-1].startswith("replica 1 silent for 3.")
-    assert job.told[-1].endswith("restarting it")
+    assert job.told[-1].endswith("s; counts as dead after 10 s")
     job.run_until(lambda: any("is back" in text for text in job.told))
     assert job.restarts("replica-1") == 0
 

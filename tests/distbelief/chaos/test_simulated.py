@@ -337,7 +337,8 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
     assert injector.fault_events == (fault_events[0], fault_events[2])
 
 
-def _interrupt(_: None) -> None:
+def _interrupt(injector: FaultInjector) -> None:
+    injector._thread.join(60.0)
     raise KeyboardInterrupt
 
 
@@ -351,7 +352,7 @@ def test_what_fails_in_the_thread_is_raised_at_the_end_and_hides_nothing(victim:
     with pytest.raises(ZeroDivisionError), failing() as injector:
         injector._thread.join(60.0)
     with pytest.raises(KeyboardInterrupt), failing() as injector:
-        _interrupt(injector._thread.join(60.0))
+        _interrupt(injector)
 
 
 class Listener:
