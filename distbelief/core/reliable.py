@@ -78,13 +78,9 @@ class Silence:
         """Our own timer fired: do not count its delay as silence; return the delay."""
         late = 0.0 if self.timer_at is None else max(0.0, now - self.timer_at)
         self.timer_at = None
-        self.excuse(late, now)
-        return late
-
-    def excuse(self, late: float, now: float) -> None:
-        """Do not count `late` seconds: a timer that watches several peers was late by them."""
         self.heard_at = min(now, self.heard_at + late)
         self.progress_at = min(now, self.progress_at + late)
+        return late
 
     def silent(self, now: float) -> float:
         """Return the seconds since the peer was last heard."""
@@ -93,6 +89,11 @@ class Silence:
     def stalled(self, now: float) -> float:
         """Return the seconds since the last progress."""
         return now - self.progress_at
+
+    def excuse(self, late: float, now: float) -> None:
+        """Do not count `late` seconds: a timer that watches several peers came late by them."""
+        self.timer_at = now - late
+        self.woke(now)
 
 
 @final
