@@ -86,6 +86,12 @@ class Orders:
         self.commands = CommandBroadcast(CONFIG, shards=SHARDS)
         self.commands.begin_epoch(4097, 0.0)
 
+    def missing(self) -> Address | None:
+        return self.commands.waiting_for
+
+    def lost(self) -> Address | None:
+        return self.commands.lost
+
     def answer(
         self,
         shard: Address,
@@ -102,13 +108,13 @@ class Orders:
 
 def test_a_command_is_complete_when_every_shard_has_answered() -> None:
     bench = Orders()
-    assert bench.commands.waiting_for == SHARDS[0]
+    assert bench.missing() == SHARDS[0]
     bench.answer(SHARDS[1])
-    assert bench.commands.waiting_for == SHARDS[0]
+    assert bench.missing() == SHARDS[0]
     bench.answer(SHARDS[0], number=7)  # of another command
-    assert bench.commands.waiting_for == SHARDS[0]
+    assert bench.missing() == SHARDS[0]
     bench.answer(SHARDS[0])
-    assert bench.commands.waiting_for is None
+    assert bench.missing() is None
     assert bench.commands.complete
     assert [version.incarnation for version in bench.commands.versions] == [1, 1]
     assert bench.commands.timer(5.0) == []
@@ -141,14 +147,14 @@ def test_a_restarted_shard_ends_the_epoch() -> None:
     bench = Orders()
     bench.answer(SHARDS[0])
     bench.answer(SHARDS[0], incarnation=2)
-    assert bench.commands.lost == SHARDS[0]
+    assert bench.lost() == SHARDS[0]
     bench.answer(SHARDS[1], incarnation=1)
     assert not bench.commands.complete
     assert bench.commands.joined(SHARDS[1], 1) == []
     bench.commands.begin_epoch(4098, 0.0)
-    assert bench.commands.lost is None
+    assert bench.lost() is None
     bench.answer(SHARDS[0], incarnation=1, epoch=4098)  # the former incarnation
-    assert bench.commands.waiting_for == SHARDS[0]
+    assert bench.missing() == SHARDS[0]
 
 
 def test_a_coordinator_with_an_older_epoch_ends() -> None:
