@@ -282,7 +282,7 @@ class Coordinator:
             return []
         # If our own timer came late, this process stood still: do not blame the workers.
         if late := self._ticks.woke(now):
-            self._pool.excuse(late, now)
+            self._pool.add_delay(late, now)
         for name in self._pool.silent(now):
             self._remove(name, now, is_over=False)
         if len(self._pool):

@@ -139,7 +139,7 @@ class CommandBroadcast:
         # If our own timer came late, this process stood still: do not blame the shards.
         late = max(0.0, now - self._backoff.due)
         for shard in self._waiting():
-            self._silences[shard].excuse(late, now)
+            self._silences[shard].add_delay(late, now)
             if (silent := self._silences[shard].silent(now)) >= self._config.silence_seconds_max:
                 raise PeerLostError(
                     f"{shard} has not answered for {silent:.1f} s (silence_seconds_max is "

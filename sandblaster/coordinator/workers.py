@@ -220,10 +220,10 @@ class WorkerPool:
                 self._gone[name] = worker.generation
         return worker
 
-    def excuse(self, late: Seconds, now: Seconds) -> None:
+    def add_delay(self, late: Seconds, now: Seconds) -> None:
         """Do not count time by which the coordinator itself was late as silence of workers."""
         for worker in self:
-            worker.silence.excuse(late, now)
+            worker.silence.add_delay(late, now)
 
     def silent(self, now: Seconds) -> list[Address]:
         """Return the workers that have work and have been silent for too long."""

@@ -284,7 +284,7 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
     )
     scene = replace(SMALL, method=Scripted(requests, replies))
     run = Run(scene)
-    run.cluster._world.observers.clear()  # the plain gradient is of the whole batch
+    run.cluster._driver.observers.clear()  # the plain gradient is of the whole batch
     assert ended(run) is None
     n_parameters, whole, part, stops, _ = replies
     assert n_parameters == (6.0,)
@@ -382,7 +382,7 @@ def test_a_superseded_coordinator_ends() -> None:
             else None
         )
     )
-    run.cluster._processes.start(COORDINATOR)
+    run.cluster._driver.start(COORDINATOR)
     assert ended(run) is None
     assert run.cluster.role(COORDINATOR) is not first
     assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]

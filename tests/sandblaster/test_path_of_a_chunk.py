@@ -8,7 +8,7 @@ from typing import Final
 import distbelief
 from distbelief.protocol import BeginEvaluation, CommandDone, ShardCommand, WorkReport
 from distbelief.roles.role import Received, Send
-from distbelief.simulation.world import HandledEvent
+from distbelief.simulation.driver import HandledEvent
 from tests.simulation.sandblasts import Run, Sandblast
 
 
@@ -17,7 +17,7 @@ N_FILES_MAX: Final = 36
 
 ROOT: Final = Path(distbelief.__file__).parents[1]
 PACKAGES: Final = (f"{ROOT}/distbelief/", f"{ROOT}/sandblaster/")
-DRIVER: Final = f"{ROOT}/distbelief/simulation/"
+DRIVER: Final = str(ROOT / "distbelief/simulation") + "/"
 
 
 def test_a_chunk_passes_through_few_files() -> None:

@@ -171,7 +171,7 @@ def test_silence_counts_from_the_question() -> None:
     assert bench.pool.silent(101.0) == []
     bench.pool.resend(104.0)
     assert bench.pool.silent(106.0) == [A]
-    bench.pool.excuse(3.0, 106.0)
+    bench.pool.add_delay(3.0, 106.0)
     assert bench.pool.silent(106.0) == []
     assert len(bench.pool.cancel_all(106.0)) == 1
     assert bench.pool.cancel_all(106.0) == []
