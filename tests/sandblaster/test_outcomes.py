@@ -12,17 +12,21 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
+    BeginEvaluation,
     CommandDone,
+    Commit,
     Finished,
     Progress,
     Push,
     SaveCheckpoint,
     SessionRefused,
+    ShardCommand,
     StartTraining,
     Stop,
 )
 from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
 from distbelief.roles.role import SUPERVISOR, Address, Received, Report, Role, TimerFired
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.task.losses import Loss
 from sandblaster.chunks import COORDINATOR, BatchRange
@@ -226,6 +230,27 @@ def test_a_replica_that_restarts_at_once_has_lost_its_chunks() -> None:
 @pytest.mark.parametrize("directed", DIRECTED)
 def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]) -> None:
     assert play(directed()).checker.n_sealed
+
+
+def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
+    """A push of the evaluation before that comes late must not be taken for one of this."""
+    run, used, n_begun = Run(SMALL), {0}, 0
+
+    def see(happening: HandledEvent) -> None:
+        nonlocal n_begun
+        message = happening.event.message if isinstance(happening.event, Received) else None
+        match message.task if isinstance(message, ShardCommand) else None:
+            case BeginEvaluation(first_commit_token=first):
+                assert first > max(used)
+                n_begun += 1
+            case Commit(sets=sets):
+                used.update(one.commit_token for one in sets)
+            case _:
+                pass
+
+    run.cluster.observe(see)
+    run.play()
+    assert n_begun > 3
 
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:

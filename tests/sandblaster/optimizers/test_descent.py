@@ -8,7 +8,7 @@ from sandblaster.local import Local, minimize_flat
 from sandblaster.optimizers.base import Combination, IterationDone, Objective
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
-from sandblaster.optimizers.line_search import Straight, Trial
+from sandblaster.optimizers.line_search import Sample, Straight, Trial
 from sandblaster.optimizers.termination import Reason
 from tests.sandblaster.optimizers.problems import bowl, of_all
 
@@ -157,6 +157,20 @@ def test_a_pair_without_curvature_is_not_remembered() -> None:
     _, result = minimize_flat(flat, np.zeros(3), LBFGS(), callback=watch)
     assert result.reason is Reason.STOPPED
     assert all(cut.vectors == seen[0].vectors for cut in seen)
+
+
+@pytest.mark.parametrize("curvature", [1.0, -1.0])
+def test_a_pair_of_negative_curvature_is_not_remembered(curvature: float) -> None:
+    local, step = Local(np.zeros(2), of_all(bowl)), np.array([1.0, 2.0])
+    local.put("trial", step)
+    local.put("gradient", np.ones(2))
+    local.put("trial_gradient_0", np.ones(2) + curvature * step)
+    descent = QuasiNewton(n_history=3)
+    descent.forget(gradient_square=2.0)
+    scalars = local.perform(descent.measure("trial_gradient_0"))
+    trial = Trial(Sample(1.0, 0.0, 0.0), "trial_gradient_0", 1.0, 2.0, scalars)
+    descent.accept(trial, slope_at_start=-1.0)
+    assert descent.remembers == (curvature > 0.0)
 
 
 def test_float32_shards_come_as_near_as_float32_allows() -> None:
