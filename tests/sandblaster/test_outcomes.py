@@ -1,5 +1,6 @@
 """How runs of a whole cluster end: each outcome has a message, and none hangs."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Generator
@@ -25,7 +26,17 @@ from distbelief.protocol import (
     Stop,
 )
 from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
-from distbelief.roles.role import SUPERVISOR, Address, Received, Report, Role, TimerFired
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Address,
+    Persist,
+    Persisted,
+    Received,
+    Report,
+    Role,
+    Send,
+    TimerFired,
+)
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.task.losses import Loss
@@ -251,6 +262,28 @@ def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
     run.cluster.observe(see)
     run.play()
     assert n_begun > 3
+
+
+@pytest.mark.parametrize("at", [0.01, 0.03, 0.05])
+def test_no_savepoint_is_settled_before_its_journal_is_on_disk(at: float) -> None:
+    run = Run(replace(SMALL, faults=(DiskFull(at=at, seconds=0.05),)))
+    saving, on_disk, n_failed = 0, 0, 0
+
+    def see(happening: HandledEvent) -> None:
+        nonlocal saving, on_disk, n_failed
+        if happening.name == COORDINATOR and isinstance(happening.event, Persisted):
+            on_disk = saving if happening.event.error is None else on_disk
+            n_failed += happening.event.error is not None
+        for action in happening.actions:
+            if isinstance(action, Persist) and happening.name == COORDINATOR:
+                entries = json.loads(action.snapshot.facts["cuts"])["entries"]
+                saving = max((entry["cut"] for entry in entries), default=0)
+            elif isinstance(action, Send) and isinstance(action.message, ShardCommand):
+                assert action.message.settled <= on_disk
+
+    run.cluster.observe(see)
+    run.play()
+    assert n_failed
 
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
