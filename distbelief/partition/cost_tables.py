@@ -39,10 +39,7 @@ def sync_seconds(
 ) -> float:
     """Return the seconds of all broadcasts and reductions on the busiest machine.
 
-    Args:
-        used: Pairs of a machine and the region that it uses of each tensor.
-        cluster: The machines.
-        trains: Whether each tensor has a gradient.
+    `used` pairs machines with the region that each uses of every tensor.
     """
     users: defaultdict[tuple[str, Region], set[int]] = defaultdict(set)
     for machine, uses in used:
@@ -171,12 +168,6 @@ def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_eac
     Machine q receives from p the overlap of p's boxes and q's: a product of overlaps of intervals,
     so all pairs of all candidates are a few outer products. A phase costs as much as its busiest
     machine, bytes / rate + overhead * messages for sending or receiving, plus one latency.
-
-    Args:
-        owned: Of the layer that is read; the boxes of a candidate are disjoint.
-        needed: Of the readers; the boxes of a machine are disjoint.
-        network: Between the machines.
-        bytes_each: Bytes of one element, in all samples.
     """
     result = np.empty((owned.n_candidates, needed.n_candidates))
     for first, last in _blocks(needed):
@@ -330,9 +321,7 @@ _Readers = tuple[tuple[NodeCosts, tuple[int, ...]], ...]
 def needed(readers: _Readers, *, n_dims: int) -> Boxes:
     """Return what each machine needs of a layer, for all its readers.
 
-    Args:
-        readers: In one group; each with the indices of those inputs that are this layer.
-        n_dims: Number of dimensions of the layer.
+    Readers are of one group, each with the indices of those inputs that are this layer.
     """
     found: list[Cells] = []
     for candidate in range(len(readers[0][0].placements)):
@@ -355,14 +344,7 @@ N_BYTES_INTEGER: Final = 8
 
 @final
 class Tables:
-    """Costs of placing groups, in seconds, and the memory they take, in bytes.
-
-    Args:
-        graph: The layer graph.
-        cluster: The machines.
-        batch: Samples of a step.
-        costs: Of computing.
-    """
+    """Costs of placing groups, in seconds, and the memory they take, in bytes."""
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> None:
         self._graph = graph

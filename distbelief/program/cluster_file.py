@@ -212,9 +212,6 @@ _DEFAULTS: Final = {
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Return a cluster that comes with this package, or one from a file.
 
-    Args:
-        name_or_path: A name of `names()`, or the path of a TOML file.
-
     Raises:
         GraphError: neither exists, or the file has a mistake.
     """
@@ -260,10 +257,7 @@ def names() -> list[str]:
 def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> Cluster:
     """Return the cluster in a TOML document.
 
-    Args:
-        content: The document.
-        name: Used if the document has no name.
-        directory: Where the trace file lies; None: a trace is an error.
+    A trace file lies in `directory`; without one, a trace is an error.
 
     Raises:
         GraphError: a mistake; names the key and the fix.

@@ -212,9 +212,7 @@ class Schedule:
 def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
     """Return the step of a plan.
 
-    Args:
-        compiled: For the samples of one micro-batch.
-        micro_batches: Number of micro-batches in a step.
+    The compiled plan is for the samples of one micro-batch.
 
     Raises:
         GraphError: there are several, and a layer has batch statistics.

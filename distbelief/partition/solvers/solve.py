@@ -42,10 +42,7 @@ def solve(
 
     If none fits, the cheapest of those that overrun the caps least.
 
-    Args:
-        problem: The problem.
-        seconds: Approximate limit; elimination alone takes some seconds.
-        clock: Monotonic, seconds.
+    `seconds` is approximate: elimination alone takes some.
 
     Raises:
         GraphError: every choice is forbidden.
