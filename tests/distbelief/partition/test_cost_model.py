@@ -84,6 +84,11 @@ def test_a_weight_that_all_use_is_sent_and_summed_once_to_each() -> None:
     assert sync(equal(4, latency=1.0), *all_use) == pytest.approx(2.0, abs=1e-3)
 
 
+def test_the_owner_of_most_rows_decides() -> None:
+    rows = Region.of(5, 10)  # 3 of them are the first user's: 120 bytes
+    assert sync(equal(2), rows, rows) == pytest.approx(2 * 120 / 1e8)
+
+
 def test_private_parts_of_a_weight_cost_nothing() -> None:
     assert sync(unequal(), *HALVES) == 0.0
 
