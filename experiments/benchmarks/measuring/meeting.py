@@ -13,7 +13,7 @@ from typing import Final, Protocol, final
 
 from distbelief.roles.role import Action, Address, Event, Seconds, TimerFired
 from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import Inbox, OutgoingSocket, TrustingAuth, Verdict
+from distbelief.transport.authenticator import Socket, Verdict
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -28,53 +28,36 @@ class Stepper(Protocol):
     """A role that counts its steps."""
 
     @property
-    def accepts(self) -> frozenset[type]:
-        """The message types that it takes."""
-        ...
+    def accepts(self) -> frozenset[type]: ...
 
     @property
-    def n_done(self) -> int:
-        """Steps that are done."""
-        ...
+    def n_done(self) -> int: ...
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
-        ...
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]: ...
 
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it does."""
-        ...
+    def status(self) -> tuple[str, Mapping[str, float]]: ...
 
 
 @final
-class OpenGuard(TrustingAuth):
+class OpenGuard:
     """Lets in everybody, in the clear: on a network where nobody else is."""
 
     encrypts: Final = False
 
-    def wire_bytes(self, n_bytes: int) -> int:
-        """Return how many."""
-        return n_bytes
-
-    def listen(self, inbox: Inbox, endpoint: str) -> str:
-        """Ask for nothing."""
+    def listen(self, inbox: Socket, endpoint: str) -> str:
         del inbox, endpoint
         return ""
 
     def address(self, endpoint: str) -> str:
-        """Return the same."""
         return endpoint
 
-    def dial(self, outbox: OutgoingSocket, peer: str, place: Endpoint) -> None:
-        """Ask for nothing."""
+    def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None: ...
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
-        """Let it in."""
         del request
         return Verdict()
 
-    def close(self) -> None:
-        """There is nothing to let go of."""
+    def close(self) -> None: ...
 
 
 @contextmanager
