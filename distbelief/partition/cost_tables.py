@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.operator import Operator, PartialSums, joined
+from distbelief.graph.operator import Operator, PartialSums
 from distbelief.graph.region import Region, disjoint
 from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster
-from distbelief.program.compiler import with_gradient
+from distbelief.program.compiler import index_bytes, with_gradient
 from distbelief.program.instructions import rule_of
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
@@ -339,9 +339,6 @@ def needed(readers: _Readers, *, n_dims: int) -> Boxes:
     return Boxes.of(found, n_dims=n_dims)
 
 
-N_BYTES_INTEGER: Final = 8
-
-
 @final
 class Tables:
     """Costs of placing groups, in seconds, and the memory they take, in bytes."""
@@ -349,11 +346,10 @@ class Tables:
     def __init__(self, graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> None:
         self._graph = graph
         self._cluster = cluster
-        self._batch = batch
         self._costs = costs
         self._network = Network.of(cluster)
         self._signatures = Signatures()
-        self._joined = joined(graph)
+        self._bytes_each = index_bytes(graph, batch=batch)
         self._single = single_sample(graph)
         self._backward = with_gradient(graph)
         self._placed: dict[str, NodeCosts] = {}
@@ -414,10 +410,6 @@ class Tables:
         key = (self._signatures.of(layer), tuple(placements))
         return _once(self._alike, key, lambda: NodeCosts(layer, placements))
 
-    def _bytes_each(self, layer: Layer) -> float:
-        n_samples = 1 if layer.name in self._joined else self._batch
-        return float(n_samples * (N_BYTES_INTEGER if layer.is_integer else N_BYTES))
-
     def _computing(self, layer: Layer) -> Floats:
         # Seconds of each machine: (candidates, machines).
         placed, backward = self._placed[layer.name], layer.name in self._backward
@@ -437,7 +429,7 @@ class Tables:
     def _combining(self, layer: Layer) -> Floats:
         # Sending partial outputs and adding them up: (candidates,).
         placed, backward = self._placed[layer.name], layer.name in self._backward
-        each = self._bytes_each(layer)
+        each = float(self._bytes_each[layer.name])
 
         def compute() -> Floats:
             if not any(placement.combine for placement in placed.placements):
@@ -485,7 +477,7 @@ class Tables:
         # The gradient takes the same way back, at the same cost.
         goes_back = any(reader.name in self._backward for reader in readers)
         n_phases = 2 if layer.name in self._backward and goes_back else 1
-        each = self._bytes_each(layer)
+        each = float(self._bytes_each[layer.name])
 
         def compute() -> Floats:
             place = own_seconds if inside else transfer_seconds
@@ -498,7 +490,7 @@ class Tables:
         placed = self._placed[layer.name]
         # A state is stored with its gradient: twice the bytes.
         own, *sizes = (
-            self._bytes_each(self._graph[name]) * (2 if name in self._backward else 1)
+            float(self._bytes_each[name]) * (2 if name in self._backward else 1)
             for name in (layer.name, *layer.inputs)
         )
         # A follower reads what its machine owns.

@@ -64,10 +64,6 @@ class Decoder:
         # Followers may be placed differently in that plan: compare all layers.
         return tuple(chosen) if self(chosen) == placements else None
 
-    def labels(self, choice: Sequence[int]) -> dict[str, str]:
-        pairs = zip(self.nodes, choice, strict=True)
-        return {node.group.root.name: node.candidates[index].label for node, index in pairs}
-
 
 def build(
     graph: LayerGraph,

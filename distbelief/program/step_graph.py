@@ -53,10 +53,6 @@ class Dependencies:
             self.n_before[node] += 1
 
 
-def dependencies(compiled: Compiled) -> Dependencies:
-    return _Builder(compiled).build()
-
-
 _Nodes = dict[str, dict[int, int]]  # by layer and rank
 
 
@@ -217,7 +213,7 @@ def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
     Raises:
         GraphError: there are several, and a layer has batch statistics.
     """
-    once = Schedule(compiled.tasks, compiled.traffic, dependencies(compiled))
+    once = Schedule(compiled.tasks, compiled.traffic, _Builder(compiled).build())
     if micro_batches == 1:
         return once
     statistics = statistics_of(compiled.graph)
