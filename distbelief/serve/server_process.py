@@ -47,8 +47,8 @@ from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import PreviousRun, read_previous_run
 from distbelief.serve.address import ServerAddress
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.transport.address import LOOPBACK, Endpoint

@@ -48,9 +48,9 @@ import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
-from distbelief.partition.planner import plan, simulated
+from distbelief.partition.planner import plan
 from distbelief.partition.profiling.this_host import Network
-from distbelief.partition.search import PlanningRequest
+from distbelief.partition.search import PlanningRequest, PlanSimulator
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.crews import Crew
 from experiments.benchmarks.measuring.hands import Hand
@@ -84,19 +84,12 @@ N_RANKS: Final = 2
 
 @final
 class Turn(NamedTuple):
-    """One turn.
+    """One turn."""
 
-    Attributes:
-        name: Whose.
-        round: Of all turns.
-        core: Of the first process.
-        seconds: Of a step.
-    """
-
-    name: str
-    round: int
-    core: int
-    seconds: float = 0.0
+    name: str  # whose
+    round: int  # of all turns
+    core: int  # of the first process
+    seconds: float = 0.0  # of a step
 
 
 @final
@@ -119,7 +112,6 @@ class Contest:
         self._file.write_bytes(msgspec.json.encode(workload))
 
     def whole(self, name: str, *, n_threads: int = 1, n_processes: int = 1) -> None:
-        """Enter processes that compute the whole net each."""
         hand = Hand(
             module="bare.whole_net",
             arguments=[str(self._file), str(n_threads)],
@@ -129,7 +121,6 @@ class Contest:
         self.crews[name] = Crew(name, [hand] * n_processes, self._folder)
 
     def machines(self, name: str, way: Way, order: PlanningRequest) -> None:
-        """Enter a replica of the runtime's machines."""
         self.crews[name] = replica(
             name,
             plan_of(way, order, loss=self._workload.loss),
@@ -139,7 +130,6 @@ class Contest:
         )
 
     def dtensor(self) -> None:
-        """Enter torch's tensor parallelism."""
         meeting = str(self._folder / "meeting")
         hands = [
             Hand(
@@ -235,9 +225,9 @@ def preferred(order: PlanningRequest, *, exactly: bool) -> tuple[Way, str]:
         order: What is to be planned.
         exactly: Use both, even if one were faster.
     """
-    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].estimate
-    way = Way(placements=done.placements, micro_batches=done.micro_batches)
-    return way, f"{done.method}, {1e3 * done.median:.0f} ms expected"
+    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].best
+    way = Way(placements=done.placements, micro_batches=done.cost.micro_batches)
+    return way, f"{done.method}, {1e3 * done.seconds[1]:.0f} ms expected"
 
 
 def _speech(
@@ -267,9 +257,10 @@ def _image(between: Network, folder: Path, options: argparse.Namespace) -> dict[
     order = order_here(workload, between)
     contest = Contest(workload, folder / "image")
     _enter_usual(contest, order)
+    simulator = PlanSimulator(order)
     name, way = min(
         by_places(order).items(),
-        key=lambda item: simulated(order, item[1].placements, n_machines=N_MACHINES).step_seconds,
+        key=lambda item: simulator.cost(item[1].placements, n_machines=N_MACHINES).step_seconds,
     )
     contest.machines(TWO, way, order)
     planned, how = preferred(order, exactly=True)
@@ -310,7 +301,6 @@ def _enter_usual(contest: Contest, order: PlanningRequest) -> None:
 
 
 def _raw(key: str, contest: Contest) -> dict[str, float]:
-    """Return milliseconds, processor time and memory of each crew."""
     figures: dict[str, float] = {}
     for name, crew in contest.crews.items():
         start = f"{key}_{name.replace(' ', '_')}"

@@ -31,23 +31,15 @@ NETS: Final[dict[str, Net]] = {
 
 @final
 class SpeedUp(msgspec.Struct, frozen=True, kw_only=True):
-    """One net on so many machines.
+    """One net on so many machines."""
 
-    Attributes:
-        net: Its name.
-        machines: That there are.
-        used: That the plan uses.
-        seconds: Of a step: tenth, median, ninetieth of its draws of jitter.
-        speed_up: Of the median, over that of one machine.
-        even: Of every layer cut evenly over all machines, likewise.
-    """
-
-    net: str
-    machines: int
-    used: int
+    net: str  # its name
+    machines: int  # that there are
+    used: int  # that the plan uses
+    # of a step: tenth, median, ninetieth of its draws of jitter
     seconds: tuple[float, float, float]
-    speed_up: float
-    even: float
+    speed_up: float  # of the median, over that of one machine
+    even: float  # of every layer cut evenly over all machines, likewise
 
 
 def speed_ups(name: str) -> list[SpeedUp]:
@@ -64,12 +56,11 @@ def speed_ups(name: str) -> list[SpeedUp]:
     found = [
         SpeedUp(
             net=name,
-            machines=done.estimate.n_machines,
-            used=len(done.estimate.used),
-            seconds=done.estimate.seconds,
-            speed_up=done.estimate.speed_up,
-            even=done.estimate.one_machine_seconds
-            / done.baselines.get("even", done.estimate.one_machine_seconds),
+            machines=done.n_machines,
+            used=len(done.used),
+            seconds=done.best.seconds,
+            speed_up=done.speed_up,
+            even=done.one_machine_seconds / done.baselines.get("even", done.one_machine_seconds),
         )
         for done in plan(order, COUNTS)
     ]

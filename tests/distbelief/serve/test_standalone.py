@@ -16,8 +16,8 @@ from distbelief.serve import server_process, standalone
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server_process import ServerRequest
 from distbelief.serve.standalone import run_server
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import ListenConfig

@@ -44,7 +44,7 @@ from distbelief.roles.role import (
     Terminate,
     TimerFired,
 )
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth

@@ -1,0 +1,422 @@
+"""Every decoder, with legal bytes for it.
+
+Bytes of other machines:
+
+    wire    frames of a message     chunk   files in chunks         spec    a job spec
+    job     the job in it           plan    the plan in it          place   an endpoint
+    zap     requests of RFC 27
+
+Files and texts that this user, or this program, wrote on this machine:
+
+    address   of a job            server   of a standing server    allowed  the allow-list
+    secret    a key file          facts    of a shard's snapshot   metrics  lines of a run
+    status    of a running job    cut      which snapshots are in use
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, cast, final, get_args
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
+from distbelief.cluster.address import JobAddress
+from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec, write_job_spec
+from distbelief.config.load import job_from_json, parse_job
+from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.losses import append_loss
+from distbelief.launch.role_process import RoleSpec
+from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD, StepCounts
+from distbelief.program.cluster import Machine, uniform
+from distbelief.program.placement import Placement
+from distbelief.program.plan import decode, encode, plan_for
+from distbelief.protocol import Blob, FileChunk, Message
+from distbelief.protocol.codec import Codec, Frame
+from distbelief.roles.role import HOST
+from distbelief.run.directory import RunDirectory, Status, status_in
+from distbelief.run.metrics_file import Measurement, measurements_in
+from distbelief.run.resume import CheckpointSet, checkpoint_set_in
+from distbelief.serve.address import ServerAddress
+from distbelief.transport.address import Endpoint
+from distbelief.transport.config import KeyConfig
+from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
+from experiments.fuzz.mutating import numbers
+from experiments.fuzz.samples import Sampler
+
+
+Decode = Callable[[bytes], object]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """What reads bytes."""
+
+    what: str  # in words
+    seeds: tuple[bytes, ...]  # legal bytes
+    decode: Decode  # reads bytes, or refuses them by one of `refusals`
+    refusals: tuple[type[Exception], ...] = (DistBeliefError,)  # exceptions that say so on purpose
+
+    def accepts(self, data: bytes) -> bool:
+        """Return whether it accepts these bytes; whatever else it raises is a finding."""
+        try:
+            self.decode(data)
+        except self.refusals:
+            return False
+        return True
+
+
+Open = Callable[[], AbstractContextManager[Decoder]]
+"""A decoder may need a file, or the like, for as long as it is tried."""
+
+
+def plain(make: Callable[[], Decoder]) -> Open:
+    @contextmanager
+    def opened() -> Iterator[Decoder]:
+        yield make()
+
+    return opened
+
+
+JOB: Final = """
+[model]
+factory = "nets:make"
+arguments = { width = 16 }
+[data.train]
+factory = "nets:samples"
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 32
+rule = { name = "adagrad", learning_rate = 0.03 }
+[cluster]
+replicas = 2
+shards = 2
+[stop]
+epochs = 2
+[output]
+directory = "runs/x"
+"""
+
+SANDBLASTER: Final = """
+name = "x"
+[model]
+factory = "nets:make"
+[data.train]
+factory = "nets:samples"
+arguments = { n = 9 }
+[data.test]
+factory = "nets:samples"
+[algorithm]
+name = "sandblaster"
+loss = "mse"
+[cluster]
+replicas = 3
+shards = 2
+[evaluation]
+every = "2 s"
+[stop]
+seconds = "1 h"
+[output]
+directory = "runs/x"
+report_every = "250 ms"
+"""
+
+N_SAMPLES: Final = 12  # of each kind of message
+_HEAD: Final = struct.Struct("<HB")  # bytes of the header, arrays; both follow
+_STEP: Final = struct.Struct("<IIB")  # offset, length of all, bytes that follow
+
+
+def _wire() -> Decoder:
+    wire = Codec(run="run", strangers=HOST)
+
+    def read(data: bytes) -> None:
+        n_header, n_arrays = _HEAD.unpack(data[:3].ljust(3, b"\x00"))
+        header, array = data[3 : 3 + n_header], data[3 + n_header :]
+        frames: list[Frame] = [header, *[array] * (n_arrays % 4)]
+        told = wire.decode(frames)
+        # What was taken can be said again.
+        again = wire.encode(told.message, sender=told.sender, incarnation=told.incarnation)
+        wire.decode(again)
+
+    return Decoder(what="messages", seeds=tuple(map(_joined, _messages(wire))), decode=read)
+
+
+def _messages(wire: Codec) -> Iterator[Sequence[Frame]]:
+    sampler = Sampler(numbers(0))
+    for kind in get_args(Message):
+        for _ in range(N_SAMPLES):
+            try:
+                message = cast("Message", sampler.of(kind))
+                yield wire.encode(message, sender="host-1", incarnation=1)
+            except (ValueError, LocalProtocolError):
+                continue  # fields that do not go together
+
+
+def _joined(frames: Sequence[Frame]) -> bytes:
+    header, *arrays = map(bytes, frames)
+    return _HEAD.pack(len(header), len(arrays)) + header + b"".join(arrays)
+
+
+def _chunk() -> Decoder:
+    def read(data: bytes) -> None:
+        reading = FileDownload("d", 0.0)
+        at = 0
+        while at + _STEP.size <= len(data):
+            offset, n_bytes, n = _STEP.unpack_from(data, at)
+            at += _STEP.size
+            content = Blob(data[at : at + n])
+            at += n
+            piece = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=content)
+            reading.take(piece, 1.0)
+            reading.ask_again(1.0)
+            whole = reading.content
+            assert whole is None or len(whole) <= len(data)
+
+    steps = [(0, 6, b"abc"), (3, 6, b"de"), (3, 6, b"def"), (5, 6, b"f")]
+    words = [_STEP.pack(o, n, len(c)) + c for o, n, c in steps]
+    return Decoder(
+        what="pieces of documents",
+        seeds=(words[0] + words[2], b"".join([words[0], words[1], words[3]])),
+        decode=read,
+        refusals=(RemoteProtocolError,),
+    )
+
+
+def _job_spec(text: str = JOB) -> RoleSpec:
+    job = parse_job(text, path=Path("/home/ada/nets/x.toml"), overrides=())
+    tensors = [TensorSpec(name="w", shape=(3, 2), kind="parameter")]
+    return RoleSpec(
+        job=msgspec.Raw(job.to_json()),
+        run="run",
+        supervisor="",
+        memory="",
+        snapshots="",
+        layout=Layout.of(tensors, n_shards=2).spec,
+        initials={},
+        initial_file=None,
+    )
+
+
+def _spec() -> Decoder:
+    content = write_job_spec(_job_spec(), plan=None)
+
+    def read(data: bytes) -> None:
+        brief = read_job_spec(data)
+        localized(brief.spec.job, Path("/home/eva"))
+
+    return Decoder(what="a run's brief", seeds=(content,), decode=read)
+
+
+def _job() -> Decoder:
+    contents = [bytes(_job_spec(text).job) for text in (JOB, SANDBLASTER)]
+    return Decoder(what="the job in it", seeds=tuple(contents), decode=job_from_json)
+
+
+def _plan() -> Decoder:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 8))
+    graph = append_loss(capture(net, [InputSpec(shape=(2, 6, 6))]), "mse")
+    machine = Machine(flops=1e11, memory_rate=3e10, bandwidth=1.25e8)
+    plan = plan_for(
+        graph,
+        {
+            "0": Placement(cuts=((), (2,), ()), machines=(0, 1)),
+            "1": Placement(cuts=((),), machines=(0,)),
+            "2": Placement(
+                cuts=((32,),), machines=(1, 2), combine=Placement(cuts=((4,),), machines=(2, 3))
+            ),
+            "loss": Placement(cuts=(), machines=(3,)),
+        },
+        batch=32,
+        loss="mse",
+        cluster=uniform("lab", machine, 4, latency=1e-4),
+    )
+    whole = encode(plan)
+    body = whole[whole.index(b'"plan": ') + len(b'"plan": ') : -2]
+
+    def read(data: bytes) -> None:
+        digest = hashlib.sha256(data).hexdigest().encode()  # or none would be read
+        decode(b'{"sha256": "%s", "plan": %s}' % (digest, data))
+
+    return Decoder(what="the plan in it", seeds=(body,), decode=read)
+
+
+def _place() -> Decoder:
+    words = ("tcp://10.0.0.1:7700", f"tcp://0.0.0.0:1?key={'a' * 64}")
+
+    def read(data: bytes) -> None:
+        place = Endpoint.parse(data.decode("utf-8", "surrogateescape"))
+        assert Endpoint.parse(str(place)) == place
+
+    return Decoder(what="endpoints", seeds=tuple(map(str.encode, words)), decode=read)
+
+
+@contextmanager
+def _zap() -> Iterator[Decoder]:
+    """Judge requests, and check under which names keys that are let in may speak."""
+    with TemporaryDirectory() as folder:
+        files = KeyFiles(Path(folder) / "keys")
+        files.make()
+        pair = KeyPair.new()
+        files.allow(Allowed(key=pair.public, roles=("worker", "host"), name="ada"))
+        ring = KeyConfig(directory=str(files.directory), role="job")
+        guard = ring.guard(log=lambda _level, _text: None)
+
+        def read(data: bytes) -> None:
+            request = data.split(b"\x1e")
+            verdict = guard.judge(request)
+            assert not verdict.admitted or verdict.user in {pair.public, ring.public}
+
+        frames = [b"1.0", b"1", b"", b"10.0.0.1", b"", b"CURVE"]
+        known = b"\x1e".join([*frames, bytes.fromhex(pair.public)])
+        unknown = b"\x1e".join([*frames, bytes(32)])
+        yield Decoder(what="requests at the door", seeds=(known, unknown), decode=read)
+
+
+_PATH: Final = Path("file")
+_KEY: Final = "5f" * 32
+
+
+def _text(what: str, read: Callable[[str], object], *words: str) -> Decoder:
+    def decode(data: bytes) -> None:
+        read(data.decode("utf-8", "surrogateescape"))
+
+    return Decoder(what=what, seeds=tuple(map(str.encode, words)), decode=decode)
+
+
+def _address() -> Decoder:
+    def read(text: str) -> None:
+        address = JobAddress.parse(text)
+        assert JobAddress.parse(str(address)).port == address.port
+
+    secret = f"tcp://10.0.0.1:7700?secret={_KEY}"
+    with_key = f"tcp://lab-3.example:7700?key={_KEY}"
+    return _text("a job's address", read, with_key, secret)
+
+
+def _server() -> Decoder:
+    return _text(
+        "a server's address",
+        ServerAddress.parse,
+        f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
+        f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
+        "ipc:///dev/shm/x/.supervisor.1?run=abc&shards=2&memory=%2Fdev%2Fshm%2Fx",
+    )
+
+
+def _facts() -> Decoder:
+    """The words of a snapshot; its arrays are safetensors' to read."""
+    tensors = [TensorSpec(name="w", shape=(70, 2), kind="parameter")]
+    layout = Layout.of(tensors, n_shards=1)
+    identity = ShardIdentity(index=0, layout=layout, rule=SGD(learning_rate=0.1))
+    size = layout.shard_size(0)
+    state = ShardState(
+        incarnation=2,
+        clock=41,
+        values=np.zeros(size, np.float32),
+        state={},
+        clients=(),
+        steps=StepCounts(41),
+    )
+    snapshot = take("00007", state, identity=identity)
+    words = dict(snapshot.facts)
+    clients = '{"replica-0":{"incarnation":3,"watermark":20,"applied":20,"samples":640,'
+    clients += '"staleness":2}}'
+
+    def read(data: bytes) -> None:
+        pairs = [line.partition(b"\x1f") for line in data.split(b"\x1e")]
+        facts = {a.decode("utf-8", "replace"): b for a, _, b in pairs}
+        told = {name: text.decode("utf-8", "replace") for name, text in facts.items()}
+        other = replace(snapshot, facts=told)
+        restore(other, identity=identity, incarnation=9)
+
+    def written(facts: Mapping[str, str]) -> bytes:
+        lines = [f"{name}\x1f{text}".encode() for name, text in facts.items()]
+        return b"\x1e".join(lines)
+
+    seeds = (written(words), written(words | {"clients": clients}))
+    return Decoder(what="words of a snapshot", seeds=seeds, decode=read)
+
+
+def _json(*values: object) -> tuple[bytes, ...]:
+    return tuple(map(msgspec.json.encode, values))
+
+
+def _allowed() -> Decoder:
+    entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
+    return Decoder(
+        what="an allow-list", seeds=(entry, entry * 3), decode=partial(entries_in, path=_PATH)
+    )
+
+
+def _secret() -> Decoder:
+    seed = f"{_KEY}\n".encode()
+    return Decoder(what="a key file", seeds=(seed,), decode=partial(pair_in, path=_PATH))
+
+
+def _metrics() -> Decoder:
+    lines = tuple(line + b"\n" for line in _json(*_samples_of(Measurement)))
+    return Decoder(what="lines of metrics.jsonl", seeds=lines, decode=measurements_in)
+
+
+def _status() -> Decoder:
+    return Decoder(
+        what="status.json", seeds=_json(*_samples_of(Status)), decode=partial(status_in, file=_PATH)
+    )
+
+
+def _cut() -> Decoder:
+    run = RunDirectory(Path("run"), lock=None)
+    return Decoder(
+        what="cut.json",
+        seeds=_json(*_samples_of(CheckpointSet)),
+        decode=partial(checkpoint_set_in, file=_PATH, run=run),
+    )
+
+
+def _samples_of(kind: type) -> list[object]:
+    """Return some that JSON can say: it knows neither infinity nor NaN."""
+    sampler = Sampler(numbers(0))
+    found: list[object] = []
+    while len(found) < N_SAMPLES:
+        value = sampler.of(kind)
+        with suppress(msgspec.ValidationError):
+            msgspec.json.decode(msgspec.json.encode(value), type=kind)
+            found.append(value)
+    return found
+
+
+DECODERS: Final[Mapping[str, Open]] = {
+    **{
+        name: plain(make)
+        for name, make in {
+            "wire": _wire,
+            "chunk": _chunk,
+            "spec": _spec,
+            "job": _job,
+            "plan": _plan,
+            "place": _place,
+            "address": _address,
+            "server": _server,
+            "facts": _facts,
+            "allowed": _allowed,
+            "secret": _secret,
+            "metrics": _metrics,
+            "status": _status,
+            "cut": _cut,
+        }.items()
+    },
+    "zap": _zap,
+}
