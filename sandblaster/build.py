@@ -11,8 +11,8 @@ import torch
 from distbelief.data.sharding import Samples
 from distbelief.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
-from distbelief.parameter_server.slices import PartialView
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext, build_loss, build_model
 from distbelief.worker.build import (
@@ -191,7 +191,7 @@ def _summing_machine(
         group_tasks = GroupTasks(
             worker_config, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
         )
-    view = PartialView.of(layout_of(context), flow.items)
+    view = PartialView(layout_of(context), flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
     items = Items(
         values=zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts

@@ -2,6 +2,7 @@
 
     ReliableStream   numbers items, keeps a window under way, sends again until acknowledged
     Arrivals         the receiving end: which numbers came, the cumulative acknowledgement
+    Window           which blocks of one vector are under way, acknowledged as a count
     Backoff          when to send again: the pause doubles
     Silence          how long a peer has been silent, or without progress
 
@@ -58,7 +59,7 @@ class Silence:
 
     heard_at: float = 0.0
     progress_at: float = 0.0
-    _timer_at: float | None = None
+    timer_at: float | None = None  # when our own timer fires; None if it does not run
 
     def start(self, now: float) -> None:
         """Begin to wait."""
@@ -71,21 +72,20 @@ class Silence:
 
     def expect(self, at: float) -> float:
         """Note the time at which our own timer should fire next; return it."""
-        self._timer_at = at
+        self.timer_at = at
         return at
-
-    @property
-    def timer_at(self) -> float | None:
-        """When our own timer fires; None if it does not run."""
-        return self._timer_at
 
     def woke(self, now: float) -> float:
         """Our own timer fired: do not count its delay as silence; return the delay."""
-        late = 0.0 if self._timer_at is None else max(0.0, now - self._timer_at)
-        self._timer_at = None
+        late = 0.0 if self.timer_at is None else max(0.0, now - self.timer_at)
+        self.timer_at = None
+        self.add_delay(late, now)
+        return late
+
+    def add_delay(self, late: float, now: float) -> None:
+        """Do not count `late` seconds: a timer that watches several peers was late by them."""
         self.heard_at = min(now, self.heard_at + late)
         self.progress_at = min(now, self.progress_at + late)
-        return late
 
     def silent(self, now: float) -> float:
         """Return the seconds since the peer was last heard."""
@@ -206,3 +206,44 @@ class Arrivals:
             self._ahead.remove(self.count)
             self.count += 1
         return True
+
+
+@final
+@dataclass(slots=True)
+class Window:
+    """The blocks 0 to n - 1 of one transfer, sent in order and acknowledged as a count.
+
+    The receiver keeps blocks in order only, so a repetition begins at the first that it lacks.
+    """
+
+    n: int
+    received: int = 0  # the peer has blocks [0, received)
+    sent: int = 0  # blocks [0, sent) were sent
+
+    @property
+    def is_sent(self) -> bool:
+        return self.sent == self.n
+
+    def due(self, credit: int) -> range:
+        """Return the blocks to send now, at most `credit` beyond what the peer has."""
+        blocks = range(self.sent, max(self.sent, min(self.n, self.received + credit)))
+        self.sent = blocks.stop
+        return blocks
+
+    def acked(self, received: int) -> bool:
+        """The peer has blocks [0, received); return whether that is news.
+
+        Raises:
+            RemoteProtocolError: there are not so many.
+        """
+        if received > self.n:
+            raise RemoteProtocolError(f"acknowledged {received} blocks of a transfer of {self.n}")
+        if received <= self.received:
+            return False
+        self.received = received
+        self.sent = max(self.sent, received)
+        return True
+
+    def again(self) -> None:
+        """Begin again at the first block that the peer lacks."""
+        self.sent = self.received

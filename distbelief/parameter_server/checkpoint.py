@@ -9,7 +9,7 @@ completion record is written with the object that it describes).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, final
 
@@ -20,9 +20,8 @@ from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule
-from distbelief.parameter_server.session_state import Session
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
-from distbelief.protocol import CheckpointSaved
+from distbelief.protocol import CheckpointSaved, SessionRecord
 from distbelief.roles.role import (
     NEWEST,
     SUPERVISOR,
@@ -33,6 +32,29 @@ from distbelief.roles.role import (
     Send,
     Snapshot,
 )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardState:
+    """Everything of a shard that a restart restores."""
+
+    incarnation: int  # or term, if the shard has two copies; 0 before the first
+    clock: int
+    values: Vector  # (shard_size,)
+    state: State  # each (n_gradient,)
+    clients: tuple[SessionRecord, ...]
+    steps: StepCounts
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIdentity:
+    """What a snapshot must agree with."""
+
+    index: int
+    layout: Layout
+    rule: UpdateRule
 
 
 # --- reshard ---
@@ -48,31 +70,8 @@ Arrays have the names that they have in a snapshot: "values", "state.NAME".
 
 _VALUES: Final = "values"
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """The arrays and counts of one new shard."""
-
-    values: Vector  # (shard_size,)
-    state: State  # each (n_gradient,)
-    clock: int
-    steps: StepCounts
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A run of elements: its place in an old shard's vectors and in the new one's."""
-
-    source_index: int  # of the old shard
-    start: int  # in the old shard's vectors
-    stop: int
-    offset: int  # in the new shard's vectors
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.stop - self.start
+_Move = tuple[int, int, int, int]
+"""A run of elements: index of the old shard, [start, stop) there, and offset in the new one."""
 
 
 @final
@@ -104,18 +103,14 @@ class Resharding:
                 place = (source, segment.start, segment.stop, segment.offset)
                 self._old_segments.setdefault(segment.tensor_index, []).append(place)
 
-    def moves(self, k: int) -> Iterator[Move]:
-        """Yield the runs of elements of new shard k, by rising offset."""
+    def _moves(self, k: int) -> Iterator[_Move]:
+        # By rising offset.
         for segment in self._new.segments(k):
             for source, start, stop, offset in self._old_segments[segment.tensor_index]:
                 first, last = max(start, segment.start), min(stop, segment.stop)
                 if first < last:
-                    yield Move(
-                        source,
-                        offset + first - start,
-                        offset + last - start,
-                        segment.offset + first - segment.start,
-                    )
+                    begin, end = offset + first - start, offset + last - start
+                    yield source, begin, end, segment.offset + first - segment.start
 
     def shard(
         self,
@@ -125,8 +120,8 @@ class Resharding:
         clocks: Sequence[int],
         steps: Sequence[StepCounts],
         read: Read,
-    ) -> Content:
-        """Return the content of new shard k.
+    ) -> ShardState:
+        """Return the state of new shard k, in incarnation 0 and without clients.
 
         Args:
             k: Index of the new shard.
@@ -138,37 +133,32 @@ class Resharding:
         n_gradient, dtype = self._new.n_gradient(k), self._new.dtype
         values: Vector = np.zeros(self._new.shard_size(k), dtype)
         state = rule.state(n_gradient, dtype)
-        sources: set[int] = set()
-        for move in self.moves(k):
-            sources.add(move.source_index)
-            here = slice(move.offset, move.end)
-            there = (move.start, move.stop)
-            values[here] = read(move.source_index, _VALUES, *there)
-            if move.offset >= n_gradient:
-                continue  # a buffer: the rule knows nothing of it
-            for name, vector in state.items():
-                vector[here] = read(move.source_index, f"state.{name}", *there)
+        moves = list(self._moves(k))
+        for source, start, stop, offset in moves:
+            here = slice(offset, offset + stop - start)
+            values[here] = read(source, _VALUES, start, stop)
+            if offset < n_gradient:  # the rule knows nothing of buffers
+                for name, vector in state.items():
+                    vector[here] = read(source, f"state.{name}", start, stop)
         # An empty shard still needs a clock.
-        of_sources = tuple(sources or range(len(clocks)))
-        return Content(
+        sources = {source for source, *_ in moves} or range(len(clocks))
+        counts = StepCounts(max(steps[source].n_whole for source in sources))
+        for source in sources:
+            for ranges, n_pushes in steps[source].parts:
+                moved = IndexRanges.union(
+                    ranges.clipped(start, stop).shifted(offset - start)
+                    for index, start, stop, offset in moves
+                    if index == source
+                )
+                counts.add(ShardSlice.of(moved, dtype=dtype), n_pushes=n_pushes)
+        return ShardState(
+            incarnation=0,
+            clock=max(clocks[source] for source in sources),
             values=values,
             state=state,
-            clock=max(clocks[source] for source in of_sources),
-            steps=self._steps(k, [(source, steps[source]) for source in of_sources]),
+            clients=(),
+            steps=counts,
         )
-
-    def _steps(self, k: int, sources: Sequence[tuple[int, StepCounts]]) -> StepCounts:
-        result = StepCounts(max(steps.n_whole for _, steps in sources))
-        moves = list(self.moves(k))
-        for source, steps in sources:
-            for ranges, n_pushes in steps.parts:
-                moved = IndexRanges.union(
-                    ranges.clipped(move.start, move.stop).shifted(move.offset - move.start)
-                    for move in moves
-                    if move.source_index == source
-                )
-                result.add(ShardSlice.of(moved, self._new), n_pushes=n_pushes)
-        return result
 
 
 # --- writer ---
@@ -182,108 +172,63 @@ class CheckpointWriter:
     """The requested checkpoints of one shard incarnation, at most `N_SAVES_MAX` waiting."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[str, Address]] = deque()  # label, requester
+        self.waiting: deque[tuple[str, Address]] = deque()  # label, requester
+        # After the waiting checkpoints, save once more if the values are newer.
+        self.saves_unsaved = False
         self._last = ""
         self._clock = 0  # of the newest checkpoint, or of the restored one
-        self._saves_unsaved = False
 
     def begin_at(self, clock: int) -> None:
         self._clock = clock
 
-    def save_unsaved(self) -> None:
-        """After the waiting checkpoints, save once more if the values are newer."""
-        self._saves_unsaved = True
-
     def begin_next(self, *, clock: int) -> str | None:
-        if self._saves_unsaved and not self._waiting and clock != self._clock:
-            self._saves_unsaved = False  # one attempt only: the shard is about to exit
-            self._waiting.append((NEWEST, SUPERVISOR))
-        return self._waiting[0][0] if self._waiting else None
+        if self.saves_unsaved and not self.waiting and clock != self._clock:
+            self.saves_unsaved = False  # one attempt only: the shard is about to exit
+            self.waiting.append((NEWEST, SUPERVISOR))
+        return self.waiting[0][0] if self.waiting else None
 
-    def ask(self, sender: Address, label: str, *, clock: int) -> list[Action]:
-        """Queue a checkpoint, or answer at once."""
-        # A repeated request for a checkpoint that is on disk.
-        if label == self._last:
-            return [_saved(sender, label, clock=clock)]
-        if (label, sender) in self._waiting:
-            return []
-        if len(self._waiting) >= N_SAVES_MAX:
-            error = f"{N_SAVES_MAX} checkpoints are waiting already: request them less often"
-            return [_saved(sender, label, clock=clock, error=error)]
-        self._waiting.append((label, sender))
-        return []
-
-    def refuse(self, sender: Address, label: str, *, clock: int, why_not: str) -> list[Action]:
+    def ask(self, sender: Address, label: str, *, clock: int, why_not: str | None) -> list[Action]:
+        """Queue a checkpoint, or answer at once: `why_not`, if it cannot be made here."""
+        if why_not is None and label != self._last:  # a repeated request is on disk
+            if (label, sender) in self.waiting:
+                return []
+            if len(self.waiting) < N_SAVES_MAX:
+                self.waiting.append((label, sender))
+                return []
+            why_not = f"{N_SAVES_MAX} checkpoints are waiting already: request them less often"
         return [_saved(sender, label, clock=clock, error=why_not)]
 
     def taken(self, event: Persisted, *, clock: int) -> list[Action]:
-        label, requester = self._waiting.popleft()
-        if event.error is None:
+        label, requester = self.waiting.popleft()
+        error = event.error
+        if error is None:
             self._last, self._clock = label, clock
-        saved = _saved(requester, label, clock=clock, error=event.error)
-        report = [_report_unsaved(event, clock=clock)] if label == NEWEST else []
-        return [*report, saved]
+        saved = _saved(requester, label, clock=clock, error=error)
+        if label != NEWEST:
+            return [saved]
+        if error is None:
+            return [Report(text=f"saved at clock {clock}"), saved]
+        return [Report(text=f"could not save: {error}", level="error"), saved]
 
 
-def _report_unsaved(event: Persisted, *, clock: int) -> Report:
-    if event.error is None:
-        return Report(text=f"saved at clock {clock}")
-    return Report(text=f"could not save: {event.error}", level="error")
-
-
-def _saved(receiver: Address, label: str, *, clock: int, error: str | None = None) -> Action:
+def _saved(receiver: Address, label: str, *, clock: int, error: str | None) -> Action:
     return Send(receiver=receiver, message=CheckpointSaved(label=label, clock=clock, error=error))
 
 
+# --- snapshots ---
+
 FORMAT = "distbelief-shard-1"
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_DELETE: Final = "; delete it to use the one before"
+
 _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class _ClientFacts(msgspec.Struct, frozen=True, kw_only=True):
-    incarnation: _Count
-    watermark: _Count
-    applied: _Count
-    samples: _Count
-    staleness: _Count
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardState:
-    """Everything of a shard that a restart restores."""
-
-    incarnation: int  # or term, if the shard has two copies; 0 before the first
-    clock: int
-    values: Vector  # (shard_size,)
-    state: State  # each (n_gradient,)
-    clients: tuple[Session, ...]
-    steps: StepCounts
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardIdentity:
-    """What a snapshot must agree with."""
-
-    index: int
-    layout: Layout
-    rule: UpdateRule
 
 
 def take(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
     """Return a snapshot that shares the arrays of `state`."""
-    clients = {
-        client.name: _ClientFacts(
-            incarnation=client.incarnation,
-            watermark=client.watermark,
-            applied=client.applied,
-            samples=client.samples,
-            staleness=client.staleness,
-        )
-        for client in state.clients
-    }
+    clients = {one.name: msgspec.structs.asdict(one) for one in state.clients}
+    for client in clients.values():
+        del client["name"]
     arrays = {"values": state.values}
     arrays |= {f"state.{name}": vector for name, vector in state.state.items()}
     return Snapshot(
@@ -314,111 +259,81 @@ def restore(snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int | N
     Raises:
         StorageError: It is damaged, or of another shard, layout, rule or run.
     """
-    return _Reader(snapshot, identity).read(incarnation=incarnation)
+    layout, index = identity.layout, identity.index
+    size, n_gradient = layout.shard_size(index), layout.n_gradient(index)
+    reader = _Reader(snapshot, index)
+    reader.expect("format", FORMAT, fix="it was written by another version")
+    reader.expect(
+        "layout", layout.fingerprint, fix="resume with the model and number of shards of its run"
+    )
+    reader.expect("index", str(index), fix="it belongs to another shard")
+    reader.expect("rule", identity.rule.name, fix="resume with that rule, or start a new run")
+    earlier = reader.count("incarnation")
+    # Watermarks of the same or a later incarnation belong to other pushes of the clients.
+    if incarnation is not None and earlier >= incarnation:
+        raise reader.error(
+            f"its incarnation is {earlier} and the shard's is {incarnation}: "
+            "continue the count of incarnations in a resumed run"
+        )
+    state = identity.rule.state(n_gradient, layout.dtype)
+    unknown = snapshot.arrays.keys() - {_VALUES, *(f"state.{name}" for name in state)}
+    if unknown:
+        raise reader.error(f"arrays {sorted(unknown)} are unknown to this shard")
+    try:
+        facts = msgspec.json.decode(reader.fact("clients"), type=dict[str, dict[str, int]])
+        records = [{**client, "name": name} for name, client in facts.items()]
+        clients = msgspec.convert(records, tuple[SessionRecord, ...])
+        steps = StepCounts(reader.count("clock"))
+        if "steps" in snapshot.facts:  # otherwise written before clients could hold parts
+            words = msgspec.json.decode(snapshot.facts["steps"], type=list[_Word])
+            steps = StepCounts.read(np.array(words, np.int64), size=size)
+    except (msgspec.MsgspecError, RemoteProtocolError) as error:
+        raise reader.error(f"clients or steps cannot be read ({error}){_DELETE}") from None
+    return ShardState(
+        incarnation=earlier if incarnation is None else incarnation,
+        clock=reader.count("clock"),
+        values=reader.array(_VALUES, size, layout.dtype),
+        state={
+            name: reader.array(f"state.{name}", n_gradient, vector.dtype)
+            for name, vector in state.items()
+        },
+        clients=clients,
+        steps=steps,
+    )
 
 
 @final
 class _Reader:
-    def __init__(self, snapshot: Snapshot, identity: ShardIdentity) -> None:
+    def __init__(self, snapshot: Snapshot, index: int) -> None:
         self._snapshot = snapshot
-        self._identity = identity
+        self._index = index
 
-    def read(self, *, incarnation: int | None) -> ShardState:
-        identity, layout = self._identity, self._identity.layout
-        self._expect("format", FORMAT, fix="it was written by another version")
-        self._expect(
-            "layout",
-            layout.fingerprint,
-            fix="resume with the model and number of shards of the run that wrote it",
-        )
-        self._expect("index", str(identity.index), fix="it belongs to another shard")
-        self._expect("rule", identity.rule.name, fix="resume with that rule, or start a new run")
-        earlier = self._count("incarnation")
-        # Watermarks of the same or a later incarnation belong to other pushes of the clients.
-        if incarnation is not None and earlier >= incarnation:
-            raise self._error(
-                f"its incarnation is {earlier} and the shard's is {incarnation}: "
-                "continue the count of incarnations in a resumed run"
-            )
-        size, n_gradient = (layout.shard_size(identity.index), layout.n_gradient(identity.index))
-        state = identity.rule.state(n_gradient, layout.dtype)
-        unknown = self._snapshot.arrays.keys() - {"values", *(f"state.{name}" for name in state)}
-        if unknown:
-            raise self._error(f"arrays {sorted(unknown)} are unknown to this shard")
-        return ShardState(
-            incarnation=earlier if incarnation is None else incarnation,
-            clock=self._count("clock"),
-            values=self._array("values", size, layout.dtype),
-            state={
-                name: self._array(f"state.{name}", n_gradient, vector.dtype)
-                for name, vector in state.items()
-            },
-            clients=tuple(self._clients()),
-            steps=self._steps(size),
-        )
+    def error(self, what: str) -> StorageError:
+        snapshot = f"snapshot {self._snapshot.label!r} of shard {self._index}"
+        return StorageError(f"{snapshot} cannot be restored: {what}")
 
-    def _error(self, what: str) -> StorageError:
-        return StorageError(
-            f"snapshot {self._snapshot.label!r} of shard {self._identity.index} cannot "
-            f"be restored: {what}"
-        )
+    def fact(self, name: str) -> str:
+        if name not in self._snapshot.facts:
+            raise self.error(f"fact {name!r} is missing{_DELETE}")
+        return self._snapshot.facts[name]
 
-    def _fact(self, name: str) -> str:
-        try:
-            return self._snapshot.facts[name]
-        except KeyError:
-            raise self._error(
-                f"fact {name!r} is missing; delete it to use the one before"
-            ) from None
+    def expect(self, name: str, value: str, *, fix: str) -> None:
+        if self.fact(name) != value:
+            raise self.error(f"{name} is {self.fact(name)!r}, not {value!r}: {fix}")
 
-    def _expect(self, name: str, value: str, *, fix: str) -> None:
-        found = self._fact(name)
-        if found != value:
-            raise self._error(f"{name} is {found!r}, not {value!r}: {fix}")
-
-    def _count(self, name: str) -> int:
-        text = self._fact(name)
+    def count(self, name: str) -> int:
+        text = self.fact(name)
         if not text.isdecimal() or len(text) > 18:
-            raise self._error(f"{name} is {text!r}, not a count; delete it to use the one before")
+            raise self.error(f"{name} is {text!r}, not a count{_DELETE}")
         return int(text)
 
-    def _array(self, name: str, size: int, dtype: np.dtype[Element]) -> Vector:
+    def array(self, name: str, size: int, dtype: np.dtype[Element]) -> Vector:
         array = self._snapshot.arrays.get(name)
         if array is None:
-            raise self._error(f"array {name!r} is missing; delete it to use the one before")
+            raise self.error(f"array {name!r} is missing{_DELETE}")
         if array.shape != (size,) or array.dtype != dtype:
-            raise self._error(
+            raise self.error(
                 f"array {name!r} has shape {array.shape} and dtype {array.dtype}, not "
-                f"({size},) and {dtype}; delete it to use the one before"
+                f"({size},) and {dtype}{_DELETE}"
             )
         return array.copy()
-
-    def _steps(self, size: int) -> StepCounts:
-        text = self._snapshot.facts.get("steps")
-        if text is None:  # written before clients could hold parts
-            return StepCounts(self._count("clock"))
-        try:
-            words = msgspec.json.decode(text, type=list[_Word])
-            return StepCounts.read(np.array(words, np.int64), size=size)
-        except (msgspec.MsgspecError, RemoteProtocolError) as error:
-            raise self._error(
-                f"steps cannot be read ({error}); delete it to use the one before"
-            ) from None
-
-    def _clients(self) -> Iterable[Session]:
-        try:
-            clients = msgspec.json.decode(self._fact("clients"), type=dict[str, _ClientFacts])
-        except msgspec.MsgspecError as error:
-            raise self._error(
-                f"clients cannot be read ({error}); delete it to use the one before"
-            ) from None
-        for name, facts in clients.items():
-            yield Session(
-                name=Address(name),
-                incarnation=facts.incarnation,
-                watermark=facts.watermark,
-                applied=facts.applied,
-                samples=facts.samples,
-                staleness=facts.staleness,
-                confirmed_staleness=facts.staleness,
-            )

@@ -13,6 +13,7 @@ version (DB-16). Until `Publish`, pushes without a commit token are refused.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never, final
 
 import numpy as np
@@ -21,8 +22,8 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.gradient_sums import GradientSums
-from distbelief.parameter_server.push_handler import PushInProgress
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
+from distbelief.parameter_server.sessions import PushInProgress
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import (
@@ -71,25 +72,20 @@ class CommandExecutor:
 
     def __init__(self, config: ShardConfig, values: ShardStore) -> None:
         layout, index = config.layout, config.index
-        self._name = config.name
-        self._is_replicated = config.is_replicated
+        self._config = config
         self._values = values
         self._n_gradient = layout.n_gradient(index)
         self._vector_store = VectorStore(layout, index, n_vectors_max=config.n_vectors_max)
+        self._savepoints = Savepoints(self._vector_store)
         self._sums = GradientSums(
             n_elements=layout.shard_size(index), n_gradient=self._n_gradient, dtype=layout.dtype
         )
-        self._savepoints: Savepoints | None = None  # set when the values are there
         self._buffers: Vector | None = None  # of the last chunk, for the next `BeginEvaluation`
         self._epoch = 0
-        self._is_idle = True
         self._answer = CommandDone(epoch=0, number=0)
-        self._next: tuple[Address, ShardCommand] | None = None
-        self._running: tuple[Address, ShardCommand] | None = None
-
-    @property
-    def is_driven(self) -> bool:
-        return not self._is_idle
+        self.is_driven = False  # from `BeginEpoch` to `Publish`
+        self.waiting: tuple[Address, ShardCommand] | None = None
+        self.running: tuple[Address, ShardCommand] | None = None
 
     @property
     def was_driven(self) -> bool:
@@ -114,61 +110,47 @@ class CommandExecutor:
         Run the work when the values are there. Both raise StorageError if the snapshot is damaged.
         """
         plain, saved = (None, None) if snapshot is None else split(snapshot)
-
-        def work() -> None:
-            if saved is not None:
-                savepoints = Savepoints(self._vector_store, base_clock=0)
-                savepoints.restore(saved)
-                self._savepoints = savepoints
-
-        return plain, work
+        return plain, partial(self._savepoints.restore, saved)
 
     def ready(self) -> None:
-        if self._savepoints is None:
-            self._savepoints = Savepoints(self._vector_store, base_clock=self._values.clock)
+        self._savepoints.begin_at(self._values.clock)
 
     # --------------------------------------------------------------------- messages
 
     def take(self, event: Received, command: ShardCommand) -> list[Action]:
-        sender = event.sender
-        if self._is_replicated:
-            text = (
-                f"{self._name} has two copies, and named vectors are not replicated: "
+        answer, is_current = self._answer, command.epoch == self._epoch
+        if self._config.is_replicated:
+            error = (
+                f"{self._config.name} has two copies, and named vectors are not replicated: "
                 "set shard_copies = 1"
             )
-            refusal = CommandDone(epoch=command.epoch, number=command.number, error=text)
-            return [Send(receiver=sender, message=refusal)]
-        if command.epoch > self._epoch and isinstance(command.task, BeginEpoch):
-            self._epoch, self._is_idle = command.epoch, False
+            answer = CommandDone(epoch=command.epoch, number=command.number, error=error)
+        elif command.epoch > self._epoch and isinstance(command.task, BeginEpoch):
+            self._epoch, self.is_driven = command.epoch, True
             self._answer = CommandDone(epoch=command.epoch, number=0)
-            self._next = sender, command
+            self.waiting = event.sender, command
             return []
-        # A repetition of the pending or running command gets the last answer: a sign of life.
-        if command.epoch == self._epoch and command.number == self._answer.number + 1:
-            if self._is_pending(command):
-                return [Send(receiver=sender, message=self._answer)]
-            self._next = sender, command
+        elif is_current and command.number == answer.number + 1:
+            # A repetition of the pending or running command gets the last answer: a sign of life.
+            pending = [one for one in (self.waiting, self.running) if one is not None]
+            if not any(known.epoch == command.epoch for _, known in pending):
+                self.waiting = event.sender, command
+                return []
+        elif is_current and command.number != answer.number:
             return []
-        if command.epoch == self._epoch and command.number != self._answer.number:
-            return []
-        return [Send(receiver=sender, message=self._answer)]
-
-    def _is_pending(self, command: ShardCommand) -> bool:
-        return any(
-            known is not None and known[1].epoch == command.epoch
-            for known in (self._next, self._running)
-        )
+        return [Send(receiver=event.sender, message=answer)]
 
     # ------------------------------------------------------------------------- work
 
-    def begin_next(self, snapshot: Callable[[str], Snapshot]) -> Action | None:
-        """Start the pending command, if any; `snapshot` makes the shard's own snapshot."""
-        if self._running is not None:  # the second half of a `Checkpoint`: write to disk
-            return self._save(self._running[1], snapshot)
-        if self._next is None:
-            return None
-        self._running, self._next = self._next, None
-        command = self._running[1]
+    def begin_next(self, snapshot: Callable[[str], Snapshot]) -> Action:
+        """Start the waiting command; `snapshot` makes the shard's own snapshot."""
+        if self.running is not None:  # the second half of a `Checkpoint`: write to disk
+            task = self.running[1].task
+            assert isinstance(task, Checkpoint)
+            return Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
+        assert self.waiting is not None
+        self.running, self.waiting = self.waiting, None
+        command = self.running[1]
         cost = self._cost(command.task)
         if isinstance(command.task, BeginEvaluation | Publish | Checkpoint):
             self._values.begin_replace()
@@ -183,9 +165,9 @@ class CommandExecutor:
 
     def computed(self, event: Computed) -> list[Action]:
         """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
-        assert self._running is not None
+        assert self.running is not None
         assert isinstance(event.result, _Outcome), event.result
-        task = self._running[1].task
+        task = self.running[1].task
         if isinstance(task, BeginEvaluation | Publish | Checkpoint):
             self._values.end_push()
         if isinstance(task, Checkpoint) and event.result.error is None:
@@ -193,10 +175,9 @@ class CommandExecutor:
         return self._end(event.result)
 
     def persisted(self, event: Persisted) -> list[Action]:
-        assert self._running is not None
-        task = self._running[1].task
+        assert self.running is not None
+        task = self.running[1].task
         assert isinstance(task, Checkpoint)
-        assert self._savepoints is not None
         if event.error is None:
             self._savepoints.on_disk(task.cut)
         return self._end(_Outcome(error=event.error))
@@ -207,34 +188,26 @@ class CommandExecutor:
         It is if the vectors are exactly at a savepoint and the coordinator has left. Then a run
         can resume with its optimizer history.
         """
-        savepoints = self._savepoints
-        if self.is_driven or savepoints is None or savepoints.current is None:
+        cut = self._savepoints.current
+        if self.is_driven or cut is None:
             return snapshot
-        return savepoints.extend(snapshot, cut=savepoints.current)
-
-    def _save(self, command: ShardCommand, snapshot: Callable[[str], Snapshot]) -> Action:
-        task = command.task
-        assert isinstance(task, Checkpoint)
-        assert self._savepoints is not None
-        return Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
+        return self._savepoints.extend(snapshot, cut=cut)
 
     def _end(self, outcome: _Outcome) -> list[Action]:
-        assert self._running is not None
-        assert self._savepoints is not None
-        (sender, command), self._running = self._running, None
+        assert self.running is not None
+        (sender, command), self.running = self.running, None
         if command.epoch != self._epoch:
             return []  # its coordinator was replaced
         if isinstance(command.task, Publish):
-            self._is_idle = True
-        collecting = self._sums
+            self.is_driven = False
         self._answer = CommandDone(
             epoch=command.epoch,
             number=command.number,
             clock=self._values.clock,
             scalars=outcome.scalars,
-            n_chunks=collecting.n_committed,
-            n_examples=collecting.n_examples,
-            digest=collecting.digest,
+            n_chunks=self._sums.n_committed,
+            n_examples=self._sums.n_examples,
+            digest=self._sums.digest,
             cuts=self._savepoints.records() if isinstance(command.task, BeginEpoch) else (),
             error=outcome.error,
         )
@@ -243,60 +216,43 @@ class CommandExecutor:
     # ------------------------------------------------------------------- performing
 
     def _execute(self, command: ShardCommand) -> Scalars:
-        assert self._savepoints is not None
         self._savepoints.forget(command.on_disk)
         if command.savepoint is not None:
             self._savepoints.add(command.savepoint, settled=command.settled)
         else:
             self._savepoints.drop_before(command.settled)
+        scalars: Scalars = ()
         match command.task:
-            case Execute() | BeginEvaluation() | FinishEvaluation():
-                return self._measure(command.task)
-            case BeginEpoch():
-                self._sums.close()
-            case Restore(cut=cut, whole=whole):
-                self._savepoints.return_to(cut, whole=whole, values=self._parameters)
-            case Commit():
-                self._commit(command.task)
-            case Publish() | Checkpoint():
-                self._replace(command.task)
-            case _:
-                assert_never(command.task)
-        return ()
-
-    def _measure(self, task: Execute | BeginEvaluation | FinishEvaluation) -> Scalars:
-        match task:
             case Execute(commands=commands):
-                return self._run(commands)
-            case BeginEvaluation():
+                scalars = self._run(commands)
+            case BeginEvaluation() as task:
                 scalars = self._run(task.before)
                 self._publish(task.point)
                 self._sums.open(
                     first_commit_token=task.first_commit_token, n_staged_max=task.n_staged_max
                 )
-                return scalars
-            case FinishEvaluation():
-                return self._finish_evaluation(task)
+            case FinishEvaluation() as task:
+                scalars = self._finish_evaluation(task)
+            case BeginEpoch():
+                self._sums.close()
+            case Restore(cut=cut, whole=whole):
+                self._savepoints.return_to(cut, whole=whole, values=self._parameters)
+            case Commit() as task:
+                chunks = [(one.chunk_index, one.commit_token) for one in task.sets]
+                self._sums.check(chunks)
+                self._sums.forget(task.void)
+                for chunk_index, commit_token in chunks:
+                    self._sums.commit(chunk_index, commit_token)
+            case Publish(point=point):
+                self._publish(point)
+            case Checkpoint(cut=cut):
+                self._savepoints.check_current(cut)
+                self._publish(PARAMETERS)
             case _:
-                assert_never(task)
-
-    def _commit(self, task: Commit) -> None:
-        chunks = [(one.chunk_index, one.commit_token) for one in task.sets]
-        self._sums.check(chunks)
-        self._sums.forget(task.void)
-        for chunk_index, commit_token in chunks:
-            self._sums.commit(chunk_index, commit_token)
-
-    def _replace(self, task: Publish | Checkpoint) -> None:
-        assert self._savepoints is not None
-        if isinstance(task, Publish):
-            self._publish(task.point)
-        else:
-            self._savepoints.check_current(task.cut)
-            self._publish(PARAMETERS)
+                assert_never(command.task)
+        return scalars
 
     def _run(self, commands: Batch) -> Scalars:
-        assert self._savepoints is not None
         self._vector_store.check(commands)
         self._savepoints.copy_before_write(targets(commands))
         return self._vector_store.perform(commands)
@@ -315,36 +271,29 @@ class CommandExecutor:
             self._values.vector[self._n_gradient :] = self._buffers
 
     def _finish_evaluation(self, task: FinishEvaluation) -> Scalars:
-        assert self._savepoints is not None
-        n, collecting = self._n_gradient, self._sums
+        n, sums = self._n_gradient, self._sums
         if task.n_examples == 0:
             # The loss of zero examples is undefined.
             unknown = Fill(target=task.gradient, a=float("nan"))
             return self._run((unknown, *task.after))
-        if task.n_examples != collecting.n_examples:
+        if task.n_examples != sums.n_examples:
             raise RemoteProtocolError(
                 f"the evaluation must end with {task.n_examples} examples; this shard "
-                f"has {collecting.n_examples}, in {collecting.n_committed} chunks"
+                f"has {sums.n_examples}, in {sums.n_committed} chunks"
             )
         self._savepoints.copy_before_write((task.gradient,))
-        total = collecting.total()
+        total = sums.total()
         assert total is not None
         np.divide(total[:n], task.n_examples, out=self._vector_store.vector(task.gradient))
         self._buffers = total[n:].copy()
         return self._run(task.after)
 
     def _cost(self, task: Task) -> Cost:
-        match task:
-            case Execute(commands=commands):
-                return self._vector_store.cost(commands)
-            case BeginEpoch():
-                return Cost()
-            case Commit(sets=sets):
-                n_passes = 3 * len(sets)
-            case Restore() | BeginEvaluation() | FinishEvaluation() | Publish() | Checkpoint():
-                n_passes = 3
-            case _:
-                assert_never(task)
+        if isinstance(task, Execute):
+            return self._vector_store.cost(task.commands)
+        if isinstance(task, BeginEpoch):
+            return Cost()
+        n_passes = 3 * len(task.sets) if isinstance(task, Commit) else 3
         return Cost(n_bytes=float(n_passes * self._values.vector.nbytes))
 
     # ---------------------------------------------------------------------- pushes
@@ -352,18 +301,14 @@ class CommandExecutor:
     def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], Cost]:
         """Return the work that stages a pushed chunk gradient, or work that does nothing."""
         push, values = applying.push, applying.push_buffer.values
-        shard_slice, collecting = applying.client.shard_slice, self._sums
-        if not collecting.wants(values, commit_token=push.commit_token, shard_slice=shard_slice):
-            return _nothing, Cost()
-        work = collecting.stage_work(
+        shard_slice, token = applying.client.shard_slice, push.commit_token
+        if not self._sums.wants(values, commit_token=token, shard_slice=shard_slice):
+            return lambda: None, Cost()
+        work = self._sums.stage_work(
             values,
-            commit_token=push.commit_token,
+            commit_token=token,
             n_examples=push.samples,
             shard_slice=shard_slice,
             buffers=self._values.vector[self._n_gradient :],
         )
         return work, Cost(n_bytes=2.0 * values.nbytes)
-
-
-def _nothing() -> None:
-    pass

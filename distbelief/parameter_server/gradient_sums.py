@@ -12,7 +12,7 @@ arrival, so the sum is bit-identical; its error grows with log n.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -28,7 +28,8 @@ from distbelief.parameter_server.slices import ShardSlice
 class _Staged:
     total: Vector  # gradient sums, then buffers
     n_examples: int
-    parts: set[bytes] | None  # keys of the received parts; None if pushed whole
+    is_whole: bool  # pushed in one
+    parts: set[bytes] = field(default_factory=set)  # keys of the received slices
 
 
 @final
@@ -48,12 +49,12 @@ class GradientSums:
         self._n_elements = n_elements
         self._n_gradient = n_gradient
         self._dtype = dtype
-        self._staged: dict[int, _Staged] = {}  # by grant
+        self._staged: dict[int, _Staged] = {}  # by commit token
         self._void: set[int] = set()
         self._nodes: dict[tuple[int, int], Vector] = {}  # (level, index) -> sum
-        self._committed: dict[int, int] = {}  # set index -> grant
+        self._committed: dict[int, int] = {}  # chunk index -> commit token
         self._free: list[Vector] = []
-        self._first_grant = 0
+        self._first_token = 0
         self._n_staged_max = 0
         self._is_open = False
         self.n_examples = 0  # examples in the committed chunks
@@ -71,42 +72,33 @@ class GradientSums:
     def open(self, *, first_commit_token: int, n_staged_max: int) -> None:
         """Begin an evaluation; drop what another one left."""
         self.close()
-        self._first_grant, self._n_staged_max = first_commit_token, n_staged_max
+        self._first_token, self._n_staged_max = first_commit_token, n_staged_max
         self._is_open = True
 
     def close(self) -> None:
         """Drop everything and accept nothing; the memory is kept for the next evaluation."""
-        self._free += [staged.total for staged in self._staged.values()]
-        self._free += self._nodes.values()
-        self._staged.clear()
-        self._nodes.clear()
-        self._committed.clear()
-        self._void.clear()
+        self._free += [*(staged.total for staged in self._staged.values()), *self._nodes.values()]
+        for table in (self._staged, self._nodes, self._committed, self._void):
+            table.clear()
         self.n_examples = self.digest = 0
         self._is_open = False
 
     # ---------------------------------------------------------------------- staging
 
-    def wants(
-        self, pushed: Vector, *, commit_token: int, shard_slice: ShardSlice | None = None
-    ) -> bool:
-        """Return whether this push (all of the sum, or `shard_slice` of it) must be staged."""
-        is_whole = shard_slice is None or shard_slice.ranges is None
-        n_elements = self._n_elements if shard_slice is None else shard_slice.n_elements
+    def wants(self, pushed: Vector, *, commit_token: int, shard_slice: ShardSlice) -> bool:
+        """Return whether this push, of `shard_slice` of the sum, must be staged."""
+        is_whole, known = shard_slice.ranges is None, self._staged.get(commit_token)
         is_current = (
             self._is_open
-            and commit_token >= self._first_grant
+            and commit_token >= self._first_token
             and commit_token not in self._void
             and commit_token not in self._committed.values()
         )
-        known = self._staged.get(commit_token)
         if known is None:
             has_room = len(self._staged) < self._n_staged_max
         else:
-            key = b"" if shard_slice is None else shard_slice.key
-            has_room = known.parts is not None and key not in known.parts
-            has_room &= not is_whole
-        fits = pushed.shape == (n_elements,) and pushed.dtype == self._dtype
+            has_room = not (is_whole or known.is_whole) and shard_slice.key not in known.parts
+        fits = pushed.shape == (shard_slice.n_elements,) and pushed.dtype == self._dtype
         wanted = is_current and has_room and fits
         # One refused part voids the token: without it the committed sum would have a hole.
         if is_current and known is None and not (wanted or is_whole):
@@ -120,7 +112,7 @@ class GradientSums:
         *,
         commit_token: int,
         n_examples: int,
-        shard_slice: ShardSlice | None = None,
+        shard_slice: ShardSlice,
         buffers: Vector | None = None,
     ) -> Callable[[], None]:
         """Return the work that stages a wanted push.
@@ -129,21 +121,20 @@ class GradientSums:
             pushed: The sum of a chunk, or a part of it.
             commit_token: Its commit token.
             n_examples: In the chunk.
-            shard_slice: The part; None for all.
+            shard_slice: The part.
             buffers: Buffer values where no part has any; by default zeros.
         """
-        known, is_first = self._staged.get(commit_token), False
+        known = self._staged.get(commit_token)
+        is_first_part = known is None and shard_slice.ranges is not None
         if known is None:
-            is_part, is_first = shard_slice is not None and shard_slice.ranges is not None, True
-            known = _Staged(self._room(), n_examples, set() if is_part else None)
+            room = self._free.pop() if self._free else np.zeros(self._n_elements, self._dtype)
+            known = _Staged(room, n_examples, is_whole=shard_slice.ranges is None)
             self._staged[commit_token] = known
-        total, n = known.total, self._n_gradient
-        if known.parts is None or shard_slice is None:
-            return lambda: np.copyto(total, pushed)
         known.parts.add(shard_slice.key)
+        total, n = known.total, self._n_gradient
 
         def work() -> None:
-            if is_first:
+            if is_first_part:
                 total[:n] = 0.0
                 total[n:] = 0.0 if buffers is None else buffers
             shard_slice.scatter(pushed, total)
@@ -155,16 +146,14 @@ class GradientSums:
     def check(self, chunks: Collection[tuple[int, int]]) -> None:
         """Raise RemoteProtocolError unless all (chunk index, commit token) can be committed."""
         for chunk_index, commit_token in chunks:
-            if commit_token not in self._staged:
-                raise RemoteProtocolError(
-                    f"cannot commit chunk {chunk_index} with token {commit_token}: this shard has "
-                    f"staged tokens {sorted(self._staged)}"
-                )
-            if chunk_index in self._committed:
-                raise RemoteProtocolError(
-                    f"cannot commit chunk {chunk_index} with token {commit_token}: it is committed "
-                    f"with token {self._committed[chunk_index]}"
-                )
+            if commit_token in self._staged and chunk_index not in self._committed:
+                continue
+            why_not = f"this shard has staged tokens {sorted(self._staged)}"
+            if commit_token in self._staged:
+                why_not = f"it is committed with token {self._committed[chunk_index]}"
+            raise RemoteProtocolError(
+                f"cannot commit chunk {chunk_index} with token {commit_token}: {why_not}"
+            )
 
     def forget(self, commit_tokens: Collection[int]) -> None:
         """Drop what was or will be pushed with these commit tokens."""
@@ -208,6 +197,3 @@ class GradientSums:
         left[n:] = right[n:]
         self._free.append(right)
         return left
-
-    def _room(self) -> Vector:
-        return self._free.pop() if self._free else np.zeros(self._n_elements, self._dtype)

@@ -67,18 +67,9 @@ class Initial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def draw(
     initial: Initial, *, seed: int, tensor: str, start: int, stop: int, dtype: npt.DTypeLike
 ) -> Vector:
-    """Return elements [start, stop) of `tensor`, flat and row-major.
+    """Return elements [start, stop) of the tensor of this name, flat and row-major.
 
-    Args:
-        initial: Their distribution.
-        seed: Any integer.
-        tensor: Name of the tensor in the layout.
-        start: First element, at least 0.
-        stop: One beyond the last.
-        dtype: float32 or float64.
-
-    Returns:
-        (stop - start,) of `dtype`. With float32, "uniform" may round up to `high`.
+    With float32, "uniform" may round up to `high`.
     """
     values = np.empty(stop - start, dtype)
     if initial.distribution == "constant":
@@ -96,19 +87,13 @@ def draw(
 
 
 def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, seed: int) -> Vector:
-    """Return shard k's vector before the first push.
+    """Return shard k's vector before the first push, (shard_size(k),), padding zero.
 
     Args:
         layout: Layout of the tensors.
         k: Index of the shard.
-        initials: By tensor name, for every tensor of the layout.
+        initials: By tensor name; ValueError if a tensor of the layout is missing.
         seed: The same for all shards of a job.
-
-    Returns:
-        (shard_size(k),) of the layout's dtype, padding zero.
-
-    Raises:
-        ValueError: A tensor has no entry in `initials`.
     """
     missing = [spec.name for spec in layout.tensors if spec.name not in initials]
     if missing:
@@ -118,9 +103,8 @@ def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, see
         )
 
     def read(name: str, start: int, stop: int) -> Vector:
-        return draw(
-            initials[name], seed=seed, tensor=name, start=start, stop=stop, dtype=layout.dtype
-        )
+        initial, dtype = initials[name], layout.dtype
+        return draw(initial, seed=seed, tensor=name, start=start, stop=stop, dtype=dtype)
 
     return shard_values_from(layout, k, read)
 
@@ -132,13 +116,7 @@ def shard_values_from(layout: Layout, k: int, read: Callable[[str, int, int], Ve
         layout: Layout of the tensors.
         k: Index of the shard.
         read: Given (name, start, stop), returns these elements of that tensor, flat and
-            row-major, (stop - start,) of any real dtype; called once per segment.
-
-    Returns:
-        (shard_size(k),) of the layout's dtype, padding zero.
-
-    Raises:
-        ValueError: `read` returned another number of elements.
+            row-major, (stop - start,) of any real dtype; ValueError if there are others.
     """
     values = np.zeros(layout.shard_size(k), layout.dtype)
     for segment in layout.segments(k):

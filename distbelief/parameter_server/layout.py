@@ -23,9 +23,22 @@ import numpy as np
 import torch
 
 from distbelief.core.vectors import ALIGNMENT, Vector
+from distbelief.graph.region import Region
+from distbelief.parameter_server.slices import (
+    N_RANGES_MAX,
+    N_STRIPES_MAX,
+    IndexRanges,
+    Place,
+    ShardSlice,
+    TensorCopier,
+    as_tensor,
+    check_tensors,
+    copy_rounded,
+    padded,
+)
 
 
-__all__ = ["ElementType", "Layout", "LayoutSpec", "Segment", "TensorSpec"]
+__all__ = ["ElementType", "Layout", "LayoutSpec", "PartialView", "Segment", "TensorSpec"]
 
 
 # --- tensors ---
@@ -57,49 +70,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def n_elements(self) -> int:
         return math.prod(self.shape)
-
-
-def check_tensors(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raise ValueError unless these are the flat tensors of `specs`."""
-    if len(tensors) != len(specs):
-        raise ValueError(
-            f"{len(tensors)} tensors given, the layout has {len(specs)}: "
-            "give all of them, in its order (whole tensors are sorted by name)"
-        )
-    for spec, tensor in zip(specs, tensors, strict=True):
-        check_tensor(spec, tensor)
-
-
-def check_tensor(spec: TensorSpec, tensor: torch.Tensor | None) -> None:
-    """Raise ValueError unless this is the flat tensor of `spec`; None is always valid."""
-    if tensor is None:
-        return
-    if tensor.shape != (spec.n_elements,):
-        raise ValueError(
-            f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; flatten it to "
-            f"({spec.n_elements},), and give tensors in the layout's order (by name)"
-        )
-    if tensor.is_complex():
-        raise ValueError(
-            f"tensor {spec.name!r} is {tensor.dtype}, and shards hold real "
-            "numbers; make it a real one with torch.view_as_real"
-        )
-
-
-def as_tensor(vector: Vector) -> torch.Tensor:
-    """Return the same memory as a tensor, without torch's warning about read-only arrays."""
-    if vector.flags.writeable:
-        return torch.from_numpy(vector)
-    return torch.from_numpy(np.asarray(_Writeable(vector)))
-
-
-@final
-# Torch has no read-only tensors and warns about read-only arrays.
-class _Writeable:
-    def __init__(self, vector: Vector) -> None:
-        address, _ = vector.__array_interface__["data"]
-        self._vector = vector  # keeps the memory alive
-        self.__array_interface__ = vector.__array_interface__ | {"data": (address, False)}
 
 
 # --- cuts ---
@@ -175,128 +145,7 @@ def place(
     return tuple(segments), ends[0], ends[1]
 
 
-def padded(n_elements: int) -> int:
-    return -(-n_elements // ALIGNMENT) * ALIGNMENT
-
-
-# --- copies ---
-
-
-@final
-class TensorCopier:
-    """Copies between a model's tensors and one shard's vector; made once for many copies.
-
-    Args:
-        tensors: All tensors, in the layout's order.
-        segments: What the vector holds of them.
-        vector: (shard_size,); may be read-only if nothing is gathered into it.
-    """
-
-    def __init__(
-        self, tensors: Sequence[TensorSpec], segments: Sequence[Segment], vector: Vector
-    ) -> None:
-        whole = as_tensor(vector)
-        self._tensors = tensors
-        self._views = {  # by tensor; a shard has at most one segment of each
-            segment.tensor_index: (
-                segment,
-                whole[segment.offset : segment.offset + segment.n_elements],
-            )
-            for segment in segments
-        }
-        self._padding = [
-            whole[end : padded(end)]
-            for segment in segments
-            if (end := segment.offset + segment.n_elements) % ALIGNMENT
-        ]
-
-    def gather(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy this shard's part of `tensors` into the vector, and zero its padding.
-
-        Args:
-            tensors: Each (n_elements,), in the layout's order, of any real dtype; None for zeros.
-
-        Raises:
-            ValueError: A tensor is missing, or has another shape.
-        """
-        check_tensors(self._tensors, tensors)
-        for index in self._views:
-            self._put(index, tensors[index])
-        self.zero_padding()
-
-    def put(self, index: int, tensor: torch.Tensor | None) -> None:
-        """Copy this shard's part of one tensor into the vector; see `gather`."""
-        check_tensor(self._tensors[index], tensor)
-        self._put(index, tensor)
-
-    def _put(self, index: int, tensor: torch.Tensor | None) -> None:
-        if index not in self._views:
-            return
-        segment, view = self._views[index]
-        with torch.no_grad():
-            if tensor is None:
-                view.zero_()
-            else:
-                view.copy_(tensor[segment.start : segment.stop])
-
-    def zero_padding(self) -> None:
-        """Fill the gaps between segments with zeros; update rules keep them zero."""
-        for view in self._padding:
-            view.zero_()
-
-    def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the vector's elements into `tensors`; other elements stay.
-
-        Args:
-            tensors: Each (n_elements,), in the layout's order. Integer tensors get the nearest
-                integer, because averages of counts are not integers.
-
-        Raises:
-            ValueError: A tensor is missing, or has another shape.
-        """
-        check_tensors(self._tensors, tensors)
-        for segment, view in self._views.values():
-            _copy(view, tensors[segment.tensor_index][segment.start : segment.stop])
-
-
-def _copy(values: torch.Tensor, tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(values if tensor.is_floating_point() else values.round())
-
-
-def scatter_blocks(
-    specs: Sequence[TensorSpec],
-    segments: Sequence[Segment],
-    blocks: Sequence[Vector],
-    tensors: Sequence[torch.Tensor],
-) -> None:
-    """Copy a vector that comes in consecutive blocks; see `TensorCopier.scatter`.
-
-    Args:
-        specs: All tensors, in the layout's order.
-        segments: What the vector holds of them.
-        blocks: Together (shard_size,); may be read-only.
-        tensors: Each (n_elements,), in the layout's order.
-    """
-    check_tensors(specs, tensors)
-    left = deque(segments)
-    end = 0
-    for block in blocks:
-        begin, end = end, end + len(block)
-        values = as_tensor(block)
-        while left and left[0].offset < end:
-            segment = left[0]
-            first = max(begin, segment.offset)
-            last = min(end, segment.offset + segment.n_elements)
-            # In padding at the start of a block, `first` lies beyond `last`.
-            at = segment.start - segment.offset
-            if first < last:
-                tensor = tensors[segment.tensor_index][first + at : last + at]
-                _copy(values[first - begin : last - begin], tensor)
-            if segment.offset + segment.n_elements > end:
-                break  # the next block goes on with it
-            left.popleft()
-
+# --- layouts ---
 
 ElementType = Literal["float32", "float64"]
 
@@ -339,6 +188,7 @@ class Layout:
         self._segments = [segments for segments, _, _ in placed]
         self._n_gradient = [n_gradient for _, n_gradient, _ in placed]
         self._shard_size = [shard_size for _, _, shard_size in placed]
+        self.sizes = tuple((spec.name, spec.n_elements) for spec in tensors)
         text = msgspec.json.encode([_CUTTING, ALIGNMENT, self.spec])
         # 16 hexadecimal digits, equal for equal layouts only.
         self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
@@ -384,21 +234,237 @@ class Layout:
         """What lies on shard k, by rising offset."""
         return self._segments[k]
 
-    def exchange(self, k: int, vector: Vector) -> TensorCopier:
+    def copier(self, k: int, vector: Vector) -> TensorCopier:
         """Return a copier for shard k's vector, which must have its size and dtype."""
         size = self.shard_size(k)
         if vector.shape != (size,) or vector.dtype != self.dtype:
             raise ValueError(
-                f"the vector of shard {k} has shape {vector.shape} and dtype "
-                f"{vector.dtype}; layout {self.fingerprint} needs ({size},) and "
-                f"{self.dtype}"
+                f"the vector of shard {k} has shape {vector.shape} and dtype {vector.dtype}; "
+                f"layout {self.fingerprint} needs ({size},) and {self.dtype}"
             )
-        return TensorCopier(self.tensors, self.segments(k), vector)
+        pieces: dict[int, tuple[int, int, Place]] = {
+            one.tensor_index: (one.start, one.stop, one.offset) for one in self.segments(k)
+        }
+        return TensorCopier(self.sizes, pieces, vector, has_padding=True)
 
     def gather(self, k: int, tensors: Sequence[torch.Tensor | None], out: Vector) -> None:
         """Copy shard k's part of `tensors` into `out`; see `TensorCopier.gather`."""
-        self.exchange(k, out).gather(tensors)
+        self.copier(k, out).gather(tensors)
 
     def scatter(self, k: int, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `vector` into `tensors`; see `TensorCopier.scatter`."""
-        self.exchange(k, vector).scatter(tensors)
+        self.copier(k, vector).scatter(tensors)
+
+
+# --- what a client holds ---
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    item_index: int
+    start: int  # [start, stop) of the item's elements
+    stop: int
+    ranges: IndexRanges  # of the shard's vector
+
+
+@final
+class PartialView:
+    """What a client holds of a layout's tensors: everything, or regions of them.
+
+        items                 w[0:2, 0:3]           b[0:2]
+        tensors given         (6,)                  (2,)       flat, row-major
+        shard 0 holds         w, elements 0 1 2     b 0 1      compact: 5 elements
+        shard 1 holds         w, elements 6 7 8                compact: 3 elements
+
+    A rank of a model-parallel replica holds the regions of its partition and talks only to the
+    shards that hold some of them. No element is held twice; regions and views may be empty.
+
+    Args:
+        layout: Of the whole tensors.
+        items: Names of tensors, and a region of each; None for everything.
+
+    Raises:
+        ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
+            into too many pieces.
+    """
+
+    def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]] | None = None) -> None:
+        self.layout = layout
+        self.is_whole = items is None
+        self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
+        self.shards = tuple(range(layout.n_shards))  # those that hold something of them
+        self._pieces: list[tuple[_Piece, ...]] = []  # per shard
+        if items is not None:
+            self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
+            self._pieces = _placed(layout, items)
+            self.shards = tuple(k for k, pieces in enumerate(self._pieces) if pieces)
+            self._ranges = {k: _united(self._pieces[k], items, k=k) for k in self.shards}
+        self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
+
+    def slice(self, k: int) -> ShardSlice:
+        """Return what the client holds of shard k's vector."""
+        layout = self.layout
+        if self.is_whole:
+            return ShardSlice(layout.shard_size(k), dtype=layout.dtype)
+        return ShardSlice.of(self._ranges[k], dtype=layout.dtype)
+
+    def copier(self, k: int, vector: Vector, *, within: ShardSlice | None = None) -> TensorCopier:
+        """Return a copier between the client's tensors and its elements of shard k.
+
+        Args:
+            k: Index of the shard.
+            vector: The shard's whole vector, or the compact one.
+            within: The slice whose compact vector it is; None for the whole vector.
+        """
+        if self.is_whole:
+            return self.layout.copier(k, vector)
+        pieces: dict[int, tuple[int, int, Place]] = {
+            one.item_index: (
+                one.start,
+                one.stop,
+                one.ranges if within is None else within.positions_of(one.ranges),
+            )
+            for one in self._pieces[k]
+        }
+        return TensorCopier(self.sizes, pieces, vector, has_padding=False)
+
+    def scatter_blocks(
+        self,
+        k: int,
+        blocks: Sequence[Vector],
+        tensors: Sequence[torch.Tensor],
+        *,
+        shard_slice: ShardSlice,
+    ) -> None:
+        """Copy the compact vector of shard k, in consecutive blocks, into the tensors."""
+        if not self.is_whole:
+            self.copier(k, np.concatenate(blocks), within=shard_slice).scatter(tensors)
+            return
+        # Each number is copied once: the blocks stay where they were received.
+        check_tensors(self.sizes, tensors)
+        left = deque(self.layout.segments(k))
+        end = 0
+        for block in blocks:
+            begin, end = end, end + len(block)
+            values = as_tensor(block)
+            while left and left[0].offset < end:
+                segment = left[0]
+                first = max(begin, segment.offset)
+                last = min(end, segment.offset + segment.n_elements)
+                # In padding at the start of a block, `first` lies beyond `last`.
+                at = segment.start - segment.offset
+                if first < last:
+                    with torch.no_grad():
+                        tensor = tensors[segment.tensor_index][first + at : last + at]
+                        copy_rounded(values[first - begin : last - begin], tensor)
+                if segment.offset + segment.n_elements > end:
+                    break  # the next block goes on with it
+                left.popleft()
+
+    def stripes_of(self, k: int, tensors: Sequence[object | None]) -> Vector | None:
+        """Return the stripes of the given tensors in shard k's vector, or None if all are given.
+
+        Padding goes with the tensor before it, so that ranges end at multiples of `ALIGNMENT` and
+        update rules round as for the whole vector.
+
+        Args:
+            k: Index of the shard.
+            tensors: In the order of the layout; None for tensors that are not given.
+        """
+        assert self.is_whole
+        segments = self.layout.segments(k)
+        given = [one for one in segments if tensors[one.tensor_index] is not None]
+        if len(given) == len(segments):
+            return None
+        starts = np.array([one.offset for one in given], np.int64)
+        sizes = np.array([padded(one.n_elements) for one in given], np.int64)
+        return IndexRanges.of(starts, starts + sizes).stripes()
+
+
+def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
+    spec = next((spec for spec in layout.tensors if spec.name == name), None)
+    if spec is None:
+        names = [spec.name for spec in layout.tensors]
+        raise ValueError(f"the layout has no tensor {name!r}; it has {names}")
+    whole = Region.of(*spec.shape)
+    if len(region.intervals) != len(spec.shape) or region not in whole:
+        raise ValueError(f"tensor {name!r} has shape {spec.shape}; it has no region {region}")
+    return TensorSpec(name=name, shape=(region.n_elements,), kind=spec.kind)
+
+
+def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_Piece, ...]]:
+    indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
+    flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
+    of_tensor: dict[int, list[int]] = {}
+    for item_index, (name, _) in enumerate(items):
+        of_tensor.setdefault(indices[name], []).append(item_index)
+    return [
+        tuple(
+            _Piece(i, start := flat[i].n_below(segment.start), start + n, placed)
+            for segment in layout.segments(k)
+            for i in of_tensor.get(segment.tensor_index, ())
+            for placed in [_in_segment(flat[i], segment)]
+            if (n := placed.n_elements)
+        )
+        for k in range(layout.n_shards)
+    ]
+
+
+def _in_segment(flat: IndexRanges, segment: Segment) -> IndexRanges:
+    clipped = flat.clipped(segment.start, segment.stop)
+    return clipped.shifted(segment.offset - segment.start)
+
+
+def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
+    starts = np.zeros(1, np.int64)
+    stride, run = 1, 1
+    is_run = True  # whether the dimensions so far make one run of elements
+    for extent, (start, stop) in zip(reversed(shape), reversed(region.intervals), strict=True):
+        if is_run:
+            starts += start * stride
+            run *= stop - start
+        else:
+            rows = np.arange(start, stop, dtype=np.int64) * stride
+            starts = (rows[:, None] + starts).reshape(-1)
+        is_run = is_run and (start, stop) == (0, extent)
+        stride *= extent
+    if not region.n_elements:
+        return IndexRanges.whole(0, 0)
+    if len(starts) > N_RANGES_MAX:
+        raise ValueError(
+            f"region {region} of a tensor of shape {shape} is {len(starts)} separate "
+            f"runs of elements; the most is {N_RANGES_MAX}: cut it along an earlier "
+            "dimension"
+        )
+    return IndexRanges.of(starts, starts + run)
+
+
+def _united(
+    pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int
+) -> IndexRanges:
+    try:
+        ranges = IndexRanges.union(piece.ranges for piece in pieces)
+    except ValueError:
+        raise _overlap(pieces, items) from None
+    n = len(ranges.stripes()) // 4
+    if n > N_STRIPES_MAX or len(ranges.starts) > N_RANGES_MAX:
+        raise ValueError(
+            f"the regions cut the vector of shard {k} into {len(ranges.starts)} ranges "
+            f"or {n} stripes; the most is {N_RANGES_MAX} or {N_STRIPES_MAX}: use more "
+            "shards, or cut tensors along their first dimension"
+        )
+    return ranges
+
+
+def _overlap(pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]]) -> ValueError:
+    regions = [items[piece.item_index] for piece in pieces]
+    name, one, other = next(
+        (name, one, other)
+        for i, (name, one) in enumerate(regions)
+        for tensor, other in regions[i + 1 :]
+        if tensor == name and (one & other).n_elements
+    )
+    return ValueError(
+        f"regions {one} and {other} of tensor {name!r} overlap: each element is held once"
+    )

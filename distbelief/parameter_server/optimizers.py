@@ -13,13 +13,13 @@ element by element with torch's fused kernels, so S shards give the bits of one 
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -52,16 +52,39 @@ class _Schedule(
 ):
     n_warm_up: int = 0  # pushes over which the rate first rises
 
+    def __post_init__(self) -> None:
+        name = self.__struct_config__.tag
+        for field, least in (("n_warm_up", 0), ("n_pushes", 1)):
+            n = getattr(self, field, least)
+            if n < least:
+                raise ValueError(
+                    f"schedule {name!r}: {field} is {n}; "
+                    f"use a whole number of pushes, {least} or more"
+                )
+        decay, floor = getattr(self, "decay", 1.0), getattr(self, "floor", 0.0)
+        if not 0.0 < decay <= 1.0:
+            raise ValueError(
+                f"schedule {name!r}: decay is {decay}; use a number above 0, and at most 1"
+            )
+        if not 0.0 <= floor <= 1.0:
+            raise ValueError(f"schedule {name!r}: floor is {floor}; use a number from 0 to 1")
+
+    def factor(self, clock: int) -> float:
+        if clock < self.n_warm_up:
+            return min((clock + 1) / self.n_warm_up, 1.0)
+        return self._after_warm_up(clock - self.n_warm_up)
+
+    def _after_warm_up(self, c: int) -> float:
+        raise NotImplementedError
+
 
 @final
 class Constant(_Schedule, frozen=True, tag="constant"):
     """The learning rate as it is, after the warm-up."""
 
-    def __post_init__(self) -> None:
-        _check_count(self, "n_warm_up", self.n_warm_up, least=0)
-
-    def factor(self, clock: int) -> float:
-        return _warm_up(clock, self.n_warm_up)
+    @override
+    def _after_warm_up(self, c: int) -> float:
+        return 1.0
 
 
 @final
@@ -71,15 +94,9 @@ class Step(_Schedule, frozen=True, tag="step"):
     n_pushes: int
     decay: float
 
-    def __post_init__(self) -> None:
-        _check_count(self, "n_warm_up", self.n_warm_up, least=0)
-        _check_count(self, "n_pushes", self.n_pushes, least=1)
-        _check_decay(self, self.decay)
-
-    def factor(self, clock: int) -> float:
-        if clock < self.n_warm_up:
-            return _warm_up(clock, self.n_warm_up)
-        return float(self.decay ** ((clock - self.n_warm_up) // self.n_pushes))
+    @override
+    def _after_warm_up(self, c: int) -> float:
+        return float(self.decay ** (c // self.n_pushes))
 
 
 @final
@@ -89,15 +106,9 @@ class Exponential(_Schedule, frozen=True, tag="exponential"):
     n_pushes: int
     decay: float
 
-    def __post_init__(self) -> None:
-        _check_count(self, "n_warm_up", self.n_warm_up, least=0)
-        _check_count(self, "n_pushes", self.n_pushes, least=1)
-        _check_decay(self, self.decay)
-
-    def factor(self, clock: int) -> float:
-        if clock < self.n_warm_up:
-            return _warm_up(clock, self.n_warm_up)
-        return float(self.decay ** ((clock - self.n_warm_up) / self.n_pushes))
+    @override
+    def _after_warm_up(self, c: int) -> float:
+        return float(self.decay ** (c / self.n_pushes))
 
 
 @final
@@ -106,14 +117,9 @@ class InverseTime(_Schedule, frozen=True, tag="inverse_time"):
 
     n_pushes: int
 
-    def __post_init__(self) -> None:
-        _check_count(self, "n_warm_up", self.n_warm_up, least=0)
-        _check_count(self, "n_pushes", self.n_pushes, least=1)
-
-    def factor(self, clock: int) -> float:
-        if clock < self.n_warm_up:
-            return _warm_up(clock, self.n_warm_up)
-        return 1.0 / (1.0 + (clock - self.n_warm_up) / self.n_pushes)
+    @override
+    def _after_warm_up(self, c: int) -> float:
+        return 1.0 / (1.0 + c / self.n_pushes)
 
 
 @final
@@ -123,40 +129,13 @@ class Cosine(_Schedule, frozen=True, tag="cosine"):
     n_pushes: int
     floor: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_count(self, "n_warm_up", self.n_warm_up, least=0)
-        _check_count(self, "n_pushes", self.n_pushes, least=1)
-        if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"schedule 'cosine': floor is {self.floor}; use a number from 0 to 1")
-
-    def factor(self, clock: int) -> float:
-        if clock < self.n_warm_up:
-            return _warm_up(clock, self.n_warm_up)
-        done = min((clock - self.n_warm_up) / self.n_pushes, 1.0)
+    @override
+    def _after_warm_up(self, c: int) -> float:
+        done = min(c / self.n_pushes, 1.0)
         return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * done)) / 2.0
 
 
 Schedule = Constant | Step | Exponential | InverseTime | Cosine
-
-
-def _warm_up(clock: int, n_warm_up: int) -> float:
-    return min((clock + 1) / n_warm_up, 1.0) if n_warm_up else 1.0
-
-
-def _check_count(schedule: _Schedule, field: str, value: int, *, least: int) -> None:
-    if value < least:
-        raise ValueError(
-            f"schedule {schedule.__struct_config__.tag!r}: {field} is {value}; "
-            f"use a whole number of pushes, {least} or more"
-        )
-
-
-def _check_decay(schedule: _Schedule, value: float) -> None:
-    if not 0.0 < value <= 1.0:
-        raise ValueError(
-            f"schedule {schedule.__struct_config__.tag!r}: decay is {value}; "
-            "use a number above 0, and at most 1"
-        )
 
 
 # --- push counts per element ---
@@ -177,11 +156,11 @@ _WORDS = 4  # of a stripe
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _SliceCount:
-    def __init__(self, stripes: Indices, ranges: IndexRanges, n_pushes: int) -> None:
-        self.stripes = stripes
-        self.ranges = ranges
-        self.n_pushes = n_pushes
+    stripes: Indices
+    ranges: IndexRanges
+    n_pushes: int = 0
 
 
 @final
@@ -203,8 +182,7 @@ class StepCounts:
         """Return counts that another incarnation or copy wrote, or raise RemoteProtocolError."""
         if words.dtype != np.int64 or len(words) < 2 or words[1] != 0:
             raise RemoteProtocolError(f"{len(words)} numbers of {words.dtype} are not push counts")
-        steps = cls(_count(int(words[0])))
-        at = 2
+        steps, at = cls(_count(int(words[0]))), 2
         while at < len(words):
             n_pushes = _count(int(words[at]))
             n_words = int(words[at + 1]) * _WORDS if at + 1 < len(words) else 0
@@ -235,15 +213,14 @@ class StepCounts:
         parts = self.parts
         if not parts:
             return self.n_whole
-        ends = [end for held, _ in parts for end in (held.starts, held.stops)]
-        bounds = np.unique(np.concatenate(ends))
+        bounds = IndexRanges.ends(held for held, _ in parts)
         counts = np.zeros(len(bounds) - 1, np.int64)
         for held, n_pushes in parts:
             counts += n_pushes * held.mask(bounds)
         return self.n_whole + int(counts[counts > 0].min())
 
     def register(self, shard_slice: ShardSlice) -> str | None:
-        """Admit pushes of a client with this part; return the reason if that is impossible."""
+        """Admit pushes of a client with this slice; return the reason if that is impossible."""
         if not shard_slice.n_elements or shard_slice.ranges is None:
             return None
         part = self._part(shard_slice)
@@ -280,29 +257,24 @@ class StepCounts:
                 others.append(part)
         if not others:
             return [(n_pushes, inner)] if inner.n_elements else []
-        all_ranges = [inner, *(part.ranges for part in others)]
-        ends = [end for one in all_ranges for end in (one.starts, one.stops)]
-        bounds = np.unique(np.concatenate(ends))
+        bounds = IndexRanges.ends([inner, *(part.ranges for part in others)])
         counts = np.full(len(bounds) - 1, n_pushes)
         for part in others:
             counts += part.n_pushes * part.ranges.mask(bounds)
         inside = inner.mask(bounds)
+        groups = [(int(count), inside & (counts == count)) for count in np.unique(counts[inside])]
         return [
-            (int(count), _where(inside & (counts == count), bounds))
-            for count in np.unique(counts[inside])
+            (count, IndexRanges.of(bounds[:-1][chosen], bounds[1:][chosen]))
+            for count, chosen in groups
         ]
 
     def _part(self, shard_slice: ShardSlice) -> _SliceCount:
         part = self._parts.get(shard_slice.key)
         if part is None:
             assert shard_slice.ranges is not None
-            part = _SliceCount(shard_slice.ranges.stripes(), shard_slice.ranges, 0)
+            part = _SliceCount(shard_slice.ranges.stripes(), shard_slice.ranges)
             self._parts[shard_slice.key] = part
         return part
-
-
-def _where(chosen: NDArray[np.bool_], bounds: Indices) -> IndexRanges:
-    return IndexRanges.of(bounds[:-1][chosen], bounds[1:][chosen])
 
 
 def _count(n_pushes: int) -> int:
@@ -310,6 +282,8 @@ def _count(n_pushes: int) -> int:
         raise RemoteProtocolError(f"{n_pushes} pushes; a count is 0 to {_N_PUSHES_MAX}")
     return n_pushes
 
+
+# --- rules ---
 
 State = dict[str, Vector]  # by name; each (n,), n as the parameters
 Tensors = Mapping[str, Tensor]  # a state, or a piece of it
@@ -330,6 +304,31 @@ class _Rule(
     schedule: Schedule = Constant()
     weight_decay: float = 0.0
     clip_value: float | None = None  # per element of the gradient as pushed
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule):
+            raise ValueError(  # noqa: TRY004 - one kind of error for a wrong setting
+                f"rule {self.name!r}: schedule is {self.schedule!r}; use one of "
+                "distbelief.parameter_server.optimizers, as in Cosine(n_pushes=1)"
+            )
+        for field in ("learning_rate", "weight_decay", "epsilon", "initial_accumulator"):
+            value = getattr(self, field, 0.0)
+            if not 0.0 <= value < math.inf:
+                raise ValueError(
+                    f"rule {self.name!r}: {field} is {value}; use a finite number, 0 or more"
+                )
+        for field in ("momentum", "smoothing", "beta1", "beta2"):
+            value = getattr(self, field, 0.0)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(
+                    f"rule {self.name!r}: {field} is {value}; "
+                    "use a number from 0 up to, not including, 1"
+                )
+        if self.clip_value is not None and not 0.0 < self.clip_value < math.inf:
+            raise ValueError(
+                f"rule {self.name!r}: clip_value is {self.clip_value}; "
+                "use a number above 0, or leave it out"
+            )
 
     @property
     def name(self) -> str:
@@ -384,9 +383,6 @@ class _Rule(
 class SGD(_Rule, frozen=True, tag="sgd"):
     """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
-    def __post_init__(self) -> None:
-        _check_common(self)
-
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
         del n, dtype
@@ -422,9 +418,9 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
     dampening: float = 0.0
     nesterov: bool = False
 
+    @override
     def __post_init__(self) -> None:
-        _check_common(self)
-        _check_fraction(self, "momentum", self.momentum)
+        super().__post_init__()
         if not 0.0 <= self.dampening <= 1.0:
             raise ValueError(
                 f"rule 'momentum': dampening is {self.dampening}; use a number from 0 to 1"
@@ -469,11 +465,6 @@ class Adagrad(_Rule, frozen=True, tag="adagrad"):
     epsilon: float = 1e-10
     initial_accumulator: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_common(self)
-        _check_positive_or_zero(self, "epsilon", self.epsilon)
-        _check_positive_or_zero(self, "initial_accumulator", self.initial_accumulator)
-
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {"sum_of_squares": np.full(n, self.initial_accumulator, dtype)}
@@ -507,12 +498,6 @@ class RMSprop(_Rule, frozen=True, tag="rmsprop"):
     smoothing: float = 0.99
     epsilon: float = 1e-8
     momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_common(self)
-        _check_fraction(self, "smoothing", self.smoothing)
-        _check_positive_or_zero(self, "epsilon", self.epsilon)
-        _check_fraction(self, "momentum", self.momentum)
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
@@ -550,12 +535,6 @@ class Adam(_Rule, frozen=True, tag="adam"):
     beta2: float = 0.999
     epsilon: float = 1e-8
     decoupled_weight_decay: bool = False
-
-    def __post_init__(self) -> None:
-        _check_common(self)
-        _check_fraction(self, "beta1", self.beta1)
-        _check_fraction(self, "beta2", self.beta2)
-        _check_positive_or_zero(self, "epsilon", self.epsilon)
 
     @override
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
@@ -607,32 +586,4 @@ def _check_vectors(
         raise ValueError(
             f"rule {rule.name!r}: {n} parameters; use a multiple of {ALIGNMENT}, so that "
             "results do not depend on the number of shards"
-        )
-
-
-def _check_common(rule: _Rule) -> None:
-    if not isinstance(rule.schedule, Schedule):
-        raise ValueError(  # noqa: TRY004 - one kind of error for a wrong setting
-            f"rule {rule.name!r}: schedule is {rule.schedule!r}; "
-            "use one of distbelief.parameter_server.optimizers, "
-            "as in Cosine(n_pushes=1)"
-        )
-    _check_positive_or_zero(rule, "learning_rate", rule.learning_rate)
-    _check_positive_or_zero(rule, "weight_decay", rule.weight_decay)
-    if rule.clip_value is not None and not 0.0 < rule.clip_value < math.inf:
-        raise ValueError(
-            f"rule {rule.name!r}: clip_value is {rule.clip_value}; "
-            "use a number above 0, or leave it out"
-        )
-
-
-def _check_positive_or_zero(rule: _Rule, field: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"rule {rule.name!r}: {field} is {value}; use a finite number, 0 or more")
-
-
-def _check_fraction(rule: _Rule, field: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise ValueError(
-            f"rule {rule.name!r}: {field} is {value}; use a number from 0 up to, not including, 1"
         )

@@ -1,4 +1,6 @@
-"""Pinned versions: copies of a shard's values that readers fetch block by block.
+"""Fetches by blocks: each one reads one pinned version of the shard's values.
+
+    Fetch -> wait for a version -> blocks, FetchAck, ..., FetchAck
 
     values, clock 41      ->  version (clock 40): read by replica-3, replica-7
     (updated meanwhile)       version (clock 38): read by the evaluator over a slow link
@@ -6,25 +8,29 @@
 A pin keeps one whole version while updates go on. There are at most `n_copies` versions. A fetch
 shares a version of the current clock; otherwise it waits, and all waiting fetches share the next
 version. A pin ends when its reader has every block, fetches again, is gone, or makes no progress
-for `seconds_max`.
+for `pin_seconds_max`. A fetch never mixes two versions: once its pin has ended it is not served
+again. If the pin expired, the client gets `SessionRefused` and fetches anew.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import numpy as np
 
 from distbelief.core.memory import Memory
-from distbelief.core.vectors import Element, Vector
-from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.slices import ShardSlice
-from distbelief.protocol import Fetch, FetchAck
-from distbelief.roles.role import Address, Seconds
+from distbelief.core.reliable import Window
+from distbelief.core.vectors import Vector
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.sessions import Session, Sessions
+from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import push_fetch as pf
+from distbelief.roles.role import Action, Address, Seconds, Send, SetTimer
 
 
-CREDIT_BLOCKS_MAX = 64
+CREDIT_BLOCKS_MAX: Final = 64
 """Limit of the blocks under way to one reader."""
+
+_PIN: Final = "lease:"
 
 
 @final
@@ -38,23 +44,13 @@ class Version:
 
 
 @final
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Pin:
     version: Version
-    shard_slice: ShardSlice  # what the reader wants of it
-    request: int
+    client: Session
+    blocks: Window
     limit: int  # blocks [0, limit) may be sent
     expires: Seconds
-    received: int = 0  # blocks [0, received) have arrived
-    sent: int = 0  # blocks [0, sent) were sent
-
-    def blocks(self) -> Iterator[tuple[int, Vector]]:
-        """Yield (block index, values) of each block that may be sent now."""
-        n_blocks = len(self.shard_slice.bounds)
-        limit = min(self.limit, self.received + CREDIT_BLOCKS_MAX, n_blocks)
-        while self.sent < limit:
-            yield self.sent, self.shard_slice.block(self.version.values, self.sent)
-            self.sent += 1
 
 
 @final
@@ -62,135 +58,158 @@ class PinnedVersions:
     """All versions of one shard's values, and their readers."""
 
     def __init__(
-        self,
-        *,
-        n_elements: int,
-        dtype: np.dtype[Element],
-        n_copies: int,
-        seconds_max: Seconds,
-        memory: Memory,
+        self, config: ShardConfig, values: ShardStore, sessions: Sessions, *, memory: Memory
     ) -> None:
-        self._n_elements = n_elements
-        self._dtype = dtype
-        self._n_copies = n_copies
-        self._seconds_max = seconds_max
+        self._size = config.layout.shard_size(config.index)
+        self._dtype = config.layout.dtype
+        self._n_copies = config.n_copies
+        self._seconds_max = config.pin_seconds_max
+        self._values = values
+        self._sessions = sessions
         self._memory = memory
         self._versions: list[Version] = []
         self._pins: dict[Address, Pin] = {}
-        self._waiting: dict[Address, tuple[Fetch, ShardSlice]] = {}
+        self._copying: Version | None = None
+        self.waiting: dict[Address, tuple[Session, pf.Fetch]] = {}
+        self.bytes_out = 0
 
-    @property
-    def n_copies(self) -> int:
-        return len(self._versions)
+    # -------------------------------------------------------------------- messages
+
+    def fetch(self, client: Session, message: pf.Fetch, now: Seconds) -> list[Action]:
+        """Start a fetch, or handle a repeated request."""
+        name = client.name
+        if message.request < client.request:
+            return []
+        if message.request > client.request:
+            client.request = message.request
+            self.end(name)
+            for version in self._versions:
+                is_current = version.clock == self._values.clock and not version.filling
+                if version.n_readers and is_current:
+                    return self._pin(client, message, version, now)
+            self.waiting[name] = client, message
+            return []
+        if name in self.waiting:
+            return [self._sessions.session_opened(client)]  # a sign of life
+        pin = self._pins.get(name)
+        if pin is None:
+            return self._answer_ended(client)
+        if pin.blocks.received == 0:  # the reader repeats its request and has nothing
+            pin.blocks.again()
+        return self._blocks(pin)
+
+    def ack(self, client: Session, message: pf.FetchAck, now: Seconds) -> list[Action]:
+        """Note what the reader has, and send what it allows; its pin ends if it has everything."""
+        if message.request != client.request:
+            return []
+        pin = self._pins.get(client.name)
+        if pin is None:
+            return self._answer_ended(client)
+        if pin.blocks.acked(message.received):
+            pin.expires = now + self._seconds_max
+        if message.received == pin.blocks.n:
+            self.end(client.name)
+            return []
+        if message.received == pin.blocks.received:  # not overtaken by a later one
+            pin.limit = max(pin.limit, message.limit)
+            if message.again:
+                pin.blocks.again()
+        return self._blocks(pin)
+
+    def timer(self, name: str, now: Seconds) -> list[Action]:
+        pin = self._pins.get(Address(name.removeprefix(_PIN)))
+        if pin is None:
+            return []
+        if now < pin.expires:
+            return [SetTimer(name=name, at=pin.expires)]
+        self.expire(pin.client)
+        return []
+
+    # ---------------------------------------------------------------------- copies
 
     @property
     def wants_copy(self) -> bool:
-        return bool(self._waiting) and (
+        return bool(self.waiting) and (
             len(self._versions) < self._n_copies or self._free() is not None
         )
 
-    def waits(self, client: Address) -> bool:
-        return client in self._waiting
-
-    def get(self, client: Address) -> Pin | None:
-        return self._pins.get(client)
-
-    def ask(
-        self, client: Address, fetch: Fetch, *, shard_slice: ShardSlice, clock: int, now: Seconds
-    ) -> Pin | None:
-        """Return a pin for a new fetch, or None if the fetch waits for a version."""
-        self.end(client)
-        for version in self._versions:
-            if version.n_readers and version.clock == clock and not version.filling:
-                return self._pin(client, fetch, version, shard_slice=shard_slice, now=now)
-        self._waiting[client] = fetch, shard_slice
-        return None
-
-    def begin_copy(self) -> Version:
+    def begin_copy(self) -> Vector:
+        """Return the memory of a version, to copy the values into."""
         version = self._free()
         if version is None:
             assert len(self._versions) < self._n_copies, self._n_copies
-            version = Version(np.zeros(self._n_elements, self._dtype))
+            version = Version(np.zeros(self._size, self._dtype))
             self._versions.append(version)
         version.filling = True
-        return version
+        self._copying = version
+        return version.values
 
-    def end_copy(self, version: Version, *, clock: int, now: Seconds) -> list[Address]:
-        """Pin the filled version for all waiting readers; return their names."""
+    def end_copy(self, now: Seconds) -> list[Action]:
+        """Pin the filled version for all waiting readers, and send them blocks."""
+        assert self._copying is not None
+        version, self._copying = self._copying, None
         version.filling = False
-        version.clock = clock
-        waiting, self._waiting = self._waiting, {}
-        for client, (fetch, shard_slice) in waiting.items():
-            self._pin(client, fetch, version, shard_slice=shard_slice, now=now)
+        version.clock = self._values.clock
+        waiting, self.waiting = self.waiting, {}
         if not waiting:  # the readers left meanwhile
             self._memory.retire(version.values)
-        return list(waiting)
+        pins = [self._pin(client, fetch, version, now) for client, fetch in waiting.values()]
+        return [action for actions in pins for action in actions]
 
-    def ack(self, client: Address, message: FetchAck, *, n_blocks: int, now: Seconds) -> None:
-        """Note what the reader has; end its pin if it has everything."""
-        pin = self._pins[client]
-        if message.received > n_blocks:
-            raise RemoteProtocolError(
-                f"{client} claims {message.received} blocks of a fetch of {n_blocks}"
-            )
-        if message.received == n_blocks:
-            self.end(client)
-            return
-        if message.received < pin.received:
-            return  # overtaken by a later one
-        if message.received > pin.received:
-            pin.received = message.received
-            pin.expires = now + self._seconds_max
-        pin.limit = max(pin.limit, message.limit)
-        pin.sent = message.received if message.again else max(pin.sent, message.received)
-
-    def restart(self, client: Address) -> None:
-        """Resend all blocks if the reader, which repeats its request, has none."""
-        pin = self._pins[client]
-        if pin.received == 0:
-            pin.sent = 0
-
-    def expire(self, client: Address) -> None:
-        """End this client's pin or wait; blocks under way stay valid."""
-        pin = self._pins.get(client)
+    def expire(self, client: Session) -> None:
+        """End the client's fetch; blocks under way stay valid. It learns of it if it comes back."""
+        client.expired = client.request
+        pin = self._pins.get(client.name)
         if pin is not None:
             pin.version.in_flight = True
-        self.end(client)
+        self.end(client.name)
 
-    def end(self, client: Address) -> None:
-        self._waiting.pop(client, None)
-        pin = self._pins.pop(client, None)
-        if pin is not None:
-            pin.version.n_readers -= 1
-            if pin.version.n_readers == 0:
-                self._retire(pin.version)
+    def end(self, name: Address) -> None:
+        self.waiting.pop(name, None)
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return
+        version = pin.version
+        version.n_readers -= 1
+        if version.n_readers == 0:
+            if version.in_flight:
+                # The expired reader may still copy from the old memory: leave that memory to it.
+                version.values = np.zeros_like(version.values)
+                version.in_flight = False
+            self._memory.retire(version.values)
 
     def _pin(
-        self,
-        client: Address,
-        fetch: Fetch,
-        version: Version,
-        *,
-        shard_slice: ShardSlice,
-        now: Seconds,
-    ) -> Pin:
+        self, client: Session, message: pf.Fetch, version: Version, now: Seconds
+    ) -> list[Action]:
         version.n_readers += 1
-        pin = Pin(
-            version=version,
-            shard_slice=shard_slice,
-            request=fetch.request,
-            limit=fetch.credit,
-            expires=now + self._seconds_max,
-        )
-        self._pins[client] = pin
-        return pin
+        blocks = Window(client.n_blocks)
+        expires = now + self._seconds_max
+        pin = self._pins[client.name] = Pin(version, client, blocks, message.credit, expires)
+        return [SetTimer(name=f"{_PIN}{client.name}", at=expires), *self._blocks(pin)]
 
-    def _retire(self, version: Version) -> None:
-        if version.in_flight:
-            # The expired reader may still copy from the old memory, so leave that memory to it.
-            version.values = np.zeros_like(version.values)
-            version.in_flight = False
-        self._memory.retire(version.values)
+    def _blocks(self, pin: Pin) -> list[Action]:
+        client, version, blocks = pin.client, pin.version, pin.blocks
+        actions: list[Action] = []
+        for index in blocks.due(min(pin.limit - blocks.received, CREDIT_BLOCKS_MAX)):
+            values = client.shard_slice.block(version.values, index)
+            self.bytes_out += values.nbytes
+            message = pf.ParameterBlock(
+                request=client.request,
+                shard_incarnation=self._sessions.incarnation,
+                block_index=index,
+                clock=version.clock,
+                values=values,
+            )
+            # The memory of a version is lent to the driver.
+            actions.append(Send(receiver=client.name, message=message, lent=True))
+        return actions
+
+    def _answer_ended(self, client: Session) -> list[Action]:
+        # The client ended this fetch itself; the message is a late copy.
+        if client.expired != client.request:
+            return []
+        reason = f"fetch {client.request} expired without progress: fetch again"
+        return [self._sessions.refuse(client.name, reason)]
 
     def _free(self) -> Version | None:
         for version in self._versions:

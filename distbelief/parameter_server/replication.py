@@ -12,7 +12,7 @@ silent delays it until the supervisor lets the primary continue alone (a new `Pr
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -20,33 +20,15 @@ import msgspec
 import numpy as np
 
 from distbelief.core.memory import Memory
+from distbelief.core.reliable import Silence, Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.optimizers import StepCounts
-from distbelief.parameter_server.push_handler import PushHandler, PushInProgress
-from distbelief.parameter_server.session_state import (
-    N_PUSH_BUFFERS,
-    Bounds,
-    PushBuffer,
-    Session,
-    push_buffer_views,
-)
-from distbelief.parameter_server.sessions import SessionTable
+from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
+from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, push_buffer_views
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import (
-    BackupInSync,
-    BackupUnresponsive,
-    Message,
-    Promote,
-    PushApplied,
-    PushBlock,
-    PushBlockAck,
-    ReplicatePush,
-    StartSync,
-    StateAck,
-    StateBlock,
-)
+from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
 
@@ -92,7 +74,7 @@ def all_copy_names(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], t
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
-    message: ReplicatePush
+    message: rp.ReplicatePush
     values: Vector  # (n_elements,) of what its client holds
     shard_slice: ShardSlice
 
@@ -106,44 +88,38 @@ class Backup:
     RemoteProtocolError.
     """
 
-    def __init__(
-        self, values: ShardStore, *, memory: Memory, bounds: Bounds, n_clients_max: int
-    ) -> None:
+    def __init__(self, values: ShardStore, *, memory: Memory, n_clients_max: int) -> None:
         self._values = values
         self._memory = memory
-        self._bounds = bounds
         self._n_waiting_max = N_PUSH_BUFFERS * n_clients_max
-        self._primary: Address | None = None  # set when a StartSync is accepted
-        self._next: tuple[Address, StartSync] | None = None  # waits for the running work
+        self._next: tuple[Address, rp.StartSync] | None = None  # waits for the running work
         self._ready = False
         self._fenced = False  # promoted: accepts nothing more
         self._queue: deque[Replicated] = deque()
         self._applying: Replicated | None = None
-        self._regions: dict[str, tuple[str, tuple[Vector, Vector]]] = {}  # by client
-        self._push_buffers: tuple[PushBuffer, PushBuffer] | None = None  # for pushes in blocks
+        # By client: name and push buffers of its region.
+        self._regions: dict[str, tuple[str, tuple[Vector, Vector]]] = {}
+        self._push_buffers: tuple[PushBuffer, ...] = ()  # for pushes in blocks
+        self.primary: Address | None = None  # set when a StartSync is accepted
         self.term = 0  # the highest term seen; 0 before the first
         # Sessions of the restored snapshot, then those of the primary.
-        self.clients: dict[Address, Session] = {}
-
-    @property
-    def primary(self) -> Address | None:
-        return self._primary
-
-    @property
-    def has_primary(self) -> bool:
-        return self._primary is not None
+        self.clients: dict[str, SessionRecord] = {}
 
     @property
     def in_sync(self) -> bool:
-        return self.has_primary and self._values.n_held == self._values.n_state_blocks
+        return self.primary is not None and self._values.n_held == self._values.n_state_blocks
 
     @property
     def in_sync_term(self) -> int:
         return self.term if self.in_sync and self._next is None else 0
 
+    @property
+    def is_drained(self) -> bool:
+        return self._ready and self._applying is None and not self._queue
+
     # ----------------------------------------------------------------------- state
 
-    def restored(self, clients: tuple[Session, ...]) -> list[Action]:
+    def restored(self, clients: Sequence[SessionRecord]) -> list[Action]:
         self._ready = True
         self.clients = {client.name: client for client in clients}
         return self._accept_next()
@@ -153,24 +129,20 @@ class Backup:
 
         It cannot if it gave up its own values for a sync that is not complete.
         """
-        can_serve = not self.has_primary or (self.in_sync and self._next is None)
+        can_serve = self.primary is None or (self.in_sync and self._next is None)
         self.term, self._fenced, self._next = term, True, None
         return can_serve
-
-    @property
-    def drained(self) -> bool:
-        return self._ready and self._applying is None and not self._queue
 
     def release(self) -> None:
         self._queue.clear()
         for region, _ in self._regions.values():
             self._memory.release(region)
         self._regions.clear()
-        self._push_buffers = None
+        self._push_buffers = ()
 
     # ---------------------------------------------------------------- messages in
 
-    def start_sync(self, sender: Address, message: StartSync) -> list[Action]:
+    def start_sync(self, sender: Address, message: rp.StartSync) -> list[Action]:
         """Start to sync with this primary, now or when the running work ends."""
         if self._fenced or message.term < self.term:
             return []
@@ -180,14 +152,16 @@ class Backup:
             self._values.n_held or message.clock < self._values.clock
         ):
             return [self._state_ack()]  # a repetition: the sync is under way
-        if self._next is not None and _is_before(message, self._next[1]):
-            return []
+        if self._next is not None:
+            waiting = self._next[1]
+            if message.term == waiting.term and message.clock < waiting.clock:
+                return []
         self._steps(message)  # raises if the counts are invalid
         self.term, self._next = message.term, (sender, message)
         self._queue.clear()
         return self._accept_next()
 
-    def take_state_block(self, sender: Address, message: StateBlock) -> list[Action]:
+    def take_state_block(self, sender: Address, message: rp.StateBlock) -> list[Action]:
         """Store the next state block; when it is the last one, report BackupInSync."""
         if not self._obeys(sender, message.term):
             return []
@@ -200,11 +174,11 @@ class Backup:
         ):
             values.take_state_block(message.values)
             if self.in_sync:
-                report = BackupInSync(term=self.term)
+                report = rp.BackupInSync(term=self.term)
                 return [self._state_ack(), Send(receiver=SUPERVISOR, message=report)]
         return [self._state_ack()]
 
-    def replicate(self, sender: Address, message: ReplicatePush) -> list[Action]:
+    def replicate(self, sender: Address, message: rp.ReplicatePush) -> list[Action]:
         """Queue a replicated push if it is the next one."""
         if not self._obeys(sender, message.term):
             return []
@@ -212,19 +186,22 @@ class Backup:
         n_waiting = len(self._queue) + (self._applying is not None)
         ahead = message.clock - self._values.clock
         if ahead < 0:
-            return [self._acknowledge(message.clock)]
+            return [self._push_applied(message.clock + 1)]
+        if ahead > n_waiting or (ahead == n_waiting and n_waiting >= self._n_waiting_max):
+            return []
+        table, sequence = self._values.slice_table, message.clock + 1
+        shard_slice = table.whole if message.touches else table.get(message.holds)
         if ahead < n_waiting:
             # Already queued: an empty acknowledgement of blocks proves that this copy is alive.
-            n_blocks = len(self._slice_of(message).bounds)
-            return [self._block_ack(message.clock + 1, n_blocks)]
-        if ahead > n_waiting or n_waiting >= self._n_waiting_max:
-            return []
+            return [self._block_ack(sequence, len(shard_slice.bounds))]
         # Pushes are read in the client's own memory where this copy can attach it. Otherwise the
         # answer with 0 blocks makes the primary send blocks.
-        values = self._pushed(message)
+        if message.push_buffers_region:
+            values, received = self._attach(message, shard_slice), 0
+        else:
+            values, received = self._from_blocks(sequence, shard_slice)
         if values is None:
-            return [self._block_ack(message.clock + 1, self._received(message))]
-        shard_slice = self._slice_of(message)
+            return [self._block_ack(sequence, received)]
         reason = self._values.steps.register(shard_slice)
         touches = message.holds if message.touches else None
         reason = reason or self._values.why_not(touches, shard_slice)
@@ -233,31 +210,33 @@ class Backup:
         self._queue.append(Replicated(message, values, shard_slice))
         return []
 
-    def take_block(self, sender: Address, message: PushBlock) -> list[Action]:
+    def take_block(self, sender: Address, message: pf.PushBlock) -> list[Action]:
         if not self._obeys(sender, message.shard_incarnation):
             return []
-        sequence, clock = message.sequence, self._values.clock
+        sequence, clock, values = message.sequence, self._values.clock, message.values
         if sequence <= clock:
-            return [self._acknowledge(sequence - 1)]
+            return [self._push_applied(sequence)]
         # There are buffers for two pushes; the push at clock c has sequence c + 1.
         if sequence > clock + N_PUSH_BUFFERS:
             return []
-        if message.block_index >= len(self._bounds):
+        bounds = self._values.slice_table.whole.bounds
+        if message.block_index >= len(bounds):
             raise RemoteProtocolError(
-                f"{sender} sent block {message.block_index} of a push; a push has "
-                f"{len(self._bounds)}"
+                f"{sender} sent block {message.block_index} of a push of {len(bounds)}"
             )
-        push_buffer = self._own_buffers()[sequence % N_PUSH_BUFFERS]
+        if not self._push_buffers:
+            whole = self._values.vector
+            self._push_buffers = PushBuffer(np.zeros_like(whole)), PushBuffer(np.zeros_like(whole))
+        push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
         push_buffer.lend(sequence)
         if message.block_index == push_buffer.received:
-            start, stop = self._bounds[push_buffer.received]
-            values, dtype = message.values, push_buffer.values.dtype
-            if values.dtype != dtype or values.size > stop - start:
+            start, stop = bounds[push_buffer.received]
+            # The last block is shorter if the client holds a part of the shard.
+            if values.dtype != push_buffer.values.dtype or values.size > stop - start:
                 raise RemoteProtocolError(
                     f"{sender} sent {values.size} elements of {values.dtype} as block "
-                    f"{push_buffer.received} of a push; it has {stop - start} of {dtype}"
+                    f"{message.block_index} of a push, which has {stop - start}: use one layout"
                 )
-            # The last block is shorter if the client holds a part of the shard.
             push_buffer.values[start : start + values.size] = values
             push_buffer.received += 1
             push_buffer.n_elements += values.size
@@ -271,63 +250,55 @@ class Backup:
             return self._applying
         return None
 
-    def end(self) -> list[Action]:
+    def end_push(self) -> list[Action]:
         assert self._applying is not None
         applied, self._applying = self._applying, None
         self._values.end_push()
         record = applied.message.client
-        self.clients[Address(record.name)] = Session.of(record)
+        self.clients[record.name] = record
         if self._next is not None:
             return self._accept_next()
-        if self._fenced:
-            return []
-        return [self._acknowledge(applied.message.clock)]
+        return [] if self._fenced else [self._push_applied(applied.message.clock + 1)]
 
     # ---------------------------------------------------------------------- details
 
     def _obeys(self, sender: Address, term: int) -> bool:
-        return (
-            term == self.term
-            and sender == self._primary
-            and not self._fenced
-            and self._next is None
-        )
+        is_current = term == self.term and sender == self.primary
+        return is_current and not self._fenced and self._next is None
 
     def _accept_next(self) -> list[Action]:
         if self._next is None or not self._ready or self._applying is not None:
             return []
         (sender, message), self._next = self._next, None
         self.release()
-        self._primary = sender
+        self.primary = sender
         self._values.start_sync(clock=message.clock, steps=self._steps(message))
-        clients = map(Session.of, message.clients)
-        self.clients = {client.name: client for client in clients}
+        self.clients = {client.name: client for client in message.clients}
         return [self._state_ack()]
 
-    def _pushed(self, message: ReplicatePush) -> Vector | None:
-        if message.push_buffers_region:
-            return self._attach(message)
-        push_buffers, sequence = self._push_buffers, message.clock + 1
-        if push_buffers is None:
-            return None
-        push_buffer, shard_slice = push_buffers[sequence % N_PUSH_BUFFERS], self._slice_of(message)
-        if push_buffer.sequence != sequence or push_buffer.received < len(shard_slice.bounds):
-            return None
+    def _from_blocks(self, sequence: int, shard_slice: ShardSlice) -> tuple[Vector | None, int]:
+        """Return what came in blocks, if it is complete, and how many blocks came."""
+        if not self._push_buffers:
+            return None, 0
+        push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
+        if push_buffer.sequence != sequence:
+            return None, 0
+        if push_buffer.received < len(shard_slice.bounds):
+            return None, push_buffer.received
         if push_buffer.n_elements != shard_slice.n_elements:
             raise RemoteProtocolError(
                 f"the blocks of push {sequence} have {push_buffer.n_elements} elements, and "
                 f"its client holds {shard_slice.n_elements}"
             )
-        return push_buffer.values[: shard_slice.n_elements]
+        return push_buffer.values[: shard_slice.n_elements], push_buffer.received
 
-    def _attach(self, message: ReplicatePush) -> Vector | None:
+    def _attach(self, message: rp.ReplicatePush, shard_slice: ShardSlice) -> Vector | None:
         name, region = message.client.name, message.push_buffers_region
         known = self._regions.get(name)
         if known is None or known[0] != region:
             if known is not None:  # its pushes are applied
                 self._memory.release(known[0])
                 del self._regions[name]
-            shard_slice = self._slice_of(message)
             try:
                 memory = self._memory.attach(region)
             except MemoryGoneError:
@@ -340,58 +311,32 @@ class Backup:
             known = self._regions[name] = region, views
         return known[1][message.slot % N_PUSH_BUFFERS]
 
-    def _received(self, message: ReplicatePush) -> int:
-        sequence = message.clock + 1
-        if message.push_buffers_region or self._push_buffers is None:
-            return 0
-        push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
-        return push_buffer.received if push_buffer.sequence == sequence else 0
-
-    def _slice_of(self, message: ReplicatePush) -> ShardSlice:
-        slice_table = self._values.slice_table
-        return slice_table.whole if message.touches else slice_table.get(message.holds)
-
-    def _steps(self, message: StartSync) -> StepCounts:
+    def _steps(self, message: rp.StartSync) -> StepCounts:
         if message.steps is None:
             return StepCounts(message.clock)
         return StepCounts.read(message.steps, size=len(self._values.vector))
 
-    def _own_buffers(self) -> tuple[PushBuffer, PushBuffer]:
-        if self._push_buffers is None:
-            values = self._values.vector
-            self._push_buffers = (
-                PushBuffer(np.zeros_like(values)),
-                PushBuffer(np.zeros_like(values)),
-            )
-        return self._push_buffers
-
     def _state_ack(self) -> Action:
         values = self._values
-        return self._answer(StateAck(term=self.term, clock=values.clock, received=values.n_held))
+        return self._answer(rp.StateAck(term=self.term, clock=values.clock, received=values.n_held))
 
-    def _acknowledge(self, clock: int) -> Action:
+    def _push_applied(self, sequence: int) -> Action:
+        clock = self._values.clock
         return self._answer(
-            PushApplied(
-                sequence=clock + 1,
-                shard_incarnation=self.term,
-                clock=self._values.clock,
-                staleness=0,
-            )
+            pf.PushApplied(sequence=sequence, shard_incarnation=self.term, clock=clock, staleness=0)
         )
 
     def _block_ack(self, sequence: int, received: int) -> Action:
         return self._answer(
-            PushBlockAck(sequence=sequence, shard_incarnation=self.term, received=received)
+            pf.PushBlockAck(sequence=sequence, shard_incarnation=self.term, received=received)
         )
 
     def _answer(self, message: Message) -> Action:
-        assert self._primary is not None
-        return Send(receiver=self._primary, message=message)
+        assert self.primary is not None
+        return Send(receiver=self.primary, message=message)
 
 
-def _is_before(one: StartSync, other: StartSync) -> bool:
-    return one.term == other.term and one.clock < other.clock
-
+# --- primary ---
 
 TIMER: Final = "backup"
 
@@ -406,57 +351,51 @@ REPORT_SECONDS: Final = 0.25  # between two BackupUnresponsive
 @final
 @dataclass(slots=True, eq=False)
 class _OutstandingPush:
-    message: ReplicatePush
-    applying: PushInProgress
+    message: rp.ReplicatePush
+    push: PushInProgress
+    blocks: Window
     applied: bool = False  # here
     acknowledged: bool = False  # by the backup
-    received: int = 0  # blocks that the backup holds
-    sent: int = 0  # blocks
-    push_sent: bool = False  # the ReplicatePush after the last block
+    is_sent: bool = False  # the ReplicatePush after the last block
 
 
 @final
 class Primary:
     """Replicates the pushes of one shard incarnation to its backup, if it has one."""
 
-    def __init__(self, values: ShardStore, clients: SessionTable, pushes: PushHandler) -> None:
+    def __init__(self, values: ShardStore, sessions: Sessions) -> None:
         self._values = values
-        self._clients = clients
-        self._pushes = pushes
+        self._sessions = sessions
         self._outstanding: deque[_OutstandingPush] = deque()
-        self._timer_at: Seconds | None = None
+        self._silence = Silence()
         self.term = 0  # term of the latest Promote; 0 before the first
         self._begin(None, incarnation=0)
 
     def _begin(self, backup: Address | None, *, incarnation: int) -> None:
-        self._backup = backup
+        self.backup = backup
         self._incarnation = incarnation  # of the backup; messages of others are dropped
         self._answered = False
         self._shares_memory = True  # assumed until the backup cannot attach a region
-        self._n_received = 0  # state blocks that the backup holds
-        self._n_sent = 0
+        self._state = Window(self._values.n_state_blocks)
         self._window_clock: int | None = None  # clock of the last window of state blocks
         self._outstanding.clear()
-        self._heard_at: Seconds = 0.0  # or start of waiting
-        self._progress_at: Seconds = 0.0
         self._reported_at: Seconds | None = None  # last BackupUnresponsive
 
     # -------------------------------------------------------- from the supervisor
 
-    def promote(self, promote: Promote, now: Seconds) -> list[Action]:
+    def promote(self, promote: rp.Promote, now: Seconds) -> list[Action]:
         """Replicate to the backup that `Promote` names, or continue alone if it names none."""
-        actions = self._release_all()
+        actions = self.stop()
         self.term = promote.term
-        backup = Address(promote.backup) if promote.backup else None
-        self._begin(backup, incarnation=promote.backup_incarnation)
-        if backup is not None:
-            self._heard_at = self._progress_at = now
+        if promote.backup:
+            self._begin(Address(promote.backup), incarnation=promote.backup_incarnation)
+            self._silence.start(now)
             actions += [self._to_backup(self._start_sync()), *self._arm(now)]
         return actions
 
     def stop(self) -> list[Action]:
-        """Continue without the backup: the job ends."""
-        actions = self._release_all()
+        """Continue without the backup; clients learn of every push that is applied here."""
+        actions = [self._confirm(one) for one in self._outstanding if one.applied]
         self._begin(None, incarnation=0)
         return actions
 
@@ -468,24 +407,23 @@ class Primary:
         # One push is applied between two windows: neither starves the other.
         return not self._is_syncing or self._window_clock == self._values.clock
 
-    def replicate(self, applying: PushInProgress, *, n_clients: int, now: Seconds) -> list[Action]:
+    def replicate(self, push: PushInProgress, *, n_clients: int, now: Seconds) -> list[Action]:
         if not self._answered:
             return []
-        clock, push = self._values.clock, applying.push
-        shard_slice = applying.client.shard_slice
-        message = ReplicatePush(
+        shard_slice, touches = push.client.shard_slice, push.push.touches
+        message = rp.ReplicatePush(
             term=self.term,
-            clock=clock,
-            client=applying.record(),
+            clock=self._values.clock,
+            client=push.record(),
             n_pushing=n_clients,
             push_buffers_region="",
-            slot=push.sequence % N_PUSH_BUFFERS,
-            holds=shard_slice.stripes if push.touches is None else push.touches,
-            touches=push.touches is not None,
+            slot=push.push.sequence % N_PUSH_BUFFERS,
+            holds=shard_slice.stripes if touches is None else touches,
+            touches=touches is not None,
         )
         if not self._is_waiting:
-            self._heard_at = self._progress_at = now
-        self._outstanding.append(_OutstandingPush(message, applying))
+            self._silence.start(now)
+        self._outstanding.append(_OutstandingPush(message, push, Window(len(shard_slice.bounds))))
         return [*self._send_due(), *self._arm(now)]
 
     def applied(self, *, clock: int) -> bool:
@@ -504,43 +442,33 @@ class Primary:
         """Send a window of state blocks if one is due; call while no push is being applied."""
         if not self._is_syncing or self._outstanding:
             return []
-        clock = self._values.clock
-        if self._window_clock == clock and self._n_received < self._n_sent:
+        state, clock = self._state, self._values.clock
+        if self._window_clock == clock and state.received < state.sent:
             return []  # the last window is not acknowledged yet
-        messages: list[Message] = []
-        if not self._n_received:
-            messages.append(self._start_sync())
-        stop = min(self._n_received + WINDOW_STATE_BLOCKS, self._values.n_state_blocks)
-        messages += [
-            StateBlock(
-                term=self.term, clock=clock, index=index, values=self._values.state_block(index)
-            )
-            for index in range(self._n_received, stop)
-        ]
-        self._n_sent, self._window_clock = stop, clock
+        messages: list[Message] = [] if state.received else [self._start_sync()]
+        state.again()
+        for index in state.due(WINDOW_STATE_BLOCKS):
+            block = self._values.state_block(index)
+            messages.append(rp.StateBlock(term=self.term, clock=clock, index=index, values=block))
+        self._window_clock = clock
         return [*map(self._to_backup, messages), *self._arm(now)]
 
     # ------------------------------------------------------------ from the backup
 
-    def state_acked(self, event: Received, message: StateAck, now: Seconds) -> list[Action]:
-        if not self._is_from_backup(event, message.term):
-            return []
-        self._heard_at = now
-        if not self._answered or message.received > self._n_received:
-            self._progress_at = now
-        self._answered = True
-        self._n_received = max(self._n_received, message.received)
-        return []
+    def state_acked(self, event: Received, message: rp.StateAck, now: Seconds) -> None:
+        if self._is_from_backup(event, message.term):
+            is_news = self._state.acked(message.received)
+            self._silence.heard(now, progress=is_news or not self._answered)
+            self._answered = True
 
-    def acknowledged(self, event: Received, message: PushApplied, now: Seconds) -> list[Action]:
+    def push_acked(self, event: Received, message: pf.PushApplied, now: Seconds) -> list[Action]:
         if not self._is_from_backup(event, message.shard_incarnation):
             return []
-        self._heard_at = now
+        acked = [one for one in self._outstanding if one.message.clock < message.sequence]
+        self._silence.heard(now, progress=bool(acked))
+        for one in acked:
+            one.acknowledged = True
         actions: list[Action] = []
-        for outstanding in self._outstanding:
-            if outstanding.message.clock < message.sequence:
-                outstanding.acknowledged = True
-                self._progress_at = now
         while self._outstanding:
             first = self._outstanding[0]
             if not (first.acknowledged and first.applied):
@@ -549,147 +477,131 @@ class Primary:
             actions.append(self._confirm(first))
         return [*actions, *self._send_due()]
 
-    def blocks_acked(self, event: Received, message: PushBlockAck, now: Seconds) -> list[Action]:
+    def blocks_acked(self, event: Received, message: pf.PushBlockAck, now: Seconds) -> list[Action]:
         if not self._is_from_backup(event, message.shard_incarnation):
             return []
-        self._heard_at = now
-        for outstanding in self._outstanding:
-            if outstanding.message.clock + 1 != message.sequence:
+        is_news = False
+        for one in self._outstanding:
+            if one.message.clock + 1 != message.sequence:
                 continue
-            n_blocks = outstanding.applying.client.n_blocks
-            if self._shares_memory and outstanding.applying.client.region:
-                if message.received < n_blocks:
+            if self._shares_memory and one.push.client.region:
+                if message.received < one.blocks.n:
                     self._shares_memory = False  # the backup cannot attach that memory
                     self._rewind()
-            elif outstanding.received < message.received <= n_blocks:
-                outstanding.received = message.received
-                outstanding.sent = max(outstanding.sent, message.received)
-                self._progress_at = now
+            else:
+                is_news = one.blocks.acked(message.received)
+        self._silence.heard(now, progress=is_news)
         return self._send_due()
 
     # ------------------------------------------------------------------------- time
 
     def timer(self, now: Seconds) -> list[Action]:
         """Resend unanswered messages; report a backup that stays silent."""
-        assert self._timer_at is not None
-        # A late timer means that this process was busy, so the backup is not to blame.
-        late = max(0.0, now - self._timer_at)
-        self._heard_at = min(now, self._heard_at + late)
-        self._progress_at = min(now, self._progress_at + late)
-        self._timer_at = None
+        self._silence.woke(now)
         if not self._is_waiting:
             return []
         actions: list[Action] = []
         if not self._answered:
             actions.append(self._to_backup(self._start_sync()))
-        elif self._is_silent(now):
-            actions += self._report_silent(now)
-        if self._answered and now - self._heard_at >= TICK_SECONDS:
-            actions += self._resend()
+        else:
+            silent, stalled = self._silence.silent(now), self._silence.stalled(now)
+            if silent >= SILENCE_SECONDS or stalled >= STALL_SECONDS:
+                actions += self._report_silent(now)
+            if silent >= TICK_SECONDS:
+                actions += self._resend()
         return [*actions, *self._arm(now)]
-
-    def _is_silent(self, now: Seconds) -> bool:
-        return now - self._heard_at >= SILENCE_SECONDS or now - self._progress_at >= STALL_SECONDS
 
     def _report_silent(self, now: Seconds) -> list[Action]:
         if self._reported_at is not None and now - self._reported_at < REPORT_SECONDS:
             return []
         self._reported_at = now
-        return [Send(receiver=SUPERVISOR, message=BackupUnresponsive(term=self.term))]
+        return [Send(receiver=SUPERVISOR, message=rp.BackupUnresponsive(term=self.term))]
 
     def _resend(self) -> list[Action]:
         self._window_clock = None  # makes `transfer` resend the window
         self._rewind()
-        messages: list[Message] = [] if self._n_received else [self._start_sync()]
-        return [*map(self._to_backup, messages), *self._send_due()]
+        actions: list[Action] = []
+        if not self._state.received:
+            actions.append(self._to_backup(self._start_sync()))
+        return [*actions, *self._send_due()]
 
     def _arm(self, now: Seconds) -> list[Action]:
-        if self._timer_at is not None or not self._is_waiting:
+        if self._silence.timer_at is not None or not self._is_waiting:
             return []
-        self._timer_at = now + TICK_SECONDS
-        return [SetTimer(name=TIMER, at=self._timer_at)]
+        return [SetTimer(name=TIMER, at=self._silence.expect(now + TICK_SECONDS))]
 
     # ---------------------------------------------------------------------- details
 
     @property
     def _is_syncing(self) -> bool:
-        return self._answered and self._n_received < self._values.n_state_blocks
+        return self._answered and self._state.received < self._state.n
 
     @property
     def _is_waiting(self) -> bool:
-        if self._backup is None:
+        if self.backup is None:
             return False
         return not self._answered or self._is_syncing or bool(self._outstanding)
 
     def _is_from_backup(self, event: Received, term: int) -> bool:
-        return (
-            event.sender == self._backup
-            and event.incarnation == self._incarnation
-            and term == self.term
-        )
+        is_current = event.incarnation == self._incarnation and term == self.term
+        return event.sender == self.backup and is_current
 
-    def _start_sync(self) -> StartSync:
-        return StartSync(
+    def _start_sync(self) -> rp.StartSync:
+        return rp.StartSync(
             term=self.term,
             receiver_incarnation=self._incarnation,
             clock=self._values.clock,
-            clients=tuple(client.record for client in self._clients.all()),
+            clients=self._sessions.records(),
             steps=self._values.steps.to_wire(),
         )
 
-    def _release_all(self) -> list[Action]:
-        # Clients must learn of every push that is applied here.
-        return [self._confirm(f) for f in self._outstanding if f.applied]
-
-    def _confirm(self, outstanding: _OutstandingPush) -> Action:
-        return self._pushes.confirm(
-            outstanding.applying,
-            staleness=outstanding.message.client.staleness,
-            clock=self._values.clock,
-        )
+    def _confirm(self, one: _OutstandingPush) -> Action:
+        return self._sessions.confirm(one.push.client, staleness=one.message.client.staleness)
 
     def _rewind(self) -> None:
-        for outstanding in self._outstanding:
-            outstanding.sent, outstanding.push_sent = outstanding.received, False
+        for one in self._outstanding:
+            one.blocks.again()
+            one.is_sent = False
 
     def _send_due(self) -> list[Action]:
         actions: list[Action] = []
         # In order only, because the backup drops a push that has a gap before it.
-        waiting = [f for f in self._outstanding if not f.acknowledged]
-        for index, outstanding in enumerate(waiting):
-            if not outstanding.push_sent:
-                by_blocks = not (self._shares_memory and outstanding.applying.client.region)
-                if by_blocks and index >= N_PUSH_BUFFERS:
-                    break
-                actions += map(self._to_backup, self._messages(outstanding))
-            if not outstanding.push_sent:
+        waiting = [one for one in self._outstanding if not one.acknowledged]
+        for index, one in enumerate(waiting):
+            if one.is_sent:
+                continue
+            region = one.push.client.region if self._shares_memory else ""
+            if region:
+                one.is_sent = True
+                message = msgspec.structs.replace(one.message, push_buffers_region=region)
+                actions.append(self._to_backup(message))
+                continue
+            if index >= N_PUSH_BUFFERS:
+                break
+            actions += map(self._to_backup, self._blocks_of(one))
+            if not one.is_sent:
                 break
         return actions
 
-    def _messages(self, outstanding: _OutstandingPush) -> Iterator[PushBlock | ReplicatePush]:
-        region = outstanding.applying.client.region
-        message = outstanding.message
-        if self._shares_memory and region:
-            outstanding.push_sent = True
-            yield msgspec.structs.replace(message, push_buffers_region=region)
-            return
-        bounds = outstanding.applying.client.shard_slice.bounds
-        limit = min(len(bounds), outstanding.received + WINDOW_BLOCKS)
-        while outstanding.sent < limit:
-            start, stop = bounds[outstanding.sent]
-            yield PushBlock(
-                sequence=message.clock + 1,
+    def _blocks_of(self, one: _OutstandingPush) -> list[Message]:
+        """Return the blocks of a push that are due, and the push itself after the last one."""
+        bounds, values = one.push.client.shard_slice.bounds, one.push.push_buffer.values
+        messages: list[Message] = [
+            pf.PushBlock(
+                sequence=one.message.clock + 1,
                 shard_incarnation=self.term,
-                block_index=outstanding.sent,
-                values=outstanding.applying.push_buffer.values[start:stop],
+                block_index=index,
+                values=values[slice(*bounds[index])],
             )
-            outstanding.sent += 1
-        if outstanding.sent == len(bounds):
-            outstanding.push_sent = True
-            yield message
+            for index in one.blocks.due(WINDOW_BLOCKS)
+        ]
+        if one.blocks.is_sent:
+            one.is_sent = True
+            messages.append(one.message)
+        return messages
 
     def _to_backup(self, message: Message) -> Send:
-        assert self._backup is not None
+        assert self.backup is not None
         # Push buffers stay unchanged until the backup has answered; state blocks are copies.
-        lent = isinstance(message, PushBlock | StateBlock)
-        return Send(receiver=self._backup, message=message, lent=lent)
+        lent = isinstance(message, pf.PushBlock | rp.StateBlock)
+        return Send(receiver=self.backup, message=message, lent=lent)

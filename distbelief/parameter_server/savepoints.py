@@ -12,7 +12,7 @@ L-BFGS with m pairs changes five of its 2m + 3 vectors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, final
 
 import msgspec
@@ -60,11 +60,11 @@ class LoadedSavepoint:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Savepoint:
-    def __init__(self, cut: int, names: Iterable[str]) -> None:
-        self.cut = cut
-        self.names = frozenset(names)
-        self.saved: dict[str, Vector] = {}
+    cut: int
+    names: frozenset[str]
+    saved: dict[str, Vector] = field(default_factory=dict)
 
 
 @final
@@ -74,22 +74,22 @@ class Savepoints:
     If another shard has lost its memory, this one can still return to the parameters of the
     newest savepoint that both have on disk, or to savepoint 0. Requests that do not fit the kept
     savepoints raise RemoteProtocolError.
-
-    Args:
-        vector_store: The named vectors.
-        base_clock: Clock of the published values before the first command.
     """
 
-    def __init__(self, vector_store: VectorStore, *, base_clock: int) -> None:
+    def __init__(self, vector_store: VectorStore) -> None:
         self._vector_store = vector_store
         self._live: list[_Savepoint] = []  # the oldest first
         self._kept: list[KeptParameters] = []  # the oldest first
-        self._base_clock: int | None = base_clock  # until the first restore
+        # Of the published values before the first command; None once it cannot return there.
+        self._base_clock: int | None = None
+
+    def begin_at(self, clock: int) -> None:
+        """Note the clock of the published values, which are savepoint 0 unless one was restored."""
+        if not self._live:
+            self._base_clock = clock
 
     def records(self) -> tuple[CheckpointRecord, ...]:
-        records = [
-            CheckpointRecord(cut=savepoint.cut, whole=True, clock=0) for savepoint in self._live
-        ]
+        records = [CheckpointRecord(cut=live.cut, whole=True, clock=0) for live in self._live]
         records += [
             CheckpointRecord(cut=kept.cut, whole=False, clock=kept.clock) for kept in self._kept
         ]
@@ -112,11 +112,11 @@ class Savepoints:
                 f"cannot create savepoint {savepoint.cut} while {len(self._live)} others are kept: "
                 "settle them first"
             )
-        self._live.append(_Savepoint(savepoint.cut, savepoint.vectors))
+        self._live.append(_Savepoint(savepoint.cut, frozenset(savepoint.vectors)))
 
     def drop_before(self, settled: int) -> None:
-        if any(savepoint.cut == settled for savepoint in self._live):
-            self._live = [savepoint for savepoint in self._live if savepoint.cut >= settled]
+        if any(live.cut == settled for live in self._live):
+            self._live = [live for live in self._live if live.cut >= settled]
 
     def forget(self, on_disk: int) -> None:
         """Drop the parameters of savepoints before this one, which every shard has on disk."""
@@ -125,18 +125,12 @@ class Savepoints:
 
     def copy_before_write(self, names: Iterable[str]) -> None:
         """Copy those of these vectors that a savepoint needs unchanged."""
-        wanted = {
-            name
-            for name in names
-            if any(
-                name in savepoint.names and name not in savepoint.saved for savepoint in self._live
-            )
-        }
-        for name, vector in self._vector_store.export(tuple(wanted)).items():
+        needed = {name for live in self._live for name in live.names - live.saved.keys()}
+        for name, vector in self._vector_store.export(tuple(needed.intersection(names))).items():
             copy = vector.copy()
-            for savepoint in self._live:
-                if name in savepoint.names:
-                    savepoint.saved.setdefault(name, copy)
+            for live in self._live:
+                if name in live.names:
+                    live.saved.setdefault(name, copy)
 
     # ---------------------------------------------------------------------- return
 
@@ -148,35 +142,27 @@ class Savepoints:
             whole: Restore all of its vectors, or only the parameters.
             values: Returns the published parameters, which are savepoint 0.
         """
-        if whole:
-            self._restore_all(cut)
+        live = next((live for live in self._live if live.cut == cut), None)
+        kept = next((kept for kept in self._kept if kept.cut == cut), None)
+        restore, base_clock = self._vector_store.restore, self._base_clock
+        if whole and live is not None:
+            restore(self._vectors_of(live))
+            live.saved.clear()
+            self._live = [live]
             return
-        if cut == 0 and self._base_clock is not None:
-            self._vector_store.restore({PARAMETERS: values()})
-            self._keep_parameters(0, clock=self._base_clock)
+        if whole:
+            raise self._unknown(cut)
+        if cut == 0 and base_clock is not None:
+            restore({PARAMETERS: values()})
+            self._keep_parameters(0, clock=base_clock)
             self._base_clock = None
+        elif live is not None:
+            restore({PARAMETERS: self._vectors_of(live)[PARAMETERS]})
+        elif kept is not None:
+            restore({PARAMETERS: kept.parameters})
         else:
-            self._vector_store.restore({PARAMETERS: self._parameters_of(cut)})
+            raise self._unknown(cut)
         self._live = []
-
-    def _parameters_of(self, cut: int) -> Vector:
-        for live in self._live:
-            if live.cut == cut:
-                return self._vectors_of(live)[PARAMETERS]
-        for kept in self._kept:
-            if kept.cut == cut:
-                return kept.parameters
-        raise self._unknown(cut)
-
-    def _restore_all(self, cut: int) -> None:
-        for live in self._live:
-            if live.cut == cut:
-                vectors = self._vectors_of(live)
-                self._vector_store.restore(vectors)
-                live.saved.clear()
-                self._live = [live]
-                return
-        raise self._unknown(cut)
 
     def _vectors_of(self, savepoint: _Savepoint) -> Mapping[str, Vector]:
         return self._vector_store.export(tuple(savepoint.names)) | savepoint.saved
@@ -189,7 +175,7 @@ class Savepoints:
 
     def check_current(self, cut: int) -> None:
         """Raise unless this savepoint is the newest and no vector has changed since."""
-        if not self._live or self._live[-1].cut != cut or self._live[-1].saved:
+        if self.current != cut:
             raise RemoteProtocolError(
                 f"cannot save savepoint {cut}: vectors have changed since; create it again"
             )
@@ -205,33 +191,33 @@ class Savepoints:
         Also plus the parameters of the oldest kept savepoint. All shards have that one, so shards
         that die around a partly failed save still have a common savepoint.
         """
-        newest = self._live[-1]
-        vectors = self._vector_store.export(tuple(newest.names))
-        shared = self._kept[0] if self._kept and self._kept[0].cut != cut else None
-        facts = _SavepointFacts(
-            cut=cut,
-            vectors=tuple(sorted(newest.names)),
-            earlier=None if shared is None else (shared.cut, shared.clock),
-        )
+        names = self._live[-1].names
+        arrays = dict(snapshot.arrays)
+        for name, vector in self._vector_store.export(tuple(names)).items():
+            arrays[f"{_PREFIX}{name}"] = vector
+        earlier = None
+        if self._kept and self._kept[0].cut != cut:
+            shared = self._kept[0]
+            arrays[_EARLIER] = shared.parameters
+            earlier = shared.cut, shared.clock
+        facts = _SavepointFacts(cut=cut, vectors=tuple(sorted(names)), earlier=earlier)
         return Snapshot(
             label=snapshot.label,
-            arrays={
-                **snapshot.arrays,
-                **{f"{_PREFIX}{name}": vector for name, vector in vectors.items()},
-                **({} if shared is None else {_EARLIER: shared.parameters}),
-            },
+            arrays=arrays,
             facts={**snapshot.facts, _FACT: msgspec.json.encode(facts).decode()},
         )
 
     def on_disk(self, cut: int) -> None:
         self._keep_parameters(cut, clock=0)
 
-    def restore(self, saved: LoadedSavepoint) -> None:
-        self._vector_store.restore(saved.vectors)
-        self._base_clock = None
-        self._live = [_Savepoint(saved.cut, saved.vectors)]
-        self._kept = [] if saved.earlier is None else [saved.earlier]
-        self._keep_parameters(saved.cut, clock=0)
+    def restore(self, saved: LoadedSavepoint | None) -> None:
+        """Restore the savepoint of a snapshot, if it has one."""
+        if saved is not None:
+            self._vector_store.restore(saved.vectors)
+            self._base_clock = None
+            self._live = [_Savepoint(saved.cut, frozenset(saved.vectors))]
+            self._kept = [] if saved.earlier is None else [saved.earlier]
+            self._keep_parameters(saved.cut, clock=0)
 
     def _keep_parameters(self, cut: int, *, clock: int) -> None:
         parameters = self._vector_store.vector(PARAMETERS).copy()
@@ -242,46 +228,37 @@ class Savepoints:
 
 def split(snapshot: Snapshot) -> tuple[Snapshot, LoadedSavepoint | None]:
     """Return what `extend` was given, and the savepoint if there is one, or raise StorageError."""
+
+    def damaged(what: str) -> StorageError:
+        return StorageError(f"snapshot {snapshot.label!r}: {what}; delete it to use the one before")
+
     text = snapshot.facts.get(_FACT)
     if text is None:
         return snapshot, None
     try:
         facts = msgspec.json.decode(text, type=_SavepointFacts)
     except msgspec.MsgspecError as error:
-        raise _damaged(snapshot, f"fact {_FACT!r} cannot be read ({error})") from None
+        raise damaged(f"fact {_FACT!r} cannot be read ({error})") from None
     arrays = dict(snapshot.arrays)
+    parameters = arrays.pop(_EARLIER, None)
     vectors = {
         name.removeprefix(_PREFIX): arrays.pop(name)
         for name in snapshot.arrays
         if name.startswith(_PREFIX)
     }
     if vectors.keys() != set(facts.vectors) or PARAMETERS not in vectors:
-        raise _damaged(snapshot, f"it has vectors {sorted(vectors)}, not {sorted(facts.vectors)}")
-    plain = Snapshot(
-        label=snapshot.label,
-        arrays={name: array for name, array in arrays.items() if name != _EARLIER},
-        facts={name: fact for name, fact in snapshot.facts.items() if name != _FACT},
-    )
-    saved = LoadedSavepoint(facts.cut, vectors, _earlier(snapshot, facts))
-    return plain, saved
-
-
-def _earlier(snapshot: Snapshot, facts: _SavepointFacts) -> KeptParameters | None:
-    parameters, wanted = snapshot.arrays.get(_EARLIER), facts.earlier
-    if (parameters is None) is not (wanted is None):
-        raise _damaged(snapshot, f"array {_EARLIER!r} and fact {_FACT!r} disagree")
-    if parameters is None or wanted is None:
-        return None
-    current = snapshot.arrays[f"{_PREFIX}{PARAMETERS}"]
-    if (parameters.shape, parameters.dtype) != (current.shape, current.dtype):
-        raise _damaged(
-            snapshot,
-            f"array {_EARLIER!r} has shape {parameters.shape} and dtype "
-            f"{parameters.dtype}, not {current.shape} and {current.dtype}",
-        )
-    cut, clock = wanted
-    return KeptParameters(cut, clock, parameters.copy())
-
-
-def _damaged(snapshot: Snapshot, what: str) -> StorageError:
-    return StorageError(f"snapshot {snapshot.label!r}: {what}; delete it to use the one before")
+        raise damaged(f"it has vectors {sorted(vectors)}, not {sorted(facts.vectors)}")
+    earlier = None
+    if parameters is not None and facts.earlier is not None:
+        now = vectors[PARAMETERS]
+        if (parameters.shape, parameters.dtype) != (now.shape, now.dtype):
+            raise damaged(
+                f"array {_EARLIER!r} has shape {parameters.shape} and dtype "
+                f"{parameters.dtype}, not {now.shape} and {now.dtype}"
+            )
+        earlier = KeptParameters(*facts.earlier, parameters.copy())
+    elif parameters is not None or facts.earlier is not None:
+        raise damaged(f"array {_EARLIER!r} and fact {_FACT!r} disagree")
+    own_facts = {name: fact for name, fact in snapshot.facts.items() if name != _FACT}
+    plain = Snapshot(label=snapshot.label, arrays=arrays, facts=own_facts)
+    return plain, LoadedSavepoint(facts.cut, vectors, earlier)

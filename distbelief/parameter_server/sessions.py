@@ -1,153 +1,297 @@
-"""The table of a shard's sessions, and the replies to clients.
+"""The clients of a shard: their sessions, and their pushes until they are acknowledged.
 
-A session holds what the shard knows of one client: its incarnation, watermark, push buffers and
-the part of the shard that it reads and writes.
+    PushBlock, PushBlock, Push -> buffer complete -> queue -> applied -> PushApplied
+
+    sequence           1   2   3   4   5   6
+                       [ applied  ]  |   |       watermark = 3
+    buffer s mod 2                   0   1       room for watermark + 1 and + 2 only
+
+A push is applied when its buffer is complete and its sequence is watermark + 1. So the pushes of
+a client are applied in order, each at most once; a duplicate is only acknowledged again. Complete
+pushes wait in one queue, first come, first served, with at most one entry per client. With a
+backup, a push is acknowledged when both copies have applied it.
 """
 
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import final
 
+import msgspec
 import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError, StorageError
-from distbelief.parameter_server.checkpoint import ShardIdentity
-from distbelief.parameter_server.optimizers import StepCounts
-from distbelief.parameter_server.pinned_versions import Pin
-from distbelief.parameter_server.session_state import (
-    PushBuffer,
-    Session,
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.push_history import PartialStaleness, Staleness
+from distbelief.parameter_server.shared_vector import (
+    N_PUSH_BUFFERS,
     push_buffer_bytes,
     push_buffer_views,
 )
-from distbelief.parameter_server.slices import ShardSlice, SliceTable
-from distbelief.protocol import (
-    Message,
-    OpenSession,
-    ParameterBlock,
-    PrimaryChanged,
-    PushApplied,
-    PushBlockAck,
-    SessionOpened,
-    SessionRefused,
-)
-from distbelief.roles.role import Address, Send
+from distbelief.parameter_server.slices import NOTHING, IndexRanges, ShardSlice
+from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import Message, PrimaryChanged, SessionRecord, push_fetch as pf
+from distbelief.roles.role import Action, Address, Received, Send
 
 
-# --- sessions ---
+# --- one client ---
 
 
 @final
-class SessionTable:
-    """All clients that one shard incarnation knows, at most `n_clients_max`.
+@dataclass(slots=True, eq=False)
+class PushBuffer:
+    values: Vector  # (n_elements,) of what the client holds: gradient, then buffers
+    sequence: int = 0  # of the push in it; 0 for none
+    received: int = 0  # blocks [0, received) are in it
+    n_elements: int = 0  # of those blocks, on a backup
+    push: pf.Push | None = None  # set when it has come
+
+    def lend(self, sequence: int) -> None:
+        """Reuse the buffer for push `sequence`, unless it already holds that push."""
+        if self.sequence != sequence:
+            self.sequence, self.received, self.push = sequence, 0, None
+            self.n_elements = 0
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """One client, as a shard sees it. Invalid messages raise RemoteProtocolError."""
+
+    name: Address
+    incarnation: int  # the client's current incarnation
+    watermark: int = 0  # no push up to it is applied from now on. It only rises
+    applied: int = 0  # pushes of this incarnation in the values
+    samples: int = 0  # the client's total in the last applied push, of any incarnation
+    staleness: int = 0  # of the last applied push
+    n_unconfirmed: int = 0  # last pushes that are applied here but not yet on the backup
+    confirmed_staleness: int = 0  # staleness of the last push that both copies have
+    # Whether this incarnation has opened a session with this shard incarnation.
+    opened: bool = False
+    connected: bool = True  # whether the client is there, as far as the shard knows
+    shard_slice: ShardSlice = NOTHING  # what it fetches and pushes of the shard's vector
+    push_buffers: tuple[PushBuffer, ...] = ()  # two if it pushes, none if it only fetches
+    region: str = ""  # where they lie; "" for memory of the shard that blocks fill
+    parameters_region: str = ""  # where it can read the values; "" for blocks only
+    queued: bool = False  # whether it is in the queue of complete pushes
+    request: int = 0  # its latest fetch
+    expired: int = 0  # the latest fetch whose pin expired
+
+    @classmethod
+    def of(cls, record: SessionRecord) -> "Session":
+        return cls(**msgspec.structs.asdict(record), confirmed_staleness=record.staleness)
+
+    @property
+    def record(self) -> SessionRecord:
+        return SessionRecord(
+            name=self.name,
+            incarnation=self.incarnation,
+            watermark=self.watermark,
+            applied=self.applied,
+            samples=self.samples,
+            staleness=self.staleness,
+        )
+
+    @property
+    def confirmed(self) -> int:
+        return self.watermark - self.n_unconfirmed
+
+    @property
+    def push_buffer_nbytes(self) -> int:
+        return sum(push_buffer.values.nbytes for push_buffer in self.push_buffers)
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self.shard_slice.bounds)
+
+    def take_block(self, message: pf.PushBlock) -> int | None:
+        """Store a block; return how many its buffer holds, or None if an earlier one is missing."""
+        push_buffer, index = self._push_buffer_of(message.sequence), message.block_index
+        if self.region:
+            raise RemoteProtocolError(
+                f"{self.name} sent a block of push {message.sequence}, but its push buffers "
+                f"are in shared memory ({self.region!r})"
+            )
+        start, stop = self.shard_slice.check_block(index, message.values, sender=self.name)
+        push_buffer.lend(message.sequence)
+        # Blocks are stored in order; the client resends from the first missing one.
+        if index > push_buffer.received:
+            return None
+        if index == push_buffer.received:
+            push_buffer.values[start:stop] = message.values
+            push_buffer.received += 1
+        return push_buffer.received
+
+    def take_push(self, message: pf.Push) -> PushBuffer:
+        push_buffer = self._push_buffer_of(message.sequence)
+        push_buffer.lend(message.sequence)
+        if push_buffer.push is None:
+            push_buffer.push = message
+        return push_buffer
+
+    def next_complete(self) -> PushBuffer | None:
+        if not self.push_buffers:
+            return None
+        push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
+        if push_buffer.sequence != self.watermark + 1 or push_buffer.push is None:
+            return None
+        # In shared memory the client has filled the buffer before it sends Push.
+        return push_buffer if self.region or push_buffer.received == self.n_blocks else None
+
+    def count_applied(self, push: pf.Push, *, staleness: int, held: bool) -> None:
+        """Note that `push` is in the values; `held` if the backup does not have it yet."""
+        self.watermark = max(self.watermark, push.sequence)
+        self.applied += 1
+        self.samples = push.samples
+        self.staleness = staleness
+        if held:
+            self.n_unconfirmed += 1
+        else:
+            self.confirmed_staleness = staleness
+
+    def confirm(self, *, staleness: int) -> None:
+        assert self.n_unconfirmed > 0, self
+        self.n_unconfirmed -= 1
+        self.confirmed_staleness = staleness
+
+    def _push_buffer_of(self, sequence: int) -> PushBuffer:
+        if not self.push_buffers:
+            raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
+        # An unconfirmed push keeps its buffer, because the backup may still read it there.
+        if not self.watermark < sequence <= self.confirmed + N_PUSH_BUFFERS:
+            raise RemoteProtocolError(
+                f"{self.name} sent push {sequence}; its buffers have room for pushes "
+                f"{self.watermark + 1} to {self.confirmed + N_PUSH_BUFFERS}"
+            )
+        return self.push_buffers[sequence % N_PUSH_BUFFERS]
+
+
+# --- all clients ---
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PushInProgress:
+    """A complete push; its buffer stays unchanged until it is applied."""
+
+    client: Session
+    push_buffer: PushBuffer
+    push: pf.Push
+    staleness: int
+
+    def record(self) -> SessionRecord:
+        """Return the session record as it will be after this push."""
+        return msgspec.structs.replace(
+            self.client.record,
+            watermark=self.push.sequence,
+            applied=self.client.applied + 1,
+            samples=self.push.samples,
+            staleness=self.staleness,
+        )
+
+
+@final
+class Sessions:
+    """All clients that one shard incarnation knows, at most `n_clients_max`, and their pushes.
 
     OpenSession may come repeatedly and late. It only raises the watermark and never takes away push
     buffers in use. A new incarnation of a client drops the buffers of the old one; only `samples`
     stays. A client that is gone keeps its buffers for a while, because it may only be cut off.
     """
 
-    def __init__(
-        self,
-        identity: ShardIdentity,
-        *,
-        slice_table: SliceTable,
-        memory: Memory,
-        n_clients_max: int,
-    ) -> None:
-        self._fingerprint = identity.layout.fingerprint
-        self._slice_table = slice_table
-        self._n_gradient = identity.layout.n_gradient(identity.index)
+    def __init__(self, config: ShardConfig, values: ShardStore, *, memory: Memory) -> None:
+        self._config = config
+        self._values = values
         self._memory = memory
-        self._n_clients_max = n_clients_max
+        self.incarnation = 0  # of the shard, or its term, in replies; 0 before it serves
         self._clients: dict[Address, Session] = {}
         self._n_regions = 0
+        self.queue: deque[Address] = deque()  # clients whose next push is complete
+        self.applying: PushInProgress | None = None
+        self._staleness = Staleness()
+        self._partial_staleness = PartialStaleness()
+        self._n_applied = self._n_duplicates = self._bytes_in = 0
+        self._n_refused = 0
+        self._refused: dict[Address, int] = {}  # the newest of each client
 
-    def restore(self, clients: Iterable[Session]) -> None:
-        self._clients = {client.name: client for client in clients}
+    def restore(self, clients: Iterable[SessionRecord]) -> None:
+        self._clients = {client.name: client for client in map(Session.of, clients)}
 
     def all(self) -> tuple[Session, ...]:
         return tuple(self._clients.values())
 
-    @property
-    def n_connected(self) -> int:
-        return sum(c.opened and c.connected for c in self._clients.values())
-
-    @property
-    def push_buffer_nbytes(self) -> int:
-        return sum(client.push_buffer_nbytes for client in self._clients.values())
-
-    def n_averaged(self, shard_slice: ShardSlice) -> int:
-        """Return over how many clients the buffers of this part are averaged.
-
-        It is the largest number of pushing clients that hold one and the same buffer element. The
-        ranks of a partitioned replica hold each element once, so they count as one client.
-        """
-        pushing = [
-            client.shard_slice
-            for client in self.all()
-            if client.opened and client.connected and client.push_buffers
-        ]
-        if all(other.key == shard_slice.key for other in pushing):
-            return len(pushing)
-        buffers = (self._n_gradient, self._slice_table.whole.n_elements)
-        inner = shard_slice.within(*buffers)
-        all_ranges = [inner, *(other.within(*buffers) for other in pushing)]
-        ends = [end for one in all_ranges for end in (one.starts, one.stops)]
-        bounds = np.unique(np.concatenate(ends))
-        if not inner.n_elements:
-            return len(pushing)
-        counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
-        return int(np.max(counts, where=inner.mask(bounds), initial=0))
+    def records(self) -> tuple[SessionRecord, ...]:
+        return tuple(client.record for client in self._clients.values())
 
     def get(self, name: Address) -> Session | None:
         return self._clients.get(name)
+
+    def counters(self) -> dict[str, float]:
+        clients = self._clients.values()
+        return {
+            "clients": float(sum(one.opened and one.connected for one in clients)),
+            "push_buffer_bytes": float(sum(one.push_buffer_nbytes for one in clients)),
+            "pushes_applied": float(self._n_applied),
+            "pushes_refused": float(self._n_refused),
+            "duplicates": float(self._n_duplicates),
+            "bytes_in": float(self._bytes_in),
+            "queue": float(len(self.queue) + (self.applying is not None)),
+            **self._staleness.counters(),
+        }
+
+    # -------------------------------------------------------------------- sessions
 
     def is_older(self, name: Address, incarnation: int) -> bool:
         client = self._clients.get(name)
         return client is not None and incarnation < client.incarnation
 
-    def why_not(
-        self, name: Address, incarnation: int, request: OpenSession, *, steps: StepCounts
-    ) -> str | None:
-        if request.layout != self._fingerprint:
+    def why_not(self, event: Received, request: pf.OpenSession) -> str | None:
+        """Return why this session can never be opened, or None."""
+        fingerprint = self._config.layout.fingerprint
+        if request.layout != fingerprint:
             return (
-                f"your layout is {request.layout}, the shard's {self._fingerprint}: "
+                f"your layout is {request.layout}, the shard's {fingerprint}: "
                 "use the same model and number of shards on both sides"
             )
         try:
-            shard_slice = self._slice_table.get(request.holds)
+            shard_slice = self._values.slice_table.get(request.holds)
         except RemoteProtocolError as error:
             return f"the elements that you hold are invalid: {error}"
-        client = self._clients.get(name)
+        client = self._clients.get(event.sender)
         if (
             client is not None
             and client.opened
-            and client.incarnation == incarnation
+            and client.incarnation == event.incarnation
             and client.shard_slice.key != shard_slice.key
         ):
             return (
                 f"you held {client.shard_slice.n_elements} elements and now hold "
                 f"{shard_slice.n_elements} others: restart the client to change what it holds"
             )
-        if name not in self._clients and self._is_full and self._oldest_gone is None:
+        if client is None and self._is_full and self._oldest_gone is None:
             return (
                 f"it serves {len(self._clients)} clients, the limit n_clients_max: "
                 "use fewer clients, or raise it"
             )
-        return steps.register(shard_slice) if request.pushes else None
+        return self._values.steps.register(shard_slice) if request.pushes else None
 
-    def changes(self, name: Address, incarnation: int, request: OpenSession) -> bool:
-        client = self._clients.get(name)
+    def must_wait(self, event: Received, request: pf.OpenSession) -> bool:
+        """Return whether OpenSession would replace a push buffer that is still being read."""
+        client = self._clients.get(event.sender)
+        is_unconfirmed = client is not None and client.n_unconfirmed > 0
+        if not (is_unconfirmed or self.is_applying(event.sender)):
+            return False
         return (
             client is None
-            or incarnation > client.incarnation
+            or event.incarnation > client.incarnation
             or request.next_sequence - 1 > client.watermark
             or self._needs_push_buffers(client, request)
         )
 
     def admit(
-        self, name: Address, incarnation: int, request: OpenSession, *, region: str
+        self, name: Address, incarnation: int, request: pf.OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
         """Open a session, with push buffers if the client pushes.
 
@@ -169,22 +313,34 @@ class SessionTable:
             if client is not None:
                 # `samples` tells the new incarnation where to resume; the queue holds the name.
                 samples, queued = client.samples, client.queued
-                self._take_back(client)
+                self._release(client)
             client = Session(name=name, incarnation=incarnation, samples=samples, queued=queued)
             self._clients[name] = client
-        client.shard_slice = self._slice_table.get(request.holds)
+        client.shard_slice = self._values.slice_table.get(request.holds)
         warning = None
         if self._needs_push_buffers(client, request):
-            self._take_back(client)
-            warning = self._lend_push_buffers(client, region, shared=self.shares(request))
+            self._release(client)
+            warning = self._lend_push_buffers(client, region, shared=self._shares(request))
         client.opened = client.connected = True
+        client.parameters_region = self._values.region if self._shares(request) else ""
         # A late OpenSession must not lower the watermark.
         client.watermark = max(client.watermark, request.next_sequence - 1)
         return client, warning
 
+    def take_back(self, client: Session) -> None:
+        """Release the push buffers and the pushes in them; the client must open a new session."""
+        if client.region:
+            self._memory.disown(client.region)  # the client may be alive and still use it
+        client.push_buffers, client.region = (), ""
+        client.opened = False
+
+    def release(self) -> None:
+        for client in self._clients.values():
+            self._release(client)
+
     @property
     def _is_full(self) -> bool:
-        return len(self._clients) >= self._n_clients_max
+        return len(self._clients) >= self._config.n_clients_max
 
     @property
     def _oldest_gone(self) -> Address | None:
@@ -198,31 +354,19 @@ class SessionTable:
             None,
         )
 
-    def shares(self, request: OpenSession) -> bool:
+    def _shares(self, request: pf.OpenSession) -> bool:
         return bool(request.host) and request.host == self._memory.host
 
-    def take_back(self, client: Session) -> None:
-        """Release the push buffers and the pushes in them; the client must open a new session."""
-        if client.region:
-            self._memory.disown(client.region)  # the client may be alive and still use it
-        client.push_buffers, client.region = (), ""
-        client.opened = False
-
-    def release(self) -> None:
-        for client in self._clients.values():
-            self._take_back(client)
-
-    def _needs_push_buffers(self, client: Session, request: OpenSession) -> bool:
+    def _needs_push_buffers(self, client: Session, request: pf.OpenSession) -> bool:
         if not request.pushes:
             return False
         # A client without the memory it was lent repeats OpenSession without a host.
-        return not client.push_buffers or (bool(client.region) and not self.shares(request))
+        return not client.push_buffers or (bool(client.region) and not self._shares(request))
 
     def _lend_push_buffers(self, client: Session, region: str, *, shared: bool) -> str | None:
         n_elements, dtype = client.shard_slice.n_elements, client.shard_slice.dtype
         n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
-        warning = None
-        memory = None
+        warning = memory = None
         if shared:
             name = f"{region}-{self._n_regions}"
             self._n_regions += 1
@@ -233,37 +377,146 @@ class SessionTable:
                 warning = f"{client.name} pushes by messages, not shared memory: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
-        views = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
-        client.push_buffers = (PushBuffer(views[0]), PushBuffer(views[1]))
+        one, other = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
+        client.push_buffers = PushBuffer(one), PushBuffer(other)
         return warning
 
-    def _take_back(self, client: Session) -> None:
+    def _release(self, client: Session) -> None:
         if client.region:
             self._memory.release(client.region)
         client.push_buffers, client.region = (), ""
 
+    # ---------------------------------------------------------------------- pushes
 
-@final
-class Replies:
-    """Replies of one shard incarnation; each carries the shard's incarnation."""
+    def is_applying(self, name: Address) -> bool:
+        return self.applying is not None and self.applying.client.name == name
 
-    def __init__(self, *, index: int) -> None:
-        self._index = index
-        self.incarnation = 0  # incarnation (or term) in the replies; 0 before the shard serves
+    def n_averaged(self, shard_slice: ShardSlice) -> int:
+        """Return over how many clients the buffers of this slice are averaged.
 
-    def session_opened(self, client: Session, *, clock: int) -> Send:
-        return _to(
-            client.name,
-            SessionOpened(
-                shard_incarnation=self.incarnation,
-                clock=clock,
-                samples=client.samples,
-                watermark=client.confirmed,
-                applied=client.applied - client.n_unconfirmed,
-                parameters_region=client.parameters_region,
-                push_buffers_region=client.region,
-            ),
+        It is the largest number of pushing clients that hold one and the same buffer element. The
+        ranks of a partitioned replica hold each element once, so they count as one client.
+        """
+        pushing = [
+            client.shard_slice
+            for client in self._clients.values()
+            if client.opened and client.connected and client.push_buffers
+        ]
+        if all(other.key == shard_slice.key for other in pushing):
+            return max(1, len(pushing))
+        index, layout = self._config.index, self._config.layout
+        buffers = layout.n_gradient(index), layout.shard_size(index)
+        inner = shard_slice.within(*buffers)
+        if not inner.n_elements:
+            return max(1, len(pushing))
+        all_ranges = [inner, *(other.within(*buffers) for other in pushing)]
+        bounds = IndexRanges.ends(all_ranges)
+        counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
+        return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
+
+    def count_refused(self, name: Address, push: pf.Push) -> None:
+        """Count a push of a former incarnation of this client, once."""
+        if push.sequence > self._refused.get(name, 0):  # sequences rise over all incarnations
+            self._refused[name] = push.sequence
+            self._n_refused += 1
+
+    def take_block(self, client: Session, message: pf.PushBlock) -> list[Action]:
+        sequence = message.sequence
+        if sequence <= client.watermark:
+            return [self._answer_duplicate(client, sequence)] if message.answer else []
+        received = client.take_block(message)
+        self._bytes_in += message.values.nbytes
+        if received is None:
+            return []
+        self._enqueue(client)  # the Push may have overtaken this block
+        return [self._block_ack(client, sequence, received)] if message.answer else []
+
+    def take_push(self, client: Session, message: pf.Push) -> list[Action]:
+        sequence = message.sequence
+        if sequence <= client.watermark:
+            self._n_duplicates += 1
+            return [self._answer_duplicate(client, sequence)]
+        if message.fetched_clock > self._values.clock:
+            raise RemoteProtocolError(
+                f"{client.name} sent fetched_clock {message.fetched_clock}; "
+                f"the shard's clock is {self._values.clock}"
+            )
+        reason = self._values.why_not(message.touches, client.shard_slice)
+        if reason is not None:
+            return [self.refuse(client.name, reason, for_good=True)]
+        push_buffer = client.take_push(message)
+        self._enqueue(client)
+        received = client.n_blocks if client.region else push_buffer.received
+        if push_buffer.push is not message:
+            self._n_duplicates += 1
+        elif received == client.n_blocks:
+            return []  # the client gets PushApplied later
+        return [self._block_ack(client, sequence, received)]
+
+    def begin_push(self) -> PushInProgress | None:
+        while self.queue:
+            client = self._clients[self.queue.popleft()]
+            client.queued = False
+            push_buffer = client.next_complete()
+            if push_buffer is not None and push_buffer.push is not None:
+                push = push_buffer.push
+                staleness = self._partial_staleness.since(
+                    client.shard_slice, fetched_clock=push.fetched_clock, clock=self._values.clock
+                )
+                self.applying = PushInProgress(client, push_buffer, push, staleness)
+                return self.applying
+        return None
+
+    def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
+        """Finish the push in progress: acknowledge it, unless the backup does not have it yet.
+
+        Args:
+            held: Whether the client must not know yet.
+            staged: Whether it is a chunk gradient, which does not raise the clock.
+        """
+        assert self.applying is not None
+        applied, self.applying = self.applying, None
+        client = applied.client
+        client.count_applied(applied.push, staleness=applied.staleness, held=held)
+        self._staleness.add(applied.staleness)
+        if not staged:
+            self._partial_staleness.add(client.shard_slice, clock=self._values.clock - 1)
+        self._n_applied += 1
+        if client.region:
+            self._bytes_in += applied.push_buffer.values.nbytes
+        self._enqueue(client)
+        return [] if held else [self._push_applied(client)]
+
+    def confirm(self, client: Session, *, staleness: int) -> Action:
+        """Acknowledge the oldest push that waited for the backup."""
+        client.confirm(staleness=staleness)
+        return self._push_applied(client)
+
+    def _answer_duplicate(self, client: Session, sequence: int) -> Action:
+        if sequence <= client.confirmed:
+            return self._push_applied(client)
+        return self._block_ack(client, sequence, client.n_blocks)
+
+    def _enqueue(self, client: Session) -> None:
+        if client.queued or self.is_applying(client.name):
+            return  # `end_push` queues the next push of a client whose push is being applied
+        if client.next_complete() is not None:
+            client.queued = True
+            self.queue.append(client.name)
+
+    # --------------------------------------------------------------------- replies
+
+    def session_opened(self, client: Session) -> Send:
+        opened = pf.SessionOpened(
+            shard_incarnation=self.incarnation,
+            clock=self._values.clock,
+            samples=client.samples,
+            watermark=client.confirmed,
+            applied=client.applied - client.n_unconfirmed,
+            parameters_region=client.parameters_region,
+            push_buffers_region=client.region,
         )
+        return _to(client.name, opened)
 
     def primary_changed(self, receiver: Address) -> Send:
         """Tell a client of the former primary that this copy serves it now."""
@@ -271,36 +524,23 @@ class Replies:
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
         """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""
-        text = f"shard {self._index}, incarnation {self.incarnation}: {reason}"
-        return _to(receiver, SessionRefused(reason=text, for_good=for_good))
+        text = f"shard {self._config.index}, incarnation {self.incarnation}: {reason}"
+        return _to(receiver, pf.SessionRefused(reason=text, for_good=for_good))
 
-    def push_applied(self, client: Session, *, clock: int) -> Send:
-        return _to(
-            client.name,
-            PushApplied(
-                sequence=client.confirmed,
-                shard_incarnation=self.incarnation,
-                clock=clock,
-                staleness=client.confirmed_staleness,
-            ),
-        )
-
-    def block_ack(self, client: Session, *, sequence: int, received: int) -> Send:
-        return _to(
-            client.name,
-            PushBlockAck(sequence=sequence, shard_incarnation=self.incarnation, received=received),
-        )
-
-    def block(self, reader: Address, pin: Pin, index: int, values: Vector) -> Send:
-        """Return one block of a pinned version; its memory is lent to the driver."""
-        message = ParameterBlock(
-            request=pin.request,
+    def _push_applied(self, client: Session) -> Send:
+        applied = pf.PushApplied(
+            sequence=client.confirmed,
             shard_incarnation=self.incarnation,
-            block_index=index,
-            clock=pin.version.clock,
-            values=values,
+            clock=self._values.clock,
+            staleness=client.confirmed_staleness,
         )
-        return Send(receiver=reader, message=message, lent=True)
+        return _to(client.name, applied)
+
+    def _block_ack(self, client: Session, sequence: int, received: int) -> Send:
+        ack = pf.PushBlockAck(
+            sequence=sequence, shard_incarnation=self.incarnation, received=received
+        )
+        return _to(client.name, ack)
 
 
 def _to(receiver: Address, message: Message) -> Send:

@@ -1,4 +1,6 @@
-"""A vector in shared memory under a seqlock: one writer, many readers, nobody waits.
+"""What a shard shares with clients on its host: its values, and push buffers.
+
+The values are a vector under a seqlock: one writer, many readers, nobody waits.
 
     | version, clock, incarnation, 0 ... (64 bytes) | values (n elements) |
 
@@ -9,7 +11,7 @@ complete, and stays odd if the writer dies while it writes.
 """
 
 from collections.abc import Callable
-from typing import final
+from typing import Final, final
 
 import numpy as np
 
@@ -112,3 +114,31 @@ class SeqlockVector:
         copy()
         clock = self.clock
         return clock if self.version == version else None
+
+
+# --- push buffers ---
+
+N_PUSH_BUFFERS: Final = 2
+
+
+def push_buffer_bytes(n_elements: int, *, itemsize: int) -> int:
+    """Return the size of a region of two push buffers; never 0, which no region can have."""
+    return max(N_PUSH_BUFFERS * n_elements * itemsize, 64)
+
+
+def push_buffer_views(
+    region: Region, *, n_elements: int, dtype: np.dtype[Element]
+) -> tuple[Vector, Vector]:
+    """Return both push buffers of a region, each (n_elements,).
+
+    Raises:
+        RemoteProtocolError: The region has another size.
+    """
+    n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
+    if region.nbytes != n_bytes:
+        raise RemoteProtocolError(
+            f"a region of push buffers has {region.nbytes} bytes, not the {n_bytes} of "
+            f"{N_PUSH_BUFFERS} times {n_elements} elements of {dtype}: use one layout"
+        )
+    whole = region[: N_PUSH_BUFFERS * n_elements * dtype.itemsize].view(dtype)
+    return whole[:n_elements], whole[n_elements:]

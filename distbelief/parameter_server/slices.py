@@ -1,17 +1,15 @@
-"""Index ranges: which elements of the tensors and of a shard's vector a client holds.
+"""Index ranges of a shard's vector, and all copies from and to them.
 
-    items                 w[0:2, 0:3]           b[0:2]
-    tensors given         (6,)                  (2,)       flat, row-major
-    shard 0 holds         w, elements 0 1 2     b 0 1      compact: 5 elements
-    shard 1 holds         w, elements 6 7 8                compact: 3 elements
+    IndexRanges    sorted, disjoint ranges of indices
+    RangeCopier    copies between a vector and the compact vector of some ranges
+    ShardSlice     the elements of a shard's vector that one client reads and writes
+    TensorCopier   copies between a client's tensors and such elements
 
-A rank of a model-parallel replica holds the regions of its partition and talks only to the shards
-that hold some of them. No element is held twice; regions and whole views may be empty.
+Nothing here knows a message, a role or how tensors lie on shards.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, final
 
 import numpy as np
@@ -20,17 +18,29 @@ from numpy.typing import NDArray
 
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, block_bounds
 from distbelief.errors import RemoteProtocolError
-from distbelief.graph.region import Region
-from distbelief.parameter_server.layout import (
-    Layout,
-    Segment,
-    TensorCopier,
-    TensorSpec,
-    as_tensor,
-    check_tensor,
-    check_tensors,
-    scatter_blocks,
-)
+
+
+Bounds = Sequence[tuple[int, int]]  # (start, stop) of each block of a vector
+
+
+def padded(n_elements: int) -> int:
+    return -(-n_elements // ALIGNMENT) * ALIGNMENT
+
+
+def as_tensor(vector: Vector) -> torch.Tensor:
+    """Return the same memory as a tensor, without torch's warning about read-only arrays."""
+    if vector.flags.writeable:
+        return torch.from_numpy(vector)
+    return torch.from_numpy(np.asarray(_Writeable(vector)))
+
+
+@final
+# Torch has no read-only tensors and warns about read-only arrays.
+class _Writeable:
+    def __init__(self, vector: Vector) -> None:
+        address, _ = vector.__array_interface__["data"]
+        self._vector = vector  # keeps the memory alive
+        self.__array_interface__ = vector.__array_interface__ | {"data": (address, False)}
 
 
 # --- ranges ---
@@ -142,6 +152,11 @@ class IndexRanges:
             return cls.of(begins, begins + np.repeat(lengths, counts))
         except ValueError as error:
             raise RemoteProtocolError(f"stripes overlap: {error}") from None
+
+    @staticmethod
+    def ends(parts: Iterable["IndexRanges"]) -> Indices:
+        """Return every start and stop of these ranges, sorted; at least one is needed."""
+        return np.unique(np.concatenate([end for one in parts for end in (one.starts, one.stops)]))
 
     @property
     def key(self) -> bytes:
@@ -280,7 +295,7 @@ _N_KNOWN_MAX = 1024
 
 @final
 class ShardSlice:
-    """One client's part of one shard's vector: all of it, or ranges.
+    """The elements of a shard's vector that one client reads and writes: all, or ranges.
 
         shard's vector   0 1 2 3 4 5 6 7 8 9 ...      pushed, and fetched by blocks:
         a client holds       ^^^     ^^^^^            the compact vector 2 3 6 7 8
@@ -303,19 +318,14 @@ class ShardSlice:
         self.ranges = ranges  # of the shard's vector; None for all of it
         self.stripes = stripes  # the ranges as on the wire
         # (start, stop) of each block of the compact vector.
-        self.bounds = tuple(block_bounds(n_elements, itemsize=dtype.itemsize))
+        self.bounds: Bounds = tuple(block_bounds(n_elements, itemsize=dtype.itemsize))
         # Equal for equal parts; empty for everything.
         self.key = b"" if ranges is None else ranges.key
-        self._copiers: dict[int, RangeCopier] = {}  # by block
-        self._copier: RangeCopier | None = None  # of all blocks at once
+        self._copiers: dict[int, RangeCopier] = {}  # by block; -1 for all blocks at once
 
     @classmethod
-    def whole(cls, layout: Layout, k: int) -> "ShardSlice":
-        return cls(layout.shard_size(k), dtype=layout.dtype)
-
-    @classmethod
-    def of(cls, ranges: IndexRanges, layout: Layout) -> "ShardSlice":
-        return cls(ranges.n_elements, dtype=layout.dtype, ranges=ranges, stripes=ranges.stripes())
+    def of(cls, ranges: IndexRanges, *, dtype: np.dtype[Element]) -> "ShardSlice":
+        return cls(ranges.n_elements, dtype=dtype, ranges=ranges, stripes=ranges.stripes())
 
     def within(self, start: int, stop: int) -> IndexRanges:
         if self.ranges is None:
@@ -324,6 +334,24 @@ class ShardSlice:
 
     def positions_of(self, inner: IndexRanges) -> IndexRanges:
         return inner if self.ranges is None else self.ranges.positions_of(inner)
+
+    def check_block(self, index: int, values: Vector, *, sender: str) -> tuple[int, int]:
+        """Return the bounds of a block of the compact vector, if these values fit it.
+
+        Raises:
+            RemoteProtocolError: There is no such block, or it has another size or type.
+        """
+        if index >= len(self.bounds):
+            raise RemoteProtocolError(
+                f"{sender} sent block {index} of a vector of {len(self.bounds)}: use one layout"
+            )
+        start, stop = self.bounds[index]
+        if values.dtype != self.dtype or values.size != stop - start:
+            raise RemoteProtocolError(
+                f"{sender} sent {values.size} elements of {values.dtype} as block {index}, which "
+                f"has {stop - start} of {self.dtype}: use one layout"
+            )
+        return start, stop
 
     def block(self, values: Vector, index: int) -> Vector:
         """Return block `index` of the compact vector of a shard's `values`; a view if possible."""
@@ -340,9 +368,9 @@ class ShardSlice:
         if self.ranges is None:
             values[:] = compact
             return
-        if self._copier is None:
-            self._copier = RangeCopier(self.ranges)
-        self._copier.scatter(as_tensor(compact), as_tensor(values))
+        if -1 not in self._copiers:
+            self._copiers[-1] = RangeCopier(self.ranges)
+        self._copiers[-1].scatter(as_tensor(compact), as_tensor(values))
 
 
 NOTHING: Final = ShardSlice(0, dtype=np.dtype(np.float32))
@@ -351,24 +379,27 @@ NOTHING: Final = ShardSlice(0, dtype=np.dtype(np.float32))
 
 @final
 class SliceTable:
-    """The parts of all clients of one shard; clients with equal parts share one object."""
+    """The slices of all clients of one shard; clients with equal parts share one object."""
 
-    def __init__(self, layout: Layout, k: int) -> None:
-        self._layout = layout
-        self._size = layout.shard_size(k)
-        self.whole = ShardSlice.whole(layout, k)  # the part that is everything
+    def __init__(self, size: int, *, dtype: np.dtype[Element]) -> None:
+        self.whole = ShardSlice(size, dtype=dtype)  # the slice that is everything
         self._known: dict[bytes, ShardSlice] = {}
 
     def get(self, stripes: Vector | None) -> ShardSlice:
-        """Return the part with these stripes; None for everything."""
+        """Return the slice with these stripes; None for everything.
+
+        Raises:
+            RemoteProtocolError: They do not fit the vector; checked before memory is allocated.
+        """
         if stripes is None:
             return self.whole
         words = stripes.tobytes()
         known = self._known.get(words)
         if known is None:
-            ranges = IndexRanges.from_wire(stripes, size=self._size)
+            size, dtype = self.whole.n_elements, self.whole.dtype
+            ranges = IndexRanges.from_wire(stripes, size=size)
             known = ShardSlice(
-                ranges.n_elements, dtype=self._layout.dtype, ranges=ranges, stripes=stripes.copy()
+                ranges.n_elements, dtype=dtype, ranges=ranges, stripes=stripes.copy()
             )
             if len(self._known) >= _N_KNOWN_MAX:
                 self._known.clear()  # sessions keep their own references
@@ -376,286 +407,115 @@ class SliceTable:
         return known
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    item_index: int
-    start: int  # [start, stop) of the item's elements
-    stop: int
-    ranges: IndexRanges  # of the shard's vector
+# --- tensors ---
+
+Sizes = Sequence[tuple[str, int]]  # name and elements of each of a client's tensors
+Place = int | IndexRanges  # of a run of elements in a vector: the first of them, or their ranges
 
 
-@final
-class PartialView:
-    """Regions of a layout's tensors, and what each shard has of them."""
+def check_tensors(sizes: Sizes, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raise ValueError unless these are flat tensors of these sizes; None is always valid."""
+    if len(tensors) != len(sizes):
+        raise ValueError(
+            f"{len(tensors)} tensors given, the layout has {len(sizes)}: "
+            "give all of them, in its order (whole tensors are sorted by name)"
+        )
+    for size, tensor in zip(sizes, tensors, strict=True):
+        _check_tensor(size, tensor)
 
-    def __init__(self, layout: Layout, items: Sequence[tuple[str, Region]]) -> None:
-        self.items = tuple(items)  # tensor and region of each item, as given
-        # The client's tensors, one per item: (n_elements,).
-        self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
-        self._layout = layout
-        self._pieces = _placed(layout, self.items)
-        # Indices of the shards that hold something of them.
-        self.shards = tuple(k for k, pieces in enumerate(self._pieces) if pieces)
-        self._ranges = {k: _united(self._pieces[k], self.items, k=k) for k in self.shards}
 
-    @classmethod
-    def of(cls, layout: Layout, items: Sequence[tuple[str, Region]]) -> "PartialView":
-        """Return the view of these regions, each of the named tensor.
-
-        Raises:
-            ValueError: A tensor or region does not exist, two regions overlap, or they cut a shard
-                into too many pieces.
-        """
-        return cls(layout, items)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._layout.fingerprint
-
-    def n_elements(self, k: int) -> int:
-        return sum(piece.stop - piece.start for piece in self._pieces[k])
-
-    def part(self, k: int) -> "SliceCopier":
-        return SliceCopier(
-            ShardSlice.of(self._ranges[k], self._layout), self._layout, k, selection=self
+def _check_tensor(size: tuple[str, int], tensor: torch.Tensor | None) -> None:
+    if tensor is None:
+        return
+    name, n_elements = size
+    if tensor.shape != (n_elements,):
+        raise ValueError(
+            f"tensor {name!r} has shape {tuple(tensor.shape)}; flatten it to "
+            f"({n_elements},), and give tensors in the layout's order (by name)"
+        )
+    if tensor.is_complex():
+        raise ValueError(
+            f"tensor {name!r} is {tensor.dtype}, and shards hold real numbers: "
+            "make it a real one with torch.view_as_real"
         )
 
-    def pieces(self, k: int) -> tuple[_Piece, ...]:
-        return self._pieces[k]
+
+def copy_rounded(values: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy; integer tensors get the nearest integer, as averages of counts are not integers."""
+    tensor.copy_(values if tensor.is_floating_point() else values.round())
 
 
 @final
-class SliceCopier:
-    """Copies between a client's tensors and its part of one shard."""
-
-    def __init__(
-        self, shard_slice: ShardSlice, layout: Layout, k: int, *, selection: PartialView | None
-    ) -> None:
-        self.shard_slice = shard_slice  # the part, as the shard knows it
-        self._layout = layout
-        self._k = k
-        self._selection = selection
-
-    @classmethod
-    def whole(cls, layout: Layout, k: int) -> "SliceCopier":
-        return cls(ShardSlice.whole(layout, k), layout, k, selection=None)
-
-    @classmethod
-    def of(cls, selection: PartialView | None, layout: Layout, k: int) -> "SliceCopier":
-        return cls.whole(layout, k) if selection is None else selection.part(k)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._layout.fingerprint
-
-    @property
-    def shard_size(self) -> int:
-        return self._layout.shard_size(self._k)
-
-    @property
-    def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float64]:
-        return self._layout.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        return self.shard_slice.n_elements * self.dtype.itemsize
-
-    def stripes_of(self, tensors: Sequence[object | None]) -> Vector | None:
-        """Return the stripes of the given tensors in the shard's vector, or None if all are given.
-
-        Padding goes with the tensor before it, so that ranges end at multiples of `ALIGNMENT` and
-        update rules round as for the whole vector.
-
-        Args:
-            tensors: In the order of the layout; None for tensors that are not given.
-        """
-        assert self._selection is None
-        segments = self._layout.segments(self._k)
-        given = [one for one in segments if tensors[one.tensor_index] is not None]
-        if len(given) == len(segments):
-            return None
-        starts = np.array([one.offset for one in given], np.int64)
-        sizes = np.array([one.n_elements for one in given], np.int64)
-        return IndexRanges.of(starts, starts + -(-sizes // ALIGNMENT) * ALIGNMENT).stripes()
-
-    def exchange(self, compact: Vector) -> "Copier":
-        if self._selection is None:
-            return self._layout.exchange(self._k, compact)
-        pieces = [
-            (piece, self.shard_slice.positions_of(piece.ranges))
-            for piece in self._selection.pieces(self._k)
-        ]
-        return RegionCopier(self._selection.tensors, pieces, compact)
-
-    def block_copier(self, blocks: Sequence[Vector]) -> "BlockCopier":
-        return BlockCopier(self, blocks)
-
-    def scatter(self, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the compact vector, in blocks, to tensors; see `TensorCopier.scatter`."""
-        if self._selection is None:
-            segments = self._layout.segments(self._k)
-            scatter_blocks(self._layout.tensors, segments, blocks, tensors)
-        else:
-            self.exchange(np.concatenate(blocks)).scatter(tensors)
-
-    def copier_in_place(self, vector: Vector) -> "Copier":
-        """Return the copier between tensors and the shard's own vector."""
-        if self._selection is None:
-            return self._layout.exchange(self._k, vector)
-        pieces = [(piece, piece.ranges) for piece in self._selection.pieces(self._k)]
-        return RegionCopier(self._selection.tensors, pieces, vector)
-
-
-@final
-class BlockCopier:
-    def __init__(self, part: SliceCopier, blocks: Sequence[Vector]) -> None:
-        self._part = part
-        self._blocks = blocks
-
-    def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._part.scatter(self._blocks, tensors)
-
-
-@final
-class RegionCopier:
-    """`TensorCopier` for flat tensors of regions.
+class TensorCopier:
+    """Copies between a client's tensors and a vector; made once for many copies.
 
     Args:
-        tensors: One per item.
-        pieces: What the shard has of each item, and where it lies in `vector`.
-        vector: The shard's vector, or the compact one.
+        sizes: Of all tensors of the client, in their order.
+        pieces: By tensor: which elements [start, stop) of it lie in the vector, and where.
+        vector: May be read-only if nothing is gathered into it.
+        has_padding: Whether a gap of zeros follows a piece that does not end at a multiple of 64.
+
+    The tensors given to `gather` and `scatter` are flat, in the same order and of any real
+    dtype; those that do not fit raise ValueError.
     """
 
     def __init__(
         self,
-        tensors: tuple[TensorSpec, ...],
-        pieces: Sequence[tuple[_Piece, IndexRanges]],
+        sizes: Sizes,
+        pieces: Mapping[int, tuple[int, int, Place]],
         vector: Vector,
+        *,
+        has_padding: bool,
     ) -> None:
-        self._tensors = tensors
-        self._vector = as_tensor(vector)
-        self._copiers = {piece.item_index: (piece, RangeCopier(ranges)) for piece, ranges in pieces}
+        self._sizes = sizes
+        self._vector = whole = as_tensor(vector)
+        self._pieces: dict[int, tuple[int, int, torch.Tensor | RangeCopier]] = {}
+        self._padding: list[torch.Tensor] = []
+        for index, (start, stop, place) in pieces.items():
+            if isinstance(place, IndexRanges):
+                self._pieces[index] = start, stop, RangeCopier(place)
+                continue
+            end = place + stop - start
+            self._pieces[index] = start, stop, whole[place:end]
+            if has_padding and end % ALIGNMENT:
+                self._padding.append(whole[end : padded(end)])
 
     def gather(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy the shard's part of `tensors` into the vector; see `TensorCopier.gather`."""
-        check_tensors(self._tensors, tensors)
-        for index in self._copiers:
+        """Copy the elements of `tensors` into the vector; None for zeros."""
+        check_tensors(self._sizes, tensors)
+        for index in self._pieces:
             self._put(index, tensors[index])
+        self.zero_padding()
 
     def put(self, index: int, tensor: torch.Tensor | None) -> None:
-        check_tensor(self._tensors[index], tensor)
-        self._put(index, tensor)
+        """Copy the elements of one tensor into the vector."""
+        _check_tensor(self._sizes[index], tensor)
+        if index in self._pieces:
+            self._put(index, tensor)
 
     def _put(self, index: int, tensor: torch.Tensor | None) -> None:
-        if index not in self._copiers:
-            return
-        piece, copier = self._copiers[index]
+        start, stop, place = self._pieces[index]
         with torch.no_grad():
-            if tensor is None:
-                part = torch.zeros(1, dtype=self._vector.dtype).expand(piece.stop - piece.start)
+            if isinstance(place, RangeCopier):
+                zeros = torch.zeros(1, dtype=self._vector.dtype).expand(stop - start)
+                place.scatter(zeros if tensor is None else tensor[start:stop], self._vector)
+            elif tensor is None:
+                place.zero_()
             else:
-                part = tensor[piece.start : piece.stop]
-            copier.scatter(part, self._vector)
+                place.copy_(tensor[start:stop])
 
     def zero_padding(self) -> None:
-        """Do nothing: the compact vector has no padding."""
+        """Fill the gaps between pieces with zeros; update rules keep them zero."""
+        for view in self._padding:
+            view.zero_()
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the vector's elements into `tensors`; see `TensorCopier.scatter`."""
-        check_tensors(self._tensors, tensors)
+        """Copy the vector's elements into `tensors`; other elements stay."""
+        check_tensors(self._sizes, tensors)
         with torch.no_grad():
-            for index, (piece, copier) in self._copiers.items():
-                part = tensors[index][piece.start : piece.stop]
-                copier.gather(self._vector, part)
-
-
-Copier = TensorCopier | RegionCopier
-
-
-def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
-    spec = next((spec for spec in layout.tensors if spec.name == name), None)
-    if spec is None:
-        names = [spec.name for spec in layout.tensors]
-        raise ValueError(f"the layout has no tensor {name!r}; it has {names}")
-    whole = Region.of(*spec.shape)
-    if len(region.intervals) != len(spec.shape) or region not in whole:
-        raise ValueError(f"tensor {name!r} has shape {spec.shape}; it has no region {region}")
-    return TensorSpec(name=name, shape=(region.n_elements,), kind=spec.kind)
-
-
-def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_Piece, ...]]:
-    indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
-    flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
-    of_tensor: dict[int, list[int]] = {}
-    for item_index, (name, _) in enumerate(items):
-        of_tensor.setdefault(indices[name], []).append(item_index)
-    return [
-        tuple(
-            _Piece(i, start := flat[i].n_below(segment.start), start + n, placed)
-            for segment in layout.segments(k)
-            for i in of_tensor.get(segment.tensor_index, ())
-            for placed in [_in_segment(flat[i], segment)]
-            if (n := placed.n_elements)
-        )
-        for k in range(layout.n_shards)
-    ]
-
-
-def _in_segment(flat: IndexRanges, segment: Segment) -> IndexRanges:
-    clipped = flat.clipped(segment.start, segment.stop)
-    return clipped.shifted(segment.offset - segment.start)
-
-
-def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
-    starts = np.zeros(1, np.int64)
-    stride, run = 1, 1
-    is_run = True  # whether the dimensions so far make one run of elements
-    for extent, (start, stop) in zip(reversed(shape), reversed(region.intervals), strict=True):
-        if is_run:
-            starts += start * stride
-            run *= stop - start
-        else:
-            rows = np.arange(start, stop, dtype=np.int64) * stride
-            starts = (rows[:, None] + starts).reshape(-1)
-        is_run = is_run and (start, stop) == (0, extent)
-        stride *= extent
-    if not region.n_elements:
-        return IndexRanges.whole(0, 0)
-    if len(starts) > N_RANGES_MAX:
-        raise ValueError(
-            f"region {region} of a tensor of shape {shape} is {len(starts)} separate "
-            f"runs of elements; the most is {N_RANGES_MAX}: cut it along an earlier "
-            "dimension"
-        )
-    return IndexRanges.of(starts, starts + run)
-
-
-def _united(
-    pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int
-) -> IndexRanges:
-    try:
-        ranges = IndexRanges.union(piece.ranges for piece in pieces)
-    except ValueError:
-        raise _overlap(pieces, items) from None
-    n = len(ranges.stripes()) // 4
-    if n > N_STRIPES_MAX or len(ranges.starts) > N_RANGES_MAX:
-        raise ValueError(
-            f"the regions cut the vector of shard {k} into {len(ranges.starts)} ranges "
-            f"or {n} stripes; the most is {N_RANGES_MAX} or {N_STRIPES_MAX}: use more "
-            "shards, or cut tensors along their first dimension"
-        )
-    return ranges
-
-
-def _overlap(pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]]) -> ValueError:
-    regions = [items[piece.item_index] for piece in pieces]
-    name, one, other = next(
-        (name, one, other)
-        for i, (name, one) in enumerate(regions)
-        for tensor, other in regions[i + 1 :]
-        if tensor == name and (one & other).n_elements
-    )
-    return ValueError(
-        f"regions {one} and {other} of tensor {name!r} overlap: each element is held once"
-    )
+            for index, (start, stop, place) in self._pieces.items():
+                part = tensors[index][start:stop]
+                if isinstance(place, RangeCopier):
+                    place.gather(self._vector, part)
+                else:
+                    copy_rounded(place, part)

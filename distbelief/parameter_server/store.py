@@ -9,21 +9,27 @@ exactly what was pushed, so one replica has the BatchNorm of sequential training
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import replace
+from functools import partial
+from typing import Final, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
-from distbelief.core.vectors import ALIGNMENT, Element, Vector
+from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore
 from distbelief.parameter_server.optimizers import State, StepCounts
 from distbelief.parameter_server.shared_vector import SeqlockVector
-from distbelief.parameter_server.slices import IndexRanges, RangeCopier, ShardSlice, SliceTable
+from distbelief.parameter_server.slices import (
+    IndexRanges,
+    RangeCopier,
+    ShardSlice,
+    SliceTable,
+    padded,
+)
 from distbelief.roles.role import Cost, Snapshot
 
 
@@ -39,23 +45,15 @@ from distbelief.roles.role import Cost, Snapshot
 Update = Callable[[Sequence[Vector], Vector], None]
 """update(vectors, pushed) changes the vectors, each (n,), in place."""
 
-_IN_PLACE_MIN = 1 << 14
+_IN_PLACE_MIN: Final = 1 << 14
 """Elements from which a range is updated in place."""
 
-_PIECE = 1 << 16
+_PIECE: Final = 1 << 16
 """Elements of each vector copied out at a time."""
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Elements that are updated together."""
-
-    n_elements: int  # how many
-    # Where they are in the shard's vectors: the first of them, if contiguous.
-    target: int | RangeCopier
-    # Where they are in the pushed vector: the first of them, if contiguous.
-    source: int | RangeCopier
+_Piece = tuple[int, int | RangeCopier, int | RangeCopier]
+"""How many elements are updated together, and where they are in the shard's vectors and in the
+pushed vector: the first of them, if contiguous."""
 
 
 @final
@@ -69,48 +67,32 @@ class SliceUpdate:
 
     def __init__(self, target: IndexRanges, source: IndexRanges) -> None:
         self.target = target
-        self.n_elements = target.n_elements
         self._pieces = tuple(_pieces(target, source))
-        copied = [p.n_elements for p in self._pieces if isinstance(p.target, RangeCopier)]
-        self._n_copied = max(copied, default=0)
+        copied = [n for n, place, _ in self._pieces if isinstance(place, RangeCopier)]
+        self._n_copied_max = max(copied, default=0)
 
     def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
-        room = np.zeros((len(vectors) + 1, _padded(self._n_copied)), pushed.dtype)
-        for piece in self._pieces:
-            n, target, source = piece.n_elements, piece.target, piece.source
-            if isinstance(target, int) and isinstance(source, int):
+        room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), pushed.dtype)
+        wholes = [torch.from_numpy(vector) for vector in vectors]
+        for n, target, source in self._pieces:
+            if isinstance(target, int):
+                assert isinstance(source, int)
                 parts = [vector[target : target + n] for vector in vectors]
                 update(parts, pushed[source : source + n])
+                continue
+            copies = room[:, : padded(n)]
+            copies[:, n:] = 0.0
+            *targets, gradient = copies
+            if isinstance(source, int):
+                gradient[:n] = pushed[source : source + n]
             else:
-                copies = room[:, : _padded(n)]
-                copies[:, n:] = 0.0
-                _apply_to_copies(piece, update, vectors, pushed, copies=copies)
-
-
-def _apply_to_copies(
-    piece: _Piece,
-    update: Update,
-    vectors: Sequence[Vector],
-    pushed: Vector,
-    *,
-    copies: npt.NDArray[Element],
-) -> None:
-    n, target = piece.n_elements, piece.target
-    assert isinstance(target, RangeCopier)
-    *targets, gradient = copies
-    if isinstance(piece.source, int):
-        gradient[:n] = pushed[piece.source : piece.source + n]
-    else:
-        piece.source.gather(torch.from_numpy(pushed), torch.from_numpy(gradient[:n]))
-    pairs = [
-        (torch.from_numpy(whole), torch.from_numpy(part[:n]))
-        for whole, part in zip(vectors, targets, strict=True)
-    ]
-    for whole, part in pairs:
-        target.gather(whole, part)
-    update(targets, gradient)
-    for whole, part in pairs:
-        target.scatter(part, whole)
+                source.gather(torch.from_numpy(pushed), torch.from_numpy(gradient[:n]))
+            copied = [torch.from_numpy(part[:n]) for part in targets]
+            for whole, part in zip(wholes, copied, strict=True):
+                target.gather(whole, part)
+            update(targets, gradient)
+            for whole, part in zip(wholes, copied, strict=True):
+                target.scatter(part, whole)
 
 
 def _pieces(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
@@ -123,8 +105,7 @@ def _pieces(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
         begin = int(target.offsets[index])
         yield from _copied(target, source, done, begin)
         n = int(lengths[index]) // ALIGNMENT * ALIGNMENT
-        place = int(source.part(begin, begin + 1).starts[0])
-        yield _Piece(n, int(target.starts[index]), place)
+        yield n, int(target.starts[index]), int(source.part(begin, begin + 1).starts[0])
         done = begin + n
     yield from _copied(target, source, done, target.n_elements)
 
@@ -132,14 +113,10 @@ def _pieces(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
 def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> Iterator[_Piece]:
     for first in range(start, stop, _PIECE):
         last = min(first + _PIECE, stop)
-        there, here = target.part(first, last), source.part(first, last)
+        here = source.part(first, last)
         # What is pushed lies side by side, unless its elements differ in their clocks.
         place = int(here.starts[0]) if len(here.starts) == 1 else RangeCopier(here)
-        yield _Piece(last - first, RangeCopier(there), place)
-
-
-def _padded(n_elements: int) -> int:
-    return -(-n_elements // ALIGNMENT) * ALIGNMENT
+        yield last - first, RangeCopier(target.part(first, last)), place
 
 
 # --- state blocks for replication ---
@@ -170,13 +147,11 @@ class StateBlocks:
         return min(n_state_blocks * self._n_elements, len(self._whole[0]))
 
     def pack(self, index: int) -> Vector:
-        return np.concatenate(list(self._parts(index)))
+        return np.concatenate(self._parts(index))
 
     def unpack(self, index: int, packed: Vector) -> None:
         """Write one block into the arrays, or raise RemoteProtocolError if it does not fit."""
-        if index >= len(self):
-            raise RemoteProtocolError(f"there is no state block {index}; there are {len(self)}")
-        parts = list(self._parts(index))
+        parts = self._parts(index)
         n, dtype = sum(map(len, parts)), self._whole[0].dtype
         if packed.dtype != dtype or len(packed) != n:
             raise RemoteProtocolError(
@@ -188,13 +163,14 @@ class StateBlocks:
             part[:] = packed[start : start + len(part)]
             start += len(part)
 
-    def _parts(self, index: int) -> Iterator[Vector]:
+    def _parts(self, index: int) -> list[Vector]:
         start = index * self._n_elements
-        for vector in self._whole:
-            yield vector[start : start + self._n_elements]
+        return [vector[start : start + self._n_elements] for vector in self._whole]
 
 
-_N_SLICE_UPDATES_MAX = 256
+# --- all arrays ---
+
+_N_SLICE_UPDATES_MAX: Final = 256
 
 
 @final
@@ -213,10 +189,10 @@ class ShardStore:
         self._n_gradient = layout.n_gradient(index)
         self._dtype = layout.dtype
         self._published = SeqlockVector.private(n_elements=0, dtype=self._dtype)
-        self._state: State = {}
-        self._state_blocks = StateBlocks(self.vector, self._state)
+        self._state_blocks = StateBlocks(self.vector, {})
         self._n_held: int | None = None  # state blocks, while it syncs as a backup
-        self.slice_table = SliceTable(layout, index)  # what the clients hold
+        self.state: State = {}
+        self.slice_table = SliceTable(self._n_elements, dtype=self._dtype)  # what clients hold
         self._pushed_slice = self.slice_table.whole
         self._slice_updates: dict[tuple[bytes, bytes, int, int], SliceUpdate] = {}
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
@@ -231,27 +207,23 @@ class ShardStore:
     def vector(self) -> Vector:
         return self._published.values
 
-    @property
-    def state(self) -> State:
-        return self._state
-
     def publish(self, region: str, *, incarnation: int) -> str | None:
         """Create the memory for the values; return why it cannot be shared, if that is an error."""
-        why_not = None
+        n_elements, dtype, why_not = self._n_elements, self._dtype, None
         if self._memory.host:
             try:
                 self._published = SeqlockVector.create(
                     self._memory,
                     region,
-                    n_elements=self._n_elements,
-                    dtype=self._dtype,
+                    n_elements=n_elements,
+                    dtype=dtype,
                     incarnation=incarnation,
                 )
             except StorageError as error:
                 why_not = str(error)
             else:
                 return None
-        self._published = SeqlockVector.private(n_elements=self._n_elements, dtype=self._dtype)
+        self._published = SeqlockVector.private(n_elements=n_elements, dtype=dtype)
         return why_not
 
     def initialise_work(
@@ -272,7 +244,7 @@ class ShardStore:
             StorageError: The snapshot cannot be restored.
             LocalProtocolError: The initial values have another size.
         """
-        identity, vector, dtype = self._identity, self.vector, self._dtype
+        identity, vector = self._identity, self.vector
 
         def work() -> ShardState:
             if restored is not None:
@@ -282,7 +254,7 @@ class ShardStore:
                     incarnation=incarnation or 0,
                     clock=0,
                     values=initialise(),
-                    state=identity.rule.state(self._n_gradient, dtype),
+                    state=identity.rule.state(self._n_gradient, self._dtype),
                     clients=(),
                     steps=StepCounts(),
                 )
@@ -298,9 +270,8 @@ class ShardStore:
         return work, Cost(n_bytes=2.0 * vector.nbytes)
 
     def initialised(self, state: ShardState) -> None:
-        self._state = state.state
-        self._state_blocks = StateBlocks(self.vector, self._state)
-        self.clock, self.steps = state.clock, state.steps
+        self.state, self.clock, self.steps = state.state, state.clock, state.steps
+        self._state_blocks = StateBlocks(self.vector, self.state)
         self.n_restored = state.steps.n_pushes
         self._published.end(clock=self.clock)
 
@@ -362,26 +333,36 @@ class ShardStore:
             self._published.begin()
         shard_slice = shard_slice or self.slice_table.whole
         touched = touched or shard_slice
-        self._pushed_slice = touched if self._identity.rule.needs_clock else shard_slice
+        rule, values = self._identity.rule, self.vector
+        self._pushed_slice = touched if rule.needs_clock else shard_slice
         n_here = self._state_blocks.n_elements(self.n_held)
         n = min(self._n_gradient, n_here)
         parameters = self._slice_update(touched, shard_slice, 0, n)
         buffers = self._slice_update(touched, shard_slice, n, n_here)
-        updates = self._by_steps(parameters, touched, shard_slice)
-        values, state = self.vector, self._state
-        vectors = (values, *state.values())
+        updates = [(self.clock, parameters)]
+        if rule.needs_clock:
+            parts = self.steps.at(parameters.target, shard_slice=touched)
+            updates = [(clock, parameters) for clock, _ in parts]
+            if len(parts) > 1:
+                updates = [
+                    (clock, SliceUpdate(inner, shard_slice.positions_of(inner)))
+                    for clock, inner in parts
+                ]
+        names = tuple(self.state)
 
-        def average(values: Sequence[Vector], pushed: Vector) -> None:
-            _average(values[0], pushed, n_clients=n_clients)
+        def update(clock: int, vectors: Sequence[Vector], gradient: Vector) -> None:
+            state = dict(zip(names, vectors[1:], strict=True))
+            rule.apply(vectors[0], gradient, state, clock=clock)
 
         def work() -> None:
+            vectors = (values, *self.state.values())
             for clock, slice_update in updates:
-                slice_update.apply(self._update_at(clock), vectors, pushed)
-            buffers.apply(average, [values], pushed)
+                slice_update.apply(partial(update, clock), vectors, pushed)
+            buffers.apply(partial(_average, n_clients=n_clients), [values], pushed)
 
-        n_parameters, n_buffers = parameters.n_elements, buffers.n_elements
+        n_parameters, n_buffers = parameters.target.n_elements, buffers.target.n_elements
         # Read and write each vector, read the gradient.
-        n_passes = 3 + 2 * len(state)
+        n_passes = 3 + 2 * len(names)
         n_bytes = (n_parameters + n_buffers) * values.itemsize
         return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
 
@@ -396,27 +377,6 @@ class ShardStore:
             self._slice_updates[key] = SliceUpdate(inner, shard_slice.positions_of(inner))
         return self._slice_updates[key]
 
-    def _by_steps(
-        self, slice_update: SliceUpdate, touched: ShardSlice, shard_slice: ShardSlice
-    ) -> list[tuple[int, SliceUpdate]]:
-        if not self._identity.rule.needs_clock:
-            return [(self.clock, slice_update)]
-        parts = self.steps.at(slice_update.target, shard_slice=touched)
-        if len(parts) == 1:
-            return [(parts[0][0], slice_update)]
-        return [
-            (clock, SliceUpdate(inner, shard_slice.positions_of(inner))) for clock, inner in parts
-        ]
-
-    def _update_at(self, clock: int) -> Update:
-        rule, names = self._identity.rule, tuple(self._state)
-
-        def update(vectors: Sequence[Vector], gradient: Vector) -> None:
-            state = dict(zip(names, vectors[1:], strict=True))
-            rule.apply(vectors[0], gradient, state, clock=clock)
-
-        return update
-
     def end_push(self) -> None:
         """Finish a push: count it, and mark the values as complete."""
         self.clock += 1
@@ -430,15 +390,11 @@ class ShardStore:
 
     def copy_work(self, out: Vector) -> tuple[Callable[[], None], Cost]:
         values = self.vector
-
-        def work() -> None:
-            out[:] = values
-
-        return work, Cost(n_bytes=2.0 * values.nbytes)
+        return partial(np.copyto, out, values), Cost(n_bytes=2.0 * values.nbytes)
 
 
-def _average(values: Vector, pushed: Vector, *, n_clients: int) -> None:
-    target, source = torch.from_numpy(values), torch.from_numpy(pushed)
+def _average(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> None:
+    target, source = torch.from_numpy(vectors[0]), torch.from_numpy(pushed)
     if n_clients == 1:
         target.copy_(source)  # v + (p - v) would not be exactly p
     else:

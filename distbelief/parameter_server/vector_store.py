@@ -17,29 +17,8 @@ from numpy.typing import NDArray
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
-from distbelief.protocol.vector_commands import (
-    SCALARS_MAX,
-    Axpy,
-    Command,
-    Copy,
-    Dot,
-    Drop,
-    Fill,
-    Function,
-    Gram,
-    LinearCombination,
-    Multiply,
-    Norm,
-    Order,
-    Pointwise,
-    Scalars,
-    Scale,
-    Term,
-    VectorName,
-    n_scalars,
-    reads,
-    writes,
-)
+from distbelief.protocol import vector_commands as vc
+from distbelief.protocol.vector_commands import Command, Scalars, Term, VectorName
 from distbelief.roles.role import Cost
 
 
@@ -137,22 +116,27 @@ class VectorStore:
         """Raise RemoteProtocolError if the batch cannot be executed now; change nothing."""
         held = set(self._vectors)
         for index, command in enumerate(batch):
-            missing = [name for name in reads(command) if name not in held]
+            missing = [name for name in vc.reads(command) if name not in held]
             if missing:
                 raise RemoteProtocolError(
                     f"command {index} of {len(batch)}, {type(command).__name__}, needs "
                     f"vector {missing[0]!r}, and this shard has {sorted(held)}: fill "
                     "it first, or return to a savepoint that has it"
                 )
-            if isinstance(command, Drop):
-                self._check_drop(command)
+            if isinstance(command, vc.Drop):
+                kept = sorted(self._bound.intersection(command.names))
+                if kept:
+                    raise RemoteProtocolError(
+                        f"cannot drop vectors {kept}: they belong to the shard"
+                    )
                 held.difference_update(command.names)
             else:
-                held.update(writes(command))
+                held.update(vc.writes(command))
             self._check_count(len(held))
-        if n_scalars(batch) > SCALARS_MAX:
+        n_scalars = vc.n_scalars(batch)
+        if n_scalars > vc.SCALARS_MAX:
             raise RemoteProtocolError(
-                f"the batch returns {n_scalars(batch)} numbers; the most is {SCALARS_MAX}"
+                f"the batch returns {n_scalars} numbers; the most is {vc.SCALARS_MAX}"
             )
 
     def perform(self, batch: Sequence[Command]) -> Scalars:
@@ -161,16 +145,12 @@ class VectorStore:
         measured: list[float] = []
         with np.errstate(all="ignore"):  # NaN and infinity are valid results
             for command in batch:
-                match command:
-                    case Dot() | Gram() | Norm():
-                        measured.extend(self._measure(command))
-                    case _:
-                        self._change(command)
+                measured += self._perform(command)
         return tuple(measured)
 
     def cost(self, batch: Sequence[Command]) -> Cost:
-        n_passes = sum(len(set(reads(command))) + len(writes(command)) for command in batch)
-        n_sums = n_scalars(batch) + sum(len(reads(command)) for command in batch)
+        n_passes = sum(len(set(vc.reads(one))) + len(vc.writes(one)) for one in batch)
+        n_sums = vc.n_scalars(batch) + sum(len(vc.reads(one)) for one in batch)
         return Cost(
             flops=2.0 * n_sums * self._n, n_bytes=float(n_passes * self._n * self._dtype.itemsize)
         )
@@ -182,32 +162,33 @@ class VectorStore:
                 "a shorter history"
             )
 
-    def _check_drop(self, command: Drop) -> None:
-        kept = sorted(self._bound.intersection(command.names))
-        if kept:
-            raise RemoteProtocolError(f"cannot drop vectors {kept}: they belong to the shard")
-
-    # ------------------------------------------------------------------- changes
-
-    def _change(
-        self, command: Copy | Fill | Scale | Axpy | Multiply | LinearCombination | Pointwise | Drop
-    ) -> None:
+    def _perform(self, command: Command) -> Sequence[float]:
+        """Execute one command; return what it measures."""
         match command:
-            case Copy(target=target, x=x):
+            case vc.Copy(target=target, x=x):
                 np.copyto(self._target(target), self._real(x))
-            case Fill(target=target, a=a):
+            case vc.Fill(target=target, a=a):
                 self._fill(self._target(target), a)
-            case Multiply(target=target, x=x):
+            case vc.Multiply(target=target, x=x):
                 self._target(target)[:] *= self._real(x)
-            case Scale() | Axpy() | LinearCombination():
-                self._combine(command.target, _terms(command))
-            case Pointwise():
+            case vc.Scale(target=target, a=a):
+                self._combine(target, (Term(a, target),))
+            case vc.Axpy(target=target, a=a, x=x):
+                self._combine(target, (Term(1.0, target), Term(a, x)))
+            case vc.LinearCombination(target=target, terms=terms):
+                self._combine(target, terms)
+            case vc.Pointwise():
                 self._pointwise(command)
-            case Drop(names=names):
+            case vc.Drop(names=names):
                 for name in names:
                     self._vectors.pop(name, None)
+            case vc.Dot() | vc.Gram() | vc.Norm():
+                return self._measure(command)
             case _:
                 assert_never(command)
+        return ()
+
+    # ------------------------------------------------------------------- changes
 
     def _fill(self, target: Reals, a: float) -> None:
         # Padding stays zero, so that it counts in no norm.
@@ -236,7 +217,7 @@ class VectorStore:
                     matrix[0].add_(row)
                 out[piece] = matrix[0].numpy()
 
-    def _pointwise(self, command: Pointwise) -> None:
+    def _pointwise(self, command: vc.Pointwise) -> None:
         function = _FUNCTIONS[command.function]
         x = self._real(command.x)
         y = x if command.y is None else self._real(command.y)
@@ -247,17 +228,17 @@ class VectorStore:
 
     # ------------------------------------------------------------------ measures
 
-    def _measure(self, command: Dot | Gram | Norm) -> Iterator[float]:
+    def _measure(self, command: vc.Dot | vc.Gram | vc.Norm) -> Sequence[float]:
         match command:
-            case Dot(x=x, y=y):
-                yield self._dot(x, y)
-            case Gram(rows=rows, columns=columns):
-                yield from self._gram(rows, columns)
-            case Norm(x=x, order="2"):
+            case vc.Dot(x=x, y=y):
+                return [self._dot(x, y)]
+            case vc.Gram(rows=rows, columns=columns):
+                return self._gram(rows, columns)
+            case vc.Norm(x=x, order="2"):
                 # The coordinator adds the squares of all shards, then takes the root.
-                yield self._dot(x, x)
-            case Norm(x=x, order=order):
-                yield self._norm(self._real(x), order)
+                return [self._dot(x, x)]
+            case vc.Norm(x=x, order=order):
+                return [self._norm(self._real(x), order)]
             case _:
                 assert_never(command)
 
@@ -269,7 +250,7 @@ class VectorStore:
             total += torch.dot(matrix[0], matrix[-1]).item()
         return total
 
-    def _gram(self, rows: Sequence[VectorName], columns: Sequence[VectorName]) -> Iterator[float]:
+    def _gram(self, rows: Sequence[VectorName], columns: Sequence[VectorName]) -> list[float]:
         names = list(dict.fromkeys((*rows, *columns)))
         vectors = [self._real(name) for name in names]
         n_rows = len(set(rows))  # the first of the names
@@ -279,10 +260,9 @@ class VectorStore:
             sums.addmm_(matrix[:n_rows], matrix.T)
         totals = dict(zip(names, sums.tolist(), strict=False))
         column_indices = [names.index(column) for column in columns]
-        for row in rows:
-            yield from (totals[row][index] for index in column_indices)
+        return [totals[row][index] for row in rows for index in column_indices]
 
-    def _norm(self, x: Reals, order: Order) -> float:
+    def _norm(self, x: Reals, order: vc.Order) -> float:
         if order == "inf":
             if not self._n:
                 return 0.0
@@ -326,18 +306,6 @@ class _Stack:
         self._room = torch.empty(size, dtype=torch.float64)
 
 
-def _terms(command: Scale | Axpy | LinearCombination) -> Sequence[Term]:
-    match command:
-        case Scale(target=target, a=a):
-            return (Term(a, target),)
-        case Axpy(target=target, a=a, x=x):
-            return (Term(1.0, target), Term(a, x))
-        case LinearCombination(terms=terms):
-            return terms
-        case _:
-            assert_never(command)
-
-
 def _pieces(n_elements: int, size: int = _PIECE) -> Iterator["slice[int, int, None]"]:
     for start in range(0, n_elements, size):
         yield slice(start, min(start + size, n_elements))
@@ -368,7 +336,7 @@ def _pseudo_gradient(w: Doubles, g: Doubles, a: float) -> Doubles:
     return np.where(w != 0.0, g + a * np.sign(w), _soft_threshold(g, a))
 
 
-_FUNCTIONS: Mapping[Function, Callable[[Doubles, Doubles, float], Doubles]] = {
+_FUNCTIONS: Mapping[vc.Function, Callable[[Doubles, Doubles, float], Doubles]] = {
     "sign": lambda x, _y, _a: np.sign(x),
     "absolute": lambda x, _y, _a: np.abs(x),
     "clip": lambda x, _y, a: np.clip(x, -a, a),

@@ -30,8 +30,7 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.slices import PartialView
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.partition.verify_run import SEED, Seen, VerificationRun, beat
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
@@ -357,7 +356,7 @@ def _no_client() -> ParameterClient:
         layout=layout,
         shards=[Address("shard-0")],
         memory=PrivateMemory(host=""),
-        selection=PartialView.of(layout, []),
+        selection=PartialView(layout, []),
     )
 
 

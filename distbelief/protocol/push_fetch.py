@@ -14,8 +14,14 @@ A client fetches and pushes: a replica, the evaluator, or `DownpourSGD`.
       | <-------------- PushApplied |   applied; staleness measured; the buffer is free
 """
 
+from typing import Literal
+
 from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import AnyMessage, Count, Name, Text
+
+
+Payload = Literal["dense"]
+"""How a push encodes what it carries. "dense": one number per element that the client holds."""
 
 
 class OpenSession(AnyMessage, frozen=True):
@@ -91,6 +97,7 @@ class PushBlock(AnyMessage, frozen=True):
     shard_incarnation: Count
     block_index: Count
     values: Vector  # (block_size,)
+    payload: Payload = "dense"  # what `values` are
     answer: bool = True  # by PushBlockAck; one for many blocks is enough
 
 
@@ -119,6 +126,7 @@ class Push(AnyMessage, frozen=True):
     # (4 n,) stripes of the shard's vector that it changes, where some tensors have no
     # gradient; None: all that the client holds.
     touches: Vector | None = None
+    payload: Payload = "dense"  # what lies in the push buffer
 
 
 class PushApplied(AnyMessage, frozen=True):

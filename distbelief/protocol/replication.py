@@ -50,10 +50,10 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Name
     incarnation: Count
-    watermark: Count
-    applied: Count
-    samples: Count
-    staleness: Count
+    watermark: Count = 0
+    applied: Count = 0
+    samples: Count = 0
+    staleness: Count = 0
 
 
 class StartSync(AnyMessage, frozen=True):

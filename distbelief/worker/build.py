@@ -31,11 +31,10 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.replication import all_copy_names, copy_names, shard_of
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import PartialView
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
 from distbelief.roles.role import Address, Cost, Role
@@ -303,7 +302,7 @@ def build_client(
         shards=shards,
         memory=context.memory,
         backups=backups,
-        selection=None if flow is None else PartialView.of(layout, flow.items),
+        selection=None if flow is None else PartialView(layout, flow.items),
     )
 
 

@@ -24,6 +24,7 @@ from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.push_history import n_lost
 from distbelief.parameter_server.replication import copy_names
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
@@ -52,9 +53,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor.failover import Decision, PrimaryElection
 from tests.simulation.workers import (
     N_MARKS,
@@ -126,7 +127,7 @@ class Overseer:
             case PeerJoined() if self._knows(event.peer, event.incarnation):
                 return self._joined(event.peer, event.incarnation, now)
             case PeerLost() if self._knows(event.peer, event.incarnation):
-                return self._lost(event.peer, now)
+                return self._lost(event.peer)
             case Received() if self._knows(event.sender, event.incarnation):
                 return self._hear(event, now)
             case _:
@@ -147,12 +148,12 @@ class Overseer:
     def _joined(self, name: Address, incarnation: int, now: Seconds) -> list[Action]:
         return self._follow(self.elections[name].joined(name, incarnation, now))
 
-    def _lost(self, name: Address, now: Seconds) -> list[Action]:
+    def _lost(self, name: Address) -> list[Action]:
         term = self.elections[name]
         self.n_takeovers += name == term.primary and term.in_sync
         self.lives[name] += 1
         again = Launch(name=name, incarnation=self.lives[name])
-        return [again, *self._follow(term.lost(name, now))]
+        return [again, *self._follow(term.lost(name))]
 
     def _hear(self, event: Received, now: Seconds) -> list[Action]:
         sender, term = event.sender, self.elections[event.sender]
@@ -215,14 +216,14 @@ class Books:
             wrong = np.flatnonzero((marks != 0.0) & (marks != 1.0))
             assert not wrong.size, f"{happening.name} has push {wrong[:1]} twice"
         leads = bool(counters["primary"])
-        if leads and shard._service.incarnation > self._leads_as:
-            self._leads_as, self._leader = shard._service.incarnation, shard
+        if leads and shard._sessions.incarnation > self._leads_as:
+            self._leads_as, self._leader = shard._sessions.incarnation, shard
             self._check_kept(shard)
         self._check_fence(happening)
         if state in {"applying", "starting"}:
             return
         key = int(counters["term"]), shard._values.clock
-        if leads and shard._service.incarnation == self._leads_as:
+        if leads and shard._sessions.incarnation == self._leads_as:
             self._states[key] = bits_of(shard)
         elif counters["in_sync"] and key in self._states and not self._is_abandoned(shard):
             self.n_twins += 1
@@ -239,10 +240,10 @@ class Books:
 
     def _is_abandoned(self, shard: Shard) -> bool:
         """Whether its primary goes on without it: what it reads may be anything."""
-        if shard._replica.is_primary or self._leader is None:
+        if shard._backup is None or self._leader is None:
             return False
         number = shard.status()[1]["term"]
-        return number < self._leader._service.primary.term
+        return number < self._leader._primary.term
 
     def _check_fence(self, happening: HandledEvent) -> None:
         """Whoever led before acknowledges nothing that its successor lacks."""
@@ -367,7 +368,8 @@ class Run:
                 assert marks[self.ledger.settled].all(), "an acknowledged push is gone"
             missing = self.ledger.n_issued - int(marks.sum())
             lost = sum(
-                self.worker(name).client._links[index].pushing.n_lost for name in self.workers
+                n_lost([self.worker(name).client._links[index].pushing.lost])
+                for name in self.workers
             )
             assert lost == missing, f"{leader} lacks {missing}, {lost} are counted"
 

@@ -27,12 +27,13 @@ from typing_extensions import override
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.link import ShardLink
-from distbelief.parameter_server.session_state import N_PUSH_BUFFERS
+from distbelief.parameter_server.push_history import n_lost
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS
 from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.world import HandledEvent
+from distbelief.simulation.driver import HandledEvent
 from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
 
@@ -85,8 +86,8 @@ class Scene:
         Nobody relies on a backup that was dropped: it may still receive old messages about push
         buffers that are in use for something else by now.
         """
-        backup = shard._replica._backup
-        if backup is None or not backup.has_primary:
+        backup = shard._backup
+        if backup is None or backup.primary is None:
             return True
         election = self.elections[name]
         if election.primary == name:
@@ -207,9 +208,9 @@ class MissingIsCounted(Invariant):
         for index, name in scene.leaders.items():
             links = [link for link in scene.links() if link.index == index]
             newest = scene.leads_as[index][-1]
-            if not all(x.is_open and x._tracker.term == newest for x in links):
+            if not all(x.is_open and x.term == newest for x in links):
                 continue  # it had ended when this primary began: no one told it
-            counted = sum(link.pushing.n_lost for link in links)
+            counted = sum(n_lost([link.pushing.lost]) for link in links)
             if not scene.broken_lives:
                 applied = int(marks_of(scene.shard(name)).sum())
                 missing = scene.ledger.n_issued - applied
@@ -291,15 +292,14 @@ class Bounded(Invariant):
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         n_workers = len(self.scene.workers)
-        service = shard._service
-        queue = service.pushes._queue
+        queue, clients = shard._sessions.queue, shard._sessions.all()
         assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
-        assert len(service._deferred) <= n_workers, f"{service._deferred}"
-        assert len(service.clients) <= n_workers, f"{service.clients}"
-        n_forwarded = len(service.primary._outstanding)
+        assert len(shard._deferred) <= n_workers, f"{shard._deferred}"
+        assert len(clients) <= n_workers, f"{clients}"
+        n_forwarded = len(shard._primary._outstanding)
         assert n_forwarded <= N_PUSH_BUFFERS * n_workers, f"{n_forwarded} pushes forwarded"
-        if shard._replica._backup is not None:
-            assert len(shard._replica._backup._queue) <= N_PUSH_BUFFERS * n_workers
+        if shard._backup is not None:
+            assert len(shard._backup._queue) <= N_PUSH_BUFFERS * n_workers
         taken = self.scene.cluster.memory(happening.name).n_bytes
         assert taken <= self.scene.host_bytes_max, f"{taken} bytes on a host"
 
@@ -363,10 +363,10 @@ class TwinsAreEqual(Invariant):
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
         if not is_whole(shard) or not self.scene.counts(happening.name, shard):
             return
-        index, backup = self.scene.shards[happening.name], shard._replica._backup
+        index, backup = self.scene.shards[happening.name], shard._backup
         if backup is None:
-            leads_as = shard._service.incarnation
-        elif backup.has_primary:
+            leads_as = shard._sessions.incarnation
+        elif backup.primary is not None:
             leads_as = self.scene.leader_under(index, backup.term)
         else:
             return
@@ -421,11 +421,11 @@ class Observer:
     def _note_shard(self, shard: Shard, happening: HandledEvent) -> None:
         """Note who serves, and whether that one could know what was acknowledged."""
         scene, index = self.scene, self.scene.shards[happening.name]
-        number = shard._service.incarnation
-        if number <= scene.leads_as[index][-1] or shard._replica._backup is not None:
+        number = shard._sessions.incarnation
+        if number <= scene.leads_as[index][-1] or shard._backup is not None:
             return
         # The first to lead has nothing to know; a backup has it from its primary.
-        if len(scene.leads_as[index]) > 1 and shard._replica._former_primary is None:
+        if len(scene.leads_as[index]) > 1 and shard._former_primary is None:
             scene.forgetful.add(index)
         scene.leads_as[index].append(number)
         scene.serves[index] = happening.name, happening.incarnation

@@ -55,10 +55,10 @@ from distbelief.roles.role import (
     Started,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
-from distbelief.simulation.topology import Link
-from distbelief.simulation.world import Builder, HandledEvent
+from distbelief.simulation.network import Link
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.build import whole_replica
@@ -239,7 +239,7 @@ class RunChecker:
         """Note whose gradient is staged under which token, where it is the first."""
         shard = happening.role
         assert isinstance(shard, Shard)
-        applying = shard._service.pushes._applying
+        applying = shard._sessions.applying
         assert applying is not None
         generation = happening.name, happening.incarnation, applying.push.commit_token
         pusher = applying.client.name, applying.client.incarnation

@@ -20,9 +20,8 @@ from distbelief.core.vectors import Vector
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import with_counts
 from distbelief.graph.capture import InputSpec
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import PartialView
 from distbelief.program.plan import Plan, Target
 from distbelief.protocol import (
     BeginEvaluation,
@@ -35,10 +34,10 @@ from distbelief.protocol import (
 )
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Link
-from distbelief.simulation.world import HandledEvent
+from distbelief.simulation.network import Link
 from distbelief.task.task import (
     BuildContext,
     Captured,
@@ -268,7 +267,7 @@ class Run:
                 dataflow(split.compiled(), machine, loss=split.graph.outputs[-1]),
                 {spec.name for spec in captured().specs},
             )
-            for shard in PartialView.of(self.layout, flow.items).shards:
+            for shard in PartialView(self.layout, flow.items).shards:
                 found[shard].add(machine)
         return found
 
@@ -292,7 +291,7 @@ class Run:
     def _staging(self, happening: HandledEvent) -> None:
         shard = happening.role
         assert isinstance(shard, Shard)
-        applying = shard._service.pushes._applying
+        applying = shard._sessions.applying
         assert applying is not None
         commit_token, client = applying.push.commit_token, applying.client
         generation = happening.name, happening.incarnation, commit_token

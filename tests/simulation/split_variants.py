@@ -43,14 +43,14 @@ def lives_are_not_told_apart(patch: Patch) -> None:
 
     def take_report(self: WorkerPool, event: Received, report: WorkReport, now: Seconds) -> object:
         known = self.get(event.sender)
-        generation = report.generation if known is None else known.generation
+        generation = report.generation if known is None else known.generation[1]
         report = msgspec.structs.replace(report, generation=generation)
         return whole(self, event, report, now)
 
     def has_restarted(self: WorkerPool, event: Received, report: WorkReport) -> bool:
         del report
         worker = self.get(event.sender)
-        return worker is not None and event.incarnation > worker.incarnation
+        return worker is not None and event.incarnation > worker.generation[0]
 
     taken = GroupTasks.take
 

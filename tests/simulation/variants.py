@@ -18,24 +18,15 @@ import pytest
 from distbelief.parameter_server import shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
 from distbelief.parameter_server.client import client as client_module
-from distbelief.parameter_server.client.fetch import ShardFetch
-from distbelief.parameter_server.client.link import PrimaryTracker
-from distbelief.parameter_server.client.push import ShardPush
-from distbelief.parameter_server.client_service import ClientMessage, ClientService
+from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
+from distbelief.parameter_server.client.link import ShardLink
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
-from distbelief.parameter_server.push_handler import PushHandler, PushInProgress
 from distbelief.parameter_server.replication import Backup, Primary
-from distbelief.parameter_server.session_state import N_PUSH_BUFFERS, PushBuffer, Session
-from distbelief.parameter_server.sessions import SessionTable
-from distbelief.parameter_server.shard import (
-    FromPrimary,
-    ReplicaState,
-    ReplicationMessage,
-    Shard,
-    WorkQueue,
-)
-from distbelief.parameter_server.shared_vector import SeqlockVector
+from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
+from distbelief.parameter_server.shard import ClientMessage, FromPrimary, ReplicationMessage, Shard
+from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.protocol import (
+    BackupUnresponsive,
     OpenSession,
     ParameterBlock,
     Promote,
@@ -46,7 +37,7 @@ from distbelief.protocol import (
     StartSync,
     StateBlock,
 )
-from distbelief.roles.role import Action, Address, Received, Seconds, Send, Snapshot
+from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.supervisor.failover import Decision, PrimaryElection
 
 
@@ -67,30 +58,30 @@ def broken(variant: Variant) -> Iterator[None]:
 
 def no_watermark(patch: Patch) -> None:
     """A duplicate push is applied again."""
-    whole = PushHandler.take
+    whole = Sessions.take_push
 
-    def take(self: PushHandler, client: Session, message: Push, *, clock: int) -> list[Action]:
+    def take_push(self: Sessions, client: Session, message: Push) -> list[Action]:
         client.watermark = min(client.watermark, message.sequence - 1)
-        return whole(self, client, message, clock=clock)
+        return whole(self, client, message)
 
-    patch.setattr(PushHandler, "take", take)
+    patch.setattr(Sessions, "take_push", take_push)
 
 
 def acknowledged_before_it_is_applied(patch: Patch) -> None:
     """A push is acknowledged as soon as it has arrived."""
-    whole = PushHandler.take
+    whole = Sessions.take_push
 
-    def take(self: PushHandler, client: Session, message: Push, *, clock: int) -> list[Action]:
+    def take_push(self: Sessions, client: Session, message: Push) -> list[Action]:
         acknowledgement = PushApplied(
             sequence=message.sequence,
             shard_incarnation=message.shard_incarnation,
-            clock=clock,
+            clock=self._values.clock,
             staleness=0,
         )
-        actions = whole(self, client, message, clock=clock)
+        actions = whole(self, client, message)
         return [*actions, Send(receiver=client.name, message=acknowledgement)]
 
-    patch.setattr(PushHandler, "take", take)
+    patch.setattr(Sessions, "take_push", take_push)
 
 
 def client_incarnations_are_ignored(patch: Patch) -> None:
@@ -99,18 +90,16 @@ def client_incarnations_are_ignored(patch: Patch) -> None:
     Either alone does no harm: both the watermark (sequences rise over all incarnations) and the
     check of the incarnation reject messages of a former one.
     """
-    whole = ClientService.serve
+    whole = Shard._serve_client
 
-    def serve(
-        self: ClientService, event: Received, message: ClientMessage, now: Seconds
-    ) -> list[Action]:
-        known = self._clients.get(event.sender)
+    def serve(self: Shard, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
+        known = self._sessions.get(event.sender)
         incarnation = event.incarnation if known is None else known.incarnation
         event = msgspec.structs.replace(event, incarnation=incarnation)
         return whole(self, event, message, now)
 
-    patch.setattr(ClientService, "serve", serve)
-    patch.setattr(SessionTable, "is_older", lambda *_: False)
+    patch.setattr(Shard, "_serve_client", serve)
+    patch.setattr(Sessions, "is_older", lambda *_: False)
     patch.setattr(client_module, "_INCARNATION_BITS", 0)
 
 
@@ -149,16 +138,16 @@ def applied_before_all_blocks_are_here(patch: Patch) -> None:
 
 def late_open_session_lowers_the_watermark(patch: Patch) -> None:
     """The watermark in OpenSession is taken over, however old the message is."""
-    whole = SessionTable.admit
+    whole = Sessions.admit
 
     def admit(
-        self: SessionTable, name: Address, incarnation: int, request: OpenSession, *, region: str
+        self: Sessions, name: Address, incarnation: int, request: OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
         client, why_not = whole(self, name, incarnation, request, region=region)
         client.watermark = request.next_sequence - 1
         return client, why_not
 
-    patch.setattr(SessionTable, "admit", admit)
+    patch.setattr(Sessions, "admit", admit)
 
 
 def late_session_opened_is_accepted(patch: Patch) -> None:
@@ -168,7 +157,7 @@ def late_session_opened_is_accepted(patch: Patch) -> None:
 
 def open_session_does_not_wait_for_the_push_being_applied(patch: Patch) -> None:
     """Push buffers are released while a push is read from them."""
-    patch.setattr(ClientService, "_must_wait", lambda self, *_: not self._open)
+    patch.setattr(Sessions, "must_wait", lambda *_: False)
 
 
 # ------------------------------------------------------------------ reads, snapshots
@@ -225,7 +214,7 @@ def _ignoring_the_clock(
     take: Callable[[ShardFetch, ParameterBlock], Sequence[object]],
 ) -> Callable[[ShardFetch, ParameterBlock], Sequence[object]]:
     def take_any(self: ShardFetch, block: ParameterBlock) -> Sequence[object]:
-        clock = self._block_clock if self._received else block.clock
+        clock = self._block_clock if self.blocks else block.clock
         return take(self, msgspec.structs.replace(block, clock=clock))
 
     return take_any
@@ -235,10 +224,7 @@ def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     """A snapshot records a watermark of 0 for each client."""
 
     def forgetful(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
-        clients = (
-            Session.of(msgspec.structs.replace(client.record, watermark=0))
-            for client in state.clients
-        )
+        clients = (msgspec.structs.replace(client, watermark=0) for client in state.clients)
         return take(label, replace(state, clients=tuple(clients)), identity=identity)
 
     patch.setattr(shard_module, "take", forgetful)
@@ -247,15 +233,11 @@ def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
 def snapshot_is_taken_while_a_push_is_applied(patch: Patch) -> None:
     """A snapshot does not wait for the work in progress."""
 
-    def save(self: Shard, _: Address, label: str) -> Sequence[Action]:
-        queue = self._work_queue
-        before = queue._work
-        actions = queue._begin_save(label)
-        queue._work = before
-        return actions
+    def save(self: Shard, _: Address, label: str) -> list[Action]:
+        return [Persist(snapshot=self._commands.with_vectors(self._snapshot(label)))]
 
     patch.setattr(Shard, "_save", save)
-    patch.setattr(WorkQueue, "persisted", lambda *_: [])
+    patch.setattr(Shard, "_persisted", lambda *_: [])
 
 
 # ------------------------------------------------------------ two copies of a shard
@@ -269,32 +251,35 @@ def acknowledged_before_the_backup_has_it(patch: Patch) -> None:
         whole(self, clock=clock)
         return False
 
-    def confirm(
-        self: PushHandler, applied: PushInProgress, *, staleness: int, clock: int
-    ) -> Action:
+    def confirm(self: Sessions, client: Session, *, staleness: int) -> Action:
         del staleness
-        return self._replies.push_applied(applied.client, clock=clock)
+        return self._push_applied(client)
 
     patch.setattr(Primary, "applied", applied)
-    patch.setattr(PushHandler, "confirm", confirm)
+    patch.setattr(Sessions, "confirm", confirm)
 
 
 def primary_drops_its_backup_without_permission(patch: Patch) -> None:
     """A primary with a silent backup does not wait for the supervisor."""
 
-    def report_silent(self: Primary, _: Seconds) -> list[Action]:
-        actions = self._release_all()
-        self._begin(None, incarnation=0)
-        return actions
+    whole = Primary.timer
 
-    patch.setattr(Primary, "_report_silent", report_silent)
+    def timer(self: Primary, now: Seconds) -> list[Action]:
+        actions = whole(self, now)
+        is_silent = any(
+            isinstance(action, Send) and isinstance(action.message, BackupUnresponsive)
+            for action in actions
+        )
+        return self.stop() if is_silent else actions
+
+    patch.setattr(Primary, "timer", timer)
 
 
 def demoted_primary_is_acknowledged(patch: Patch) -> None:
     """A primary acknowledges every push that its former primary replicates."""
-    whole = ReplicaState._from_primary
+    whole = Shard._from_primary
 
-    def from_primary(self: ReplicaState, sender: Address, message: FromPrimary) -> Sequence[Action]:
+    def from_primary(self: Shard, sender: Address, message: FromPrimary) -> list[Action]:
         if self._backup is not None or not isinstance(message, ReplicatePush):
             return whole(self, sender, message)
         acknowledgement = PushApplied(
@@ -305,21 +290,21 @@ def demoted_primary_is_acknowledged(patch: Patch) -> None:
         )
         return [Send(receiver=sender, message=acknowledgement)]
 
-    patch.setattr(ReplicaState, "_from_primary", from_primary)
+    patch.setattr(Shard, "_from_primary", from_primary)
 
 
 def receiver_incarnation_is_ignored(patch: Patch) -> None:
     """A copy obeys Promote and StartSync for any of its incarnations."""
-    whole = ReplicaState.receive
+    whole = Shard._replicate
 
-    def receive(
-        self: ReplicaState, event: Received, message: ReplicationMessage, now: Seconds
+    def replicate(
+        self: Shard, event: Received, message: ReplicationMessage, now: Seconds
     ) -> list[Action]:
         if isinstance(message, Promote | StartSync):
             message = msgspec.structs.replace(message, receiver_incarnation=self._incarnation)
         return whole(self, event, message, now)
 
-    patch.setattr(ReplicaState, "receive", receive)
+    patch.setattr(Shard, "_replicate", replicate)
 
 
 def former_primaries_are_accepted(patch: Patch) -> None:
@@ -329,12 +314,12 @@ def former_primaries_are_accepted(patch: Patch) -> None:
     everything that its predecessor acknowledged.
     """
 
-    def note_term(self: PrimaryTracker, term: int) -> bool:
+    def note_term(self: ShardLink, term: int) -> bool:
         before, self.term = self.term, term
         return term > before
 
-    patch.setattr(PrimaryTracker, "note_term", note_term)
-    patch.setattr(PrimaryTracker, "is_stale", lambda *_: False)
+    patch.setattr(ShardLink, "_note_term", note_term)
+    patch.setattr(ShardLink, "_is_stale", lambda *_: False)
 
 
 def state_block_of_another_clock_is_accepted(patch: Patch) -> None:
@@ -362,7 +347,7 @@ def pushes_are_taken_in_any_order(patch: Patch) -> None:
 
 def in_sync_is_reported_too_early(patch: Patch) -> None:
     """A backup counts as in sync as soon as it has started to sync."""
-    patch.setattr(Backup, "in_sync", property(lambda self: self.has_primary))
+    patch.setattr(Backup, "in_sync", property(lambda self: self.primary is not None))
 
 
 def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
@@ -388,15 +373,15 @@ def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
 
 def backup_does_not_know_the_clients(patch: Patch) -> None:
     """The backup applies a push to its values but not to its watermarks."""
-    whole = Backup.end
+    whole = Backup.end_push
 
-    def end(self: Backup) -> list[Action]:
+    def end_push(self: Backup) -> list[Action]:
         before = dict(self.clients)
         actions = whole(self)
         self.clients = before
         return actions
 
-    patch.setattr(Backup, "end", end)
+    patch.setattr(Backup, "end_push", end_push)
 
 
 _ALL: Final[tuple[Variant, ...]] = (

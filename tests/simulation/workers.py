@@ -24,10 +24,10 @@ from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import PartialView, ShardSlice
+from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.roles.role import (
     ALL_MESSAGES,
@@ -196,7 +196,7 @@ class Worker:
             shards=shards,
             memory=memory,
             backups=backups,
-            selection=PartialView.of(layout, [("marks", region)]) if partial else None,
+            selection=PartialView(layout, [("marks", region)]) if partial else None,
         )
         self.state = "greeting"
         self.samples = 0

@@ -1,22 +1,452 @@
-"""Work for the executor: copies values into tensors, and tensors into push buffers.
+"""The pushes and fetches of one client at one shard, and the copies between them and tensors.
 
-Each number moves once: from the shard's published values (or received blocks) into the model's
-tensors, and from the gradients into the push buffer, which in shared memory is the shard's own.
-A draft copies each gradient as soon as it exists, while the backward pass continues.
+    sequence        7   8   9   10  11
+                    [settled]  [sent ]  next         settled = 8, issued = 10
+    buffer s mod 2              1   0
+
+Push s is staged into buffer s mod 2 once push s - 2 is settled: acknowledged or lost. A push in
+flight outlives its shard. The next primary tells in SessionOpened which pushes it has; the others
+are sent again with the same sequence, so each push is applied once or lost. Lost pushes are those
+acknowledged but missing in the values of the next primary.
+
+    begin --> (shared memory: at once)  -----------------------> complete --> installed
+          --> Fetch, blocks in order, FetchAck, ..., FetchAck -->
+
+All blocks of a fetch have one clock, because the shard pins one version for it.
+
+Each number is copied once: from the published values or received blocks into the model's tensors,
+and from the gradients into the push buffer, which in shared memory is the shard's own.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, final
 
+import msgspec
+import numpy as np
 import torch
 
-from distbelief.errors import LocalProtocolError
-from distbelief.parameter_server.client.fetch import ShardReader
-from distbelief.parameter_server.client.push import StageTarget
-from distbelief.parameter_server.layout import TensorSpec
+from distbelief.core.reliable import Window
+from distbelief.core.vectors import Vector
+from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.parameter_server.layout import PartialView, TensorSpec
+from distbelief.parameter_server.push_history import Lost, lost_after
+from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS, SeqlockVector
+from distbelief.parameter_server.slices import ShardSlice, TensorCopier
+from distbelief.protocol import push_fetch as pf
+from distbelief.roles.role import Seconds
 
+
+# --- pushes ---
+
+PushBuffers = tuple[Vector, Vector]  # each (n_elements,) of what the client holds
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    push: pf.Push
+    values: Vector  # (n_elements,), in the buffers of the last session
+    blocks: Window
+    push_sent: bool = False  # the Push message after the last block
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTarget:
+    copier: TensorCopier
+    values: Vector  # (n_elements,)
+    shard_incarnation: int
+    fetched_clock: int
+    touches: Vector | None  # stripes of the shard's vector; None: all
+
+
+@final
+class ShardPush:
+    """The pushes of one client to one shard."""
+
+    def __init__(
+        self, view: PartialView, index: int, shard_slice: ShardSlice, *, credit_blocks: int
+    ) -> None:
+        self._view = view
+        self._index = index
+        self._slice = shard_slice
+        self._credit_blocks = credit_blocks
+        self._shard_incarnation = 0
+        self._first_clock = 0  # of that primary, when it opened the session
+        self._push_buffers: PushBuffers | None = None
+        self._copiers: list[TensorCopier] = []  # of the push buffers
+        self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
+        self._by_blocks = False
+        self._in_flight: deque[_InFlight] = deque()
+        self._n_issued = 0
+        self.issued = 0  # the last used sequence
+        self.settled = 0  # no push up to it awaits anything
+        # Issued pushes that are not in the shard's values and never will be, numbered from 1 in
+        # each incarnation of the client.
+        self.lost: Lost = ()
+        self.clock = 0  # the newest known clock of the current primary
+        self.bytes_out = 0  # of sent blocks and filled buffers
+
+    def start(self, first_sequence: int) -> None:
+        """Number pushes from here: beyond those of any former incarnation."""
+        self.issued = self.settled = first_sequence - 1
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        return self.issued + 1 - self.settled <= N_PUSH_BUFFERS
+
+    def agrees(self, opened: pf.SessionOpened) -> bool:
+        """Return whether the shard knows every settled push; if not, open the session again."""
+        # An incarnation that did not rise would reuse sequences that the shard has applied.
+        if opened.watermark > self.issued:
+            raise LocalProtocolError(
+                f"shard {self._index} knows push {opened.watermark} of this client, whose last "
+                f"is {self.issued}: incarnations must rise, also in a resumed run"
+            )
+        return opened.watermark >= self.settled
+
+    def session_opened(self, opened: pf.SessionOpened, push_buffers: PushBuffers | None) -> None:
+        """Push into these buffers from now on, or in blocks if there are none.
+
+        Pushes in flight are moved there; `again` sends them.
+        """
+        if opened.shard_incarnation != self._shard_incarnation:
+            self._shard_incarnation = opened.shard_incarnation
+            self._first_clock = self.clock = opened.clock
+        self.clock = max(self.clock, opened.clock)
+        self._settle(opened.watermark)
+        n_settled = self._n_issued - len(self._in_flight)
+        self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
+        self._by_blocks = push_buffers is None
+        if push_buffers is None:
+            push_buffers = self._own_buffers = self._own_buffers or self._new_buffers()
+        if self._push_buffers is None or push_buffers[0] is not self._push_buffers[0]:
+            self._push_buffers = push_buffers
+            self._copiers = [
+                self._view.copier(self._index, buffer, within=self._slice)
+                for buffer in push_buffers
+            ]
+        for in_flight in self._in_flight:
+            self._move(in_flight)
+            # The shard may have released the old buffers of a client that it believed gone.
+            in_flight.blocks = Window(len(self._slice.bounds))
+
+    def stage_target(
+        self, *, fetched_clock: int, touched: Sequence[object | None] | None
+    ) -> StageTarget:
+        """Return where to stage the next push; call only if `has_room`.
+
+        Args:
+            fetched_clock: Shard clock of its oldest gradient.
+            touched: Per tensor, None if the push must not change it; None: it changes all.
+        """
+        assert self.has_room
+        assert self._push_buffers is not None
+        slot = (self.issued + 1) % N_PUSH_BUFFERS
+        return StageTarget(
+            copier=self._copiers[slot],
+            values=self._push_buffers[slot],
+            shard_incarnation=self._shard_incarnation,
+            fetched_clock=fetched_clock,
+            touches=None if touched is None else self._view.stripes_of(self._index, touched),
+        )
+
+    def issue(
+        self,
+        staged: StageTarget,
+        *,
+        n_gradients: int,
+        samples: int,
+        commit_token: int = 0,
+        is_open: bool,
+    ) -> list[pf.PushBlock | pf.Push]:
+        """Send what was staged; if the session is not open, that waits for `session_opened`."""
+        self.issued += 1
+        self._n_issued += 1
+        push = pf.Push(
+            sequence=self.issued,
+            shard_incarnation=staged.shard_incarnation,
+            fetched_clock=staged.fetched_clock,
+            n_gradients=n_gradients,
+            samples=samples,
+            commit_token=commit_token,
+            touches=staged.touches,
+        )
+        in_flight = _InFlight(push, staged.values, Window(len(self._slice.bounds)))
+        self._in_flight.append(in_flight)
+        self._move(in_flight)
+        if not self._by_blocks:
+            self.bytes_out += staged.values.nbytes
+        return self._send(in_flight) if is_open else []
+
+    def blocks_acked(self, message: pf.PushBlockAck) -> list[pf.PushBlock | pf.Push]:
+        for in_flight in self._in_flight:
+            if in_flight.push.sequence == message.sequence:
+                is_news = in_flight.blocks.acked(message.received)
+                return self._send(in_flight) if is_news and self._by_blocks else []
+        return []
+
+    def acknowledged(self, message: pf.PushApplied) -> bool:
+        """Settle every push up to the acknowledged one; return whether there was one."""
+        if message.sequence > self.issued:
+            raise RemoteProtocolError(
+                f"shard {self._index} acknowledges push {message.sequence}; the last one made is "
+                f"{self.issued}"
+            )
+        if message.sequence <= self.settled:
+            return False
+        self._settle(message.sequence)
+        self.clock = max(self.clock, message.clock)
+        return True
+
+    def again(self) -> list[pf.PushBlock | pf.Push]:
+        """Return the messages to repeat after a while without an answer."""
+        messages: list[pf.PushBlock | pf.Push] = []
+        for in_flight in self._in_flight:
+            in_flight.blocks.again()
+            in_flight.push_sent = False
+            messages += self._send(in_flight)
+        return messages
+
+    def _settle(self, sequence: int) -> None:
+        self.settled = max(self.settled, sequence)
+        while self._in_flight and self._in_flight[0].push.sequence <= self.settled:
+            self._in_flight.popleft()
+
+    def _move(self, in_flight: _InFlight) -> None:
+        assert self._push_buffers is not None
+        push = in_flight.push
+        buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
+        if in_flight.values is not buffer:
+            buffer[:] = in_flight.values
+            in_flight.values = buffer
+        if push.shard_incarnation != self._shard_incarnation:
+            # Staleness is counted within one incarnation of the shard.
+            in_flight.push = msgspec.structs.replace(
+                push,
+                shard_incarnation=self._shard_incarnation,
+                fetched_clock=min(push.fetched_clock, self._first_clock),
+            )
+
+    def _send(self, in_flight: _InFlight) -> list[pf.PushBlock | pf.Push]:
+        if not self._by_blocks:
+            return [in_flight.push]
+        messages: list[pf.PushBlock | pf.Push] = []
+        per_answer = max(1, self._credit_blocks // 4)
+        for index in in_flight.blocks.due(self._credit_blocks):
+            start, stop = self._slice.bounds[index]
+            values = in_flight.values[start:stop]
+            messages.append(
+                pf.PushBlock(
+                    sequence=in_flight.push.sequence,
+                    shard_incarnation=self._shard_incarnation,
+                    block_index=index,
+                    answer=(index + 1) % per_answer == 0,
+                    values=values,
+                )
+            )
+            self.bytes_out += values.nbytes
+        if in_flight.blocks.is_sent and not in_flight.push_sent:
+            messages.append(in_flight.push)
+            in_flight.push_sent = True
+        return messages
+
+    def _new_buffers(self) -> PushBuffers:
+        n_elements = self._slice.n_elements
+        whole = np.zeros(N_PUSH_BUFFERS * n_elements, self._slice.dtype)
+        return whole[:n_elements], whole[n_elements:]
+
+
+# --- fetches ---
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardReader:
+    """What one install reads from one shard: a new session meanwhile changes nothing for it."""
+
+    copy: Callable[[Sequence[torch.Tensor]], None]
+    published: SeqlockVector | None  # where it reads; None: blocks, of `clock`
+    clock: int
+    shard_incarnation: int  # that the values come from
+
+    @property
+    def readable(self) -> bool:
+        return self.published is None or self.published.version % 2 == 0
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """Copy the values into `tensors`; return their clock, or None if the read was torn."""
+        if self.published is None:
+            self.copy(tensors)
+            return self.clock
+        return self.published.read(partial(self.copy, tensors))
+
+
+@final
+class ShardFetch:
+    """The fetches of one client from one shard. Invalid blocks raise RemoteProtocolError."""
+
+    def __init__(
+        self, view: PartialView, index: int, shard_slice: ShardSlice, *, credit_blocks: int
+    ) -> None:
+        self._view = view
+        self._index = index
+        self._slice = shard_slice
+        self._credit_blocks = credit_blocks
+        self._shard_incarnation = 0
+        self._first_clock = 0  # of that incarnation, as far as known
+        self._published: SeqlockVector | None = None
+        self._copier: TensorCopier | None = None  # of the published values
+        self._request = 0
+        self._block_clock = 0
+        self._block_incarnation = 0
+        self._acked = 0  # blocks of this request the shard was told of
+        self._by_blocks = True
+        self._torn_since: Seconds | None = None
+        # Of this request, until they are installed. They stay in the transport's memory.
+        self.blocks: list[Vector] = []
+        self.wanted = False  # a fetch has begun and is not installed
+        self.clock = 0  # of the installed values; lowered when the shard restarts
+        self.version = 0, 0  # shard incarnation and clock of the installed values
+        self.bytes_in = 0  # of received blocks and of installs from shared memory
+
+    def start(self, first_request: int) -> None:
+        """Number requests from here: beyond those of any former incarnation."""
+        self._request = first_request
+
+    @property
+    def complete(self) -> bool:
+        if not self.wanted or not self._by_blocks:
+            return True
+        return len(self.blocks) == len(self._slice.bounds)
+
+    def session_opened(
+        self, published: SeqlockVector | None, *, shard_incarnation: int, clock: int
+    ) -> list[pf.Fetch]:
+        """Read from this shard incarnation; restart an incomplete fetch."""
+        if shard_incarnation != self._shard_incarnation:
+            # Staleness is counted within one incarnation of the shard.
+            self.clock = min(self.clock, clock)
+            self._first_clock = clock
+        self._shard_incarnation = shard_incarnation
+        if published is not self._published:
+            self._published, self._copier = published, None
+            if published is not None:
+                self._copier = self._view.copier(self._index, published.values)
+        if self.wanted and not (self._by_blocks and self.complete):
+            return self._begin(by_blocks=published is None)
+        return []
+
+    def lost(self) -> None:
+        """Drop an incomplete fetch: the shard is gone until the session opens."""
+        if not self.complete or not self._by_blocks:
+            self._by_blocks = True
+            self.blocks.clear()
+
+    def begin(self, *, is_open: bool) -> list[pf.Fetch]:
+        self.wanted = True
+        self._torn_since = None
+        if not is_open:
+            self._by_blocks = True
+            self.blocks.clear()
+            return []
+        return self._begin(by_blocks=self._published is None)
+
+    def take(self, block: pf.ParameterBlock) -> list[pf.FetchAck]:
+        """Keep a block if it is the next one; return the acknowledgement, if one is due."""
+        if block.request != self._request or self.complete:
+            return []
+        sender = f"shard {self._index}"
+        self._slice.check_block(block.block_index, block.values, sender=sender)
+        # Blocks are kept in order; the shard resends from the first missing one.
+        if block.block_index != len(self.blocks):
+            return []
+        if self.blocks and block.clock != self._block_clock:
+            raise RemoteProtocolError(
+                f"{sender} sent block {block.block_index} of clock {block.clock} after blocks of "
+                f"clock {self._block_clock}: a mixture"
+            )
+        self._block_clock = block.clock
+        self._block_incarnation = self._shard_incarnation
+        self.blocks.append(block.values)
+        self.bytes_in += block.values.nbytes
+        n_blocks, n_new = len(self.blocks), len(self.blocks) - self._acked
+        if n_blocks < len(self._slice.bounds) and n_new < max(1, self._credit_blocks // 4):
+            return []
+        return [self._ack(again=False)]
+
+    def again(self) -> list[pf.Fetch | pf.FetchAck]:
+        """Return the message to repeat after a while without progress."""
+        if self.complete:
+            return []
+        return [self._ack(again=True) if self.blocks else self._fetch()]
+
+    def reader(self) -> ShardReader:
+        """Return what the install reads; call only if complete."""
+        if self._by_blocks:
+            blocks = tuple(self.blocks)
+            copy = partial(self._view.scatter_blocks, self._index, blocks, shard_slice=self._slice)
+            return ShardReader(copy, None, self._block_clock, self._block_incarnation)
+        assert self._copier is not None
+        return ShardReader(self._copier.scatter, self._published, 0, self._shard_incarnation)
+
+    def installed(self, clock: int, reader: ShardReader) -> None:
+        self.wanted = False
+        self.blocks.clear()
+        self.version = reader.shard_incarnation, clock
+        if reader.shard_incarnation != self._shard_incarnation:
+            clock = min(clock, self._first_clock)
+        self.clock = clock
+        if reader.published is not None:
+            self.bytes_in += self._slice.n_elements * self._slice.dtype.itemsize
+
+    def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
+        """Note a torn read; after `seconds_max` of them, fetch by blocks.
+
+        So steady writes cannot starve a reader.
+        """
+        if self._by_blocks:
+            return []  # the shard was lost in the meantime
+        if self._torn_since is None:
+            self._torn_since = now
+        if now - self._torn_since < seconds_max:
+            return []
+        return self._begin(by_blocks=True)
+
+    def _begin(self, *, by_blocks: bool) -> list[pf.Fetch]:
+        self._by_blocks = by_blocks
+        self._request += 1
+        self._acked = 0
+        self.blocks.clear()
+        return [self._fetch()] if by_blocks else []
+
+    def _fetch(self) -> pf.Fetch:
+        return pf.Fetch(
+            request=self._request,
+            shard_incarnation=self._shard_incarnation,
+            credit=self._credit_blocks,
+        )
+
+    def _ack(self, *, again: bool) -> pf.FetchAck:
+        self._acked = len(self.blocks)
+        return pf.FetchAck(
+            request=self._request,
+            shard_incarnation=self._shard_incarnation,
+            received=self._acked,
+            limit=self._acked + self._credit_blocks,
+            again=again,
+        )
+
+
+# --- work for the executor ---
 
 _ITEMSIZE_MIN: Final = 4  # bytes of an element whose sums are taken as they are
 
@@ -41,14 +471,14 @@ class PushResult:
     culprits: tuple[str, ...] = ()  # names of the tensors with NaN or infinity
 
 
-def install_work(
+def install(
     readers: Mapping[int, ShardReader],
     tensors: Sequence[torch.Tensor],
     *,
     missing: Sequence[int],
     known: Mapping[int, int],
-) -> Callable[[], FetchResult]:
-    """Return the work that copies shards' values into `tensors`.
+) -> FetchResult:
+    """Copy shards' values into `tensors`.
 
     Args:
         readers: Per index, the shards that are ready.
@@ -56,76 +486,56 @@ def install_work(
         missing: Shards to read later.
         known: Per index, the clock of what was copied before; -1 for the others.
     """
-
-    def work() -> FetchResult:
-        clocks = dict(known)
-        torn = list(missing)
-        for index, reader in readers.items():
-            clock = reader.read(tensors)
-            if clock is None:
-                torn.append(index)
-            else:
-                clocks[index] = clock
-        return FetchResult(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
-
-    return work
+    clocks, torn = dict(known), list(missing)
+    for index, reader in readers.items():
+        clock = reader.read(tensors)
+        if clock is None:
+            torn.append(index)
+        else:
+            clocks[index] = clock
+    return FetchResult(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
 
 
-def stage_work(
-    targets: Sequence[StageTarget], tensors: Sequence[torch.Tensor | None], *, names: Sequence[str]
-) -> Callable[[], PushResult]:
-    """Return the work that copies `tensors` into every shard's buffer and checks them.
+def stage(
+    targets: Sequence[StageTarget],
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    specs: Sequence[TensorSpec],
+) -> PushResult:
+    """Copy `tensors`, each (n_elements,) or None for zeros, into every shard's buffer; check them.
 
-    Args:
-        targets: One per shard.
-        tensors: Each (n_elements,), in the order of the layout or the selection; None for
-            zeros.
-        names: Names of the tensors.
+    All buffers are filled and checked before any message goes out, so a push with NaN reaches no
+    shard.
     """
-
-    def work() -> PushResult:
-        # The sum shows NaN and infinity at a fortieth of the cost of a look at each element.
-        total = 0.0
-        for target in targets:
-            target.exchange.gather(tensors)
-            total += float(torch.from_numpy(target.values).sum())
-        if math.isfinite(total):
-            return PushResult(finite=True)
-        return _check_each(tensors, names)
-
-    return work
-
-
-def _check_each(tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> PushResult:
-    # A sum of finite numbers may overflow, so look at each element.
-    culprits = tuple(
-        name
-        for name, tensor in zip(names, tensors, strict=True)
-        if tensor is not None and not bool(torch.isfinite(tensor).all())
-    )
+    # The sum shows NaN and infinity at a fortieth of the cost of a look at each element.
+    total = 0.0
+    for target in targets:
+        target.copier.gather(tensors)
+        total += float(torch.from_numpy(target.values).sum())
+    # A sum of finite numbers may overflow, so look at each element then.
+    culprits = () if math.isfinite(total) else _culprits(tensors, specs)
     return PushResult(finite=not culprits, culprits=culprits)
 
 
-def _total(tensor: torch.Tensor) -> float:
-    # In half precision sums overflow where nothing is wrong.
-    short = tensor.is_floating_point() and tensor.dtype.itemsize < _ITEMSIZE_MIN
-    return float(tensor.sum(dtype=torch.float32 if short else None))
+def _culprits(
+    tensors: Sequence[torch.Tensor | None], specs: Sequence[TensorSpec]
+) -> tuple[str, ...]:
+    return tuple(
+        spec.name
+        for spec, tensor in zip(specs, tensors, strict=True)
+        if tensor is not None and not bool(torch.isfinite(tensor).all())
+    )
 
 
 @final
+@dataclass(slots=True, eq=False)
 class PushDraft:
-    """A push that is filled tensor by tensor, in one executor.
+    """A push that is filled tensor by tensor, in one executor, while backward continues."""
 
-    Args:
-        targets: One per shard.
-        tensors: All tensors of the push.
-    """
-
-    def __init__(self, targets: Sequence[StageTarget], tensors: Sequence[TensorSpec]) -> None:
-        self._targets = targets
-        self._tensors = tensors
-        self._missing = set(range(len(tensors)))
-        self._culprits: list[str] = []
+    _targets: Sequence[StageTarget]  # one per shard
+    _specs: Sequence[TensorSpec]  # all tensors of the push
+    _put: set[int] = field(default_factory=set)
+    _culprits: list[str] = field(default_factory=list)
 
     def put(self, index: int, tensor: torch.Tensor) -> None:
         """Copy one gradient, or the value of a buffer, into every shard's push buffer.
@@ -138,17 +548,19 @@ class PushDraft:
             LocalProtocolError: This tensor was put before.
             ValueError: It has another shape.
         """
-        if index not in self._missing:
+        if index in self._put or not 0 <= index < len(self._specs):
             raise LocalProtocolError(
-                f"tensor {index} of {len(self._tensors)} does not exist or is in this draft "
+                f"tensor {index} of {len(self._specs)} does not exist or is in this draft "
                 "already: sum gradients first"
             )
         for target in self._targets:
-            target.exchange.put(index, tensor)
-        self._missing.remove(index)
-        if not math.isfinite(_total(tensor)):
-            checked = _check_each([tensor], [self._tensors[index].name])
-            self._culprits += checked.culprits
+            target.copier.put(index, tensor)
+        self._put.add(index)
+        # In half precision sums overflow where nothing is wrong.
+        short = tensor.is_floating_point() and tensor.dtype.itemsize < _ITEMSIZE_MIN
+        total = float(tensor.sum(dtype=torch.float32 if short else None))
+        if not math.isfinite(total):
+            self._culprits += _culprits([tensor], [self._specs[index]])
 
     def finish(self) -> PushResult:
         """Fill the rest with zeros; return whether all that was put is finite.
@@ -156,15 +568,16 @@ class PushDraft:
         Raises:
             LocalProtocolError: A buffer is missing; zeros would spoil its average.
         """
-        for index in sorted(self._missing):
-            spec = self._tensors[index]
+        for index, spec in enumerate(self._specs):
+            if index in self._put:
+                continue
             if spec.kind == "buffer" and spec.n_elements:
                 raise LocalProtocolError(
                     f"buffer {spec.name!r} was not put into the draft of a push: put its value"
                 )
             for target in self._targets:
-                target.exchange.put(index, None)
+                target.copier.put(index, None)
         for target in self._targets:
-            target.exchange.zero_padding()
-        self._missing.clear()
+            target.copier.zero_padding()
+        self._put.update(range(len(self._specs)))
         return PushResult(finite=not self._culprits, culprits=tuple(self._culprits))

@@ -9,8 +9,9 @@ meanwhile the tensors belong to it. The role passes on every event that the clie
 performs the returned actions. Nothing here blocks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import assert_never, final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
 
 import torch
 
@@ -20,212 +21,28 @@ from distbelief.parameter_server.client.buffers import (
     FetchResult,
     PushDraft,
     PushResult,
-    install_work,
-    stage_work,
+    ShardReader,
+    StageTarget,
+    install,
+    stage,
 )
-from distbelief.parameter_server.client.fetch import ShardReader
 from distbelief.parameter_server.client.link import TIMER, ClientConfig, ShardLink, ShardReply
-from distbelief.parameter_server.client.push import StageTarget
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.lost_pushes import n_lost
-from distbelief.parameter_server.session_state import Staleness
-from distbelief.parameter_server.slices import PartialView, SliceCopier
+from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.push_history import Staleness, n_lost
 from distbelief.roles.role import (
     Action,
     Address,
-    Computed,
     Event,
     PeerJoined,
     PeerLost,
-    Persisted,
     Received,
     Report,
     Seconds,
-    Started,
     TimerFired,
 )
 
 
 __all__ = ["ClientConfig", "FetchResult", "ParameterClient", "PushDraft", "PushResult"]
-
-
-# --- fetches ---
-
-
-@final
-class ClientFetches:
-    """The fetches of one client from all its shards.
-
-    Args:
-        links: The client's shards, by index, in that order.
-    """
-
-    def __init__(self, links: Mapping[int, ShardLink]) -> None:
-        self._links = links
-        self._installing: dict[int, ShardReader] | None = None
-        self.n_torn = 0  # torn reads, each of one shard
-
-    @property
-    def under_way(self) -> bool:
-        return self._installing is not None
-
-    @property
-    def clocks(self) -> tuple[int, ...]:
-        return tuple(link.fetching.clock for link in self._links.values())
-
-    @property
-    def versions(self) -> tuple[tuple[int, int], ...]:
-        return tuple(link.fetching.version for link in self._links.values())
-
-    @property
-    def complete(self) -> bool:
-        return all(link.fetching.complete for link in self._links.values())
-
-    def begin(self, now: Seconds) -> list[Action]:
-        if self._installing is not None:
-            raise LocalProtocolError("begin_fetch while an install is under way")
-        actions: list[Action] = []
-        for link in self._links.values():
-            actions += [*link.begin_fetch(now), *link.wait(now)]
-        return actions
-
-    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
-        if self._installing is not None:
-            raise LocalProtocolError("install while an install is under way")
-        fetches = {index: link.fetching for index, link in self._links.items()}
-        readers = {
-            index: fetching.reader()
-            for index, fetching in fetches.items()
-            if fetching.wanted and fetching.complete
-        }
-        missing = [index for index, one in fetches.items() if not one.complete]
-        self._installing = readers
-        known = {
-            index: -1 if fetching.wanted else fetching.clock for index, fetching in fetches.items()
-        }
-        return install_work(readers, tensors, missing=missing, known=known)
-
-    @property
-    def readable_share(self) -> float:
-        readers = self._installing or {}
-        n_readable = sum(reader.readable for reader in readers.values())
-        return n_readable / max(len(self._links), 1)
-
-    def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
-        if self._installing is None:
-            raise LocalProtocolError("installed without an install")
-        readers, self._installing = self._installing, None
-        clocks = dict(zip(self._links, outcome.clocks, strict=True))
-        actions: list[Action] = []
-        for index, reader in readers.items():
-            link = self._links[index]
-            if index in outcome.torn:
-                self.n_torn += 1
-                actions += [*link.torn(now), *link.wait(now)]
-            else:
-                link.fetching.installed(clocks[index], reader)
-        return actions
-
-
-# --- pushes ---
-
-
-@final
-class ClientPushes:
-    """The pushes of one client to all its shards.
-
-    A push has one sequence on all shards, and starts only when every shard has a free buffer. All
-    buffers are filled and checked before any message goes out, so a push with NaN reaches no shard.
-
-    Args:
-        links: The client's shards, by index, in that order.
-        tensors: The pushed tensors.
-        allowed: Whether the client's sessions allow pushes.
-    """
-
-    def __init__(
-        self, links: Mapping[int, ShardLink], *, tensors: Sequence[TensorSpec], allowed: bool
-    ) -> None:
-        self._links = links
-        self._tensors = tensors
-        self._allowed = allowed
-        self._staging: list[StageTarget] | None = None
-        self.n_pushed = 0  # pushes made
-        self.n_non_finite = 0  # pushes dropped because of NaN or infinity
-
-    @property
-    def under_way(self) -> bool:
-        return self._staging is not None
-
-    @property
-    def can_push(self) -> bool:
-        return (
-            self._allowed
-            and self._staging is None
-            and all(link.is_open and link.pushing.has_room for link in self._links.values())
-        )
-
-    @property
-    def unacknowledged(self) -> int:
-        # Every shard was sent the same pushes.
-        pushes = [link.pushing for link in self._links.values()]
-        return max((one.issued - one.settled for one in pushes), default=0)
-
-    def stage(
-        self, tensors: Sequence[torch.Tensor | None], clocks: Sequence[int], *, skip_missing: bool
-    ) -> Callable[[], PushResult]:
-        names = [spec.name for spec in self._tensors]
-        touched = tensors if skip_missing else None
-        return stage_work(self._begin(clocks, touched=touched), tensors, names=names)
-
-    def draft(self, clocks: Sequence[int]) -> PushDraft:
-        return PushDraft(self._begin(clocks), self._tensors)
-
-    def abandon(self) -> None:
-        if self._staging is None:
-            raise LocalProtocolError("abandon without a stage or a draft")
-        self._staging = None
-
-    def staged(
-        self,
-        outcome: PushResult,
-        *,
-        n_gradients: int,
-        samples: int,
-        commit_token: int,
-        now: Seconds,
-    ) -> list[Action]:
-        if self._staging is None:
-            raise LocalProtocolError("staged without a stage: stage a push first")
-        targets, self._staging = self._staging, None
-        if not outcome.finite:
-            self.n_non_finite += 1
-            text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
-            return [Report(text=text, level="warning")]
-        self.n_pushed += 1
-        actions: list[Action] = []
-        for link, stage_target in zip(self._links.values(), targets, strict=True):
-            actions += link.issue(
-                stage_target,
-                n_gradients=n_gradients,
-                samples=samples,
-                commit_token=commit_token,
-                now=now,
-            )
-            actions += link.wait(now)
-        return actions
-
-    def _begin(
-        self, fetched_clocks: Sequence[int], *, touched: Sequence[torch.Tensor | None] | None = None
-    ) -> list[StageTarget]:
-        if not self.can_push:
-            raise LocalProtocolError("stage while not can_push: wait until it is")
-        self._staging = [
-            # The gradients may be older than a restart that lowered the shard's clock.
-            link.pushing.stage_target(fetched_clock=min(clock, link.clock), touched=touched)
-            for link, clock in zip(self._links.values(), fetched_clocks, strict=True)
-        ]
-        return self._staging
 
 
 _INCARNATION_BITS = 32
@@ -235,7 +52,10 @@ incarnation is never mistaken for a current one."""
 
 @final
 class ParameterClient:
-    """One client of all shards, or of those that hold its part of the tensors."""
+    """One client of all shards, or of those that hold its part of the tensors.
+
+    A push has one sequence on all shards, and starts only when every shard has a free buffer.
+    """
 
     def __init__(
         self,
@@ -264,23 +84,34 @@ class ParameterClient:
                 f"{len(backups)} backups are given for {len(shards)} shards: give none, "
                 "or one for each"
             )
-        if selection is not None and selection.fingerprint != layout.fingerprint:
+        view = PartialView(layout) if selection is None else selection
+        if view.layout.fingerprint != layout.fingerprint:
             raise ValueError(
-                f"the selection has layout {selection.fingerprint}, the client has "
+                f"the selection has layout {view.layout.fingerprint}, the client has "
                 f"{layout.fingerprint}: use one layout"
             )
-        self._tensors = layout.tensors if selection is None else selection.tensors
+        self._specs = view.tensors
+        self._is_parameter = [spec.kind == "parameter" for spec in view.tensors]
+        self._pushes_allowed = config.pushes
+        self._staleness = Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._link_of: dict[Address, ShardLink] = {}
-        for index in range(len(shards)) if selection is None else selection.shards:
+        for index in view.shards:
             copies = (shards[index], *backups[index : index + 1])
-            part = SliceCopier.of(selection, layout, index)
-            link = ShardLink(copies, index, config=config, part=part, memory=memory)
-            self._links[index] = link
+            self._links[index] = link = ShardLink(
+                copies,
+                index,
+                config=config,
+                view=view,
+                memory=memory,
+                note_staleness=self._staleness.add,
+            )
             self._link_of |= dict.fromkeys(copies, link)
-        self._fetches = ClientFetches(self._links)
-        self._pushes = ClientPushes(self._links, tensors=self._tensors, allowed=config.pushes)
-        self._staleness = Staleness()
+        self._installing: dict[int, ShardReader] | None = None
+        self._staging: list[StageTarget] | None = None
+        self._n_torn = 0  # torn reads, each of one shard
+        self._n_pushed = 0
+        self._n_non_finite = 0  # pushes dropped because of NaN or infinity
 
     # ---------------------------------------------------------------------- events
 
@@ -294,17 +125,11 @@ class ParameterClient:
         return actions
 
     def owns(self, event: Event) -> bool:
-        match event:
-            case Received():
-                return event.sender in self._link_of and isinstance(event.message, ShardReply)
-            case TimerFired():
-                return event.name.startswith(TIMER)
-            case PeerJoined() | PeerLost():
-                return event.peer in self._link_of
-            case Started() | Computed() | Persisted():
-                return False
-            case _:
-                assert_never(event)
+        if isinstance(event, TimerFired):
+            return event.name.startswith(TIMER)
+        if isinstance(event, Received) and not isinstance(event.message, ShardReply):
+            return False
+        return self._link_of_event(event) is not None
 
     def handle(self, event: Event, now: Seconds) -> list[Action]:
         """Return the actions for `event`; none if the client does not own it.
@@ -318,41 +143,30 @@ class ParameterClient:
         if link is None:
             return []
         if isinstance(event, Received):
-            actions = self._receive(link, event, now)
+            if not isinstance(event.message, ShardReply):
+                raise RemoteProtocolError(
+                    f"{event.sender} sent {type(event.message).__name__}, which a client does "
+                    "not accept"
+                )
+            actions = link.receive(event, event.message, now)
         elif isinstance(event, TimerFired):
             actions = link.timer(now)
         else:
             assert isinstance(event, PeerJoined | PeerLost)
             actions = link.peer(event, now)
-        if not self._is_working:
+        if self._installing is None and self._staging is None:
             link.release()
         return [*actions, *link.wait(now)]
 
     def _link_of_event(self, event: Event) -> ShardLink | None:
-        match event:
-            case Received():
-                return self._link_of.get(event.sender)
-            case TimerFired():
-                return self._link_of_timer(event.name)
-            case PeerJoined() | PeerLost():
-                return self._link_of.get(event.peer)
-            case Started() | Computed() | Persisted():
-                return None
-            case _:
-                assert_never(event)
-
-    def _link_of_timer(self, name: str) -> ShardLink | None:
-        index = name.removeprefix(TIMER)
-        known = index != name and index.isdecimal()
-        return self._links.get(int(index)) if known else None
-
-    def _receive(self, link: ShardLink, event: Received, now: Seconds) -> list[Action]:
-        message = event.message
-        if not isinstance(message, ShardReply):
-            raise RemoteProtocolError(
-                f"{event.sender} sent {type(message).__name__}, which a client does not accept"
-            )
-        return link.receive(event, message, self._staleness, now)
+        if isinstance(event, Received):
+            return self._link_of.get(event.sender)
+        if isinstance(event, PeerJoined | PeerLost):
+            return self._link_of.get(event.peer)
+        if isinstance(event, TimerFired) and event.name.startswith(TIMER):
+            index = event.name.removeprefix(TIMER)
+            return self._links.get(int(index)) if index.isdecimal() else None
+        return None
 
     # --------------------------------------------------------------------- fetches
 
@@ -366,11 +180,11 @@ class ParameterClient:
 
     @property
     def clocks(self) -> tuple[int, ...]:
-        return self._fetches.clocks
+        return tuple(link.fetching.clock for link in self._links.values())
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
-        return self._fetches.versions
+        return tuple(link.fetching.version for link in self._links.values())
 
     def begin_fetch(self, now: Seconds) -> list[Action]:
         """Fetch from every shard.
@@ -378,11 +192,16 @@ class ParameterClient:
         Raises:
             LocalProtocolError: An install of the last fetch is running.
         """
-        return self._fetches.begin(now)
+        if self._installing is not None:
+            raise LocalProtocolError("begin_fetch while an install is under way")
+        actions: list[Action] = []
+        for link in self._links.values():
+            actions += [*link.begin_fetch(now), *link.wait(now)]
+        return actions
 
     @property
     def fetch_complete(self) -> bool:
-        return self._fetches.complete
+        return all(link.fetching.complete for link in self._links.values())
 
     def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
         """Return the work that copies the fetched values into `tensors`.
@@ -395,11 +214,21 @@ class ParameterClient:
         Raises:
             LocalProtocolError: Another install is running.
         """
-        return self._fetches.install(tensors)
+        if self._installing is not None:
+            raise LocalProtocolError("install while an install is under way")
+        fetches = {index: link.fetching for index, link in self._links.items()}
+        self._installing = {
+            index: one.reader() for index, one in fetches.items() if one.wanted and one.complete
+        }
+        missing = [index for index, one in fetches.items() if not one.complete]
+        known = {index: -1 if one.wanted else one.clock for index, one in fetches.items()}
+        return partial(install, self._installing, tensors, missing=missing, known=known)
 
     @property
     def readable_share(self) -> float:
-        return self._fetches.readable_share
+        readers = self._installing or {}
+        n_readable = sum(reader.readable for reader in readers.values())
+        return n_readable / max(len(self._links), 1)
 
     def installed(self, outcome: FetchResult, now: Seconds) -> list[Action]:
         """Take the result of an install.
@@ -407,7 +236,18 @@ class ParameterClient:
         If `outcome.torn` names shards, install again after a millisecond and once `fetch_complete`.
         After `torn_seconds_max` of torn reads, the client fetches by blocks.
         """
-        actions = self._fetches.installed(outcome, now)
+        if self._installing is None:
+            raise LocalProtocolError("installed without an install")
+        readers, self._installing = self._installing, None
+        clocks = dict(zip(self._links, outcome.clocks, strict=True))
+        actions: list[Action] = []
+        for index, reader in readers.items():
+            link = self._links[index]
+            if index in outcome.torn:
+                self._n_torn += 1
+                actions += [*link.torn(now), *link.wait(now)]
+            else:
+                link.fetching.installed(clocks[index], reader)
         self._release()
         return actions
 
@@ -415,11 +255,17 @@ class ParameterClient:
 
     @property
     def can_push(self) -> bool:
-        return self._pushes.can_push
+        return (
+            self._pushes_allowed
+            and self._staging is None
+            and all(link.is_open and link.pushing.has_room for link in self._links.values())
+        )
 
     @property
     def unacknowledged(self) -> int:
-        return self._pushes.unacknowledged
+        # Every shard was sent the same pushes.
+        pushes = [link.pushing for link in self._links.values()]
+        return max((one.issued - one.settled for one in pushes), default=0)
 
     def stage(
         self,
@@ -443,9 +289,14 @@ class ParameterClient:
         Raises:
             LocalProtocolError: Not `can_push`.
         """
-        tensors = self._pushed(gradients, values)
-        clocks = self._clocks(fetched_clocks)
-        return self._pushes.stage(tensors, clocks, skip_missing=skip_missing)
+        tensors = [
+            gradient if is_parameter else value
+            for is_parameter, gradient, value in zip(
+                self._is_parameter, gradients, values, strict=True
+            )
+        ]
+        targets = self._begin_push(fetched_clocks, touched=tensors if skip_missing else None)
+        return partial(stage, targets, tensors, specs=self._specs)
 
     def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> PushDraft:
         """Return a push to fill tensor by tensor in the executor; then call `staged`.
@@ -456,23 +307,14 @@ class ParameterClient:
         Raises:
             LocalProtocolError: Not `can_push`.
         """
-        return self._pushes.draft(self._clocks(fetched_clocks))
+        return PushDraft(self._begin_push(fetched_clocks), self._specs)
 
     def abandon(self) -> None:
         """Drop what was staged or drafted; its work must have ended."""
-        self._pushes.abandon()
+        if self._staging is None:
+            raise LocalProtocolError("abandon without a stage or a draft")
+        self._staging = None
         self._release()
-
-    def _pushed(
-        self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        return [
-            gradient if spec.kind == "parameter" else value
-            for spec, gradient, value in zip(self._tensors, gradients, values, strict=True)
-        ]
-
-    def _clocks(self, fetched_clocks: Sequence[int] | None) -> Sequence[int]:
-        return self.clocks if fetched_clocks is None else fetched_clocks
 
     def staged(
         self,
@@ -493,11 +335,43 @@ class ParameterClient:
             commit_token: Token of a chunk, whose sum is committed later, not applied; `samples`
                 then counts this push only.
         """
-        actions = self._pushes.staged(
-            outcome, n_gradients=n_gradients, samples=samples, commit_token=commit_token, now=now
-        )
+        if self._staging is None:
+            raise LocalProtocolError("staged without a stage: stage a push first")
+        targets, self._staging = self._staging, None
+        actions: list[Action] = []
+        if outcome.finite:
+            self._n_pushed += 1
+            for link, target in zip(self._links.values(), targets, strict=True):
+                actions += link.issue(
+                    target,
+                    n_gradients=n_gradients,
+                    samples=samples,
+                    commit_token=commit_token,
+                    now=now,
+                )
+                actions += link.wait(now)
+        else:
+            self._n_non_finite += 1
+            text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
+            actions.append(Report(text=text, level="warning"))
         self._release()
         return actions
+
+    def _begin_push(
+        self,
+        fetched_clocks: Sequence[int] | None,
+        *,
+        touched: Sequence[torch.Tensor | None] | None = None,
+    ) -> list[StageTarget]:
+        if not self.can_push:
+            raise LocalProtocolError("stage while not can_push: wait until it is")
+        clocks = self.clocks if fetched_clocks is None else fetched_clocks
+        self._staging = [
+            # The gradients may be older than a restart that lowered the shard's clock.
+            link.pushing.stage_target(fetched_clock=min(clock, link.clock), touched=touched)
+            for link, clock in zip(self._links.values(), clocks, strict=True)
+        ]
+        return self._staging
 
     # -------------------------------------------------------------------- status
 
@@ -505,7 +379,7 @@ class ParameterClient:
     def waiting_for(self) -> Address | None:
         for link in self._links.values():
             if not (link.is_open and link.fetching.complete and link.pushing.has_room):
-                return link.address
+                return link.copies[0]
         return None
 
     def counters(self) -> dict[str, float]:
@@ -516,23 +390,18 @@ class ParameterClient:
         Bytes count blocks and copies to and from shared memory.
         """
         links = self._links.values()
-        staleness = self._staleness.counters()
         return {
-            "pushes_sent": float(self._pushes.n_pushed),
-            "pushes_acknowledged": float(self._pushes.n_pushed - self.unacknowledged),
+            "pushes_sent": float(self._n_pushed),
+            "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
             "pushes_lost": float(n_lost(link.pushing.lost for link in links)),
             "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
             "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
-            "torn_reads": float(self._fetches.n_torn),
-            "non_finite": float(self._pushes.n_non_finite),
-            **staleness,
+            "torn_reads": float(self._n_torn),
+            "non_finite": float(self._n_non_finite),
+            **self._staleness.counters(),
         }
 
     def _release(self) -> None:
-        if not self._is_working:
+        if self._installing is None and self._staging is None:
             for link in self._links.values():
                 link.release()
-
-    @property
-    def _is_working(self) -> bool:
-        return self._fetches.under_way or self._pushes.under_way

@@ -19,10 +19,9 @@ from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import PartialView
 from distbelief.protocol import Message
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (

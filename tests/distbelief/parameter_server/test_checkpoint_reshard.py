@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.checkpoint import Content, Read, Resharding
+from distbelief.parameter_server.checkpoint import Read, Resharding, ShardState
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import (
     SGD,
@@ -51,7 +51,7 @@ def vector_of(stream: np.random.Generator, n: int, dtype: np.dtype) -> Vector:
     return vector
 
 
-def trained(layout: Layout, rule: UpdateRule, *, seed: int) -> list[Content]:
+def trained(layout: Layout, rule: UpdateRule, *, seed: int) -> list[ShardState]:
     """Return shards full of noise, as pushes leave them: padding is what it was."""
     stream = np.random.default_rng(seed)
     contents = []
@@ -64,11 +64,20 @@ def trained(layout: Layout, rule: UpdateRule, *, seed: int) -> list[Content]:
             values[here] = vector_of(stream, segment.n_elements, layout.dtype)
             for vector in state.values() if segment.offset < n_gradient else ():
                 vector[here] = vector_of(stream, segment.n_elements, layout.dtype)
-        contents.append(Content(values=values, state=state, clock=40 + k, steps=StepCounts(40 + k)))
+        contents.append(
+            ShardState(
+                incarnation=0,
+                clock=40 + k,
+                values=values,
+                state=state,
+                clients=(),
+                steps=StepCounts(40 + k),
+            )
+        )
     return contents
 
 
-def reads(contents: list[Content]) -> Read:
+def reads(contents: list[ShardState]) -> Read:
     def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
         content = contents[shard_index]
         arrays = {"values": content.values} | {
@@ -81,7 +90,9 @@ def reads(contents: list[Content]) -> Read:
     return read
 
 
-def recut(contents: list[Content], old: Layout, new: Layout, rule: UpdateRule) -> list[Content]:
+def recut(
+    contents: list[ShardState], old: Layout, new: Layout, rule: UpdateRule
+) -> list[ShardState]:
     clocks = [content.clock for content in contents]
     steps = [content.steps for content in contents]
     return [
@@ -90,7 +101,7 @@ def recut(contents: list[Content], old: Layout, new: Layout, rule: UpdateRule) -
     ]
 
 
-def assert_same(some: list[Content], others: list[Content]) -> None:
+def assert_same(some: list[ShardState], others: list[ShardState]) -> None:
     for one, other in zip(some, others, strict=True):
         assert one.values.tobytes() == other.values.tobytes()
         assert one.state.keys() == other.state.keys()

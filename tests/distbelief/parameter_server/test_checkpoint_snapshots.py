@@ -10,8 +10,8 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
 from distbelief.parameter_server.optimizers import SGD, Adam, Momentum, StepCounts
-from distbelief.parameter_server.session_state import Session
-from distbelief.roles.role import Address, Snapshot
+from distbelief.protocol import SessionRecord
+from distbelief.roles.role import Snapshot
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of
 
 
@@ -29,7 +29,7 @@ def state_of(seed: int = 0) -> ShardState:
         values=stream.standard_normal(N),
         state={name: stream.standard_normal(v.size) for name, v in state.items()},
         clients=(
-            Session(
+            SessionRecord(
                 name=CLIENT,
                 incarnation=3,
                 watermark=(3 << 32) + 20,
@@ -37,7 +37,7 @@ def state_of(seed: int = 0) -> ShardState:
                 samples=640,
                 staleness=2,
             ),
-            Session(name=OTHER, incarnation=1),
+            SessionRecord(name=OTHER, incarnation=1),
         ),
         steps=StepCounts(41),
     )
@@ -72,7 +72,6 @@ def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int)
     assert (first.name, first.incarnation) == (CLIENT, 3)
     assert (first.watermark, first.applied) == ((3 << 32) + 20, 20)
     assert (first.samples, first.staleness) == (640, 2)
-    assert not first.opened
     assert second.name == OTHER
 
 
@@ -98,18 +97,18 @@ def test_what_is_restored_does_not_share_the_snapshots_memory() -> None:
     ("snapshot", "message"),
     [
         (with_fact("format", "other"), "format is 'other'.*another version"),
-        (with_fact("layout", "abc"), "layout is 'abc'.*number of shards of the run"),
+        (with_fact("layout", "abc"), "layout is 'abc'.*number of shards of its run"),
         (with_fact("index", "1"), "index is '1', not '0'.*another shard"),
         (with_fact("rule", "sgd"), "rule is 'sgd', not 'adam'.*resume with that rule"),
         (with_fact("clock", "-1"), "clock is '-1', not a count"),
         (with_fact("clock", "9" * 30), "not a count; delete it"),
         (with_fact("incarnation", "nan"), "incarnation is 'nan'"),
         (with_fact("incarnation", "3"), "continue the count of incarnations"),
-        (with_fact("clients", "{"), "clients cannot be read.*delete it"),
-        (with_fact("clients", '{"a": {"incarnation": -1}}'), "clients cannot be read"),
-        (with_fact("steps", "[1"), "steps cannot be read.*delete it"),
-        (with_fact("steps", "[1, 2]"), "steps cannot be read.*not push counts"),
-        (with_fact("steps", "[-1, 0]"), "steps cannot be read"),
+        (with_fact("clients", "{"), "clients or steps cannot be read.*delete it"),
+        (with_fact("clients", '{"a": {"incarnation": -1}}'), "clients or steps cannot be read"),
+        (with_fact("steps", "[1"), "clients or steps cannot be read.*delete it"),
+        (with_fact("steps", "[1, 2]"), "clients or steps cannot be read.*not push counts"),
+        (with_fact("steps", "[-1, 0]"), "clients or steps cannot be read"),
         (without_fact("clients"), "fact 'clients' is missing"),
         (without_fact("format"), "fact 'format' is missing"),
     ],
@@ -161,6 +160,6 @@ def test_a_rule_without_state_has_only_values() -> None:
 
 
 def test_clients_have_any_name() -> None:
-    state = replace(state_of(), clients=(Session(name=Address('a"b\n'), incarnation=1),))
+    state = replace(state_of(), clients=(SessionRecord(name='a"b\n', incarnation=1),))
     back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
     assert [client.name for client in back.clients] == ['a"b\n']

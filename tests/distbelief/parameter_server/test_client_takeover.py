@@ -16,8 +16,11 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.session_state import push_buffer_bytes, push_buffer_views
-from distbelief.parameter_server.shared_vector import HEADER_BYTES
+from distbelief.parameter_server.shared_vector import (
+    HEADER_BYTES,
+    push_buffer_bytes,
+    push_buffer_views,
+)
 from distbelief.protocol import (
     Fetch,
     Message,

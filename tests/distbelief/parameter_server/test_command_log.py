@@ -10,8 +10,7 @@ from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.parameter_server.push_handler import PushInProgress
-from distbelief.parameter_server.session_state import PushBuffer, Session
+from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
     BeginEpoch,

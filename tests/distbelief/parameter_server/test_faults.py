@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from distbelief.core.memory import PrivateMemory
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.link import ClientConfig
-from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import PartialView
 from distbelief.protocol import Message, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined, Received, Snapshot
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, SHARD, TEST, Bench, layout_of
@@ -80,7 +79,7 @@ class Chaos:
         config = ClientConfig(pushes=True, credit_blocks=2, torn_seconds_max=0.5)
         region = self.partial.get(name)
         items = [] if region is None else [("marks", region)]
-        selection = PartialView.of(self.bench.layout, items) if items else None
+        selection = PartialView(self.bench.layout, items) if items else None
         self.bench.add_client(name, config=config, selection=selection)
 
     def cut(self, name: Address, whole: torch.Tensor) -> torch.Tensor:

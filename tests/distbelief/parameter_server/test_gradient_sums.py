@@ -8,11 +8,12 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server.gradient_sums import GradientSums
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.slices import PartialView, ShardSlice
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.slices import ShardSlice
 
 
 N_ELEMENTS, N_GRADIENT = 80, 64
+WHOLE = ShardSlice(N_ELEMENTS, dtype=np.dtype(np.float32))
 
 
 def collecting(*, n_staged_max: int = 64) -> GradientSums:
@@ -26,12 +27,13 @@ def pushed(seed: int) -> Vector:
 
 
 def wants(sums: GradientSums, commit_token: int) -> bool:
-    return sums.wants(pushed(commit_token), commit_token=commit_token)
+    return sums.wants(pushed(commit_token), commit_token=commit_token, shard_slice=WHOLE)
 
 
 def stage(sums: GradientSums, commit_token: int, *, n_examples: int = 3) -> None:
     assert wants(sums, commit_token)
-    sums.stage_work(pushed(commit_token), commit_token=commit_token, n_examples=n_examples)()
+    values = pushed(commit_token)
+    sums.stage_work(values, commit_token=commit_token, n_examples=n_examples, shard_slice=WHOLE)()
 
 
 def whole_subtrees(vectors: list[Vector]) -> Vector:
@@ -124,8 +126,8 @@ def test_nothing_is_staged_before_and_after_an_evaluation() -> None:
 
 def test_a_part_of_a_gradient_or_another_type_is_not_staged() -> None:
     sums = collecting()
-    assert not sums.wants(pushed(1)[:40], commit_token=10)
-    assert not sums.wants(pushed(1).astype(np.float64), commit_token=10)
+    assert not sums.wants(pushed(1)[:40], commit_token=10, shard_slice=WHOLE)
+    assert not sums.wants(pushed(1).astype(np.float64), commit_token=10, shard_slice=WHOLE)
     assert sums.n_refused == 2
 
 
@@ -153,9 +155,7 @@ COLUMNS = [((0, 8), (0, 3)), ((0, 8), (3, 8))]
 def parts() -> list[ShardSlice]:
     """What two machines hold: some columns each, and half of the buffer."""
     return [
-        PartialView.of(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))])
-        .part(0)
-        .shard_slice
+        PartialView(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))]).slice(0)
         for m, columns in enumerate(COLUMNS)
     ]
 
@@ -197,7 +197,7 @@ def test_a_part_counts_once_and_none_is_added_to_a_whole_push() -> None:
     stage_part(sums, one, whole, commit_token=10)
     values = np.zeros(one.n_elements, np.float32)
     assert not sums.wants(values, commit_token=10, shard_slice=one)
-    assert not sums.wants(whole, commit_token=10)
+    assert not sums.wants(whole, commit_token=10, shard_slice=WHOLE)
     stage(sums, 11)
     assert not sums.wants(values, commit_token=11, shard_slice=one)
     stage_part(sums, other, whole, commit_token=10)  # the first is there all the same

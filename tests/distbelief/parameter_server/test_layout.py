@@ -9,13 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import ALIGNMENT, Vector
-from distbelief.parameter_server.layout import (
-    Layout,
-    LayoutSpec,
-    Segment,
-    TensorSpec,
-    scatter_blocks,
-)
+from distbelief.parameter_server.layout import Layout, LayoutSpec, PartialView, Segment, TensorSpec
 
 
 SPEECH = [440, 2560, 2560, 2560, 2560, 8192]  # units per layer: 41.8 M parameters
@@ -95,11 +89,12 @@ def test_what_is_gathered_is_scattered_back_unchanged(layout: Layout) -> None:
 def test_a_vector_in_blocks_is_scattered_as_a_whole_one_is(layout: Layout, size: int) -> None:
     tensors = numbered(layout)
     received = [torch.full_like(tensor, math.nan) for tensor in tensors]
+    view = PartialView(layout)
     for k, vector in enumerate(vectors(layout)):
         layout.gather(k, tensors, vector)
         vector.flags.writeable = False
         blocks = [vector[start : start + size] for start in range(0, len(vector), size)]
-        scatter_blocks(layout.tensors, layout.segments(k), blocks, received)
+        view.scatter_blocks(k, blocks, received, shard_slice=view.slice(k))
     for tensor, copy in zip(tensors, received, strict=True):
         assert torch.equal(tensor, copy)
 
@@ -259,7 +254,7 @@ def test_values_reach_parameters_that_require_gradients() -> None:
 def test_an_exchange_is_used_again_for_new_tensors() -> None:
     layout = Layout.of([TensorSpec(name="a", shape=(3,))], n_shards=1)
     [vector] = vectors(layout)
-    exchange = layout.exchange(0, vector)
+    exchange = layout.copier(0, vector)
     for value in (1.0, 2.0):
         exchange.gather([torch.full((3,), value)])
         received = torch.zeros(3)

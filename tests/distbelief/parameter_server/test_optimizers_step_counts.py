@@ -14,12 +14,12 @@ from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice,
 
 SIZE = 64
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(SIZE,))], n_shards=1)
-WHOLE = ShardSlice.whole(LAYOUT, 0)
+WHOLE = ShardSlice(SIZE, dtype=LAYOUT.dtype)
 
 
 def held(*ranges: tuple[int, int]) -> ShardSlice:
     starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
-    return ShardSlice.of(IndexRanges.of(starts, stops), LAYOUT)
+    return ShardSlice.of(IndexRanges.of(starts, stops), dtype=LAYOUT.dtype)
 
 
 HOLDINGS = (
@@ -121,7 +121,7 @@ def test_counts_of_parts_go_along_to_another_number_of_shards(
         0, rule=SGD(learning_rate=1.0), clocks=[8, 10], steps=steps, read=read
     )
     seen = np.zeros(2 * SIZE, np.int64)
-    whole = ShardSlice.whole(one, 0)
+    whole = ShardSlice(2 * SIZE, dtype=one.dtype)
     for count, ranges in content.steps.at(whole.within(0, 2 * SIZE), shard_slice=whole):
         seen[ranges.mask(np.arange(2 * SIZE + 1))] = count
     assert seen.tolist() == (counts + 9).tolist()
@@ -130,7 +130,7 @@ def test_counts_of_parts_go_along_to_another_number_of_shards(
 def test_a_shard_shares_what_its_clients_hold_and_forgets_at_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = SliceTable(LAYOUT, 0)
+    known = SliceTable(SIZE, dtype=LAYOUT.dtype)
     one, other = held((0, 3)).stripes, held((1, 3)).stripes
     first = known.get(one)
     assert known.get(one) is first

@@ -17,7 +17,7 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server import optimizers, store
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import (
     SGD,
     Adagrad,
@@ -28,7 +28,7 @@ from distbelief.parameter_server.optimizers import (
     UpdateRule,
 )
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import IndexRanges, PartialView
+from distbelief.parameter_server.slices import IndexRanges
 from distbelief.protocol import Message, OpenSession, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
 from tests.distbelief.parameter_server.pair import CLIENT, READER, SHARD, TEST, Bench, layout_of
@@ -94,11 +94,11 @@ class Machines:
         self.bench.settle()
 
     def selection(self, name: Address) -> PartialView:
-        return PartialView.of(self.layout, self.items[name])
+        return PartialView(self.layout, self.items[name])
 
     def ranges(self, name: Address) -> IndexRanges:
         """Return what this client holds of shard 0."""
-        ranges = self.selection(name).part(0).shard_slice.ranges
+        ranges = self.selection(name).slice(0).ranges
         assert ranges is not None
         return ranges
 
@@ -270,7 +270,7 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
     bench = Bench(layout=layout_of())
     bench.add_shard()
     bench.settle()
-    empty = PartialView.of(bench.layout, [("w", Region(((5, 5),)))])
+    empty = PartialView(bench.layout, [("w", Region(((5, 5),)))])
     client = bench.add_client(LEFT, selection=empty)
     assert not bench.messages
     assert client.ready
@@ -290,7 +290,7 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
 
 def test_a_selection_is_of_the_clients_layout() -> None:
     bench = Bench(layout=layout_of())
-    other = PartialView.of(layout_of(n_shards=2), [])
+    other = PartialView(layout_of(n_shards=2), [])
     with pytest.raises(ValueError, match="the selection has layout"):
         bench.add_client(LEFT, selection=other)
 

@@ -8,10 +8,10 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server import optimizers
-from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import Adam
-from distbelief.parameter_server.session_state import push_buffer_views
-from distbelief.parameter_server.slices import IndexRanges, PartialView, ShardSlice
+from distbelief.parameter_server.shared_vector import push_buffer_views
+from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.protocol import (
     Push,
     PushBlock,
@@ -30,7 +30,7 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, onl
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
 RULE = Adam(learning_rate=0.1)
 HELD: dict[Address, Vector | None] = {
-    name: PartialView.of(LAYOUT, [("w", Region(((0, 2048), columns)))]).part(0).shard_slice.stripes
+    name: PartialView(LAYOUT, [("w", Region(((0, 2048), columns)))]).slice(0).stripes
     for name, columns in {
         Address("left"): (0, 90),
         Address("middle"): (50, 120),
@@ -76,8 +76,8 @@ class Pair:
     def push(self, name: Address, seed: int, *, touches: Vector | None = None) -> list[Action]:
         self.sequences[name] += 1
         sequence = self.sequences[name]
-        number = self.a.shard._service.incarnation
-        client = self.a.shard._service._clients.get(name)
+        number = self.a.shard._sessions.incarnation
+        client = self.a.shard._sessions.get(name)
         assert client is not None
         n = client.shard_slice.n_elements
         values = np.random.default_rng(seed).standard_normal(n)
@@ -144,7 +144,7 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     moved = np.flatnonzero(pair.a.shard._values.vector != before)
     assert moved.tolist() == list(range(64, 192))
     steps_of = pair.a.shard._values.steps
-    met = steps_of.at(IndexRanges.whole(0, size), shard_slice=ShardSlice.whole(LAYOUT, 0))
+    met = steps_of.at(IndexRanges.whole(0, size), shard_slice=ShardSlice(size, dtype=LAYOUT.dtype))
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
 

@@ -21,7 +21,8 @@ class Shard:
 
     def __init__(self) -> None:
         self.algebra = VectorStore(LAYOUT, 0)
-        self.cuts = Savepoints(self.algebra, base_clock=7)
+        self.cuts = Savepoints(self.algebra)
+        self.cuts.begin_at(7)
 
     def begin(self) -> "Shard":
         self.cuts.return_to(0, whole=False, values=lambda: np.ones(64))

@@ -556,7 +556,7 @@ def test_a_fetched_clock_in_the_future_is_refused() -> None:
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        (block(1, 1, np.ones(N)), "block 1 of push 1; a push has 1"),
+        (block(1, 1, np.ones(N)), "sent block 1 of a vector of 1"),
         (block(1, 0, np.ones(N - 1)), f"{N - 1} elements of float64.*has {N} of"),
         (block(1, 0, np.ones(N, np.float32)), f"{N} elements of float32"),
     ],
@@ -759,7 +759,7 @@ def test_blocks_reported_missing_are_sent_again() -> None:
 def test_an_acknowledgement_beyond_the_last_block_is_refused() -> None:
     alone = large()
     alone.work(alone.receive(fetch()))
-    with pytest.raises(RemoteProtocolError, match="claims 4 blocks of a fetch of 3"):
+    with pytest.raises(RemoteProtocolError, match="acknowledged 4 blocks of a transfer of 3"):
         alone.receive(credit(4))
 
 
@@ -786,9 +786,7 @@ def test_an_idle_pin_expires_and_the_client_must_fetch_again() -> None:
     assert alone.shard.handle(timer, 16.0) == []
     # The client may still take what is on its way to it: no one writes there any more.
     assert not np.isnan(first.values).any()
-    assert not np.shares_memory(
-        first.values, alone.shard._service.fetches._pins._versions[0].values
-    )
+    assert not np.shares_memory(first.values, alone.shard._versions._versions[0].values)
     for message in (credit(1), fetch()):
         refused = only(alone.receive(message), SessionRefused)
         assert not refused.for_good
@@ -806,7 +804,7 @@ def test_fetches_share_a_version_of_the_current_clock() -> None:
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
     assert indices(alone.receive(fetch(), READER)) == [0, 1, 2]  # still the same clock
-    assert alone.shard._service.fetches._pins.n_copies == 1
+    assert len(alone.shard._versions._versions) == 1
 
 
 def test_a_fetch_waits_if_no_version_is_free_and_all_waiting_share_the_next() -> None:
@@ -822,7 +820,7 @@ def test_a_fetch_waits_if_no_version_is_free_and_all_waiting_share_the_next() ->
     actions = alone.work(copying)
     assert indices(actions) == [0, 1, 2, 0, 1, 2]
     assert {b.clock for b in sent(actions, ParameterBlock)} == {1}
-    assert alone.shard._service.fetches._pins.n_copies == 1
+    assert len(alone.shard._versions._versions) == 1
 
 
 def test_a_new_fetch_ends_the_pin_of_the_last_one() -> None:

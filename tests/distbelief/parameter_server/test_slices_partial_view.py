@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server import slices as module
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.slices import PartialView, SliceCopier, SliceTable
+from distbelief.parameter_server import layout as module
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.slices import ShardSlice, SliceTable
 
 
 Items = list[tuple[str, Region]]
@@ -77,19 +77,18 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
         filled = np.zeros_like(wanted)
         times = np.zeros(len(wanted), np.int64)
         for items in clients:
-            selection = PartialView.of(layout, items)
-            assert selection.fingerprint == layout.fingerprint
+            selection = PartialView(layout, items)
             tensors = cut_out(layout, whole, items)
-            assert (k in selection.shards) == (selection.n_elements(k) > 0)
             if k not in selection.shards:
                 continue
-            part = selection.part(k)
-            part.copier_in_place(filled).gather(tensors)
+            part = selection.slice(k)
+            selection.copier(k, filled).gather(tensors)
             indices = indices_of(part)
             times[indices] += 1
             # What goes over the codec is the same, in rising order.
-            compact = np.full(part.shard_slice.n_elements, np.nan, np.float32)
-            part.exchange(compact).gather(tensors)
+            assert part.n_elements
+            compact = np.full(part.n_elements, np.nan, np.float32)
+            selection.copier(k, compact, within=part).gather(tensors)
             assert np.array_equal(compact, wanted[indices])
         assert np.array_equal(filled, wanted)
         assert np.array_equal(times, (wanted != 0).astype(np.int64))
@@ -100,27 +99,25 @@ def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]
     layout, clients = drawn
     whole = numbered(layout)
     for items in clients:
-        selection = PartialView.of(layout, items)
+        selection = PartialView(layout, items)
         wanted = cut_out(layout, whole, items)
         by_blocks = [torch.full_like(tensor, math.nan) for tensor in wanted]
         in_place = [torch.full_like(tensor, math.nan) for tensor in wanted]
         for k in selection.shards:
-            part = selection.part(k)
+            part = selection.slice(k)
             vector = np.zeros(layout.shard_size(k), np.float32)
             layout.gather(k, whole, vector)
             vector.flags.writeable = False
-            part.copier_in_place(vector).scatter(in_place)
-            blocks = [
-                part.shard_slice.block(vector, i) for i in range(len(part.shard_slice.bounds))
-            ]
-            part.exchange(np.concatenate(blocks)).scatter(by_blocks)
+            selection.copier(k, vector).scatter(in_place)
+            blocks = [part.block(vector, i) for i in range(len(part.bounds))]
+            selection.scatter_blocks(k, blocks, by_blocks, shard_slice=part)
         for tensor, one, other in zip(wanted, by_blocks, in_place, strict=True):
             assert torch.equal(tensor, one)
             assert torch.equal(tensor, other)
 
 
-def indices_of(part: SliceCopier) -> Vector:
-    ranges = part.shard_slice.ranges
+def indices_of(part: ShardSlice) -> Vector:
+    ranges = part.ranges
     assert ranges is not None
     return np.concatenate(
         [np.arange(a, b) for a, b in zip(ranges.starts, ranges.stops, strict=True)]
@@ -133,30 +130,29 @@ def layout_of(*shape: int, n_shards: int = 1) -> Layout:
 
 def test_columns_are_one_stripe_and_hold_what_the_shard_reads() -> None:
     layout = layout_of(4000, 6)
-    part = PartialView.of(layout, [("w", Region(((0, 4000), (2, 5))))]).part(0)
-    assert part.shard_slice.stripes is not None
-    assert part.shard_slice.stripes.tolist() == [2, 3, 6, 4000]
-    received = SliceTable(layout, 0).get(part.shard_slice.stripes)
-    assert received.key == part.shard_slice.key
-    assert received.bounds == part.shard_slice.bounds == ((0, 12000),)
-    assert (part.shard_size, part.dtype) == (24000, np.dtype(np.float32))
+    part = PartialView(layout, [("w", Region(((0, 4000), (2, 5))))]).slice(0)
+    assert part.stripes is not None
+    assert part.stripes.tolist() == [2, 3, 6, 4000]
+    received = SliceTable(24000, dtype=layout.dtype).get(part.stripes)
+    assert received.key == part.key
+    assert received.bounds == part.bounds == ((0, 12000),)
 
 
 def test_shards_that_hold_nothing_are_left_out() -> None:
     layout = layout_of(4, 64, n_shards=4)  # a row each
-    assert PartialView.of(layout, [("w", Region(((1, 3), (0, 10))))]).shards == (1, 2)
-    empty = PartialView.of(layout, [("w", Region(((1, 1), (0, 64))))])
+    assert PartialView(layout, [("w", Region(((1, 3), (0, 10))))]).shards == (1, 2)
+    empty = PartialView(layout, [("w", Region(((1, 1), (0, 64))))])
     assert empty.shards == ()
     assert empty.tensors[0].n_elements == 0
-    assert PartialView.of(layout, []).shards == ()
+    assert PartialView(layout, []).shards == ()
 
 
 def test_none_stands_for_zeros_and_integers_are_rounded() -> None:
     layout = layout_of(4)
-    part = PartialView.of(layout, [("w", Region(((1, 3),)))]).part(0)
+    view = PartialView(layout, [("w", Region(((1, 3),)))])
     vector = np.array([1.0, 2.25, 3.75, 4.0] + 60 * [0.0], np.float32)
     counts = torch.zeros(2, dtype=torch.int64)
-    exchange = part.copier_in_place(vector)
+    exchange = view.copier(0, vector)
     exchange.scatter([counts])
     assert counts.tolist() == [2, 4]
     exchange.gather([None])
@@ -168,11 +164,11 @@ def test_none_stands_for_zeros_and_integers_are_rounded() -> None:
 
 def test_an_item_that_lies_elsewhere_changes_nothing_here() -> None:
     layout = layout_of(2, 64, n_shards=2)
-    selection = PartialView.of(
+    selection = PartialView(
         layout, [("w", Region(((0, 1), (0, 64)))), ("w", Region(((1, 2), (0, 64))))]
     )
     vector = np.zeros(64, np.float32)
-    selection.part(0).exchange(vector).put(1, torch.ones(64))
+    selection.copier(0, vector, within=selection.slice(0)).put(1, torch.ones(64))
     assert not vector.any()
 
 
@@ -190,22 +186,22 @@ def test_an_item_that_lies_elsewhere_changes_nothing_here() -> None:
 )
 def test_what_cannot_be_selected_is_named(items: Items, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        PartialView.of(layout_of(4, 6), items)
+        PartialView(layout_of(4, 6), items)
 
 
 def test_regions_of_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(40, 6)
     monkeypatch.setattr(module, "N_RANGES_MAX", 39)
     with pytest.raises(ValueError, match="is 40 separate runs of elements"):
-        PartialView.of(layout, [("w", Region(((0, 40), (0, 3))))])
+        PartialView(layout, [("w", Region(((0, 40), (0, 3))))])
     halves = [Region(((0, 20), (0, 3))), Region(((20, 40), (3, 5)))]
     with pytest.raises(ValueError, match="shard 0 into 40 ranges or 2 stripes"):
-        PartialView.of(layout, [("w", half) for half in halves])
+        PartialView(layout, [("w", half) for half in halves])
 
 
 def test_a_tensor_of_another_shape_is_named() -> None:
-    part = PartialView.of(layout_of(4), [("w", Region(((1, 3),)))]).part(0)
-    exchange = part.exchange(np.zeros(2, np.float32))
+    view = PartialView(layout_of(4), [("w", Region(((1, 3),)))])
+    exchange = view.copier(0, np.zeros(2, np.float32), within=view.slice(0))
     with pytest.raises(ValueError, match="'w' has shape"):
         exchange.put(0, torch.zeros(3))
     with pytest.raises(ValueError, match="0 tensors given"):
@@ -214,13 +210,14 @@ def test_a_tensor_of_another_shape_is_named() -> None:
 
 def test_a_whole_part_is_the_layout_itself() -> None:
     layout = layout_of(4)
-    part = SliceCopier.whole(layout, 0)
-    assert part.shard_slice.stripes is None
+    view = PartialView(layout)
+    part = view.slice(0)
+    assert part.stripes is None
     vector = np.arange(64, dtype=np.float32)
-    assert part.shard_slice.block(vector, 0).base is not None  # no copy
+    assert part.block(vector, 0).base is not None  # no copy
     received = [torch.zeros(4)]
-    part.copier_in_place(vector).scatter(received)
+    view.copier(0, vector).scatter(received)
     assert received[0].tolist() == [0, 1, 2, 3]
     compact = np.ones(64, np.float32)
-    part.exchange(compact).gather(received)
+    view.copier(0, compact, within=part).gather(received)
     assert compact.tolist() == [0, 1, 2, 3, *60 * [0]]

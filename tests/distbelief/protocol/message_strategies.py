@@ -39,6 +39,7 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.fields import Rate
 from distbelief.protocol.membership import Warnings
+from distbelief.protocol.push_fetch import Payload
 from distbelief.protocol.vector_commands import Axpy, Batch, Dot, Scalars, VectorName
 
 
@@ -76,6 +77,7 @@ _BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
     (Text | None, st.none() | st.text(max_size=50)),
     (float, st.floats()),
     (Rate, st.floats(0.0, 1e18)),
+    (Payload, st.sampled_from(get_args(Payload))),
     (bool, st.booleans()),
     (tuple[Name, ...], st.lists(names, max_size=4).map(tuple)),
     (Warnings, st.lists(st.text(max_size=50), max_size=8).map(tuple)),

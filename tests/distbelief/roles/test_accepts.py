@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 
 from distbelief.cluster.agent import HostAgent
-from distbelief.cluster.scheduler import ClusterSupervisor
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import HeartbeatAck, Message, Stop
@@ -36,7 +35,6 @@ from tests.distbelief.simulation.toys import STEADY, TESTER, A
 
 ROLES = (
     BatchWorker,
-    ClusterSupervisor,
     Coordinator,
     HostAgent,
     LoopWorker,
@@ -73,7 +71,6 @@ def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None
 
 
 def test_a_wrapped_role_accepts_what_the_role_within_accepts() -> None:
-    assert Supervisor.accepts < ClusterSupervisor.accepts
     assert WarmStartWorker.accepts == Replica.accepts | BatchWorker.accepts
 
 

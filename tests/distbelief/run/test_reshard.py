@@ -14,10 +14,9 @@ from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import Adagrad, StepCounts
-from distbelief.parameter_server.session_state import Session
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
-from distbelief.roles.role import Address
+from distbelief.protocol import SessionRecord
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import (
@@ -105,8 +104,8 @@ class Run:
             state={"sum_of_squares": sums},
             clients=tuple(
                 # A shard has what others have not, and they meet at the least.
-                Session(
-                    name=Address(names[r] if names else f"replica-{r}"),
+                SessionRecord(
+                    name=names[r] if names else f"replica-{r}",
                     incarnation=lives + 1,
                     samples=n + 4 * (k == r),
                 )

@@ -12,7 +12,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.data.sharding import DataShard
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.dataflow import dataflow
-from distbelief.parameter_server.slices import PartialView
+from distbelief.parameter_server.layout import PartialView
 from distbelief.protocol import (
     Evaluate,
     EvaluationDone,
@@ -27,8 +27,8 @@ from distbelief.protocol import (
     TransferAck,
 )
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send, Started
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause
-from distbelief.simulation.world import HandledEvent
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import build_rank
@@ -187,7 +187,7 @@ def test_a_rank_connects_only_to_the_shards_that_hold_its_part() -> None:
     few = False
     for machine, name in enumerate(group.machines):
         flow = dataflow(group.split.compiled(), machine)
-        holds = PartialView.of(group.layout, flow.items).shards
+        holds = PartialView(group.layout, flow.items).shards
         shards = {receiver for receiver in asked[name] if receiver.startswith("shard")}
         assert shards == {f"shard-{k}" for k in holds}
         few |= len(shards) < 4

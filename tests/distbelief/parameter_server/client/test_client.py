@@ -580,7 +580,7 @@ def test_every_quarter_of_a_window_is_acknowledged() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"index": 3}, "sent block 3 of a fetch of 3"),
+        ({"index": 3}, "sent block 3 of a vector of 3"),
         ({"index": 1, "size": 5}, "sent 5 elements of float64 as block 1"),
         ({"index": 1, "dtype": "f4"}, "131072 elements of float32"),
         ({"index": 1, "clock": 5}, "clock 5 after blocks of clock 4: a mixture"),
@@ -868,7 +868,7 @@ def test_blocks_flow_within_a_window_and_the_push_follows_the_last() -> None:
     assert credited(3) == []
     assert credited(2, FIRST + 7) == []  # of no push in flight
     assert messages(alone.timer(0.5)) == ["Push"]
-    with pytest.raises(RemoteProtocolError, match="claims 4 blocks of a push of 3"):
+    with pytest.raises(RemoteProtocolError, match="acknowledged 4 blocks of a transfer of 3"):
         credited(4)
     assert alone.client.counters()["bytes_out"] == 8 * alone.layout.shard_size(0)
 

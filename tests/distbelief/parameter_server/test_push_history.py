@@ -1,0 +1,36 @@
+"""A push that several shards have lost is one push."""
+
+from hypothesis import given, strategies as st
+
+from distbelief.parameter_server.push_history import Lost, lost_after, n_lost
+
+
+def test_the_newest_pushes_are_lost_and_others_follow_them() -> None:
+    lost = lost_after((), seen=10, kept=7)
+    assert lost == (range(8, 11),)
+    assert lost_after(lost, seen=15, kept=12) == lost  # 12 of 15: those three are gone
+    assert lost_after(lost, seen=15, kept=9) == (*lost, range(13, 16))
+    assert lost_after(lost, seen=15, kept=3) == (range(4, 16),)
+    assert lost_after(lost, seen=10, kept=10) == ()  # another copy had them
+
+
+def test_what_two_shards_lose_is_counted_once_where_it_is_the_same() -> None:
+    first, second = (range(8, 11),), (range(10, 13), range(20, 21))
+    assert n_lost([first, second]) == 6
+    assert n_lost([first, first]) == 3
+    assert n_lost([]) == n_lost([()]) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), max_size=12))
+def test_it_is_what_a_list_of_pushes_would_tell(lives: list[tuple[int, float]]) -> None:
+    values: list[int] = []
+    lost: Lost = ()
+    seen = 0
+    for n_new, share in lives:
+        values += range(seen + 1, seen + n_new + 1)
+        seen += n_new
+        values = values[: int(share * len(values))]  # it restarts from a snapshot
+        lost = lost_after(lost, seen=seen, kept=len(values))
+        gone = {number for part in lost for number in part}
+        assert gone == set(range(1, seen + 1)) - set(values)
+        assert n_lost([lost]) == len(gone)

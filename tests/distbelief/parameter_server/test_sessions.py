@@ -1,0 +1,147 @@
+"""Staleness of pushes, and the two push buffers of one session."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.parameter_server import push_history
+from distbelief.parameter_server.push_history import PartialStaleness, Staleness
+from distbelief.parameter_server.sessions import PushBuffer, Session
+from distbelief.parameter_server.slices import IndexRanges, ShardSlice
+from distbelief.protocol import Push
+from distbelief.roles.role import Address
+
+
+SIZE = 256
+FLOATS = np.dtype(np.float32)
+WHOLE = ShardSlice(SIZE, dtype=FLOATS)
+LEFT = ShardSlice.of(IndexRanges.whole(0, 128), dtype=FLOATS)
+RIGHT = ShardSlice.of(IndexRanges.whole(128, SIZE), dtype=FLOATS)
+MIDDLE = ShardSlice.of(IndexRanges.whole(64, 192), dtype=FLOATS)
+ENDS = ShardSlice.of(
+    IndexRanges.union([IndexRanges.whole(0, 64), IndexRanges.whole(192, SIZE)]), dtype=FLOATS
+)
+ALL = (WHOLE, LEFT, RIGHT, MIDDLE, ENDS)
+
+
+def elements(shard_slice: ShardSlice) -> frozenset[int]:
+    ranges = shard_slice.within(0, SIZE)
+    spans = zip(ranges.starts.tolist(), ranges.stops.tolist(), strict=True)
+    return frozenset(i for start, stop in spans for i in range(start, stop))
+
+
+@given(st.lists(st.sampled_from(ALL), max_size=12), st.sampled_from(ALL), st.data())
+def test_the_staleness_of_a_push_counts_the_pushes_of_its_elements(
+    pushed: list[ShardSlice], mine: ShardSlice, data: st.DataObject
+) -> None:
+    fetched = data.draw(st.integers(0, len(pushed)))
+    recent = PartialStaleness()
+    for clock, shard_slice in enumerate(pushed):
+        recent.add(shard_slice, clock=clock)
+    since = [each for each in pushed[fetched:] if elements(each) & elements(mine)]
+    found = recent.since(mine, fetched_clock=fetched, clock=len(pushed))
+    assert found == len(since)
+
+
+def test_one_blocking_replica_of_two_ranks_is_never_stale() -> None:
+    """It said 0.5: the push of one half made the other half's stale."""
+    recent = PartialStaleness()
+    for step in range(4):
+        for offset, half in enumerate((LEFT, RIGHT)):
+            clock = 2 * step + offset
+            assert recent.since(half, fetched_clock=2 * step, clock=clock) == 0
+            recent.add(half, clock=clock)
+
+
+def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent = PartialStaleness()
+    n = push_history._N_KEPT
+    for clock in range(n + 10):
+        recent.add(LEFT, clock=clock)
+    assert recent.since(RIGHT, fetched_clock=0, clock=n + 10) == 10
+    # Which clients share elements is not kept forever either.
+    monkeypatch.setattr(push_history, "_N_KNOWN_MAX", 1)
+    assert recent.since(MIDDLE, fetched_clock=n, clock=n + 10) == 10
+    assert recent.since(RIGHT, fetched_clock=n, clock=n + 10) == 0
+
+
+def test_ranges_that_touch_do_not_overlap() -> None:
+    one, other = IndexRanges.whole(0, 64), IndexRanges.whole(64, 128)
+    assert not one.overlaps(other)
+    assert one.overlaps(IndexRanges.whole(63, 64))
+    nothing = IndexRanges.of(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert not one.overlaps(nothing)
+    assert not nothing.overlaps(one)
+
+
+def test_no_push_has_no_staleness() -> None:
+    assert set(Staleness().counters().values()) == {0.0}
+
+
+def test_mean_and_maximum_are_of_all_pushes_and_p95_of_the_recent() -> None:
+    staleness = Staleness()
+    staleness.add(5000)
+    for value in range(1, 101):
+        staleness.add(value)
+    counters = staleness.counters()
+    assert counters["staleness_mean"] == (5000 + 5050) / 101
+    assert counters["staleness_max"] == 5000
+    assert counters["staleness_p95"] == 96  # of 5000 and 1 to 100
+    for _ in range(1024):
+        staleness.add(3)
+    assert staleness.counters()["staleness_p95"] == 3
+    assert staleness.counters()["staleness_max"] == 5000
+
+
+# --- push buffers ---
+
+
+def client(*, watermark: int, n_unconfirmed: int) -> Session:
+    push_buffers = (PushBuffer(np.zeros(4, np.float32)), PushBuffer(np.zeros(4, np.float32)))
+    return Session(
+        name=Address("replica-0"),
+        incarnation=1,
+        watermark=watermark,
+        n_unconfirmed=n_unconfirmed,
+        push_buffers=push_buffers,
+        region="shared",
+    )
+
+
+def push(sequence: int) -> Push:
+    return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+
+
+def room(client: Session) -> list[int]:
+    """Return the pushes that it takes."""
+    taken = []
+    for sequence in range(1, 9):
+        try:
+            client.take_push(push(sequence))
+        except RemoteProtocolError:
+            continue
+        taken.append(sequence)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("watermark", "n_unconfirmed", "taken"),
+    [(3, 0, [4, 5]), (3, 1, [4]), (3, 2, []), (0, 0, [1, 2])],
+)
+def test_a_push_that_is_not_replicated_keeps_its_buffer_and_is_not_taken_again(
+    watermark: int, n_unconfirmed: int, taken: list[int]
+) -> None:
+    """With the confirmed watermark instead of the true one, a push that waits for the backup
+    would be accepted twice. The other way round, a later push would overwrite what the
+    backup still reads.
+    """
+    assert room(client(watermark=watermark, n_unconfirmed=n_unconfirmed)) == taken
+
+
+def test_the_next_push_follows_the_last_applied_not_the_last_confirmed() -> None:
+    one = client(watermark=3, n_unconfirmed=1)
+    one.take_push(push(4))
+    complete = one.next_complete()
+    assert complete is not None
+    assert complete.sequence == 4
