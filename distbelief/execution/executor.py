@@ -25,7 +25,7 @@ from distbelief.execution.operations import (
 from distbelief.execution.schedule import MicroBatchSchedule
 from distbelief.execution.slots import Activations
 from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import Operator, PartialSums, Step, operator_of
+from distbelief.graph.operator import Call, Operator, PartialSums, Step, operator_of
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.instructions import Fetch, Message, Read, Receive
@@ -281,9 +281,8 @@ class PartitionExecutor:
         inputs = leaves[: op.n_inputs]
         try:
             with torch.set_grad_enabled(needs_gradient):
-                output = compute_with.compute(
-                    op.layer, op.region, inputs, tensors, state.steps[micro_batch]
-                )
+                step = state.steps[micro_batch]
+                output = compute_with.compute(Call(op.layer, op.region, inputs, tensors, step))
         except Exception as error:  # of the user's module, or of its inputs
             raise _failed(op, inputs, error) from error
         if needs_gradient and output.requires_grad:

@@ -57,6 +57,32 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     is_integer: bool = False  # whether its output is integers: labels, word indices
     whole: str = ""  # why it is opaque (computed by one rank); "" if it can be split
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kind: str,
+        sources: Sequence["Layer"],
+        shape: Shape,
+        *,
+        options: Mapping[str, Option] | None = None,
+        tensors: Mapping[str, TensorUse] | None = None,
+        is_integer: bool = False,
+        whole: str = "",
+    ) -> "Layer":
+        """Return a layer that reads these."""
+        return cls(
+            name=name,
+            kind=kind,
+            inputs=tuple(source.name for source in sources),
+            input_shapes=tuple(source.shape for source in sources),
+            shape=shape,
+            options=options or {},
+            tensors=tensors or {},
+            is_integer=is_integer,
+            whole=whole,
+        )
+
     @property
     def region(self) -> Region:
         """All of its output."""
@@ -215,14 +241,13 @@ class Builder:
     ) -> str:
         """Add a layer that reads layers added before; return its name, made unique."""
         name = self.free_name(name)
-        layer = Layer(
-            name=name,
-            kind=kind,
-            inputs=tuple(inputs),
-            input_shapes=tuple(self._layers[source].shape for source in inputs),
-            shape=shape,
-            options=dict(options or {}),
-            tensors=dict(tensors or {}),
+        layer = Layer.of(
+            name,
+            kind,
+            [self._layers[source] for source in inputs],
+            shape,
+            options=options,
+            tensors=tensors,
             is_integer=is_integer,
             whole=whole,
         )

@@ -164,12 +164,11 @@ def _layers(name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int) -> 
             )
         ]
     scores, targets = sources
-    layer = Layer(
-        name=name,
-        kind="whole",
-        inputs=(scores.name, targets.name),
-        input_shapes=(scores.shape, targets.shape),
-        shape=(),
+    layer = Layer.of(
+        name,
+        "whole",
+        [scores, targets],
+        (),
         options={"module": name},
         whole=f"{loss} has no split rule" if loss else "a user-defined loss function",
     )

@@ -54,6 +54,26 @@ class Step:
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One computation of an operator, or of one of its partial sums.
+
+    Attributes:
+        layer: The layer.
+        region: Of its output; of partial sums, of its first input.
+        inputs: For each input the region that `reads` returns: (batch, *region.shape).
+        tensors: For each tensor the part that `uses` returns.
+        step: Seed and mode of the step.
+    """
+
+    layer: Layer
+    region: Region
+    inputs: Sequence[torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+    step: Step
+
+
 class PartialSums(ABC):
     """How an output is combined from parts of the first input."""
 
@@ -65,7 +85,7 @@ class PartialSums(ABC):
 
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
         """Return the region of each input that belongs to `part` of the first one."""
-        return (part,) * len(layer.inputs)
+        return tuple(part.broadcast(shape) for shape in layer.input_shapes)
 
     def uses(self, layer: Layer, part: Region) -> Mapping[str, Region]:
         """Return the part of each tensor that belongs to `part` of the first input."""
@@ -78,15 +98,8 @@ class PartialSums(ABC):
         return layer.region
 
     @abstractmethod
-    def compute(
-        self,
-        layer: Layer,
-        part: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        """Return the contribution of `part` to the region it `writes`: (batch, *shape)."""
+    def compute(self, call: Call) -> torch.Tensor:
+        """Return what `call.region` contributes to the region it `writes`: (batch, *shape)."""
 
 
 class Operator(ABC):
@@ -100,9 +113,9 @@ class Operator(ABC):
         """Return the dimensions of the output along which it may be split."""
         return tuple(Cut(dim) for dim in range(len(layer.shape)))
 
-    @abstractmethod
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        """Return the region of each input that `output` needs."""
+        """Return the region of each input that `output` needs: by default the same, broadcast."""
+        return tuple(output.broadcast(shape) for shape in layer.input_shapes)
 
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         """Return the part of each of the model's tensors that `output` needs."""
@@ -119,23 +132,8 @@ class Operator(ABC):
         """Return the cost of `output`."""
 
     @abstractmethod
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        """Return `output`, (batch, *output.shape), by operations that autograd knows.
-
-        Args:
-            layer: The layer.
-            output: The region of its output.
-            inputs: For each input the region that `reads` returns: (batch, *region.shape).
-            tensors: For each tensor the part that `uses` returns.
-            step: Seed and mode of the step.
-        """
+    def compute(self, call: Call) -> torch.Tensor:
+        """Return (batch, *call.region.shape), by operations that autograd knows."""
 
 
 _OPERATORS: dict[str, Operator] = {}

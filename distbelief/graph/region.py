@@ -120,6 +120,19 @@ class Region:
         """Return the region with another interval in dimension `dim`."""
         return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
 
+    def broadcast(self, shape: Shape) -> "Region":
+        """Return the region of a tensor of this shape that broadcasts to this one.
+
+        As in torch, dimensions are aligned at the last one, and those of extent 1 are repeated.
+        """
+        last = self.intervals[len(self.intervals) - len(shape) :]
+        return Region(
+            tuple(
+                (0, 1) if extent == 1 and start < stop else (start, stop)
+                for extent, (start, stop) in zip(shape, last, strict=True)
+            )
+        )
+
     def cut(self, dim: int, weights: Sequence[float], *, unit: int = 1) -> list["Region"]:
         """Split the region along `dim` into consecutive parts, in proportion to `weights`.
 

@@ -88,16 +88,13 @@ class Row:
 
     @property
     def seconds(self) -> list[float]:
-        """To the target, of the turns that reached it."""
         return [run.seconds for run in self.runs if run.seconds is not None]
 
     @property
     def ranks(self) -> bool:
-        """Has it reached the target in every turn?"""
         return bool(self.runs) and len(self.seconds) == len(self.runs)
 
     def cells(self) -> dict[str, str]:
-        """Return what the table tells of it."""
         if not self.runs:
             return {"version": self.version, "seconds": "did not run"}
         best = min(loss for run in self.runs for loss in run.losses)
@@ -206,7 +203,6 @@ def _hold_all(
     target: float,
     pause_seconds: float,
 ) -> None:
-    """Let everybody train in turns, in both settings."""
     for turn, name in enumerate(measurement.turns(list(rows), n_rounds=options.rounds)):
         row = rows[name]
         if row.error:

@@ -67,7 +67,6 @@ class Contestant:
 
     @property
     def pids(self) -> list[int]:
-        """All its processes that live now."""
         return measurement.families(process.pid for process in self.processes)
 
 
@@ -89,7 +88,6 @@ class Race:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Start everybody, one after the other; end them afterwards."""
         with ExitStack() as stack:
             stack.callback(self._end)
             for index, name in enumerate(CONTESTANTS):

@@ -84,19 +84,12 @@ N_RANKS: Final = 2
 
 @final
 class Turn(NamedTuple):
-    """One turn.
+    """One turn."""
 
-    Attributes:
-        name: Whose.
-        round: Of all turns.
-        core: Of the first process.
-        seconds: Of a step.
-    """
-
-    name: str
-    round: int
-    core: int
-    seconds: float = 0.0
+    name: str  # whose
+    round: int  # of all turns
+    core: int  # of the first process
+    seconds: float = 0.0  # of a step
 
 
 @final
@@ -119,7 +112,6 @@ class Contest:
         self._file.write_bytes(msgspec.json.encode(workload))
 
     def whole(self, name: str, *, n_threads: int = 1, n_processes: int = 1) -> None:
-        """Enter processes that compute the whole net each."""
         hand = Hand(
             module="bare.whole_net",
             arguments=[str(self._file), str(n_threads)],
@@ -129,7 +121,6 @@ class Contest:
         self.crews[name] = Crew(name, [hand] * n_processes, self._folder)
 
     def machines(self, name: str, way: Way, order: PlanningRequest) -> None:
-        """Enter a replica of the runtime's machines."""
         self.crews[name] = replica(
             name,
             plan_of(way, order, loss=self._workload.loss),
@@ -139,7 +130,6 @@ class Contest:
         )
 
     def dtensor(self) -> None:
-        """Enter torch's tensor parallelism."""
         meeting = str(self._folder / "meeting")
         hands = [
             Hand(
@@ -310,7 +300,6 @@ def _enter_usual(contest: Contest, order: PlanningRequest) -> None:
 
 
 def _raw(key: str, contest: Contest) -> dict[str, float]:
-    """Return milliseconds, processor time and memory of each crew."""
     figures: dict[str, float] = {}
     for name, crew in contest.crews.items():
         start = f"{key}_{name.replace(' ', '_')}"

@@ -44,21 +44,13 @@ ON_RAY: Final = ("--on", "ray", "--hosts", "1", "--cores", "1", "--hosts-seconds
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """One run.
+    """One run."""
 
-    Attributes:
-        start_seconds: From the command to the first samples.
-        rate: Samples a second from then on.
-        exit_code: Of the command.
-        away_seconds: From a node's end to the replica's next life; None: none ended.
-        said: By the command.
-    """
-
-    start_seconds: float
-    rate: float
-    exit_code: int
-    away_seconds: float | None
-    said: str
+    start_seconds: float  # from the command to the first samples
+    rate: float  # samples a second from then on
+    exit_code: int  # of the command
+    away_seconds: float | None  # from a node's end to the replica's next life; None: none ended
+    said: str  # by the command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(found: dict[str, list[Course]], lost: Course) -> None:
-    """Print all, and the figures as the last line."""
     figures = {
         "ended_well": float(lost.exit_code == 0 and lost.away_seconds is not None),
         "away_seconds": lost.away_seconds or float("nan"),

@@ -46,19 +46,13 @@ _FOLDERS: Final = ("sandblaster", "distbelief/parameter_server", "distbelief/sim
 
 @final
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an evaluation takes.
+    """How long an evaluation takes."""
 
-    Attributes:
-        seconds: Of the large cluster.
-        code: With which that was found.
-    """
-
-    seconds: float
-    code: str
+    seconds: float  # of the large cluster
+    code: str  # with which that was found
 
     @property
     def is_stale(self) -> bool:
-        """Whether the code is another one by now."""
         return self.code != code_of(*_FOLDERS)
 
 
@@ -104,7 +98,6 @@ def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
 
 
 def learn(setting: float, *, seed: int, staging: Preparation, tell: Tell) -> Course:
-    """Run what is learnt, unless it is kept."""
     return course_of(LEARNER, setting=setting, seed=seed, staging=staging, tell=tell)
 
 
@@ -127,7 +120,6 @@ def pace(entry: Entry) -> Pace | None:
 
 
 def stale(entries: Sequence[Entry]) -> list[Entry]:
-    """Return those whose pace was found with another code."""
     return [
         entry
         for entry in entries

@@ -35,7 +35,6 @@ def code_of(*folders: str, root: Path = ROOT) -> str:
 
 
 def statements(source: str) -> str:
-    """Return a module's statements, without comments and documentation."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, _WITH_BODY):

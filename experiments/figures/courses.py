@@ -40,37 +40,22 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 @final
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: Of the method.
-        replicas: Model replicas.
-        machines: Theirs, and the shards'.
-        seed: Of everything.
-        setting: Learning rate, or samples of a batch.
-        warm_start: Fingerprint of what it began from.
-        points: In order of time.
-        seconds: Of the large cluster, all in all.
-        samples: Trained on, all in all.
-        staleness: Mean, in pushes.
-        ended: Why.
-    """
-
-    name: str
-    replicas: int
-    machines: int
-    seed: int
-    setting: float
-    warm_start: str
-    points: tuple[Point, ...]
-    seconds: float
-    samples: int
-    staleness: float | None
-    ended: str
+    name: str  # of the method
+    replicas: int  # model replicas
+    machines: int  # theirs, and the shards'
+    seed: int  # of everything
+    setting: float  # learning rate, or samples of a batch
+    warm_start: str  # fingerprint of what it began from
+    points: tuple[Point, ...]  # in order of time
+    seconds: float  # of the large cluster, all in all
+    samples: int  # trained on, all in all
+    staleness: float | None  # mean, in pushes
+    ended: str  # why
 
     @property
     def target_seconds(self) -> float | None:
-        """When `TARGET` was reached, if it was."""
         return reached(self.points, TARGET)
 
 
@@ -209,7 +194,6 @@ def check_warm_starts(courses: Sequence[Course]) -> None:
 
 
 def show(course: Course, tell: Callable[[str], None] = print) -> None:
-    """Print how a course ended."""
     last, at = course.points[-1] if course.points else None, course.target_seconds
     tell(
         f"{course.name} [{course.replicas}] seed {course.seed} setting "

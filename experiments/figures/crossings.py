@@ -17,7 +17,6 @@ from experiments.figures.running import Runs, options_from
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is missing, if asked to, and draw."""
     options = options_from(__doc__, arguments, entries=FIGURE_5)
     with Runs(options.seeds * len(FIGURE_5)) as runs:
         courses = gather(FIGURE_5, options, runs)

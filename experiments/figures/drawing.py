@@ -29,7 +29,6 @@ COLOURS: Final = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0
 
 
 def draw_speed_up(found: Sequence[SpeedUp]) -> None:
-    """Draw Figure 3."""
     figure, (axes,) = _figure(1, width=7.0)
     names = list(dict.fromkeys(each.net for each in found))
     for name, colour in zip(names, COLOURS[1:], strict=False):
@@ -52,7 +51,6 @@ def draw_speed_up(found: Sequence[SpeedUp]) -> None:
 
 
 def draw_methods(courses: Sequence[Course]) -> None:
-    """Draw Figure 4."""
     figure, panels = _figure(2, width=11.0)
     groups = by_label(courses)
     for axes, part in zip(panels, ("trained", "held_out"), strict=True):
@@ -80,7 +78,6 @@ def draw_methods(courses: Sequence[Course]) -> None:
 
 
 def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
-    """Draw Figure 5."""
     figure, panels = _figure(2, width=11.0)
     for axes, factor, what in zip(panels, (1, CORES), ("machines", "cores"), strict=True):
         for name, colour in zip(NAMES.values(), COLOURS[1:], strict=False):

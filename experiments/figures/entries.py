@@ -29,35 +29,23 @@ NAMES: Final[Mapping[Kind, str]] = {
 
 @final
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A method with so many replicas.
+    """A method with so many replicas."""
 
-    Attributes:
-        kind: Of the method.
-        replicas: Model replicas.
-        candidates: Settings to choose from.
-        samples: It ends after so many.
-        every: Seconds of the large cluster between evaluations.
-        stops: Whether it may end once it is well above the target.
-        haste: How many times as fast time runs.
-    """
-
-    kind: Kind
-    replicas: int
-    candidates: tuple[float, ...]
-    samples: int
-    every: float
-    stops: bool = True
-    haste: float = 20.0
+    kind: Kind  # of the method
+    replicas: int  # model replicas
+    candidates: tuple[float, ...]  # settings to choose from
+    samples: int  # it ends after so many
+    every: float  # seconds of the large cluster between evaluations
+    stops: bool = True  # whether it may end once it is well above the target
+    haste: float = 20.0  # how many times as fast time runs
 
     @property
     def name(self) -> str:
-        """As in the figures."""
         alone = self.kind == "sgd" and self.replicas == 1
         return "SGD" if alone else NAMES[self.kind]
 
     @property
     def label(self) -> str:
-        """As in the paper's legend."""
         return f"{self.name} [{self.replicas}]"
 
     def algorithm(self, setting: float, *, squares: float) -> str:

@@ -113,7 +113,6 @@ def crossing_cores(courses: Sequence[Course]) -> float | None:
 
 
 def _spread(times: Sequence[float]) -> str:
-    """Return median, lowest and highest in words."""
     middle, low, high = float(np.median(times)), min(times), max(times)
     return f"{_hours(middle)} ({_hours(low)} to {_hours(high)})"
 

@@ -15,7 +15,6 @@ from experiments.figures.running import Runs, options_from
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is missing, if asked to, and draw."""
     options = options_from(__doc__, arguments, entries=FIGURE_4)
     with Runs(options.seeds * len(FIGURE_4)) as runs:
         courses = gather(FIGURE_4, options, runs)

@@ -31,23 +31,15 @@ NETS: Final[dict[str, Net]] = {
 
 @final
 class SpeedUp(msgspec.Struct, frozen=True, kw_only=True):
-    """One net on so many machines.
+    """One net on so many machines."""
 
-    Attributes:
-        net: Its name.
-        machines: That there are.
-        used: That the plan uses.
-        seconds: Of a step: tenth, median, ninetieth of its draws of jitter.
-        speed_up: Of the median, over that of one machine.
-        even: Of every layer cut evenly over all machines, likewise.
-    """
-
-    net: str
-    machines: int
-    used: int
+    net: str  # its name
+    machines: int  # that there are
+    used: int  # that the plan uses
+    # of a step: tenth, median, ninetieth of its draws of jitter
     seconds: tuple[float, float, float]
-    speed_up: float
-    even: float
+    speed_up: float  # of the median, over that of one machine
+    even: float  # of every layer cut evenly over all machines, likewise
 
 
 def speed_ups(name: str) -> list[SpeedUp]:

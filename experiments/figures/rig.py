@@ -58,7 +58,6 @@ class Rig:
 
     @property
     def machine(self) -> Machine:
-        """Every one of them."""
         given = load_cluster("commodity-2012").machines[0]
         size = N_PARAMETERS / PAPERS_PARAMETERS
         return msgspec.structs.replace(
@@ -72,7 +71,6 @@ class Rig:
 
     @property
     def n_machines(self) -> int:
-        """How many replicas and shards take."""
         return self.n_replicas + shard_machines(self.n_replicas)
 
     def n_needed(self, staged: PreparedJob) -> int:
@@ -95,7 +93,6 @@ class Rig:
         )
 
     def place(self, name: Address, kind: str) -> Place:
-        """Return where a role is."""
         index = int(name.partition("-")[2] or 0)
         match kind:
             case "replica":

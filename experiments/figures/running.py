@@ -18,17 +18,11 @@ from experiments.figures.entries import Entry
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a program was called with.
+    """What a program was called with."""
 
-    Attributes:
-        run: Whether what is missing is run.
-        seeds: How many are shown.
-        only: Part of the label of what is run.
-    """
-
-    run: bool
-    seeds: int
-    only: str
+    run: bool  # whether what is missing is run
+    seeds: int  # how many are shown
+    only: str  # part of the label of what is run
 
     def wants(self, entry: Entry) -> bool:
         """Whether it is one of those that were asked for."""
@@ -79,11 +73,9 @@ class Runs:
         self._waiting.end()
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self._console.print(text, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
-        """Show a bar, on a terminal."""
         self.staging.__enter__()
         self._waiting.__enter__()
         return self
@@ -94,6 +86,5 @@ class Runs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the bar away."""
         self._waiting.__exit__(kind, error, trace)
         self.staging.__exit__(kind, error, trace)

@@ -32,19 +32,12 @@ ENTRIES: Final = (
 
 @final
 class Try(msgspec.Struct, frozen=True, kw_only=True):
-    """How one candidate did.
+    """How one candidate did."""
 
-    Attributes:
-        setting: The candidate.
-        target_seconds: When it was at the target, if it was.
-        held_out: Accuracy: the mean of its last three evaluations.
-        seconds: Of its end.
-    """
-
-    setting: float
-    target_seconds: float | None
-    held_out: float
-    seconds: float
+    setting: float  # the candidate
+    target_seconds: float | None  # when it was at the target, if it was
+    held_out: float  # accuracy: the mean of its last three evaluations
+    seconds: float  # of its end
 
 
 def best(tries: Sequence[Try]) -> float:
@@ -87,7 +80,6 @@ def setting_of(entry: Entry) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Try what is missing, and print all."""
     options = options_from(__doc__, arguments, entries=ENTRIES)
     entries = [entry for entry in ENTRIES if options.wants(entry)]
     with Runs(len(entries)) as runs:

@@ -14,7 +14,6 @@ from experiments.figures.planned import COUNTS, NETS, SpeedUp, speed_ups
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan what is missing, and draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", help="part of a net's name")
     options = parser.parse_args(arguments)

@@ -46,7 +46,6 @@ class Held(Dataset[tuple[torch.Tensor, int]]):
 
     @property
     def digest(self) -> str:
-        """Of all samples."""
         found = hashlib.sha256(self.inputs.numpy().tobytes())
         found.update(self.targets.numpy().tobytes())
         return found.hexdigest()[:16]
@@ -64,7 +63,6 @@ def identity() -> tuple[str, int, int]:
 
 @cache
 def train() -> Held:
-    """Return the frames to train on."""
     everything = frames("train", hours=1.0)
     return _picked(everything, N_TRAIN)
 
@@ -87,7 +85,6 @@ def measured() -> Held:
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy, whichever part a sample is of."""
     return functional.cross_entropy(outputs, targets % PART)
 
 

@@ -28,17 +28,11 @@ SETTINGS: Final = {"steps": STEPS, "rate": RATE, "batch": BATCH}
 @final
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What was learnt before the methods part.
+    """What was learnt before the methods part."""
 
-    Attributes:
-        path: File of its weights.
-        of: Fingerprint of the net, its first weights, the data, steps, rate and seed.
-        squares: Sum of squared gradients over its steps: mean of all parameters.
-    """
-
-    path: str
-    of: str
-    squares: float
+    path: str  # file of its weights
+    of: str  # fingerprint of the net, its first weights, the data, steps, rate and seed
+    squares: float  # sum of squared gradients over its steps: mean of all parameters
 
 
 def warm_start(

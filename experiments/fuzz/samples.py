@@ -41,7 +41,6 @@ class Sampler:
         }
 
     def of(self, kind: object) -> object:
-        """Return a legal value of this type."""
         return self._value(inspect.type_info(kind))
 
     def _value(self, told: inspect.Type) -> object:

@@ -44,23 +44,14 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What an album is made from.
+    """What an album is made from."""
 
-    Attributes:
-        script: What is written in the images.
-        part: Which fonts draw them.
-        categories: How many there are.
-        copies: Images of each.
-        size: Rows and columns.
-        seed: Of all that is left to chance; each part has its own chance.
-    """
-
-    script: Script
-    part: Part
-    categories: int
-    copies: int
-    size: int
-    seed: int
+    script: Script  # what is written in the images
+    part: Part  # which fonts draw them
+    categories: int  # how many there are
+    copies: int  # images of each
+    size: int  # rows and columns
+    seed: int  # of all that is left to chance; each part has its own chance
 
     def __post_init__(self) -> None:
         if self.part not in ("train", "test"):
@@ -74,12 +65,10 @@ class Recipe:
 
     @property
     def n_images(self) -> int:
-        """How many it has."""
         return self.categories * self.copies
 
     @property
     def name(self) -> str:
-        """The folder, for instance "train-400x200-32px-3fa9c1d2e4"."""
         described = [repr(self), *_makers()]
         described += map(fonts.hash_face, fonts.faces(self.script, self.part))
         digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:10]

@@ -24,27 +24,16 @@ _FILL: Final = 0.86  # of the glyph's square is filled by its longer side
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """How far images may be from a clean print; widths of the distributions.
+    """How far images may be from a clean print; widths of the distributions."""
 
-    Attributes:
-        turn: Standard deviation of the angle, radians.
-        shear: Standard deviation.
-        scale: Least and greatest size.
-        shift: Greatest, as a share of the image.
-        tilt: Standard deviation of the perspective.
-        contrast: Least and greatest, of 1.
-        texture: Greatest strength of the background.
-        noise: Greatest standard deviation.
-    """
-
-    turn: float = 0.08
-    shear: float = 0.08
-    scale: tuple[float, float] = (0.85, 1.05)
-    shift: float = 0.04
-    tilt: float = 0.03
-    contrast: tuple[float, float] = (0.35, 0.75)
-    texture: float = 0.08
-    noise: float = 0.08
+    turn: float = 0.08  # standard deviation of the angle, radians
+    shear: float = 0.08  # standard deviation
+    scale: tuple[float, float] = (0.85, 1.05)  # least and greatest size
+    shift: float = 0.04  # greatest, as a share of the image
+    tilt: float = 0.03  # standard deviation of the perspective
+    contrast: tuple[float, float] = (0.35, 0.75)  # least and greatest, of 1
+    texture: float = 0.08  # greatest strength of the background
+    noise: float = 0.08  # greatest standard deviation
 
 
 def draw_glyph(face: Face, text: str, *, size: int) -> Image.Image:
@@ -132,7 +121,6 @@ def _perspective(
 
 
 def _texture(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
-    """Return clouds of two sizes; mean 0, deviation 1."""
     clouds = np.zeros((size, size), np.float32)
     for grid in rng.choice(TEXTURE_GRIDS, 2, replace=False):
         coarse = Image.fromarray(rng.standard_normal((grid, grid), np.float32))

@@ -39,17 +39,11 @@ PACKAGES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Face:
-    """One face of a font file.
+    """One face of a font file."""
 
-    Attributes:
-        design: Weights and slants of one design are held out together.
-        file: Its name; the path, once it is found.
-        index: Within the file.
-    """
-
-    design: str
-    file: str
-    index: int = 0
+    design: str  # weights and slants of one design are held out together
+    file: str  # its name; the path, once it is found
+    index: int = 0  # within the file
 
 
 HAN: Final = (
@@ -116,7 +110,6 @@ def faces(script: Script, part: Part, *, folders: Sequence[Path] = FOLDERS) -> t
 
 
 def find(wanted: Iterable[Face], folders: Sequence[Path]) -> list[Face]:
-    """Return those that are there, with their paths."""
     paths: dict[str, Path] = {}
     for folder in folders:
         for path in sorted(folder.expanduser().rglob("*.[ot]t[fc]")):
@@ -148,7 +141,6 @@ def check_covers(face: Face, text: Iterable[str]) -> None:
 
 
 def hash_face(face: Face) -> str:
-    """SHA-256 of its file."""
     with Path(face.file).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -62,21 +62,13 @@ MAPS: Final[dict[Size, Maps]] = {"80M": (5, 5, 5), "330M": (13, 14, 13), "1.7B":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Filtering, pooling and contrast normalisation.
+    """Filtering, pooling and contrast normalisation."""
 
-    Attributes:
-        maps: Filters that look at the same place.
-        filter: Rows and columns of what a filter sees.
-        pool: Rows and columns of a pooling window.
-        step: From one pooling window to the next.
-        contrast: Rows and columns of the window of normalisation, odd.
-    """
-
-    maps: int
-    filter: int = FILTER
-    pool: int = 5
-    step: int = 1
-    contrast: int = CONTRAST
+    maps: int  # filters that look at the same place
+    filter: int = FILTER  # rows and columns of what a filter sees
+    pool: int = 5  # rows and columns of a pooling window
+    step: int = 1  # from one pooling window to the next
+    contrast: int = CONTRAST  # rows and columns of the window of normalisation, odd
 
     def n_outputs(self, extent: int) -> int:
         """Return the rows that come out of so many; 0 if no window fits."""
@@ -84,7 +76,6 @@ class Stage:
         return Window(size=self.pool, stride=self.step).n_outputs(filtered)
 
     def n_inputs(self, extent: int) -> int:
-        """Return the rows that are needed for so many."""
         return (extent - 1) * self.step + self.pool + self.filter - 1
 
 
@@ -164,17 +155,14 @@ def paper_net(size: Size = "1.7B") -> nn.Sequential:
 
 
 def paper_net_330m() -> nn.Sequential:
-    """The paper's network of 330 million parameters."""
     return paper_net("330M")
 
 
 def paper_net_80m() -> nn.Sequential:
-    """The paper's network of 80 million parameters."""
     return paper_net("80M")
 
 
 def _smallest(stages: Sequence[Stage]) -> int:
-    """Return the rows of the smallest image."""
     extent = 1
     for stage in reversed(stages):
         extent = stage.n_inputs(extent)

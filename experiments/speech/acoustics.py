@@ -107,5 +107,4 @@ def _deviation(sound: Floats) -> float:
 
 
 def _decibels(level: float) -> float:
-    """The factor on amplitude."""
     return float(10.0 ** (level / 20.0))

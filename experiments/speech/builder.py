@@ -98,7 +98,6 @@ class Builder:
         self._files.close()
 
     def continue_from(self, volume: Volume) -> None:
-        """Begin with all of another volume."""
         for name, tape in self._tapes.items():
             tape.copy(volume.folder / f"{name}.npy")
         self._numbers = {phone: index for index, phone in enumerate(volume.phones)}
@@ -124,7 +123,6 @@ class Builder:
         self._frames_per_second = (self._n_frames - n_old) / max(1e-9, seconds)
 
     def write_facts(self, recipe: Recipe, *, casting: Casting) -> None:
-        """Write corpus.json, after the arrays are closed."""
         paths = {name: self._folder / f"{name}.npy" for name in ARRAYS}
         mean, deviation = _measure(np.load(paths["features"], mmap_mode="r"))
         facts = {
@@ -151,7 +149,6 @@ class Builder:
         (self._folder / FACTS).write_text(document, encoding="utf-8")
 
     def _add(self, recording: Recording) -> None:
-        """Append a session; its phones get this volume's numbers."""
         for phone in recording.phones:
             self._numbers.setdefault(phone, len(self._numbers))
         table = np.array([self._numbers[phone] for phone in recording.phones], np.int16)

@@ -38,7 +38,6 @@ def cast(part: str, *, seed: int, clean: bool) -> Casting:
 
 
 def choose_variants(part: str) -> list[str]:
-    """The voice variants of one part, sorted."""
     variants = sorted(list_variants(), key=_hash)
     held_out, others = variants[:HELD_OUT_VARIANTS], variants[HELD_OUT_VARIANTS:]
     return sorted(held_out if part == "test" else others)

@@ -72,13 +72,11 @@ def _stop(builder: subprocess.Popen[str]) -> None:
 
 
 def _describe_end(status: int) -> str:
-    """What is known of a builder that said nothing."""
     how = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
     return f"the process that synthesises speech {how}; start again to build it anew"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the cache with what the command line names."""
     parser = argparse.ArgumentParser(description="Synthesise speech into the cache.")
     parser.add_argument("--cache", help="folder (default: the user's cache directory)")
     parser.add_argument("--workers", type=int, help="processes (default: every core)")

@@ -39,7 +39,6 @@ def values_of(run: Sequence[Measurement], panel: str) -> list[tuple[float, float
 
 
 def draw(runs: dict[str, list[Measurement]], path: Path) -> None:
-    """Draw the runs, by their names."""
     figure = Figure(figsize=(12.0, 4.0), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(_PANELS), sharex=True, squeeze=False)[0]

@@ -125,6 +125,5 @@ def prepare(
 def _list_recipes(
     part: str, hours: float | None, *, seed: int, survey_hours: float
 ) -> tuple[Recipe, Recipe]:
-    """The part's own recipe and that of the survey."""
     own = Recipe(part=part, hours=hours or HOURS.get(part, 0.0), seed=seed)
     return own, Recipe(part="train", hours=survey_hours, seed=seed)

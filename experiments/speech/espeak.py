@@ -78,7 +78,6 @@ class Spoken:
 
 
 def load_wheel() -> ModuleType:
-    """The module that knows where library and voices lie."""
     try:
         return importlib.import_module("espeakng_loader")
     except ModuleNotFoundError as missing:
@@ -151,7 +150,6 @@ class Espeak:
             self._library.espeak_SetParameter(parameter, value, 0)
 
     def say(self, sentence: str) -> Spoken:
-        """Synthesise one sentence."""
         self._blocks.clear()
         self._events.clear()
         text = sentence.encode() + b"\0"

@@ -57,7 +57,6 @@ class Recipe:
                 raise SpeechError(f"{spelling!r} is no PART:HOURS[:SEED[:clean]]")
 
     def spell(self) -> str:
-        """The recipe as one word of a command line."""
         quality = ":clean" if self.clean else ""
         return f"{self.part}:{self.hours!r}:{self.seed}{quality}"
 
@@ -68,12 +67,10 @@ class Recipe:
 
     @property
     def n_frames(self) -> int:
-        """The fewest frames it will have."""
         return max(1, round(self.hours * FRAMES_PER_HOUR))
 
     @property
     def name(self) -> str:
-        """The folder, for instance "train-2h-seed0-3fa9c1d2e4"."""
         return self.pattern.replace("*", f"{self.hours:g}", 1)
 
     @property

@@ -35,7 +35,6 @@ class Recording:
 
 
 def hold_session(espeak: Espeak, *, casting: Casting, index: int) -> Recording:
-    """Record session `index` of a part."""
     rng = np.random.default_rng([casting.seed, PARTS.index(casting.part), index])
     espeak.seed_breath(int(rng.integers(1 << 31)))
     _choose_voice(espeak, rng=rng, casting=casting)

@@ -80,7 +80,6 @@ class Studio:
             self._selector.close()
 
     def _open(self, index: int) -> None:
-        """Fork a session."""
         pipe, child_pipe = os.pipe()
         process = os.fork()
         if process == 0:
@@ -128,7 +127,6 @@ class Studio:
                 )
 
     def _close(self, booth: _Booth) -> int:
-        """Reap a session that has ended; its exit status."""
         del self._booths[booth.pipe]
         self._selector.unregister(booth.pipe)
         os.close(booth.pipe)
@@ -158,7 +156,6 @@ def _hold_and_exit(pipe: int, espeak: Espeak, *, casting: Casting, index: int) -
 
 
 def _pack(recording: Recording) -> bytes:
-    """The recording as an .npz archive of plain arrays."""
     buffer = io.BytesIO()
     arrays = {entry.name: np.asarray(getattr(recording, entry.name)) for entry in fields(Recording)}
     np.savez(buffer, allow_pickle=False, **arrays)

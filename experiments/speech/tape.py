@@ -25,7 +25,6 @@ class Tape:
 
     @property
     def n_rows(self) -> int:
-        """Rows written so far."""
         return self._n_rows
 
     def __enter__(self) -> Self:

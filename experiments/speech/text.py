@@ -31,7 +31,6 @@ HELD_OUT_ONE_IN = 10
 
 @functools.cache
 def read_sentences() -> tuple[str, ...]:
-    """Every distinct plain sentence, sorted."""
     passages = [*topics.values(), *_docstrings(Path(sysconfig.get_path("stdlib")))]
     return tuple(sorted({line for text in passages for line in split(text)}))
 
@@ -57,7 +56,6 @@ def select(sentences: Sequence[str], *, part: str) -> list[str]:
 
 
 def hash_sentences(sentences: Sequence[str]) -> str:
-    """SHA-256 over the sentences, one a line."""
     return hashlib.sha256("\n".join(sentences).encode()).hexdigest()
 
 
@@ -67,7 +65,6 @@ def _is_held_out(sentence: str) -> bool:
 
 
 def _docstrings(library: Path) -> Iterator[str]:
-    """Docstrings of the standard library, parsed and never imported."""
     not_read = PROGRAMS | TABLES | PACKAGES
     for path in sorted([*library.glob("*.py"), *library.glob("*/*.py")]):
         if path.parent.name in not_read:

@@ -38,7 +38,6 @@ class Volume:
 
     @property
     def phones(self) -> tuple[str, ...]:
-        """Names of the phones that `contexts` counts."""
         return tuple(self.facts["phones"])
 
     def verify(self) -> None:
@@ -70,7 +69,6 @@ def open_volume(folder: Path) -> Volume:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

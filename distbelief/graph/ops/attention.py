@@ -16,9 +16,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
-from distbelief.graph.operator import Cut, Operator, Step, Work
+from distbelief.graph.operator import Call, Cut, Operator, Step, Work
 from distbelief.graph.ops.dropout import mask as dropout_mask
-from distbelief.graph.ops.pointwise import aligned, broadcast
+from distbelief.graph.ops.pointwise import aligned
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Region, Shape
 
@@ -54,7 +54,7 @@ class Attention(Operator):
         if len(layer.inputs) == len(reads):
             return reads
         scores = Region((*heads, queries, keys))
-        return (*reads, broadcast(scores, layer.input_shapes[3]))
+        return (*reads, scores.broadcast(layer.input_shapes[3]))
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -69,32 +69,26 @@ class Attention(Operator):
         )
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        query, key, value, *masks = inputs
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        query, key, value, *masks = call.inputs
         mask = None
         if masks:  # a mask made of integers may have another dtype
             mask = aligned(masks[0], query.dim() - 1).to(query.dtype)
         if layer.options["causal"]:
-            first, last = output.intervals[-2]
+            first, last = call.region.intervals[-2]
             queries = torch.arange(first, last, device=query.device)
             keys = torch.arange(key.shape[-2], device=query.device)
             hidden = query.new_zeros(last - first, key.shape[-2])
             hidden = hidden.masked_fill(keys > queries.unsqueeze(1), -math.inf)
             mask = hidden if mask is None else mask + hidden
         scale = None if layer.options["scale"] is None else layer.number("scale")
-        if step.training and layer.number("dropout"):
+        if call.step.training and layer.number("dropout"):
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             scores = (query * scale) @ key.transpose(-1, -2)
             scores = scores if mask is None else scores + mask
             weights = scores.softmax(-1)
-            return (weights * _dropout_factors(layer, output, weights, step)) @ value
+            return (weights * _dropout_factors(layer, call.region, weights, call.step)) @ value
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale
         )
@@ -110,12 +104,11 @@ def attention_layer(
 ) -> Layer:
     """Return an attention layer for query, key, value and an optional mask."""
     query, _, value, *_ = sources
-    return Layer(
-        name=name,
-        kind=Attention.name,
-        inputs=tuple(source.name for source in sources),
-        input_shapes=tuple(source.shape for source in sources),
-        shape=(*query.shape[:-1], value.shape[-1]),
+    return Layer.of(
+        name,
+        Attention.name,
+        sources,
+        (*query.shape[:-1], value.shape[-1]),
         options={"causal": causal, "scale": scale, "dropout": dropout},
     )
 
@@ -179,12 +172,11 @@ def multi_head_attention_layers(
         if "in_proj_bias" in tensors:
             uses["bias"] = tensors["in_proj_bias"]
             options["first_row_of_bias"] = first
-        projected = Layer(
-            name=f"{name}.{letter}",
-            kind="linear",
-            inputs=(source.name,),
-            input_shapes=(source.shape,),
-            shape=(n_positions, n_features),
+        projected = Layer.of(
+            f"{name}.{letter}",
+            "linear",
+            [source],
+            (n_positions, n_features),
             options=options,
             tensors=uses,
         )
@@ -200,12 +192,11 @@ def multi_head_attention_layers(
     by_position = _swapped(f"{name}.positions", attention)
     joined = reshape_layer(f"{name}.joined", by_position, shape=(by_position.shape[0], n_features))
     keys = {"weight": "out_proj.weight", "bias": "out_proj.bias"}
-    out = Layer(
-        name=name,
-        kind="linear",
-        inputs=(joined.name,),
-        input_shapes=(joined.shape,),
-        shape=(joined.shape[0], tensors["out_proj.weight"].shape[0]),
+    out = Layer.of(
+        name,
+        "linear",
+        [joined],
+        (joined.shape[0], tensors["out_proj.weight"].shape[0]),
         tensors={key: tensors[long] for key, long in keys.items() if long in tensors},
     )
     return [*layers, attention, by_position, joined, out]
@@ -214,11 +205,4 @@ def multi_head_attention_layers(
 def _swapped(name: str, source: Layer) -> Layer:
     # Swaps the first two of three dimensions.
     first, second, third = source.shape
-    return Layer(
-        name=name,
-        kind="permute",
-        inputs=(source.name,),
-        input_shapes=(source.shape,),
-        shape=(second, first, third),
-        options={"dims": (1, 0, 2)},
-    )
+    return Layer.of(name, "permute", [source], (second, first, third), options={"dims": (1, 0, 2)})

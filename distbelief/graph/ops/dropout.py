@@ -6,7 +6,6 @@ range of samples sees the same one.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, final
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import Operator, Step, Work
+from distbelief.graph.operator import Call, Operator, Step, Work
 from distbelief.graph.region import Region, Shape
 
 
@@ -40,36 +39,26 @@ class Dropout(Operator):
     name: ClassVar[str] = "dropout"
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (output,)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(output.n_elements)
         return Work(forward=20 * n, backward=n, n_elements=2 * n)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         probability = layer.number("probability")
-        if not step.training or probability == 0.0:
-            return inputs[0]
+        if not call.step.training or probability == 0.0:
+            return call.inputs[0]
         n_own = len(layer.shape) - layer.integer("n_shared")
         kept = mask(
             layer.name,
             layer.shape[:n_own],
-            Region(output.intervals[:n_own]),
+            Region(call.region.intervals[:n_own]),
             probability=probability,
-            like=inputs[0],
-            step=step,
+            like=call.inputs[0],
+            step=call.step,
         )
-        return inputs[0] * kept.view(*kept.shape, *(1,) * layer.integer("n_shared"))
+        return call.inputs[0] * kept.view(*kept.shape, *(1,) * layer.integer("n_shared"))
 
 
 def mask(

@@ -1,7 +1,7 @@
 """Linear layers, products of two computed matrices, and embeddings."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, final
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Cut, Operator, PartialSums, Step, Work
+from distbelief.graph.operator import Call, Cut, Operator, PartialSums, Work
 from distbelief.graph.region import Interval, Region
 
 
@@ -38,17 +38,10 @@ class Embedding(Operator):
         return Work(backward=n, n_elements=2 * n)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        padding = layer.options["padding"]
-        assert padding is None or isinstance(padding, int), (layer.name, padding)
-        return functional.embedding(inputs[0], tensors["weight"], padding)
+    def compute(self, call: Call) -> torch.Tensor:
+        padding = call.layer.options["padding"]
+        assert padding is None or isinstance(padding, int), (call.layer.name, padding)
+        return functional.embedding(call.inputs[0], call.tensors["weight"], padding)
 
 
 @final
@@ -73,15 +66,8 @@ class LinearSums(PartialSums):
         return part.replaced(len(layer.shape) - 1, (0, layer.shape[-1]))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        part: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return _product(layer, inputs[0], tensors)
+    def compute(self, call: Call) -> torch.Tensor:
+        return _product(call.layer, call.inputs[0], call.tensors)
 
 
 @final
@@ -117,15 +103,8 @@ class Linear(Operator):
         )
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return _product(layer, inputs[0], tensors)
+    def compute(self, call: Call) -> torch.Tensor:
+        return _product(call.layer, call.inputs[0], call.tensors)
 
 
 def _product(layer: Layer, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -173,15 +152,8 @@ class Product(Operator):
         return Work(forward=forward, backward=2 * forward, n_elements=read + output.n_elements)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return inputs[0] @ inputs[1]
+    def compute(self, call: Call) -> torch.Tensor:
+        return call.inputs[0] @ call.inputs[1]
 
 
 def product_layer(name: str, one: Layer, other: Layer) -> Layer:
@@ -192,10 +164,4 @@ def product_layer(name: str, one: Layer, other: Layer) -> Layer:
         one: (*lead, rows, inner)
         other: (*lead, inner, columns)
     """
-    return Layer(
-        name=name,
-        kind="product",
-        inputs=(one.name, other.name),
-        input_shapes=(one.shape, other.shape),
-        shape=(*one.shape[:-1], other.shape[-1]),
-    )
+    return Layer.of(name, "product", [one, other], (*one.shape[:-1], other.shape[-1]))

@@ -1,6 +1,5 @@
 """Local contrast and local response normalization, over neighboring places or maps."""
 
-from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
 import torch
@@ -9,7 +8,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Operator, Step, Work
+from distbelief.graph.operator import Call, Operator, Work
 from distbelief.graph.ops.windows import Weights, gaussian, safe_sqrt, window_sums
 from distbelief.graph.region import Interval, Region
 
@@ -92,22 +91,16 @@ class LocalContrast(Operator):
         )
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         y = _normalized(
-            inputs[0],
-            Region(output.intervals[1:]),
+            call.inputs[0],
+            Region(call.region.intervals[1:]),
             Region.of(*layer.shape[1:]),
             size=layer.integer("size"),
             epsilon=layer.number("epsilon"),
         )
-        return y[:, output.slices[0]]
+        return y[:, call.region.slices[0]]
 
 
 def _normalized(
@@ -191,17 +184,11 @@ class LocalResponse(Operator):
         return Work(forward=operations, backward=2 * operations, n_elements=4 * n)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        x = inputs[0]
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        x = call.inputs[0]
         before, after = _window_sides(layer)
-        start, stop = output.intervals[0]
+        start, stop = call.region.intervals[0]
         first = max(0, start - before)
         pads = (before - (start - first), max(0, stop + after - layer.shape[0]))
         squares = x.square().flatten(2) if x.dim() > 2 else x.square().unsqueeze(2)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Operator, Step, Work
+from distbelief.graph.operator import Call, Operator, Work
 from distbelief.graph.ops.windows import Window, padded, pair
 from distbelief.graph.region import Region
 
@@ -400,18 +400,12 @@ class LocallyConnected(Operator):
         )
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         return _connected(
-            padded(inputs[0], _windows(layer), output, layer.input_shapes[0]),
-            tensors["weight"],
-            tensors.get("bias"),
+            padded(call.inputs[0], _windows(layer), call.region, layer.input_shapes[0]),
+            call.tensors["weight"],
+            call.tensors.get("bias"),
             size=layer.integers("size"),
             stride=layer.integers("stride"),
         )

@@ -7,7 +7,7 @@ count). Without any such label the loss is 0 (torch: nan).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, final
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Cut, PartialSums, Step, Work
+from distbelief.graph.operator import Call, Cut, PartialSums, Work
 from distbelief.graph.ops.reductions import SumOfParts, reduction_layer
 from distbelief.graph.region import Region
 
@@ -53,18 +53,12 @@ class ElementwiseLossParts(PartialSums):
         return (part, Region((*part.intervals[:dim], *part.intervals[dim + 1 :])))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        part: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        x, target = inputs
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        x, target = call.inputs
         if layer.options["labels"]:
             dim = layer.integer("dim")
-            target = one_hot(target, part, dim=dim)
+            target = one_hot(target, call.region, dim=dim)
         losses = FUNCTIONS[layer.text("function")](x, target.to(x.dtype), layer.number("argument"))
         n_elements = math.prod(layer.input_shapes[0]) if layer.options["mean"] else 1
         return per_sample(losses) / n_elements
@@ -109,12 +103,11 @@ def elementwise_loss_layer(
     """
     x, target = sources
     labels = target.is_integer and len(target.shape) < len(x.shape)
-    return Layer(
-        name=name,
-        kind=ElementwiseLoss.name,
-        inputs=(x.name, target.name),
-        input_shapes=(x.shape, target.shape),
-        shape=(),
+    return Layer.of(
+        name,
+        ElementwiseLoss.name,
+        [x, target],
+        (),
         options={
             "function": function,
             "argument": argument,
@@ -169,21 +162,15 @@ class ClassSumParts(PartialSums):
         return part.replaced(layer.integer("dim"), (0, 3))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        part: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         dim = layer.integer("dim")
-        scores, labels, *maximum = inputs
+        scores, labels, *maximum = call.inputs
         scores = scores - maximum[0] if maximum else scores
         if layer.options["soft"]:
             expected, weight = (labels * scores).sum(dim + 1), labels.sum(dim + 1)
         else:
-            expected, weight = _label_scores(scores, labels, part, dim=dim)
+            expected, weight = _label_scores(scores, labels, call.region, dim=dim)
         smoothing = layer.number("smoothing")
         if smoothing:
             share = smoothing / layer.input_shapes[0][dim]
@@ -235,23 +222,17 @@ class CrossEntropyParts(PartialSums):
         return (part, *(Region.of(*shape) for shape in layer.input_shapes[1:]))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        part: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         dim = layer.integer("dim")
-        total, expected, weight = inputs[0].unbind(dim + 1)
+        total, expected, weight = call.inputs[0].unbind(dim + 1)
         losses = -expected if layer.options["normalised"] else weight * total.log() - expected
         n_positions = math.prod(layer.input_shapes[0]) // layer.input_shapes[0][dim]
         factor = 1.0 / n_positions
         if not layer.options["soft"]:
-            labels = inputs[1]
+            labels = call.inputs[1]
             counts = labels != layer.integer("ignore")
-            positions = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
+            positions = Region((*call.region.intervals[:dim], *call.region.intervals[dim + 1 :]))
             losses = losses * counts[(slice(None), *positions.slices)]
             factor = labels.shape[0] / max(1, int(counts.sum()))
         return per_sample(losses) * (factor if layer.options["mean"] else 1.0)
@@ -299,20 +280,18 @@ def cross_entropy_layers(
     soft = not labels.is_integer
     maximum = reduction_layer(f"{name}.maximum", [scores], function="maximum", dims=[dim])
     reads = [scores, labels] if normalised else [scores, labels, maximum]
-    sums = Layer(
-        name=f"{name}.sums",
-        kind=ClassSums.name,
-        inputs=tuple(layer.name for layer in reads),
-        input_shapes=tuple(layer.shape for layer in reads),
-        shape=(*scores.shape[:dim], 3, *scores.shape[dim + 1 :]),
+    sums = Layer.of(
+        f"{name}.sums",
+        ClassSums.name,
+        reads,
+        (*scores.shape[:dim], 3, *scores.shape[dim + 1 :]),
         options={"dim": dim, "smoothing": smoothing, "soft": soft},
     )
-    loss = Layer(
-        name=name,
-        kind=CrossEntropy.name,
-        inputs=(sums.name,) if soft else (sums.name, labels.name),
-        input_shapes=(sums.shape,) if soft else (sums.shape, labels.shape),
-        shape=(),
+    loss = Layer.of(
+        name,
+        CrossEntropy.name,
+        [sums] if soft else [sums, labels],
+        (),
         options={
             "dim": dim,
             "ignore": ignore,

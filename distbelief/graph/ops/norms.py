@@ -19,8 +19,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer, LayerGraph, TensorUse
-from distbelief.graph.operator import Operator, Step, Work
-from distbelief.graph.ops.pointwise import broadcast
+from distbelief.graph.operator import Call, Operator, Work
 from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Region
@@ -40,10 +39,6 @@ class Normalize(Operator):
     name: ClassVar[str] = "normalise"
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
-
-    @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
         own = Region(tuple(output.intervals[dim] for dim in layer.integers("dims")))
         return dict.fromkeys(layer.tensors, own)
@@ -54,18 +49,12 @@ class Normalize(Operator):
         return Work(forward=4 * n, backward=6 * n, n_elements=2 * n)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        x, *statistics = inputs
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        x, *statistics = call.inputs
         dims = layer.integers("dims")
-        own = {name: _broadcastable(value, dims, x) for name, value in tensors.items()}
-        if "running_var" in own and not (step.training and statistics):
+        own = {name: _broadcastable(value, dims, x) for name, value in call.tensors.items()}
+        if "running_var" in own and not (call.step.training and statistics):
             statistics = [own["running_mean"], own["running_var"]]
         elif layer.integer("n_places"):
             count = x.shape[0] * layer.integer("n_places")
@@ -109,20 +98,13 @@ class RunningAverage(Operator):
         return Work(n_elements=3.0 * output.n_elements)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        statistic, *before = (value.detach() for value in inputs)
-        running = before[0] if before else tensors["running"].unsqueeze(0)
-        if not step.training:
+    def compute(self, call: Call) -> torch.Tensor:
+        statistic, *before = (value.detach() for value in call.inputs)
+        running = before[0] if before else call.tensors["running"].unsqueeze(0)
+        if not call.step.training:
             return running
         statistic = statistic.flatten(1)
-        momentum = layer.number("momentum")
+        momentum = call.layer.number("momentum")
         return (1 - momentum) * running + momentum * statistic
 
 
@@ -199,12 +181,11 @@ def batch_norm_layers(
         former = (before or {}).get(key)
         reads = [statistic] if former is None else [statistic, former]
         layers.append(
-            Layer(
-                name=f"{name}.{key}",
-                kind=RunningAverage.name,
-                inputs=tuple(layer.name for layer in reads),
-                input_shapes=tuple(layer.shape for layer in reads),
-                shape=source.shape[:1],
+            Layer.of(
+                f"{name}.{key}",
+                RunningAverage.name,
+                reads,
+                source.shape[:1],
                 options={"momentum": momentum},
                 tensors={"running": tensors[key]},
             )
@@ -278,12 +259,11 @@ def _normalize(
     dims: Sequence[int],
     n_places: int = 0,
 ) -> Layer:
-    return Layer(
-        name=name,
-        kind=Normalize.name,
-        inputs=tuple(source.name for source in sources),
-        input_shapes=tuple(source.shape for source in sources),
-        shape=sources[0].shape,
+    return Layer.of(
+        name,
+        Normalize.name,
+        sources,
+        sources[0].shape,
         options={"epsilon": epsilon, "dims": tuple(dims), "n_places": n_places},
         tensors=tensors,
     )

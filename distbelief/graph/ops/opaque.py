@@ -6,7 +6,6 @@ that a repeated step gives the same result.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import Cut, Operator, Step, Work
+from distbelief.graph.operator import Call, Cut, Operator, Step, Work
 from distbelief.graph.region import Region
 
 
@@ -51,32 +50,27 @@ class Opaque(Operator):
         )
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         path = layer.text("module")
-        if path not in step.modules:
+        if path not in call.step.modules:
             raise GraphError(
                 f"{layer.name!r} is opaque, but its module {path!r} is not given: add it "
                 "to Step.modules"
             )
-        module = step.modules[path]
-        if module.training != step.training:
-            module.train(step.training)
+        module = call.step.modules[path]
+        if module.training != call.step.training:
+            module.train(call.step.training)
         buffers = dict(module.named_buffers())
         state = {
-            word: value.clone() if word in buffers else value for word, value in tensors.items()
+            word: value.clone() if word in buffers else value
+            for word, value in call.tensors.items()
         }
-        n_samples = max(value.shape[0] for value in inputs)
-        arguments = tuple(value.expand(n_samples, *value.shape[1:]) for value in inputs)
-        devices = {value.device for value in inputs if value.is_cuda}
+        n_samples = max(value.shape[0] for value in call.inputs)
+        arguments = tuple(value.expand(n_samples, *value.shape[1:]) for value in call.inputs)
+        devices = {value.device for value in call.inputs if value.is_cuda}
         with torch.random.fork_rng(devices=sorted(devices, key=str)):
-            torch.manual_seed(_seed(layer, step))
+            torch.manual_seed(_seed(layer, call.step))
             result: object = functional_call(module, state, arguments)
         return _chosen(layer, result)
 

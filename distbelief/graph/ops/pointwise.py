@@ -5,7 +5,7 @@ a batch of one and broadcast over samples too. A region needs the same region of
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import ClassVar, Final, final
 
@@ -14,8 +14,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Operator, Step, Work
-from distbelief.graph.region import Region, Shape
+from distbelief.graph.operator import Call, Operator, Work
+from distbelief.graph.region import Region
 
 
 Unary = Callable[[torch.Tensor], torch.Tensor]
@@ -87,44 +87,23 @@ class Pointwise(Operator):
     name: ClassVar[str] = "pointwise"
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(output.n_elements)
         n_inputs = len(layer.inputs)
         return Work(forward=n, backward=n * n_inputs, n_elements=n * (1 + n_inputs))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         function = layer.text("function")
         if function in UNARY:
-            return UNARY[function](inputs[0])
+            return UNARY[function](call.inputs[0])
         if function in PARAMETRIC:
-            return PARAMETRIC[function](inputs[0], layer.number("argument"))
+            return PARAMETRIC[function](call.inputs[0], layer.number("argument"))
         if function not in SEVERAL:
             raise ValueError(f"{layer.name!r} has an unknown function {function!r}")
-        operands = [aligned(value, len(layer.shape)) for value in inputs]
+        operands = [aligned(value, len(layer.shape)) for value in call.inputs]
         return reduce(SEVERAL[function], operands)
-
-
-def broadcast(output: Region, shape: Shape) -> Region:
-    """Return the region of an input of this shape that `output` needs when it broadcasts."""
-    last = output.intervals[len(output.intervals) - len(shape) :]
-    return Region(
-        tuple(
-            (0, 1) if extent == 1 and start < stop else (start, stop)
-            for extent, (start, stop) in zip(shape, last, strict=True)
-        )
-    )
 
 
 def aligned(value: torch.Tensor, n_dims: int) -> torch.Tensor:
@@ -160,28 +139,18 @@ class Compare(Operator):
     name: ClassVar[str] = "comparison"
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(output.n_elements)
         n_elements = n * (1 + len(layer.inputs))
         return Work(forward=n, backward=0.0, n_elements=n_elements)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        one, *others = (aligned(value, len(layer.shape)) for value in inputs)
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        one, *others = (aligned(value, len(layer.shape)) for value in call.inputs)
         other = others[0] if others else layer.number("argument")
         found = COMPARISONS[layer.text("function")](one.detach(), other)
-        types = (value.dtype for value in inputs if value.is_floating_point())
+        types = (value.dtype for value in call.inputs if value.is_floating_point())
         return found.to(next(types, torch.get_default_dtype()))
 
 
@@ -193,24 +162,14 @@ class Where(Operator):
     name: ClassVar[str] = "where"
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         n, n_inputs = float(output.n_elements), len(layer.inputs)
         return Work(forward=n, backward=n * n_inputs, n_elements=n * (1 + n_inputs))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        mask, *given = (aligned(value, len(layer.shape)) for value in inputs)
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        mask, *given = (aligned(value, len(layer.shape)) for value in call.inputs)
         values = iter(given)
         yes, no = (
             layer.number(key) if key in layer.options else next(values) for key in ("yes", "no")

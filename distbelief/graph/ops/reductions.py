@@ -8,15 +8,15 @@ several equal values gets the gradient.
 
 import math
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Final, final
 
 import torch
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.operator import Combine, Cut, Operator, PartialSums, Step, Work
-from distbelief.graph.ops.pointwise import broadcast
+from distbelief.graph.operator import Call, Combine, Cut, Operator, PartialSums, Work
 from distbelief.graph.region import Region, Shape
 
 
@@ -37,17 +37,10 @@ class SumOfParts(Operator, ABC):
         return self.partial.reads(layer, self.reduced_region(layer, output))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
         assert self.partial is not None
-        part = self.reduced_region(layer, output)
-        return self.partial.compute(layer, part, inputs, tensors, step)
+        part = self.reduced_region(call.layer, call.region)
+        return self.partial.compute(replace(call, region=part))
 
 
 FUNCTIONS: Final = frozenset({"sum", "mean", "mean_square", "variance", "sum_exp"})
@@ -62,32 +55,22 @@ class ReducedParts(PartialSums):
         return tuple(Cut(dim) for dim in range(len(layer.input_shapes[0])))
 
     @override
-    def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
-        return tuple(broadcast(part, shape) for shape in layer.input_shapes)
-
-    @override
     def writes(self, layer: Layer, part: Region) -> Region:
         return kept(layer, part)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        part: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        x = inputs[0]
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        x = call.inputs[0]
         match layer.text("function"):
             case "sum" | "mean":
                 summands = x
             case "mean_square":
                 summands = x.square()
             case "variance":
-                summands = (x - inputs[1]).square()
+                summands = (x - call.inputs[1]).square()
             case "sum_exp":
-                summands = (x - inputs[1]).exp()
+                summands = (x - call.inputs[1]).exp()
             case function:
                 raise ValueError(f"{layer.name!r} has an unknown function {function!r}")
         batch = (0,) if layer.options["batch"] else ()
@@ -143,15 +126,9 @@ class MaximumParts(PartialSums):
         return kept(layer, part)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        part: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        x = inputs[0] if layer.options["gradient"] else inputs[0].detach()
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        x = call.inputs[0] if layer.options["gradient"] else call.inputs[0].detach()
         dims = _dims(layer)
         return _without_dims(layer, x.amax(dims, keepdim=True) if dims else x)
 
@@ -200,12 +177,11 @@ def reduction_layer(
         options |= {"gradient": False}
     else:
         options |= {"function": function, "batch": batch, "correction": correction}
-    return Layer(
-        name=name,
-        kind="maximum" if function == "maximum" else "reduction",
-        inputs=tuple(source.name for source in sources),
-        input_shapes=tuple(source.shape for source in sources),
-        shape=reduced(shape, dims, keep=keep),
+    return Layer.of(
+        name,
+        "maximum" if function == "maximum" else "reduction",
+        sources,
+        reduced(shape, dims, keep=keep),
         options=options,
     )
 
@@ -277,25 +253,14 @@ class Softmax(Operator):
     name: ClassVar[str] = "softmax"
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(output.n_elements)
         return Work(forward=3 * n, backward=3 * n, n_elements=2 * n)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        x, maximum, total = inputs
-        if layer.options["log"]:
+    def compute(self, call: Call) -> torch.Tensor:
+        x, maximum, total = call.inputs
+        if call.layer.options["log"]:
             return x - maximum - total.log()
         return (x - maximum).exp() / total
 
@@ -305,12 +270,5 @@ def softmax_layers(name: str, source: Layer, *, dim: int, log: bool = False) -> 
     maximum = reduction_layer(f"{name}.maximum", [source], function="maximum", dims=[dim])
     total = reduction_layer(f"{name}.sum_exp", [source, maximum], function="sum_exp", dims=[dim])
     sources = (source, maximum, total)
-    softmax = Layer(
-        name=name,
-        kind=Softmax.name,
-        inputs=tuple(layer.name for layer in sources),
-        input_shapes=tuple(layer.shape for layer in sources),
-        shape=source.shape,
-        options={"log": log},
-    )
+    softmax = Layer.of(name, Softmax.name, sources, source.shape, options={"log": log})
     return [maximum, total, softmax]

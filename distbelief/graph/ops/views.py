@@ -11,8 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, Layer
-from distbelief.graph.operator import Cut, Operator, Step, Work
-from distbelief.graph.ops.pointwise import broadcast
+from distbelief.graph.operator import Call, Cut, Operator, Work
 from distbelief.graph.region import Interval, Region, Shape
 
 
@@ -33,15 +32,8 @@ class Permute(Operator):
         return Work(n_elements=2.0 * output.n_elements)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return inputs[0].permute(0, *(dim + 1 for dim in layer.integers("dims")))
+    def compute(self, call: Call) -> torch.Tensor:
+        return call.inputs[0].permute(0, *(dim + 1 for dim in call.layer.integers("dims")))
 
 
 @final
@@ -67,16 +59,9 @@ class Slice(Operator):
         return Work(n_elements=float(output.n_elements))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        steps = layer.integers("steps")
-        return inputs[0][(slice(None), *(slice(None, None, step) for step in steps))]
+    def compute(self, call: Call) -> torch.Tensor:
+        steps = call.layer.integers("steps")
+        return call.inputs[0][(slice(None), *(slice(None, None, step) for step in steps))]
 
 
 @final
@@ -86,23 +71,12 @@ class Expand(Operator):
     name: ClassVar[str] = "expand"
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (broadcast(output, layer.input_shapes[0]),)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         return Work(n_elements=float(output.n_elements))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return inputs[0].expand(-1, *output.shape)
+    def compute(self, call: Call) -> torch.Tensor:
+        return call.inputs[0].expand(-1, *call.region.shape)
 
 
 @final
@@ -127,23 +101,17 @@ class Pad(Operator):
         return Work(n_elements=2.0 * output.n_elements)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        (read,) = self.reads(layer, output)
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        (read,) = self.reads(layer, call.region)
         pads: list[int] = []
         for before, interval, (low, high) in zip(
-            layer.integers("before"), output, read, strict=True
+            layer.integers("before"), call.region, read, strict=True
         ):
             start, stop = interval[0] - before, interval[1] - before
             missing = min(max(low - start, 0), stop - start)
             pads = [missing, stop - start - missing - (high - low), *pads]
-        return functional.pad(inputs[0], pads, value=layer.number("value"))
+        return functional.pad(call.inputs[0], pads, value=layer.number("value"))
 
 
 @final
@@ -173,16 +141,9 @@ class Parameter(Operator):
         return Work(n_elements=float(output.n_elements))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        value = tensors["value"]
-        return value if _has_batch(layer) else value.unsqueeze(0)
+    def compute(self, call: Call) -> torch.Tensor:
+        value = call.tensors["value"]
+        return value if _has_batch(call.layer) else value.unsqueeze(0)
 
 
 def _has_batch(layer: Layer) -> bool:
@@ -233,31 +194,17 @@ class Reshape(Operator):
         return Work()
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        (read,) = self.reads(layer, output)
-        tile = inputs[0]
-        if read.n_elements != output.n_elements:
-            tile = _selected(layer, output, read, tile)
-        return tile.reshape(tile.shape[0], *output.shape)
+    def compute(self, call: Call) -> torch.Tensor:
+        (read,) = self.reads(call.layer, call.region)
+        tile = call.inputs[0]
+        if read.n_elements != call.region.n_elements:
+            tile = _selected(call.layer, call.region, read, tile)
+        return tile.reshape(tile.shape[0], *call.region.shape)
 
 
 def reshape_layer(name: str, source: Layer, *, shape: Shape) -> Layer:
     """Return the layer that gives `source` another shape, the batch not counted."""
-    return Layer(
-        name=name,
-        kind=Reshape.name,
-        inputs=(source.name,),
-        input_shapes=(source.shape,),
-        shape=shape,
-        is_integer=source.is_integer,
-    )
+    return Layer.of(name, Reshape.name, [source], shape, is_integer=source.is_integer)
 
 
 def blocks(before: Shape, after: Shape) -> list[Block]:
@@ -357,29 +304,21 @@ class Cat(Operator):
         return Work(n_elements=2.0 * output.n_elements)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        n_samples = max(value.shape[0] for value in inputs)
-        expanded = [value.expand(n_samples, *value.shape[1:]) for value in inputs]
-        return torch.cat(expanded, dim=layer.integer("dim") + 1)
+    def compute(self, call: Call) -> torch.Tensor:
+        n_samples = max(value.shape[0] for value in call.inputs)
+        expanded = [value.expand(n_samples, *value.shape[1:]) for value in call.inputs]
+        return torch.cat(expanded, dim=call.layer.integer("dim") + 1)
 
 
 def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
     """Return the layer that joins these along a dimension, the batch not counted."""
     shapes = tuple(source.shape for source in sources)
     extent = sum(shape[dim] for shape in shapes)
-    return Layer(
-        name=name,
-        kind=Cat.name,
-        inputs=tuple(source.name for source in sources),
-        input_shapes=shapes,
-        shape=(*shapes[0][:dim], extent, *shapes[0][dim + 1 :]),
+    return Layer.of(
+        name,
+        Cat.name,
+        sources,
+        (*shapes[0][:dim], extent, *shapes[0][dim + 1 :]),
         options={"dim": dim},
     )
 

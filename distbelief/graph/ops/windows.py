@@ -19,7 +19,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.graph import Layer, Option
-from distbelief.graph.operator import Cut, Operator, Step, Work
+from distbelief.graph.operator import Call, Cut, Operator, Work
 from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.region import Interval, Region, Shape
 
@@ -42,15 +42,8 @@ class _AdaptivePool(Operator, ABC):
         return Work(forward=n, backward=n, n_elements=n + output.n_elements)
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return _pooled(layer, output, inputs[0], maximum=self.maximum)
+    def compute(self, call: Call) -> torch.Tensor:
+        return _pooled(call.layer, call.region, call.inputs[0], maximum=self.maximum)
 
 
 @final
@@ -75,12 +68,11 @@ def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: boo
     if set(sizes) == {1} and not maximum:  # a mean over all of space, which has partial sums
         dims = range(1, len(source.shape))
         return [reduction_layer(name, [source], function="mean", dims=dims)]
-    layer = Layer(
-        name=name,
-        kind=AdaptiveMaxPool.name if maximum else AdaptiveAveragePool.name,
-        inputs=(source.name,),
-        input_shapes=(source.shape,),
-        shape=(source.shape[0], *sizes),
+    layer = Layer.of(
+        name,
+        AdaptiveMaxPool.name if maximum else AdaptiveAveragePool.name,
+        [source],
+        (source.shape[0], *sizes),
     )
     if any(extent % size for extent, size in zip(extents, sizes, strict=True)):
         return [layer]
@@ -369,21 +361,17 @@ class Convolution(Operator):
         )
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        tile = padded(inputs[0], convolution_windows(layer), output, layer.input_shapes[0])
-        first, last = _groups(layer, output)
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
+        tile = padded(
+            call.inputs[0], convolution_windows(layer), call.region, layer.input_shapes[0]
+        )
+        first, last = _groups(layer, call.region)
         convolve = _FUNCTIONS[len(layer.shape) - 2]
         return convolve(
             tile,
-            tensors["weight"],
-            tensors.get("bias"),
+            call.tensors["weight"],
+            call.tensors.get("bias"),
             stride=layer.integers("stride"),
             dilation=layer.integers("dilation"),
             groups=last - first,
@@ -471,16 +459,14 @@ class MaxPool(Pooling):
     name: ClassVar[str] = "max_pool"
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         tile = padded(
-            inputs[0], pooling_windows(layer), output, layer.input_shapes[0], value=-math.inf
+            call.inputs[0],
+            pooling_windows(layer),
+            call.region,
+            layer.input_shapes[0],
+            value=-math.inf,
         )
         pool = _MAXIMA[len(layer.shape) - 2]
         pooled: torch.Tensor = pool(
@@ -500,22 +486,16 @@ class AveragePool(Pooling):
     name: ClassVar[str] = "average_pool"
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         n = math.prod(layer.integers("size"))
-        pooled = means(layer, output, inputs[0])
+        pooled = means(layer, call.region, call.inputs[0])
         if layer.options["divisor"] is not None:
             return pooled * (n / layer.number("divisor"))
         counts = [
             _counts(layer, dim, window, interval)
             for dim, (window, interval) in enumerate(
-                zip(pooling_windows(layer), output.intervals[1:], strict=True), start=1
+                zip(pooling_windows(layer), call.region.intervals[1:], strict=True), start=1
             )
         ]
         if counts == [
@@ -635,16 +615,10 @@ class L2Pool(Pooling):
     name: ClassVar[str] = "l2_pool"
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
+    def compute(self, call: Call) -> torch.Tensor:
+        layer = call.layer
         return _l2_pooled(
-            padded(inputs[0], pooling_windows(layer), output, layer.input_shapes[0]),
+            padded(call.inputs[0], pooling_windows(layer), call.region, layer.input_shapes[0]),
             layer.integers("size"),
             layer.integers("stride"),
             epsilon=layer.number("epsilon"),

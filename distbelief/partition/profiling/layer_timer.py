@@ -22,7 +22,7 @@ from torch import nn
 
 from distbelief.core.memory import keep_memory
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import Operator, PartialSums, Step, joined, operator_of
+from distbelief.graph.operator import Call, Operator, PartialSums, Step, joined, operator_of
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.cost_model import N_BYTES, signature
@@ -197,7 +197,7 @@ class Bench:
         inputs, tensors, leaves = given
         clock = self._limits.timer or self._limits.clock
         began = clock()
-        result = rule.compute(layer, region, inputs, tensors, self._step)
+        result = rule.compute(Call(layer, region, inputs, tensors, self._step))
         forward = clock() - began
         if not leaves or not result.requires_grad:
             return Time(forward, 0.0)

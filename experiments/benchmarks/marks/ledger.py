@@ -68,7 +68,6 @@ class Ledger:
 
     @classmethod
     def make(cls, path: Path) -> Self:
-        """Return an empty ledger in a new file."""
         np.memmap(path, dtype=np.int64, mode="w+", shape=_SHAPE).flush()
         return cls(path)
 
@@ -84,7 +83,6 @@ class Ledger:
 
     @property
     def n_acknowledged(self) -> int:
-        """In all lives."""
         return int(self._counts[:, _ACKNOWLEDGED].sum())
 
     def by_residue(self) -> tuple[Counts, Counts]:

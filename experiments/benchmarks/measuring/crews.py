@@ -39,7 +39,6 @@ class Crew:
         self._hands = Hands(name, hands, folder)
 
     def __enter__(self) -> Self:
-        """Start all, and wait until they are warm."""
         self._hands.__enter__()
         return self
 
@@ -49,12 +48,10 @@ class Crew:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        """End all."""
         self._hands.end()
 
     @property
     def step(self) -> Spread:
-        """Seconds of a step, over turns."""
         return Spread.of(self.seconds)
 
     def turn(self, *, seconds: float, first_core: int | None = None) -> list[float]:
@@ -83,7 +80,6 @@ class Crew:
         return steps
 
     def row(self) -> dict[str, str]:
-        """Return what a table tells of it."""
         return {
             "step, ms": Spread.of([1e3 * value for value in self.seconds]).show(),
             "CPU ms": Spread.of([1e3 * value for value in self.cpu_seconds]).show(),

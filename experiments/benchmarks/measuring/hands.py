@@ -31,25 +31,18 @@ _QUIET: Final = {"PYTHONWARNINGS": "ignore"}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hand:
-    """What one process is.
+    """What one process is."""
 
-    Attributes:
-        module: Of this package; run as a program.
-        arguments: What it is given.
-        host: Where.
-        n_threads: Of torch. Also told by variables, for threads that torch has not
-            started get their number from there.
-        environment: Variables beside those that are set here.
-    """
-
-    module: str
-    arguments: Sequence[str]
-    host: Host
+    module: str  # of this package; run as a program
+    arguments: Sequence[str]  # what it is given
+    host: Host  # where
+    # of torch. Also told by variables, for threads that torch has not started get their number
+    # from there.
     n_threads: int = 1
+    # variables beside those that are set here
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, log: Path) -> "subprocess.Popen[str]":
-        """Return the process; its errors go to a file."""
         module = f"experiments.benchmarks.{self.module}"
         threads = dict.fromkeys(_THREAD_VARIABLES, str(self.n_threads))
         with log.open("ab") as errors:
@@ -80,7 +73,6 @@ class Hands:
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        """Start all, and wait until they are warm."""
         try:
             self._processes = [hand.start(self._log) for hand in self._hands]
             for process in self._processes:
@@ -96,12 +88,10 @@ class Hands:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        """End all."""
         self.end()
 
     @property
     def pids(self) -> list[int]:
-        """Their process identifiers."""
         return [process.pid for process in self._processes]
 
     def ask(self, line: str, *, of: Sequence[int] | None = None) -> list[str]:

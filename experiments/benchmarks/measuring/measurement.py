@@ -35,7 +35,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Return the spread of at least one value."""
         return cls(median=median(values), low=min(values), high=max(values))
 
     def show(self, digits: int = 1) -> str:
@@ -80,7 +79,6 @@ def family(pid: int) -> list[int]:
 
 
 def families(pids: Iterable[int]) -> list[int]:
-    """Return these processes and all their descendants."""
     return sorted({member for pid in pids for member in family(pid)})
 
 
@@ -159,7 +157,6 @@ def show(title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def conclude(benchmark: str, figures: Mapping[str, float]) -> None:
-    """Print the figures, as the last line."""
     rounded = {key: float(f"{value:.4g}") for key, value in figures.items()}
     print(json.dumps({"benchmark": benchmark, "figures": rounded}), flush=True)
 

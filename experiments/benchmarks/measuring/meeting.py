@@ -28,22 +28,14 @@ class Stepper(Protocol):
     """A role that counts its steps."""
 
     @property
-    def accepts(self) -> frozenset[type]:
-        """The message types that it takes."""
-        ...
+    def accepts(self) -> frozenset[type]: ...
 
     @property
-    def n_done(self) -> int:
-        """Steps that are done."""
-        ...
+    def n_done(self) -> int: ...
 
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for."""
-        ...
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]: ...
 
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it does."""
-        ...
+    def status(self) -> tuple[str, Mapping[str, float]]: ...
 
 
 @final
@@ -53,28 +45,22 @@ class OpenGuard(TrustingAuth):
     encrypts: Final = False
 
     def wire_bytes(self, n_bytes: int) -> int:
-        """Return how many."""
         return n_bytes
 
     def listen(self, inbox: Inbox, endpoint: str) -> str:
-        """Ask for nothing."""
         del inbox, endpoint
         return ""
 
     def address(self, endpoint: str) -> str:
-        """Return the same."""
         return endpoint
 
-    def dial(self, outbox: OutgoingSocket, peer: str, place: Endpoint) -> None:
-        """Ask for nothing."""
+    def dial(self, outbox: OutgoingSocket, peer: str, place: Endpoint) -> None: ...
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
-        """Let it in."""
         del request
         return Verdict()
 
-    def close(self) -> None:
-        """There is nothing to let go of."""
+    def close(self) -> None: ...
 
 
 @contextmanager

@@ -30,7 +30,6 @@ def obey(step: Callable[[], None], *, n_warm: int = N_WARM_STEPS) -> None:
 
 
 def timed(step: Callable[[], None], *, n_steps: int) -> list[float]:
-    """Return the seconds of each of so many steps."""
     times = [time.perf_counter()]
     for _ in range(n_steps):
         step()

@@ -37,7 +37,6 @@ class Quiet:
         self._begun: tuple[Seconds, Seconds, Seconds] = (0.0, 0.0, 0.0)
 
     def __enter__(self) -> Self:
-        """Begin."""
         self._begun = time.monotonic(), self._busy(), _own()
         return self
 
@@ -47,14 +46,12 @@ class Quiet:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End."""
         at, busy, own = self._begun
         seconds = max(time.monotonic() - at, 1e-9)
         others = (self._busy() - busy) - (_own() - own)
         self.others = max(0.0, others / seconds)
 
     def _busy(self) -> Seconds:
-        """Return for how long all cores together have computed."""
         if not self._stat.is_file():
             return 0.0
         line = self._stat.read_text().partition("\n")[0]

@@ -36,7 +36,6 @@ class Track:
         self._turn = np.memmap(path, np.int64, "r+")
 
     def give(self, turn: int) -> None:
-        """From now on it is this contestant's turn."""
         self._turn[0] = turn
 
     def await_turn(self, contestant: int) -> bool:
@@ -65,7 +64,6 @@ class Steps:
         self._n = 0
 
     def add(self) -> None:
-        """A step begins."""
         self._times[self._n % N_STEPS_MAX] = time.monotonic()
         self._n += 1
 

@@ -29,31 +29,22 @@ _LOSS: Final[dict[NetName, str]] = {"speech": "cross_entropy", "image": "one_vs_
 
 @final
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is computed.
+    """What is computed."""
 
-    Attributes:
-        net: Which one.
-        batch_size: Samples of a step.
-        small: A tiny one of its kind, for a look.
-    """
-
-    net: NetName
-    batch_size: int
-    small: bool = False
+    net: NetName  # which one
+    batch_size: int  # samples of a step
+    small: bool = False  # a tiny one of its kind, for a look
 
     @property
     def loss(self) -> str:
-        """The name of its loss."""
         return _LOSS[self.net]
 
     @property
     def loss_layer(self) -> str:
-        """The name of the layer that computes it."""
         return "loss"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sample."""
         if self.net == "speech":
             return (440,)
         size = 44 if self.small else 64
@@ -61,13 +52,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def n_classes(self) -> int:
-        """Scores that come out."""
         if self.net == "speech":
             return 64 if self.small else 8192
         return 16 if self.small else 256
 
     def module(self) -> nn.Module:
-        """Return the net; equal in all processes."""
         torch.manual_seed(0)
         if self.net == "speech":
             return acoustic_net([64 if self.small else 2560] * 4, self.n_classes)
@@ -93,15 +82,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return inputs, labels
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the net's parameters, whole, by name."""
         return self.module().state_dict()
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Return the batch, by input layer of the graph."""
         return dict(zip(("input", "targets"), self.samples(), strict=True))
 
     def mean_loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a batch, by torch alone."""
         if self.net == "speech":
             return functional.cross_entropy(outputs, labels)
         wanted = functional.one_hot(labels, self.n_classes).to(outputs.dtype)

@@ -56,7 +56,6 @@ class Course:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote."""
         fields = json.loads(Path(path).read_text())
         return cls(**{**fields, "sizes": tuple(fields["sizes"])})
 
@@ -77,12 +76,10 @@ class Course:
 
     @property
     def n_records_max(self) -> int:
-        """How often worker 0 may record its parameters."""
         return self.n_gradients // self.record_every + 2
 
     @property
     def n_parameters(self) -> int:
-        """Of the net."""
         pairs = zip(self.sizes, self.sizes[1:], strict=False)
         return sum((inputs + 1) * outputs for inputs, outputs in pairs)
 
@@ -115,7 +112,6 @@ class Course:
         return inputs, self._read("targets", (n,), torch.int64)
 
     def held_out_loss(self, net: nn.Module) -> float:
-        """Return the mean cross-entropy of the samples held out."""
         inputs, targets = self.data()
         with torch.no_grad():
             outputs = net(inputs[self.n_train :])
@@ -208,7 +204,6 @@ class Entrant:
     def gradient(
         self, inputs: torch.Tensor, targets: torch.Tensor, net: nn.Module | None = None
     ) -> None:
-        """Leave the gradient of one batch in `.grad`."""
         net = self.net if net is None else net
         net.zero_grad()
         functional.cross_entropy(net(inputs), targets).backward()

@@ -23,7 +23,6 @@ N_SENDS_KEPT = 32
 
 
 def keep_sends() -> None:
-    """Let what is sent arrive."""
     kept: deque[distributed.Work | None] = deque(maxlen=N_SENDS_KEPT)
     send = distributed.isend
 

@@ -30,7 +30,6 @@ class Server:
         self._learning_rate = course.learning_rate
 
     def update(self, gradients: Arrays) -> Arrays:
-        """Apply one worker's gradients; return the parameters."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.add_(torch.from_numpy(gradient), alpha=-self._learning_rate)
         return [parameter.numpy() for parameter in self._parameters]
@@ -40,7 +39,6 @@ class Worker:
     """One training loop."""
 
     def train(self, path: str, worker: int, server: ray.actor.ActorHandle) -> None:
-        """Train until the budget is used."""
         # Arrays in the object store are read-only, and are only read.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
         entrant = Entrant(Course.read(path), worker)

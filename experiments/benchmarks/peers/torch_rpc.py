@@ -24,7 +24,6 @@ class Server:
         self._lock = Lock()
 
     def update(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Apply one worker's gradients; return the parameters."""
         with self._lock, torch.no_grad():
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.add_(gradient, alpha=-self._learning_rate)

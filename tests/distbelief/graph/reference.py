@@ -13,7 +13,7 @@ from typing import final
 import torch
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import Step, operator_of
+from distbelief.graph.operator import Call, Step, operator_of
 from distbelief.graph.region import Region, tile
 
 
@@ -81,9 +81,8 @@ def _assembled(
         if not part.n_elements:
             continue
         reads, uses = kind.reads(layer, part), kind.uses(layer, part)
-        value = kind.compute(
-            layer, part, _cut_inputs(layer, reads, values), _cut_tensors(layer, uses, tensors), step
-        )
+        inputs, parts_of = _cut_inputs(layer, reads, values), _cut_tensors(layer, uses, tensors)
+        value = kind.compute(Call(layer, part, inputs, parts_of, step))
         _check(layer, value, part)
         # Out of place, for autograd: each index is in one part.
         placed = _placed(layer, value, part, fill=0.0)
@@ -111,13 +110,9 @@ def _combined(
     for part in parts:
         if not part.n_elements:
             continue
-        value = partial.compute(
-            layer,
-            part,
-            _cut_inputs(layer, partial.reads(layer, part), values),
-            _cut_tensors(layer, partial.uses(layer, part), tensors),
-            step,
-        )
+        inputs = _cut_inputs(layer, partial.reads(layer, part), values)
+        parts_of = _cut_tensors(layer, partial.uses(layer, part), tensors)
+        value = partial.compute(Call(layer, part, inputs, parts_of, step))
         written = partial.writes(layer, part)
         _check(layer, value, written)
         fill = 0.0 if sums else -math.inf

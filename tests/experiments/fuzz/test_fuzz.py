@@ -1,21 +1,16 @@
 """Every decoder on a few bytes: `python -m experiments.fuzz` tries them ten million."""
 
 import io
+import math
 import pickle  # noqa: TID251 -- what nobody may read
 from collections.abc import Iterator
-from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from typing_extensions import override
 
-from experiments.fuzz.command import DECODERS
-from experiments.fuzz.engines import Trial
-from experiments.fuzz.mutating import Mutator, numbers
-from experiments.fuzz.tally import Run, Tally, fingerprint
-from experiments.fuzz.targets import Decoder
-from experiments.fuzz.watching import Watch
+from experiments.fuzz.decoders import DECODERS, Decoder
+from experiments.fuzz.trial import Trial, Watch
 
 
 pytestmark = pytest.mark.untraced
@@ -50,22 +45,20 @@ def decoder(request: pytest.FixtureRequest) -> Iterator[Decoder]:
 
 def test_it_refuses_what_it_does_not_take_and_nothing_else(decoder: Decoder) -> None:
     trial = Trial(decoder=decoder, watch=Watch(hears=False))
-    for data in decoder.seeds:
-        assert trial.try_(data), data
-    mutator = Mutator(decoder.seeds, draw=numbers(1))
-    for _ in range(N):
-        trial.try_(mutator.next())
+    trial.warm_up()
+    trial.mutate(n=N, seconds=math.inf, seed=1)
+    assert trial.n == N
     assert trial.findings == []
 
 
 def test_a_pickle_is_never_read(decoder: Decoder, bombs: list[bytes]) -> None:
-    decoder.takes(decoder.seeds[0])  # what is imported then is no matter
+    decoder.accepts(decoder.seeds[0])  # what is imported then is no matter
     seed = decoder.seeds[0]
     WATCH.seen.clear()
     with WATCH.on():
         for bomb in bombs:
             for data in (bomb, seed + bomb, bomb + seed, seed[:9] + bomb + seed[9:]):
-                decoder.takes(data)
+                decoder.accepts(data)
     assert WATCH.seen == []
 
 
@@ -76,35 +69,12 @@ def test_nothing_is_compiled_for_what_comes_later(decoder: Decoder) -> None:
     and once, or nobody can tell whose it is.
     """
     for data in decoder.seeds:
-        decoder.takes(data)
+        decoder.accepts(data)
     WATCH.seen.clear()
     with WATCH.on():
         for data in decoder.seeds:
-            decoder.takes(data)
+            decoder.accepts(data)
     assert WATCH.seen == []
-
-
-def test_runs_add_up_while_the_decoder_stays_as_it_was(tmp_path: Path) -> None:
-    with DECODERS["place"]() as opened, DECODERS["secret"]() as other:
-        code = fingerprint(opened)
-        assert code == fingerprint(opened) != fingerprint(other)
-    tally = Tally(tmp_path / "kept" / "tally.jsonl")
-    run = Run(
-        name="place",
-        what="endpoints",
-        fingerprint=code,
-        engine="own",
-        seed=0,
-        n=1000,
-        n_taken=20,
-        seconds=0.5,
-        findings=[],
-    )
-    tally.add(run)
-    tally.add(msgspec.structs.replace(run, fingerprint="of an older one"))
-    tally.add(msgspec.structs.replace(run, seed=1))
-    assert [run.seed for run in tally.runs("place", code)] == [0, 1]
-    assert tally.runs("secret", code) == Tally(None).runs("place", code) == []
 
 
 def test_the_bomb_would_go_off(bombs: list[bytes]) -> None:

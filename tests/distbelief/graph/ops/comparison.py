@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distbelief.graph import ops
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import Cut, Step, operator_of
+from distbelief.graph.operator import Call, Cut, Step, operator_of
 from distbelief.graph.region import Region
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 
@@ -163,7 +163,7 @@ def assert_reads_are_tight(
         word: (tensors or {})[layer.tensors[word].name].detach()[region.slices]
         for word, region in kind.uses(layer, part).items()
     }
-    value = kind.compute(layer, part, tiles, uses, Step())
+    value = kind.compute(Call(layer, part, tiles, uses, Step()))
     generator = torch.Generator().manual_seed(8)
     seed = torch.rand(value.shape, generator=generator, dtype=value.dtype) + 0.5
     for gradient in torch.autograd.grad(value, tiles, seed):

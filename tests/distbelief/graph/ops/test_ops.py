@@ -1,6 +1,5 @@
 """Properties of every operator: regions lie inside, costs add up."""
 
-from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
 import msgspec
@@ -12,7 +11,7 @@ from typing_extensions import override
 
 from distbelief.graph import ops
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse
-from distbelief.graph.operator import Operator, Step, Work, operator_of, register
+from distbelief.graph.operator import Call, Operator, Work, operator_of, register
 from distbelief.graph.ops import norms
 from distbelief.graph.ops.attention import multi_head_attention_layers
 from distbelief.graph.ops.linear import product_layer
@@ -210,15 +209,8 @@ class Pairs(Operator):
         return Work(forward=float(output.n_elements))
 
     @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return inputs[0][:, ::2] + inputs[0][:, 1::2]
+    def compute(self, call: Call) -> torch.Tensor:
+        return call.inputs[0][:, ::2] + call.inputs[0][:, 1::2]
 
 
 PAIRS = Layer(name="pairs", kind="test.pairs", inputs=("x",), input_shapes=((6,),), shape=(3,))

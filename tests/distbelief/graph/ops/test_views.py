@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch.nn import functional
 
 from distbelief.graph.graph import GraphError, Layer, TensorUse
-from distbelief.graph.operator import Step, joined, operator_of
+from distbelief.graph.operator import Call, Step, joined, operator_of
 from distbelief.graph.ops.views import Block, blocks, cat_layer, reshape_layer, stack_layers
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
@@ -66,7 +66,7 @@ def test_any_other_region_of_a_reshape_is_right_too(layer: Layer, data: st.DataO
     x = random(1, *layer.input_shapes[0])
     (read,) = operator_of(layer).reads(layer, part)
     tile = x[(slice(None), *read.slices)]
-    value = operator_of(layer).compute(layer, part, [tile], {}, Step())
+    value = operator_of(layer).compute(Call(layer, part, [tile], {}, Step()))
     whole = x.reshape(1, *layer.shape)
     assert torch.equal(value, whole[(slice(None), *part.slices)])
 

@@ -1,42 +1,92 @@
-"""What reads the bytes of other machines.
+"""Every decoder, with legal bytes for it.
 
-wire    frames of a message     piece   documents in pieces      brief   a run's brief
-job     the job in it           plan    the plan in it           place   an endpoint
-door    requests of RFC 27      names   who may speak under which name
+Bytes of other machines:
+
+    wire    frames of a message     chunk   files in chunks         spec    a job spec
+    job     the job in it           plan    the plan in it          place   an endpoint
+    zap     requests of RFC 27
+
+Files and texts that this user, or this program, wrote on this machine:
+
+    address   of a job            server   of a standing server    allowed  the allow-list
+    secret    a key file          facts    of a shard's snapshot   metrics  lines of a run
+    status    of a running job    cut      which snapshots are in use
 """
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
-from typing import Final, cast, get_args
+from typing import Final, cast, final, get_args
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
+from distbelief.cluster.address import JobAddress
 from distbelief.cluster.bootstrap import FileDownload, read_job_spec, relocated, write_job_spec
 from distbelief.config.load import job_from_json, parse_job
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.launch.role_process import RoleSpec
+from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
 from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD, StepCounts
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.plan import decode, encode, plan_for
 from distbelief.protocol import Blob, FileChunk, Message
 from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import HOST
+from distbelief.run.directory import RunDirectory, Status, status_in
+from distbelief.run.metrics_file import Measurement, measurements_in
+from distbelief.run.resume import CheckpointSet, checkpoint_set_in
+from distbelief.serve.server import ServerAddress
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import KeyConfig
-from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
+from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
 from experiments.fuzz.mutating import numbers
 from experiments.fuzz.samples import Sampler
-from experiments.fuzz.targets import Decoder, Open, plain
+
+
+Decode = Callable[[bytes], object]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """What reads bytes."""
+
+    what: str  # in words
+    seeds: tuple[bytes, ...]  # legal bytes
+    decode: Decode  # reads bytes, or refuses them by one of `refusals`
+    refusals: tuple[type[Exception], ...] = (DistBeliefError,)  # exceptions that say so on purpose
+
+    def accepts(self, data: bytes) -> bool:
+        """Return whether it accepts these bytes; whatever else it raises is a finding."""
+        try:
+            self.decode(data)
+        except self.refusals:
+            return False
+        return True
+
+
+Open = Callable[[], AbstractContextManager[Decoder]]
+"""A decoder may need a file, or the like, for as long as it is tried."""
+
+
+def plain(make: Callable[[], Decoder]) -> Open:
+    @contextmanager
+    def opened() -> Iterator[Decoder]:
+        yield make()
+
+    return opened
 
 
 JOB: Final = """
@@ -104,7 +154,6 @@ def _wire() -> Decoder:
 
 
 def _messages(wire: Codec) -> Iterator[Sequence[Frame]]:
-    """Yield some messages of every kind."""
     sampler = Sampler(numbers(0))
     for kind in get_args(Message):
         for _ in range(N_SAMPLES):
@@ -120,7 +169,7 @@ def _joined(frames: Sequence[Frame]) -> bytes:
     return _HEAD.pack(len(header), len(arrays)) + header + b"".join(arrays)
 
 
-def _piece() -> Decoder:
+def _chunk() -> Decoder:
     def read(data: bytes) -> None:
         reading = FileDownload("d")
         at = 0
@@ -145,7 +194,7 @@ def _piece() -> Decoder:
     )
 
 
-def _spec(text: str = JOB) -> RoleSpec:
+def _job_spec(text: str = JOB) -> RoleSpec:
     job = parse_job(text, path=Path("/home/ada/nets/x.toml"), overrides=())
     tensors = [TensorSpec(name="w", shape=(3, 2), kind="parameter")]
     return RoleSpec(
@@ -160,8 +209,8 @@ def _spec(text: str = JOB) -> RoleSpec:
     )
 
 
-def _brief() -> Decoder:
-    content = write_job_spec(_spec(), plan=None)
+def _spec() -> Decoder:
+    content = write_job_spec(_job_spec(), plan=None)
 
     def read(data: bytes) -> None:
         brief = read_job_spec(data)
@@ -171,7 +220,7 @@ def _brief() -> Decoder:
 
 
 def _job() -> Decoder:
-    contents = [bytes(_spec(text).job) for text in (JOB, SANDBLASTER)]
+    contents = [bytes(_job_spec(text).job) for text in (JOB, SANDBLASTER)]
     return Decoder(what="the job in it", seeds=tuple(contents), decode=job_from_json)
 
 
@@ -215,7 +264,7 @@ def _place() -> Decoder:
 
 
 @contextmanager
-def _door() -> Iterator[Decoder]:
+def _zap() -> Iterator[Decoder]:
     """Judge requests, and check under which names keys that are let in may speak."""
     with TemporaryDirectory() as folder:
         files = KeyFiles(Path(folder) / "keys")
@@ -237,14 +286,138 @@ def _door() -> Iterator[Decoder]:
         yield Decoder(what="requests at the door", seeds=(known, unknown), decode=read)
 
 
-DECODERS: Final[Mapping[str, Open]] = MappingProxyType(
-    {
-        "wire": plain(_wire),
-        "piece": plain(_piece),
-        "brief": plain(_brief),
-        "job": plain(_job),
-        "plan": plain(_plan),
-        "place": plain(_place),
-        "door": _door,
-    }
-)
+_PATH: Final = Path("file")
+_KEY: Final = "5f" * 32
+
+
+def _text(what: str, read: Callable[[str], object], *words: str) -> Decoder:
+    def decode(data: bytes) -> None:
+        read(data.decode("utf-8", "surrogateescape"))
+
+    return Decoder(what=what, seeds=tuple(map(str.encode, words)), decode=decode)
+
+
+def _address() -> Decoder:
+    def read(text: str) -> None:
+        address = JobAddress.parse(text)
+        assert JobAddress.parse(str(address)).port == address.port
+
+    secret = f"tcp://10.0.0.1:7700?secret={_KEY}"
+    with_key = f"tcp://lab-3.example:7700?key={_KEY}"
+    return _text("a job's address", read, with_key, secret)
+
+
+def _server() -> Decoder:
+    return _text(
+        "a server's address",
+        ServerAddress.parse,
+        f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
+        f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
+        "ipc:///dev/shm/x/.supervisor.1?run=abc&shards=2&memory=%2Fdev%2Fshm%2Fx",
+    )
+
+
+def _facts() -> Decoder:
+    """The words of a snapshot; its arrays are safetensors' to read."""
+    tensors = [TensorSpec(name="w", shape=(70, 2), kind="parameter")]
+    layout = Layout.of(tensors, n_shards=1)
+    identity = ShardIdentity(index=0, layout=layout, rule=SGD(learning_rate=0.1))
+    size = layout.shard_size(0)
+    state = ShardState(
+        incarnation=2,
+        clock=41,
+        values=np.zeros(size, np.float32),
+        state={},
+        clients=(),
+        steps=StepCounts(41),
+    )
+    snapshot = take("00007", state, identity=identity)
+    words = dict(snapshot.facts)
+    clients = '{"replica-0":{"incarnation":3,"watermark":20,"applied":20,"samples":640,'
+    clients += '"staleness":2}}'
+
+    def read(data: bytes) -> None:
+        pairs = [line.partition(b"\x1f") for line in data.split(b"\x1e")]
+        facts = {a.decode("utf-8", "replace"): b for a, _, b in pairs}
+        told = {name: text.decode("utf-8", "replace") for name, text in facts.items()}
+        other = replace(snapshot, facts=told)
+        restore(other, identity=identity, incarnation=9)
+
+    def written(facts: Mapping[str, str]) -> bytes:
+        lines = [f"{name}\x1f{text}".encode() for name, text in facts.items()]
+        return b"\x1e".join(lines)
+
+    seeds = (written(words), written(words | {"clients": clients}))
+    return Decoder(what="words of a snapshot", seeds=seeds, decode=read)
+
+
+def _json(*values: object) -> tuple[bytes, ...]:
+    return tuple(map(msgspec.json.encode, values))
+
+
+def _allowed() -> Decoder:
+    entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
+    return Decoder(
+        what="an allow-list", seeds=(entry, entry * 3), decode=partial(entries_in, path=_PATH)
+    )
+
+
+def _secret() -> Decoder:
+    seed = f"{_KEY}\n".encode()
+    return Decoder(what="a key file", seeds=(seed,), decode=partial(pair_in, path=_PATH))
+
+
+def _metrics() -> Decoder:
+    lines = tuple(line + b"\n" for line in _json(*_samples_of(Measurement)))
+    return Decoder(what="lines of metrics.jsonl", seeds=lines, decode=measurements_in)
+
+
+def _status() -> Decoder:
+    return Decoder(
+        what="status.json", seeds=_json(*_samples_of(Status)), decode=partial(status_in, file=_PATH)
+    )
+
+
+def _cut() -> Decoder:
+    run = RunDirectory(Path("run"), lock=None)
+    return Decoder(
+        what="cut.json",
+        seeds=_json(*_samples_of(CheckpointSet)),
+        decode=partial(checkpoint_set_in, file=_PATH, run=run),
+    )
+
+
+def _samples_of(kind: type) -> list[object]:
+    """Return some that JSON can say: it knows neither infinity nor NaN."""
+    sampler = Sampler(numbers(0))
+    found: list[object] = []
+    while len(found) < N_SAMPLES:
+        value = sampler.of(kind)
+        with suppress(msgspec.ValidationError):
+            msgspec.json.decode(msgspec.json.encode(value), type=kind)
+            found.append(value)
+    return found
+
+
+DECODERS: Final[Mapping[str, Open]] = {
+    **{
+        name: plain(make)
+        for name, make in {
+            "wire": _wire,
+            "chunk": _chunk,
+            "spec": _spec,
+            "job": _job,
+            "plan": _plan,
+            "place": _place,
+            "address": _address,
+            "server": _server,
+            "facts": _facts,
+            "allowed": _allowed,
+            "secret": _secret,
+            "metrics": _metrics,
+            "status": _status,
+            "cut": _cut,
+        }.items()
+    },
+    "zap": _zap,
+}
