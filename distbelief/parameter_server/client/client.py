@@ -192,7 +192,7 @@ class ParameterClient:
             raise LocalProtocolError("begin_fetch while an install is under way")
         actions: list[Action] = []
         for link in self._links.values():
-            actions += [*link.begin_fetch(now), *link.wait(now)]
+            actions += link.send(link.fetching.begin(is_open=link.is_open), now)
         return actions
 
     @property
@@ -239,7 +239,8 @@ class ParameterClient:
             link = self._links[index]
             if index in outcome.torn:
                 self._n_torn += 1
-                actions += [*link.torn(now), *link.wait(now)]
+                seconds_max = link.config.torn_seconds_max
+                actions += link.send(link.fetching.torn(now, seconds_max=seconds_max), now)
             else:
                 link.fetching.installed(clocks[index], reader)
         self._release()
@@ -329,14 +330,14 @@ class ParameterClient:
         if outcome.finite:
             self._n_pushed += 1
             for link, target in zip(self._links.values(), targets, strict=True):
-                actions += link.issue(
+                messages = link.pushing.issue(
                     target,
                     n_gradients=n_gradients,
                     samples=samples,
                     commit_token=commit_token,
-                    now=now,
+                    is_open=link.is_open,
                 )
-                actions += link.wait(now)
+                actions += link.send(messages, now)
         else:
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
