@@ -17,6 +17,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MethodType
@@ -27,8 +28,8 @@ from typing_extensions import override
 
 from distbelief.errors import JobError, PeerLostError
 from distbelief.roles.role import Computed
+from distbelief.serve.address import ServerAddress
 from distbelief.serve.client_session import ClientSession
-from distbelief.serve.server import ServerAddress
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush
 
 
@@ -101,17 +102,14 @@ class DownpourSGD(torch.optim.Optimizer):
         is_seldom = n_fetch > 1 or n_push > 1
         self._keeps_local_steps = is_seldom and not overwrite_local_steps
         self._awaits_pushes = blocking or self._keeps_local_steps
-        self._n_steps = 0
-        self._n_accrued = 0
+        self._n_steps = self._n_accrued = self._samples = 0
         self._is_finished = True  # the server has everything
-        self._samples = 0
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
-        address = ServerAddress.parse(server)
-        self._session = ClientSession(self._parameters, address, keys=keys)
+        self._session = ClientSession(self._parameters, ServerAddress.parse(server), keys=keys)
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
-        _finish_at_exit(self)
+        atexit.register(partial(_finish_at_exit, weakref.ref(self)))
         try:
             self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
             self._fetch()
@@ -138,21 +136,19 @@ class DownpourSGD(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._take_step(samples)
+            self._is_finished = False
+            self._samples += samples
+            self._accrue()
+            if self._n_steps % self._n_push == 0:
+                self._push()
+            if (self._n_steps + 1) % self._n_fetch == 0:
+                self._fetch()
+            else:
+                for parameter, rate in zip(self._parameters, self._rates(), strict=True):
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=-rate)
+            self._n_steps += 1
         return loss
-
-    def _take_step(self, samples: int) -> None:
-        self._is_finished = False
-        self._samples += samples
-        self._accrue()
-        fetch_next = (self._n_steps + 1) % self._n_fetch == 0
-        if self._n_steps % self._n_push == 0:
-            self._push()
-        if fetch_next:
-            self._fetch()
-        else:
-            self._step_locally()
-        self._n_steps += 1
 
     def finish(self) -> None:
         """Push what has accrued, wait until it is applied, and fetch once more.
@@ -167,8 +163,7 @@ class DownpourSGD(torch.optim.Optimizer):
         with torch.no_grad():
             if self._n_accrued:
                 self._push()
-        client = self._session.client
-        self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
+        self._wait(lambda: self._session.client.unacknowledged == 0, "an acknowledgement")
         self._fetch()
         self._is_finished = True
 
@@ -214,8 +209,6 @@ class DownpourSGD(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         _plain(super().zero_grad)(set_to_none)
 
-    # ------------------------------------------------------------------------ steps
-
     def _accrue(self) -> None:
         # Raw gradients, as a sum (DB-7); the clocks of the oldest one give the staleness.
         if not self._n_accrued:
@@ -223,7 +216,8 @@ class DownpourSGD(torch.optim.Optimizer):
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
-            gradient = _dense(parameter.grad).reshape(-1)
+            sparse = parameter.grad.is_sparse  # of Embedding(sparse=True)
+            gradient = (parameter.grad.to_dense() if sparse else parameter.grad).reshape(-1)
             so_far = self._accrued[index]
             if so_far is not None:
                 so_far += gradient
@@ -232,11 +226,6 @@ class DownpourSGD(torch.optim.Optimizer):
             else:
                 self._accrued[index] = gradient.clone()
         self._n_accrued += 1
-
-    def _step_locally(self) -> None:
-        for parameter, rate in zip(self._parameters, self._rates(), strict=True):
-            if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-rate)
 
     def _rates(self) -> list[float]:
         return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
@@ -274,16 +263,13 @@ class DownpourSGD(torch.optim.Optimizer):
             if not outcome.torn:
                 break
             session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
-
         if self._keeps_local_steps:
-            self._put_back()
-
-    def _put_back(self) -> None:
-        for index, rate in enumerate(self._rates()):
             # Local steps that are not pushed yet are repeated from the fetched values.
-            accrued = self._accrued[index]
-            if accrued is not None and rate:
-                self._session.values[index].add_(accrued, alpha=-rate)
+            for accrued, values, rate in zip(
+                self._accrued, session.values, self._rates(), strict=True
+            ):
+                if accrued is not None and rate:
+                    values.add_(accrued, alpha=-rate)
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)
@@ -304,7 +290,8 @@ class _Group(dict[str, object]):
     def __setitem__(self, key: str, value: object) -> None:
         if key not in _GROUP_KEYS:
             raise _refusal(key)
-        if key == "learning_rate" and not _is_rate(value):
+        is_rate = isinstance(value, int | float) and 0.0 <= value < math.inf
+        if key == "learning_rate" and not is_rate:
             raise JobError(f"DownpourSGD: learning_rate is {value}; use 0 or more")
         super().__setitem__(key, value)
 
@@ -319,41 +306,21 @@ _GROUP_KEYS = {"params", "param_names", "learning_rate"}
 _OF_THE_RULE = {"lr", "initial_lr", "momentum", "weight_decay", "betas"}
 
 
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and 0.0 <= value < math.inf
-
-
 def _refusal(key: str) -> JobError:
+    why = "it belongs to the rule of the server: ParameterServer(..., rule=...)"
     if key in {"lr", "initial_lr"}:
-        return JobError(
-            f"DownpourSGD: parameter groups have no {key!r}, and torch's schedulers "
-            "do not work: give the server's rule learning_rate= and schedule= "
-            "(distbelief.parameter_server.optimizers)"
-        )
-    return JobError(
-        f"DownpourSGD: parameter groups have no {key!r}: it belongs to the rule of the "
-        "server, for all parameters: ParameterServer(..., rule=...)"
-    )
+        why = "torch's schedulers do not work: give the server's rule learning_rate= and schedule="
+    return JobError(f"DownpourSGD: parameter groups have no {key!r}: {why}")
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    # Gradients of Embedding(sparse=True).
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _finish_at_exit(optimizer: DownpourSGD) -> None:
+def _finish_at_exit(reference: "weakref.ref[DownpourSGD]") -> None:
     # A script that forgets `finish` should lose nothing while the server still answers.
-    reference = weakref.ref(optimizer)
-
-    def finish() -> None:
-        alive = reference()
-        if alive is not None:
-            try:
-                alive.close(timeout_seconds=EXIT_SECONDS_MAX)
-            except (PeerLostError, JobError) as error:
-                print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- no log is left at exit
-
-    atexit.register(finish)
+    optimizer = reference()
+    if optimizer is not None:
+        try:
+            optimizer.close(timeout_seconds=EXIT_SECONDS_MAX)
+        except (PeerLostError, JobError) as error:
+            print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
 
 def _plain(method: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -28,12 +29,14 @@ from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError
+from distbelief.launch.preflight import check_device
 from distbelief.launch.role_process import import_from
 from distbelief.partition.verify_rank import OUTPUT, graph_of
 from distbelief.partition.verify_run import VerificationRun, run_verification
 from distbelief.program.plan import Plan, load
 from distbelief.run.directory import RunDirectory
 from distbelief.run.model_file import check_trained
+from distbelief.task.dry_run import shown
 from distbelief.task.task import Sample, build_model
 from distbelief.task.validation import check_evaluation
 
@@ -48,20 +51,13 @@ Array = NDArray[np.float32 | np.float64 | np.int64]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Result of a prediction.
+    """Result of a prediction."""
 
-    Attributes:
-        shape: Of the outputs, samples first.
-        out: Their file.
-        n_machines: Ranks that computed them; 1 without a plan.
-        seconds: Total time, including the start of processes.
-        labels: Index of the largest output for the first few samples, if outputs are scores.
-    """
-
-    shape: tuple[int, ...]
-    out: Path
-    n_machines: int
-    seconds: float
+    shape: tuple[int, ...]  # of the outputs, samples first
+    out: Path  # their file
+    n_machines: int  # ranks that computed them; 1 without a plan
+    seconds: float  # total time, including the start of processes
+    # Index of the largest output for the first few samples, if outputs are scores
     labels: tuple[int, ...] = ()
 
 
@@ -92,29 +88,30 @@ def predict(
     job = load_job(run.job_file)
     if not run.model_file.is_file():
         writer = run.writer_pid()
+        why = f"the run ended too early; resume it: distbelief train --resume {directory}"
         if writer is not None:
-            raise JobError(
-                f"{run.model_file} does not exist: the run (process {writer}) writes it at its "
-                "end; wait, or stop it with Ctrl+C"
-            )
-        raise JobError(
-            f"{run.model_file} does not exist: the run ended too early; "
-            f"resume it: distbelief train --resume {directory}"
-        )
+            why = f"the run (process {writer}) writes it at its end; wait, or stop it with Ctrl+C"
+        raise JobError(f"{run.model_file} does not exist: {why}")
     out = source.with_suffix(f".outputs{source.suffix}") if out is None else out
     for path in (source, out):
         if path.suffix not in SUFFIXES:
             raise JobError(f"{path}: use a file {' or '.join(SUFFIXES)}")
-    _check_place(out)
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise StorageError(
+            f"cannot write {out}: {out.parent} is not a writable directory: "
+            "make it, or choose another one with --out"
+        )
     inputs = _read(source)
     import_from(job)
-    splits = run.plan_file.is_file() and not whole
-    plan = load(run.plan_file) if splits else None
+    plan = load(run.plan_file) if run.plan_file.is_file() and not whole else None
     if plan is None:
         outputs = _whole(job, run.model_file, inputs)
     else:
         outputs = _split(job, run, plan, inputs, tell=tell)
-    _write(out, outputs)
+    try:
+        files.write_by(out, partial(_write, outputs=outputs, is_numpy=out.suffix == ".npy"))
+    except SafetensorError as error:
+        raise StorageError(f"cannot write {out}: {error}") from error
     scores = outputs.ndim == 2 and outputs.shape[1] > 1
     return Prediction(
         shape=outputs.shape,
@@ -140,22 +137,26 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
             try:
                 found.append(module(batch))
             except (RuntimeError, IndexError) as error:  # an unknown word, for example
-                raise JobError(
-                    f"the model does not take inputs of shape {list(batch.shape)} and "
-                    f"{str(batch.dtype).removeprefix('torch.')}: {error}"
-                ) from error
+                raise JobError(f"the model does not take {shown(batch)}: {error}") from error
     return torch.cat(found).numpy()
 
 
 def _split(
     job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None] | None
 ) -> Array:
-    _check_inputs(plan, inputs)
-    _check_device(job)
+    wanted = next(iter(plan.inputs.values()))
+    if tuple(inputs.shape[1:]) != wanted:
+        raise GraphError(
+            f"each input sample has shape {list(inputs.shape[1:])}, and the "
+            f"model takes {list(wanted)}"
+        )
+    check_device(job.cluster.device, "use --whole, which needs none")
     with torch.device("meta"):
         module = build_model(job.model)
     check_trained(module, run.model_file, factory=job.model.factory)
-    chunk = plan.batch
+    with safe_open(run.model_file, framework="pt") as file:
+        kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    dtype = "float64" if "F64" in kinds else "float32"
     with ended_by_signals(), scratch() as folder:
         given = folder / "inputs.npy"
         np.save(given, inputs)
@@ -173,8 +174,8 @@ def _split(
             weights=str(run.model_file.absolute()),
             inputs=str(given),
             n_samples=len(inputs),
-            n_steps=-(-len(inputs) // chunk),
-            dtype=_dtype(run.model_file),
+            n_steps=-(-len(inputs) // plan.batch),
+            dtype=dtype,
             device=job.cluster.device,
             threads=job.cluster.threads,
             import_paths=job.import_paths,
@@ -193,41 +194,7 @@ def _split(
         return outputs
 
 
-def _check_place(out: Path) -> None:
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise StorageError(
-            f"cannot write {out}: {out.parent} is not a writable directory: "
-            "make it, or choose another one with --out"
-        )
-
-
-def _check_inputs(plan: Plan, inputs: Array) -> None:
-    wanted = next(iter(plan.inputs.values()))
-    if tuple(inputs.shape[1:]) != wanted:
-        raise GraphError(
-            f"each input sample has shape {list(inputs.shape[1:])}, and the "
-            f"model takes {list(wanted)}"
-        )
-
-
-def _check_device(job: Job) -> None:
-    device = job.cluster.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise JobError(
-            f"the run's plan needs {device!r}, and torch {torch.__version__} "
-            "sees no GPU on this host: use --whole, which needs none"
-        )
-
-
-def _dtype(weights: Path) -> str:
-    with safe_open(weights, framework="pt") as file:
-        kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-    return "float64" if "F64" in kinds else "float32"
-
-
 def _read(path: Path) -> Array:
-    # At least one sample. JobError: it is not a plain array of numbers; StorageError: it cannot be
-    # read.
     try:
         if path.suffix == ".npy":
             array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -254,33 +221,23 @@ def _read(path: Path) -> Array:
     return native
 
 
-def _write(path: Path, outputs: Array) -> None:
-    try:
-        if path.suffix == ".npy":
-            files.write_by(path, lambda temporary: _save(temporary, outputs))
-        else:
-            tensors = {"outputs": np.ascontiguousarray(outputs)}
-            files.write_by(path, lambda temporary: save_file(tensors, temporary))
-    except SafetensorError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
-
-
-def _save(path: Path, outputs: Array) -> None:
+def _write(path: Path, *, outputs: Array, is_numpy: bool) -> None:
+    if not is_numpy:
+        save_file({"outputs": np.ascontiguousarray(outputs)}, path)
+        return
     with path.open("wb") as file:
         np.save(file, outputs, allow_pickle=False)
 
 
 def text(prediction: Prediction) -> str:
     """Return the result as a line or two of text."""
-    shape = " x ".join(map(str, prediction.shape))
-    n = prediction.n_machines
+    shape, n = " x ".join(map(str, prediction.shape)), prediction.n_machines
     by = f"{n} processes" if n > 1 else "one process"
-    lines = [f"{prediction.out}: outputs {shape}, by {by}, in {prediction.seconds:.1f} s"]
-    if prediction.labels:
-        more = ", ..." if prediction.shape[0] > len(prediction.labels) else ""
-        shown = ", ".join(map(str, prediction.labels))
-        lines.append(f"the largest outputs are of {shown}{more}")
-    return "\n".join(lines)
+    line = f"{prediction.out}: outputs {shape}, by {by}, in {prediction.seconds:.1f} s"
+    if not prediction.labels:
+        return line
+    more = ", ..." if prediction.shape[0] > len(prediction.labels) else ""
+    return f"{line}\nthe largest outputs are of {', '.join(map(str, prediction.labels))}{more}"
 
 
 def as_json(prediction: Prediction) -> str:

@@ -3,7 +3,6 @@
 Inside `in_threads`, threads write, so that the supervisor waits for neither disk nor screen.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -12,7 +11,8 @@ from typing import Final, final
 from rich.console import Console
 
 from distbelief.core import files
-from distbelief.core.writer import Writer
+from distbelief.core.writer import Writer, log_line
+from distbelief.errors import StorageError
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.directory import RunDirectory
 
@@ -29,10 +29,6 @@ _AGAIN: Final = " (so far "  # begins the count in a repeated warning of the tra
 class RunLog:
     """Writes the log of a run. A failed write never stops the run.
 
-    Args:
-        console: The screen.
-        run: Its directory.
-
     Attributes:
         disk: Writes the files of the run.
     """
@@ -48,9 +44,7 @@ class RunLog:
         )
 
     def log(self, level: str, text: str) -> None:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-        line = f"{now} supervisor {level}: {text}"
-        self.disk.write(partial(self._file.append, line))
+        self.disk.write(partial(self._file.append, log_line(SUPERVISOR, level, text)))
 
     def log_link(self, level: str, text: str) -> None:
         """Write a line into the log; show a warning on the screen as well, once.
@@ -71,10 +65,7 @@ class RunLog:
     def show(self, draw: Callable[[], object], *, key: str | None = None) -> None:
         """Draw on the screen; of one `key` only the newest pending drawing."""
         job = partial(_drawn, draw)
-        if key is None:
-            self._screen.write(job)
-        else:
-            self._screen.renew(key, job)
+        self._screen.write(job) if key is None else self._screen.renew(key, job)
 
     @contextmanager
     def in_threads(self) -> Iterator[None]:
@@ -90,6 +81,17 @@ class RunLog:
                     "still waiting for it"
                 )
             self._screen.close(seconds_max=SCREEN_SECONDS_MAX)
+
+    def warned(self, write: Callable[[], object]) -> Callable[[], None]:
+        """Return `write` such that a `StorageError` of it only warns: training continues."""
+
+        def run() -> None:
+            try:
+                write()
+            except StorageError as error:
+                self.warn(str(error))
+
+        return run
 
     def announce(self, text: str) -> None:
         self.print(text)

@@ -3,7 +3,8 @@
     run directory -> fork server -> get_ready -> supervise -> conclude -> final table
 
 At the end there is no process left and no shared memory; what a power loss leaves is removed at the
-next start. This process never holds the training data or a gradient, and runs no torch threads.
+next start. This process never holds the training data or a gradient, runs none of the user's code
+but callbacks, and no torch threads.
 """
 
 import os
@@ -20,8 +21,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Protocol, Self, TypeVar, final
+from typing import Final, Protocol, Self, final
 
 import msgspec
 from rich.console import Console
@@ -29,16 +29,21 @@ from rich.console import Console
 from distbelief.cluster.address import JobAddress
 from distbelief.cluster.listen import JoinServer
 from distbelief.cluster.ray import RayHosts
-from distbelief.config.algorithms import fields_of, roster_of, verdict_of
-from distbelief.config.job import Job
+from distbelief.config.algorithms import algorithm_of, roster_of
+from distbelief.config.job import Job, VerdictOf, done
 from distbelief.config.load import load_job
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.local import LocalLauncher
-from distbelief.launch.preflight import PreflightRequest, PreflightResult, read_result
-from distbelief.launch.role_process import RoleSpec, import_from
+from distbelief.launch.preflight import (
+    PreflightRequest,
+    PreflightResult,
+    prepared_mark,
+    read_result,
+)
+from distbelief.launch.role_process import RoleSpec, import_from, import_paths
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
 from distbelief.protocol import Stop
@@ -49,25 +54,32 @@ from distbelief.run.metrics_file import Measurement, MetricsFile
 from distbelief.run.model_file import draw_curve_of, write_model
 from distbelief.run.result import Run
 from distbelief.run.resume import PreviousRun, check_same, resume_run, start_from_scratch
-from distbelief.run.summary import Summary, final_table, summarise, summary_text, write_summary
+from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
-from distbelief.task.task import prepare
+from distbelief.task.imports import installed_imports
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 
 
-def check_data(job: Job, answer: PreflightResult) -> None:
-    """Reject more replicas than there are samples.
+CHECK: Final = Address("check")
+CHECK_SECONDS_MAX: Final = 1800.0  # from the moment that the data are prepared
+STATUS_SECONDS: Final = 1.0
+DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
-    Raises:
-        JobError: it names both numbers.
-    """
+_TAIL: Final = 2000  # characters of the log that are shown
+_LOOK_SECONDS: Final = 0.2  # between two looks at how far the preflight is
+
+Watch = Callable[[JobView], bool]  # receives each view; returns whether to end the job
+
+
+def check_data(job: Job, answer: PreflightResult) -> None:
+    """Reject more replicas than there are samples."""
     train = answer.task.train
     if train is not None and 1 < job.cluster.replicas > train.n_samples:
         raise JobError(
@@ -79,18 +91,13 @@ def check_data(job: Job, answer: PreflightResult) -> None:
 def supervisor_config(
     job: Job, answer: PreflightResult, *, previous: PreviousRun | None = None
 ) -> SupervisorConfig:
-    """Return the supervisor's config, the same for processes and for virtual time.
-
-    Args:
-        job: The job.
-        answer: Result of the preflight.
-        previous: Previous sessions of its run.
-    """
-    previous = PreviousRun() if previous is None else previous
-    roster = roster_of(job, n_machines=answer.n_machines)
+    """Return the supervisor's config, the same for processes and for virtual time."""
+    previous = previous or PreviousRun()
+    algorithm = algorithm_of(job)
+    verdict: VerdictOf = getattr(algorithm, "verdict", done)
     assert answer.task.train is not None
     return SupervisorConfig(
-        roster=tuple((entry.name, entry.kind) for entry in roster),
+        roster=tuple((e.name, e.kind) for e in roster_of(job, n_machines=answer.n_machines)),
         stop=StopRules(
             job.stop,
             n_train=answer.task.train.n_samples,
@@ -108,35 +115,37 @@ def supervisor_config(
         first_incarnation=previous.incarnation,
         first_label=previous.label,
         before=previous.before,
-        fields=fields_of(job),
-        verdict=verdict_of(job),
+        fields=tuple(algorithm.fields),
+        verdict=verdict,
     )
 
 
-CHECK: Final = Address("check")
-CHECK_SECONDS_MAX: Final = 1800.0
-
-_TAIL: Final = 2000  # characters of the log that are shown
-
-
 def run_preflight(
-    job: Job, launcher: LocalLauncher, *, directory: Path, initial_file: Path, plan: Path, log: Path
+    launcher: LocalLauncher,
+    job: Job,
+    request: Path,
+    *,
+    initial_file: Path,
+    plan: Path,
+    log: Path,
+    tell: Callable[[str], object],
 ) -> PreflightResult:
     """Run the preflight process; return its result.
 
     Args:
-        job: The job.
         launcher: Starts the process.
-        directory: For request and result.
+        job: The job.
+        request: File for the request; the result goes beside it.
         initial_file: For the module's initial values, if they are needed.
         plan: For the plan, if replicas are split.
         log: Where the process writes.
+        tell: Receives what is being done.
 
     Raises:
         JobError: the user has to fix the job.
         DistBeliefError: it cannot run for another reason.
     """
-    request, answer = directory / ".question.json", directory / ".answer.json"
+    answer, mark = request.with_name(".answer.json"), prepared_mark(request)
     content = PreflightRequest(
         job=msgspec.Raw(job.to_json()),
         answer=str(answer),
@@ -145,16 +154,20 @@ def run_preflight(
     )
     request.write_bytes(msgspec.json.encode(content))
     launcher.check(CHECK, request)
-    deadline = time.monotonic() + CHECK_SECONDS_MAX
+    deadline: float | None = None
     ends: list[PeerLost] = []
     while not ends:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        if deadline is None and mark.exists():  # a download may take hours
+            deadline = time.monotonic() + CHECK_SECONDS_MAX
+        if deadline is not None and time.monotonic() >= deadline:
             raise JobError(
                 f"the check of model and data took more than {CHECK_SECONDS_MAX:.0f} s. "
                 f"The log ends:\n{_tail(log)}"
             )
-        select.select([launcher.fileno()], [], [], left)
+        started = launcher.pid(CHECK) is not None
+        stage = "Checking model and data" if deadline is not None else "Preparing data"
+        tell(f"{stage if started else 'Importing torch'} ...")
+        select.select([launcher.fileno()], [], [], _LOOK_SECONDS)
         ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
     found = read_result(answer)
     if found is None:
@@ -172,22 +185,11 @@ def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""
 
 
-STATUS_SECONDS: Final = 1.0
-DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
-
-T = TypeVar("T")
-Watch = Callable[[JobView], bool]  # receives each view; returns whether to end the job
-
-
 @final
 class HeldCallback:
-    """A callback whose error ends the job in order, and is raised at the end.
+    """A callback whose error ends the job in order, and is raised at the end of a `with` block.
 
-    It is raised unchanged at the end of a `with` block around the job. Until then the callback is
-    not called again: it would probably fail again.
-
-    Args:
-        watch: The callback.
+    Until then the callback is not called again: it would probably fail again.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -206,92 +208,11 @@ class HeldCallback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # It takes precedence over an error of the block, which may follow from it; Python keeps
-        # that one
-        # as its context.
+        # that one as its context.
         if self._error is not None:
             raise self._error
-
-
-@final
-class Callbacks:
-    """Work of each tick: shows the view, writes status.json and metrics.jsonl, calls the user.
-
-    Args:
-        supervisor: Of the job.
-        look: Returns the view at a time.
-        display: Draws it.
-        metrics: Receives the measurements.
-        run: Receives status.json.
-        name: Of the job.
-        log: Runs the writes; logs failures.
-        watch: Called with each view; returns whether to end the job.
-    """
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        *,
-        look: Callable[[float], JobView],
-        display: ProgressLine,
-        metrics: MetricsFile,
-        run: RunDirectory,
-        name: str,
-        log: RunLog,
-        watch: Watch | None,
-    ) -> None:
-        self._supervisor = supervisor
-        self._look = look
-        self._display = display
-        self._metrics = metrics
-        self._run = run
-        self._name = name
-        self._log = log
-        self._watch = watch
-        self._may_draw = False
-        self._status_at = 0.0
-
-    def tick(self) -> None:
-        now = time.monotonic()
-        view = self._look(now)
-        if self._watch is not None and self._watch(view):
-            self._supervisor.request_stop("stopped by the caller")
-        self._log.show(partial(self._display.update, view), key="view")
-        for record in self._supervisor.take_records():
-            measurement = Measurement.of(record)
-            self._log.disk.write(partial(self._try, self._metrics.append, measurement))
-        if now - self._status_at >= STATUS_SECONDS:
-            self._status_at = now
-            status = status_of(self._name, view)
-            self._log.disk.renew("status", partial(self._try, self._run.write_status, status))
-        if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
-            # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
-            self._may_draw = True
-            name = "distbelief.run.plot"
-            threading.Thread(target=import_module, args=(name,), daemon=True).start()
-
-    def _try(self, write: Callable[[T], None], what: T) -> None:
-        try:
-            write(what)
-        except StorageError as error:  # training continues without it
-            self._log.warn(str(error))
-
-
-def status_of(name: str, view: JobView, *, ended: bool = False, error: str | None = None) -> Status:
-    return Status(
-        name=name,
-        pid=os.getpid(),
-        written=time.time(),  # noqa: TID251 -- the time of day, for other programs
-        view=view,
-        ended=ended,
-        error=error,
-    )
 
 
 class MessageProxies(Protocol):
@@ -318,74 +239,66 @@ class Trainer:
         memory: FileMemory,
         launcher: LocalLauncher,
         console: Console,
-        from_scratch: bool = False,
     ) -> None:
         self._job = job
         self._run = run
         self._memory = memory
         self._launcher = launcher
-        self._from_scratch = from_scratch
         self._log = RunLog(console, run)
         self._initial_file = run.path / "initial.safetensors"
         self._store = CheckpointStore(run.snapshots, report=self._log.warn_user)
         self._preflight = PreflightResult()
         self._previous = PreviousRun()
         self._layout: Layout | None = None
+        self._metrics = MetricsFile(run.metrics_file)
+        report_every = job.output.report_every
+        self._display = ProgressLine(job.name, console=console, report_every=report_every)
         self._view = JobView()
+        self._status_at = 0.0
+        self._may_draw = False
         self._error: str | None = None
         self._model_error: str | None = None
         self.exit_code = 0
         self._n_ended = 0
         self._ray_hosts: RayHosts | None = None
 
-    def get_ready(self) -> None:
-        """Prepare data, run the preflight, and resume previous sessions.
+    # --- prepare ---
 
-        Raises:
-            JobError: the job cannot be run.
-        """
-        job = self._job
-        import_from(job)
-        prepare(job.data.train, table="data.train")
-        if job.data.test is not None:
-            prepare(job.data.test, table="data.test")
-        with self._run.plan_kept():
-            self._run_preflight()
-            self._resume()
-        self._run.write(self._run.job_file, job.to_toml())
-
-    def _run_preflight(self) -> None:
-        with self._log.console.status("Checking model and data ..."):
-            self._preflight = run_preflight(
-                self._job,
-                self._launcher,
-                directory=self._memory.directory,
-                initial_file=self._initial_file,
-                plan=self._run.plan_file,
-                log=self._run.log_file(CHECK),
+    def get_ready(self, *, from_scratch: bool = False) -> None:
+        """Run the preflight, which prepares the data, and resume previous sessions."""
+        job, run, log = self._job, self._run, self._log
+        import_from(job)  # for `Run.model`
+        with run.plan_kept():
+            with log.console.status("Starting ...") as status:
+                self._preflight = found = run_preflight(
+                    self._launcher,
+                    job,
+                    self._memory.directory / ".question.json",
+                    initial_file=self._initial_file,
+                    plan=run.plan_file,
+                    log=run.log_file(CHECK),
+                    tell=status.update,
+                )
+            check_data(job, found)
+            assert found.task.train is not None
+            n_shards = job.cluster.shards
+            self._layout = Layout.of(found.tensors, n_shards=n_shards, dtype=found.dtype)
+            if from_scratch:
+                log.announce(start_from_scratch(job, run))
+            resumed = resume_run(
+                job,
+                run,
+                layout=self._layout,
+                train=found.task.train,
+                report=log.warn_user,
+                plan=None if found.n_machines is None else load(run.plan_file),
             )
-        check_data(self._job, self._preflight)
-        self._layout = Layout.of(
-            self._preflight.tensors, n_shards=self._job.cluster.shards, dtype=self._preflight.dtype
-        )
+            self._previous, self._store = resumed.previous, resumed.store
+            for line in resumed.notes:
+                log.announce(line)
+        run.write(run.job_file, job.to_toml())
 
-    def _resume(self) -> None:
-        assert self._layout is not None
-        assert self._preflight.task.train is not None
-        is_split = self._preflight.n_machines is not None
-        if self._from_scratch:
-            self._log.announce(start_from_scratch(self._job, self._run))
-        resumed = resume_run(
-            self._job,
-            self._run,
-            layout=self._layout,
-            train=self._preflight.task.train,
-            report=self._log.warn_user,
-            plan=load(self._run.plan_file) if is_split else None,
-        )
-        self._previous, self._store = resumed.previous, resumed.store
-        for line in resumed.notes:
-            self._log.announce(line)
+    # --- supervise ---
 
     def supervise(
         self,
@@ -393,9 +306,7 @@ class Trainer:
         detours: MessageProxies | None = None,
         hosting: JoinServer | None = None,
     ) -> None:
-        console = self._log.console
         config = supervisor_config(self._job, self._preflight, previous=self._previous)
-        supervisor = Supervisor(config)
         name = secrets.token_hex(16)
         own = ListenConfig(directory=str(self._memory.directory))
         reach = own if hosting is None else hosting.reach
@@ -406,29 +317,24 @@ class Trainer:
             log=self._log.log if hosting is None else self._log.log_link,
             port=reach.port,
         )
-        display = ProgressLine(
-            self._job.name, console=console, report_every=self._job.output.report_every
-        )
         with (
             transport,
             ExitStack() as stack,
             caught_signals() as caught,
             self._log.in_threads(),
-            self._metrics() as metrics,
+            self._shown(),
         ):
             endpoint = str(Endpoint.parse(transport.endpoint).seen_from(LOOPBACK))
-            role: Role = supervisor
             if detours is not None:
                 endpoint = detours.through(SUPERVISOR, endpoint)
-                role = detours.around(supervisor)
-            of_roles = reach if hosting is None else hosting.reach_of_roles
-            spec = self._write_spec(name, endpoint, of_roles)
-            look = supervisor.view
+            spec = self._write_spec(name, endpoint, hosting.reach_of_roles if hosting else reach)
+            cluster = None
             if hosting is not None:
                 plan = None if spec.plan is None else Path(spec.plan)
-                role = hosted = hosting.wrap(supervisor, self._job, spec, plan=plan)
-                look = hosted.view
+                cluster = hosting.cluster(self._job, spec, plan=plan)
                 self._accept_hosts(hosting, hosting.address(transport.endpoint), stack)
+            supervisor = Supervisor(config, cluster)
+            role: Role = supervisor if detours is None else detours.around(supervisor)
             node = RoleRunner(role, transport=transport, log=self._log.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
@@ -436,43 +342,60 @@ class Trainer:
                 node.post(Received(sender=USER, incarnation=0, message=message))
 
             caught.tell = stop
-            with self._shown(display):
-                if console.is_terminal is False:
-                    self._log.print(f"{self._job.name}: {self._run.path}")
-                callbacks = Callbacks(
-                    supervisor,
-                    look=look,
-                    display=display,
-                    metrics=metrics,
-                    run=self._run,
-                    name=self._job.name,
-                    log=self._log,
-                    watch=watch,
-                )
-                error = node.run(on_tick=lambda: self._tick(callbacks))
-            self._view = look(time.monotonic())
-        self._error = None if supervisor.interrupted else error
+            if self._log.console.is_terminal is False:
+                self._log.print(f"{self._job.name}: {self._run.path}")
+            error = node.run(on_tick=lambda: self.tick(supervisor, watch))
+            self._view = supervisor.view(time.monotonic())
         if supervisor.interrupted:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
-            self.exit_code = 1
+            self._error, self.exit_code = error, 1
 
     @contextmanager
-    def _metrics(self) -> Iterator[MetricsFile]:
-        metrics = MetricsFile(self._run.metrics_file)
-        metrics.open()
-        try:
-            yield metrics
-        finally:
-            self._log.disk.write(metrics.close)
-
-    @contextmanager
-    def _shown(self, display: ProgressLine) -> Iterator[None]:
-        self._log.show(display.start)
+    def _shown(self) -> Iterator[None]:
+        self._metrics.open()
+        self._log.show(self._display.start)
         try:
             yield
         finally:
-            self._log.show(display.stop)
+            self._log.show(self._display.stop)
+            self._log.disk.write(self._metrics.close)
+
+    def tick(self, supervisor: Supervisor, watch: Watch | None = None) -> None:
+        """Show the view, write status.json and metrics.jsonl, call the user."""
+        log, now = self._log, time.monotonic()
+        view = supervisor.view(now)
+        if watch is not None and watch(view):
+            supervisor.request_stop("stopped by the caller")
+        log.show(partial(self._display.update, view), key="view")
+        for record in supervisor.take_records():
+            log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
+        if now - self._status_at >= STATUS_SECONDS:
+            self._status_at = now
+            log.disk.renew(
+                "status", log.warned(partial(self._run.write_status, self._status(view)))
+            )
+        if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
+            # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
+            self._may_draw = True
+            name = "distbelief.run.plot"
+            threading.Thread(target=import_module, args=(name,), daemon=True).start()
+        if self._launcher.n_ended != self._n_ended:
+            self._n_ended = self._launcher.n_ended
+            self._memory.remove_orphans()
+        if self._ray_hosts is not None:
+            for text in self._ray_hosts.news(now):
+                log.announce(text)
+
+    def _status(self, view: JobView, *, ended: bool = False) -> Status:
+        return Status(
+            name=self._job.name,
+            pid=os.getpid(),
+            written=time.time(),  # noqa: TID251 -- the time of day, for other programs
+            view=view,
+            ended=ended,
+            error=self._error,
+        )
 
     def _accept_hosts(self, hosting: JoinServer, address: JobAddress, stack: ExitStack) -> None:
         tell = self._log.announce
@@ -494,41 +417,41 @@ class Trainer:
 
     def _write_spec(self, name: str, endpoint: str, reach: ListenConfig) -> RoleSpec:
         assert self._layout is not None
-        shares = self._job.cluster.shared_memory
-        answer, plan = self._preflight, self._run.plan_file
+        found = self._preflight
         spec = RoleSpec(
             job=msgspec.Raw(self._job.to_json()),
             run=name,
             supervisor=endpoint,
-            memory=str(self._memory.directory) if shares else "",
+            memory=str(self._memory.directory) if self._job.cluster.shared_memory else "",
             snapshots=str(self._store.directory.absolute()),
             layout=self._layout.spec,
-            initials=self._preflight.initials,
-            initial_file=self._preflight.initial_file,
-            plan=None if answer.n_machines is None else str(plan.absolute()),
-            sample=answer.sample,
-            n_train=None if answer.task.train is None else answer.task.train.n_samples,
+            initials=found.initials,
+            initial_file=found.initial_file,
+            plan=None if found.n_machines is None else str(self._run.plan_file.absolute()),
+            sample=found.sample,
+            n_train=None if found.task.train is None else found.task.train.n_samples,
             reach=reach,
         )
         # It may contain a secret; only the user may enter this directory.
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
 
-    def _tick(self, callbacks: Callbacks) -> None:
-        callbacks.tick()
-        if self._launcher.n_ended != self._n_ended:
-            self._n_ended = self._launcher.n_ended
-            self._memory.remove_orphans()
-        if self._ray_hosts is not None:
-            for text in self._ray_hosts.news(time.monotonic()):
-                self._log.announce(text)
+    # --- conclude ---
 
     def conclude(self) -> Summary:
         """Write model, summary and final status; return the summary."""
         self._launcher.close()
+        found, run = self._preflight, self._run
         try:
             assert self._layout is not None
-            write_model(self._job, self._run, layout=self._layout, store=self._store)
+            write_model(
+                self._job,
+                run,
+                layout=self._layout,
+                store=self._store,
+                dtypes=found.dtypes,
+                aliases=found.aliases,
+            )
         except StorageError as error:
             self._model_error = f"no model was written: {error}"
         if self._model_error is not None and self.exit_code == 0:
@@ -537,15 +460,14 @@ class Trainer:
         summary = summarise(
             self._job,
             self._view,
-            directory=str(self._run.path),
-            task=self._preflight.task,
+            directory=str(run.path),
+            task=found.task,
             error=self._error,
             model_error=self._model_error,
         )
-        self._try_write(lambda: write_summary(self._run, summary))
-        status = status_of(self._job.name, self._view, ended=True, error=self._error)
-        write = partial(self._run.write_status, status)
-        self._try_write(lambda: self._log.disk.renew("status", write))
+        self._try_write(partial(run.write, run.summary_file, summary_text(summary)))
+        status = partial(run.write_status, self._status(self._view, ended=True))
+        self._try_write(partial(self._log.disk.renew, "status", status))
         return summary
 
     def _try_write(self, write: Callable[[], object]) -> None:
@@ -556,18 +478,13 @@ class Trainer:
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
-        self._try_write(lambda: draw_curve_of(self._run, title=self._job.name))
+        self._try_write(partial(draw_curve_of, self._run, title=self._job.name))
 
     def __enter__(self) -> Self:
         self._log.log("info", f"begins in {self._run.path}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._initial_file.unlink(missing_ok=True)
 
 
@@ -624,23 +541,18 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             )
         run, is_new = _open_run(job, resume)
         stack.enter_context(run)
+        modules = (path.partition(":")[0] for _, path in import_paths(job))
         launcher.serve(
             spec=memory.directory / ".spec.json",
             log_of=run.log_file,
             has_ranks=job.cluster.is_split,
+            modules=installed_imports(modules, job.import_paths),
         )
         trainer = stack.enter_context(
-            Trainer(
-                job,
-                run,
-                memory=memory,
-                launcher=launcher,
-                console=console,
-                from_scratch=from_scratch,
-            )
+            Trainer(job, run, memory=memory, launcher=launcher, console=console)
         )
         try:
-            trainer.get_ready()
+            trainer.get_ready(from_scratch=from_scratch)
         except BaseException:
             if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)

@@ -35,18 +35,11 @@ _NO_RULE: Final = SGD(learning_rate=1.0)
 
 @final
 class SandblasterAlgorithm:
-    """The object of the entry point: settings, roster, and how to build each role.
-
-    Attributes:
-        name: As in the job file.
-        config: Struct of the [algorithm] table, without its `name`.
-        fields: Metrics it reports besides samples, loss and metric.
-        ends_by_itself: A method has its own bounds.
-    """
+    """The object of the entry point: settings, roster, and how to build each role."""
 
     name: Final = "sandblaster"
-    config: Final = SandblasterSettings
-    fields: Final = (
+    config: Final = SandblasterSettings  # of the [algorithm] table, without its `name`
+    fields: Final = (  # metrics it reports besides samples, loss and metric
         "iteration",
         "evaluations",
         "gradient_norm",
@@ -55,14 +48,10 @@ class SandblasterAlgorithm:
         "backups",
         *(f"{name}_share" for name in SHARES),
     )
-    ends_by_itself: Final = True
+    ends_by_itself: Final = True  # a method has its own bounds
 
     def check_cluster(self, cluster: ClusterTable, config: SandblasterSettings) -> None:
-        """Refuse a [cluster] table on which it cannot run.
-
-        Raises:
-            JobError: naming key and value.
-        """
+        """Refuse a [cluster] table on which it cannot run."""
         if cluster.shard_copies > 1:
             raise JobError(
                 f"[cluster] shard_copies = {cluster.shard_copies}: algorithm "
@@ -87,13 +76,7 @@ class SandblasterAlgorithm:
     ) -> list[RosterEntry]:
         """Return the roles of a job: shards first, since all others need them.
 
-        Args:
-            config: The [algorithm] table.
-            n_replicas: Workers.
-            n_shards: Parameter server shards.
-            shard_copies: Processes that hold each shard.
-            evaluates: Whether there is a test set, and so an evaluator.
-            n_machines: Ranks of each replica and of the evaluator; None: not model-parallel.
+        Each replica and the evaluator have `n_machines` ranks; None: not model-parallel.
         """
         del config  # all methods have the same
         return [
@@ -104,12 +87,7 @@ class SandblasterAlgorithm:
         ]
 
     def build(self, name: str, *, config: SandblasterSettings, context: BuildContext) -> Role:
-        """Return the role of this name, in the process that runs it.
-
-        Raises:
-            JobError: the model or the data cannot be built.
-            LocalProtocolError: the roster has no such role.
-        """
+        """Return the role of this name, in the process that runs it."""
         if context.plan is not None and group_rank_of(name) is not None:
             split = Split.of(name, context)
             return build_rank(name, config=config, context=context, split=split)
@@ -133,7 +111,12 @@ class SandblasterAlgorithm:
 
     def verdict(self, counters: Mapping[str, float]) -> Verdict:
         """Return the outcome of a job, by the last counters of the coordinator."""
-        return verdict_on(reason_of(counters), iteration=counters.get("iteration", 0.0))
+        reason = reason_of(counters)
+        # A search that never found a better point has failed. After some iterations it means
+        # that single precision allows no more.
+        is_lost = reason is Reason.LINE_SEARCH_FAILED and counters.get("iteration", 0.0) < 1
+        failed = is_lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL}
+        return Verdict(reason=reason.sentence, failed=failed)
 
 
 SANDBLASTER: Final = SandblasterAlgorithm()
@@ -144,11 +127,3 @@ def reason_of(counters: Mapping[str, float]) -> Reason:
     index = counters.get("reason", -1.0)
     reasons = list(Reason)
     return reasons[int(index)] if 0 <= index < len(reasons) else Reason.STOPPED
-
-
-def verdict_on(reason: Reason, *, iteration: float) -> Verdict:
-    # A search that never found a better point has failed. After some iterations it means
-    # that single precision allows no more.
-    lost = reason is Reason.LINE_SEARCH_FAILED and iteration < 1
-    failed = lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL}
-    return Verdict(reason=reason.sentence, failed=failed)

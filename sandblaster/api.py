@@ -10,7 +10,7 @@ what was learned. Model, loss and data reach them without pickle (`problem_files
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import final
 
@@ -79,12 +79,16 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
     Raises:
         JobError: the run has failed, or its point could not be saved.
     """
-    summary = run.summary
-    reason = _reason(run)
+    summary, reason = run.summary, Reason.STOPPED
+    if run.exit_code not in INTERRUPTED:
+        found = (one for one in Reason if one.sentence == summary.stop_reason)
+        reason = next(found, Reason.STOPPED)
     if summary.error is not None and reason is Reason.STOPPED:
         raise JobError(f"minimize: {summary.error}")
     figures = summary.figures
-    trained = _trained(run)
+    trained = None
+    with suppress(StorageError):
+        trained = run.model
     if trained is None:
         unsaved = summary.error == summary.model_error or figures.get("iteration", 0)
         if summary.model_error is not None and unsaved:
@@ -96,15 +100,13 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
         trained = module
     x = parameters_to_vector(trained.parameters()).detach().cpu().numpy().copy()
     n_evaluations = int(figures.get("evaluations", 0))
-    message = reason.sentence
-    if reason is Reason.STOPPED and summary.stop_reason:
-        message = summary.stop_reason
+    is_stopped = reason is Reason.STOPPED and summary.stop_reason
     return _result(
         x=x,
         success=reason.converged,
         status=list(Reason).index(reason),
         reason=reason,
-        message=message,
+        message=summary.stop_reason if is_stopped else reason.sentence,
         fun=np.nan if summary.loss is None else summary.loss,
         jac_norm=figures.get("gradient_norm", np.nan),
         nit=int(figures.get("iteration", 0)),
@@ -115,20 +117,6 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
         model=trained,
         directory=Path(run.directory),
     )
-
-
-def _reason(run: Run) -> Reason:
-    text = run.summary.stop_reason
-    if run.exit_code in INTERRUPTED:
-        return Reason.STOPPED
-    return next((one for one in Reason if one.sentence == text), Reason.STOPPED)
-
-
-def _trained(run: Run) -> nn.Module | None:
-    try:
-        return run.model
-    except StorageError:
-        return None
 
 
 def _result(**figures: object) -> MinimizeResult:

@@ -8,36 +8,39 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.data.sharding import DataShard, Samples
+from distbelief.data.sharding import Samples
 from distbelief.errors import JobError
-from distbelief.execution.operations import Dataflow
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.roles.role import Role
-from distbelief.task import dry_run
 from distbelief.task.task import BuildContext, build_loss, build_model
 from distbelief.worker.build import (
-    RankBuild,
     Split,
     assemble,
     build_client,
+    data_shard_of,
     evaluating_rank,
     layout_of,
+    leader_on_request,
+    local_executor,
     rank_in,
     replica_parts,
+    whole_replica,
+    with_data,
+    zeros_of,
 )
 from distbelief.worker.config import DownpourSettings
+from distbelief.worker.gradients import Items
 from distbelief.worker.group import EVALUATORS, GroupRank, member_names
-from distbelief.worker.group_leader import GroupLeader
-from distbelief.worker.local_executor import FlatModel, LocalExecutor
+from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.optimizers import AnyMethod
-from sandblaster.partitioned_worker import ChunkObjective, PartitionedBatchWorker, RankItems
+from sandblaster.partitioned_worker import ChunkObjective
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import BatchWorker, BatchWorkerConfig, summed
 
@@ -101,29 +104,20 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
-    task = context.task
-    dataset = context.train_data()
+    context, task = with_data(context), context.task
     module = build_model(task.model)
     module.train()
     model = FlatModel(module)
-    names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train")
-    trainer = LocalExecutor(
-        model,
-        dataset,
-        loss=summed(build_loss(task)),
-        names=names,
-        clip_norm=None,
-        always_check=False,  # sums are checked instead, once per chunk
-        seed=(config.seed, 0),
-    )
-    n_examples = len(dataset)
+    n_examples = len(context.train_data())
     client = build_client(context, pushes=True)
     replica = BatchWorker(
         BatchWorkerConfig(
             chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
         ),
         client=client,
-        trainer=trainer,
+        executor=local_executor(
+            model, context, loss=summed(build_loss(task)), seed=(config.seed, 0)
+        ),
         samples=Samples(n_examples, seed=config.order_seed),
         await_begin=context.await_begin,
     )
@@ -145,31 +139,17 @@ def build_first_part(
     model: FlatModel,
     context: BuildContext,
 ) -> Replica:
-    task, dataset = context.task, context.train_data()
-    names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train")
     config = settings.of_replica()
     assert config.max_steps is not None
     # The bound counts samples over all incarnations: a restarted one does the rest only.
     n_samples = config.max_steps * config.batch_size
-    config = replace(config, max_steps=None, max_samples=n_samples)
-    trainer = LocalExecutor(
-        model,
-        dataset,
-        loss=build_loss(task),
-        names=names,
-        clip_norm=config.clip_norm,
-        always_check=config.checks_every_gradient,
-        seed=(config.seed, index),
-    )
-    data_shard = DataShard(
-        len(dataset), replica_index=index, n_replicas=context.n_replicas, seed=config.seed
-    )
-    return Replica(
-        config,
+    return whole_replica(
+        replace(config, max_steps=None, max_samples=n_samples),
         client=client,
-        trainer=trainer,
-        data_shard=data_shard,
-        await_begin=True,  # the coordinator's
+        executor=local_executor(
+            model, context, clip_norm=config.clip_norm, seed=(settings.seed, index)
+        ),
+        data_shard=data_shard_of(index, config=settings, context=context),
     )
 
 
@@ -196,11 +176,12 @@ def build_rank(
 
 def _summing_machine(
     place: GroupRank, *, config: SandblasterSettings, context: BuildContext, split: Split
-) -> PartitionedBatchWorker:
+) -> Replica:
     n_machines = split.plan.cluster.n_machines
+    context = with_data(context)
     batch = "portion", config.portion
     parts = replica_parts(place, context=context, split=split, batch=batch)
-    flow, n_examples = parts.flow, len(parts.dataset)
+    flow, n_examples = parts.flow, len(context.train_data())
     chunk_sizes = config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas)
     samples = Samples(n_examples, seed=config.order_seed)
     plan = ChunkBatchPlan(samples, mini_batch_size=chunk_sizes.mini_batch_size)
@@ -210,50 +191,29 @@ def _summing_machine(
         group_tasks = GroupTasks(
             worker_config, plan=plan, n_ranks=n_machines, await_begin=context.await_begin
         )
+    view = PartialView(layout_of(context), flow.items)
+    trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
+    items = Items(
+        values=zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
+    )
     objective = ChunkObjective(
-        _rank_items(flow, layout_of(context), parts.dtype),
+        items,
+        shards=view.shards,
         client=parts.client,
         plan=plan,
         group_tasks=group_tasks,
-    )
-    leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
-    leader.begin(0.0)
-    machine = assemble(
-        place,
-        split,
-        RankBuild(
-            flow=flow,
-            dtype=parts.dtype,
-            client=parts.client,
-            batch_plan=plan,
-            reader=parts.reader,
-            objective=objective,
-            leader=leader,
-            training=True,
-            micro_batches=split.plan.micro_batches,
-            seed=(config.seed, 0),  # the same in all replicas: so are their sums
-            seed_gradient=_sum_over_samples,
-        ),
-    )
-    return PartitionedBatchWorker(
-        machine,
         names=member_names(place.group, n_machines),
-        plan=plan,
-        objective=objective,
-        group_tasks=group_tasks,
         retry_seconds=worker_config.retry_seconds,
     )
-
-
-def _rank_items(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> RankItems:
-    view = PartialView(layout, flow.items)
-    kinds = [spec.kind for spec in view.tensors]
-    return RankItems(
-        sizes=[region.n_elements for _, region in flow.items],
-        buffers=[item for item, kind in enumerate(kinds) if kind == "buffer"],
-        counts=flow.counts,
-        shards=view.shards,
-        dtype=dtype,
+    return assemble(
+        place,
+        split,
+        parts,
+        batch_plan=plan,
+        objective=objective,
+        leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        seed=(config.seed, 0),  # the same in all replicas: so are their sums
+        seed_gradient=_sum_over_samples,
     )
 
 

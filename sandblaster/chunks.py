@@ -49,11 +49,7 @@ class BatchRange:
     n_examples: int
 
     def chunk_bounds(self, chunk_index: int, chunk_sizes: ChunkSizes) -> tuple[int, int]:
-        """Return the positions [start, stop) of a chunk.
-
-        Raises:
-            ValueError: the batch has no such chunk.
-        """
+        """Return the positions [start, stop) of a chunk."""
         start = chunk_index * chunk_sizes.chunk_size
         if not 0 <= start < self.n_examples:
             raise ValueError(

@@ -129,9 +129,8 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("history", "max_iterations", "max_evaluations"):
-            _at_least(1, name, getattr(self, name))
-        for name in ("portion", "portions_per_set"):
+        counts = ("history", "max_iterations", "max_evaluations", "portion", "portions_per_set")
+        for name in counts:
             _at_least(1, name, getattr(self, name))
         _at_least(BATCH_MIN, "batch_size", self.batch_size)
         for name in ("tolerance", "value_tolerance", "l1", "l2"):
@@ -141,6 +140,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
         self._check_method()
+        self._check_effect()
         self.chosen()  # the method checks the rest
 
     def _check_method(self) -> None:
@@ -161,7 +161,6 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"l1 is {self.l1} with method {self.method!r}, which needs that penalty: "
                 'use l1 above 0, or method = "l-bfgs"'
             )
-        self._check_effect()
 
     def _check_effect(self) -> None:
         # Defaults pass: a job file as it ran names every key.
@@ -182,12 +181,11 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         given = {
             "gradient_tolerance": self.tolerance,
             "n_iterations_max": self.max_iterations,
+            "n_evaluations_max": self.max_evaluations,
+            "value_tolerance": self.value_tolerance,
             "l2": self.l2,
         }
-        if self.max_evaluations is not None:
-            given["n_evaluations_max"] = self.max_evaluations
-        if self.value_tolerance is not None:
-            given["value_tolerance"] = self.value_tolerance
+        given = {name: value for name, value in given.items() if value is not None}
         match self.method:
             case "l-bfgs" if self.batch_size is not None:
                 given |= {"n_history": self.history, "batch_size": self.batch_size}
@@ -208,12 +206,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return None if self.batch_size is None else self.seed
 
     def chunk_sizes(self, *, n_examples: int, n_replicas: int) -> ChunkSizes:
-        """Return how a batch is divided; coordinator and workers must agree on it.
-
-        Args:
-            n_examples: Examples of the training data.
-            n_replicas: Workers of the job.
-        """
+        """Return how a batch is divided; coordinator and workers must agree on it."""
         if self.portions_per_set is not None:
             n_mini_batches = self.portions_per_set
         else:

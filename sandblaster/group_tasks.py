@@ -15,12 +15,13 @@ import math
 from collections.abc import Sequence
 from typing import Final, final
 
+from distbelief.core.reliable import Silence
 from distbelief.data.sharding import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Assignment, ChunkOrder, Evaluate, PushChunk, StartTraining, Stop
 from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
 from distbelief.worker.batches import BatchIndices
-from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.worker import (
     N_CHUNKS_HELD,
@@ -111,7 +112,7 @@ class GroupTasks:
         self._replica_generation = 0  # rises when a rank has restarted
         self._generation = 0  # of the group
         self._is_ready = False  # are all ranks ready, since one restarted?
-        self._heard_at: dict[int, Seconds] = {}
+        self._silences: dict[int, Silence] = {}  # of the other ranks
         self._current: ChunkAttempt | None = None  # the chunk of the group's generation
         self._began_at: Seconds | None = None  # when its first mini-batch began
         self._waiting: dict[int, set[int]] = {}  # by token: ranks that have not staged it
@@ -152,7 +153,7 @@ class GroupTasks:
         self._is_due = True
 
     def note_alive(self, rank: int, now: Seconds) -> None:
-        self._heard_at[rank] = now
+        self._silences.setdefault(rank, Silence()).heard(now)
 
     def staged(self, rank: int, commit_tokens: Sequence[int]) -> None:
         for one in self._attempts:
@@ -212,7 +213,7 @@ class GroupTasks:
                 out = self._new_generation(leader, now, None)
         if leader.is_running and not self._is_ready:
             self._is_ready = self._is_due = True
-            self._heard_at = dict.fromkeys(range(1, self._n_ranks), now)
+            self._silences = {rank: Silence(heard_at=now) for rank in range(1, self._n_ranks)}
         return out
 
     def _finish_chunk(
@@ -321,5 +322,5 @@ class GroupTasks:
         return actions
 
     def _all_alive(self, now: Seconds) -> bool:
-        silent = now - _SILENT_PERIODS * self._config.retry_seconds
-        return all(at >= silent for at in self._heard_at.values())
+        longest = _SILENT_PERIODS * self._config.retry_seconds
+        return all(silence.silent(now) <= longest for silence in self._silences.values())

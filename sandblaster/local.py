@@ -44,9 +44,7 @@ FunctionOfExamples = Callable[[Doubles, Examples | None], tuple[float, Doubles, 
 class Runnable(Protocol):
     """The settings of a method."""
 
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or resume from `IterationDone.state`."""
-        ...
+    def steps(self, state: str | None = None) -> Steps[Result]: ...
 
 
 def minimize_flat(
@@ -131,16 +129,18 @@ class Local:
         answers = [algebra.perform(commands) for algebra in self.algebras]
         return combine(commands, answers)
 
+    # Without buffers a shard's vector is its whole range.
+
     def get(self, name: VectorName) -> Doubles:
         whole = torch.zeros(self._n, dtype=torch.float64)
         for k, algebra in enumerate(self.algebras):
-            self._layout.scatter(k, self._padded(k, algebra.vector(name)), self._tensors(whole))
+            self._layout.scatter(k, algebra.vector(name), self._tensors(whole))
         return whole.numpy()
 
     def put(self, name: VectorName, values: Doubles) -> None:
         whole = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
         for k, algebra in enumerate(self.algebras):
-            self._layout.gather(k, self._tensors(whole), self._padded(k, algebra.vector(name)))
+            self._layout.gather(k, self._tensors(whole), algebra.vector(name))
 
     def export(self, names: tuple[VectorName, ...]) -> list[Mapping[str, Vector]]:
         return [
@@ -154,11 +154,6 @@ class Local:
 
     def _tensors(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [whole[start:stop] for start, stop in pairwise(self._cuts)]
-
-    def _padded(self, k: int, vector: Vector) -> Vector:
-        # Without buffers a shard's vector is its whole range.
-        assert vector.shape == (self._layout.shard_size(k),)
-        return vector
 
     def _evaluate(self, request: Evaluate) -> Evaluation:
         before = self.perform(request.before)

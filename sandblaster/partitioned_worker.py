@@ -1,7 +1,4 @@
-"""Batch worker of one rank of a model-parallel replica: the role "replica-R.M".
-
-A `PartitionWorker` computes; its objective here is to sum gradients of chunks. This role
-adds the messages that only Sandblaster has:
+"""The chunk objective: one rank of a model-parallel replica sums gradients for the coordinator.
 
     coordinator -> leader    Assignment     for its group tasks
     leader -> rank           StartEpoch     with the chunk of the generation
@@ -18,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 import torch
+from typing_extensions import override
 
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
@@ -27,6 +25,7 @@ from distbelief.protocol import (
     Assignment,
     ChunkStaged,
     Evaluate,
+    Message,
     PushChunk,
     StartEpoch,
     StartTraining,
@@ -39,7 +38,6 @@ from distbelief.roles.role import (
     Computed,
     Cost,
     Event,
-    Exit,
     PeerJoined,
     Received,
     Report,
@@ -48,13 +46,12 @@ from distbelief.roles.role import (
     SetTimer,
     Started,
     TimerFired,
-    message_types,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.gradients import bad_sample, is_finite
-from distbelief.worker.group import Install, LocalNorm
-from distbelief.worker.group_leader import GroupLeader, Outgoing
-from distbelief.worker.partition import PartitionWorker, RankMessage
+from distbelief.worker.gradients import GradientSum, Items, bad_sample, blame_of, is_finite
+from distbelief.worker.group import GroupLeader, Outgoing
+from distbelief.worker.objective import LocalNorm, Objective
+from distbelief.worker.training import PUSH
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, GroupTasks
 from sandblaster.worker import ChunkSum
@@ -62,7 +59,7 @@ from sandblaster.worker import ChunkSum
 
 # --- pushes ---
 
-PUSH: Final = "machine:push"
+STAGED_TIMER: Final = "rank:report"
 
 N_STAGED_REPEATED: Final = 32
 """Tokens that each `ChunkStaged` repeats: more than can be open at once."""
@@ -190,58 +187,55 @@ class ChunkPushes:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankItems:
-    """The items (parameters and buffers) that a rank holds."""
-
-    sizes: Sequence[int]  # number of elements of each item
-    buffers: Sequence[int]  # items that are not parameters: pushed as they are, not summed
-    counts: Mapping[int, int]  # item of a running average -> item that counts its steps
-    shards: Sequence[int]  # shards that hold any of the items
-    dtype: torch.dtype  # element type of all items
-
-
-@final
-class ChunkObjective:
-    """Sums gradients of a rank over a chunk; see `distbelief.worker.group.Objective`.
+class ChunkObjective(Objective):
+    """Sums gradients of a rank over a chunk; see `distbelief.worker.objective.Objective`.
 
     The sum depends on the mini-batches and the parameters alone, so every attempt at a chunk
     gives the same bits.
 
     Args:
-        items: What the rank holds.
-        client: Client of the shards that hold the items.
+        items: What the rank holds; items without a gradient are buffers.
+        shards: Those that hold any of the items.
+        client: Connects to them.
         plan: The mini-batches of the chunk.
         group_tasks: The leader's side of the coordinator's protocol; None on other ranks.
+        names: Addresses of all ranks of the replica, the leader first.
+        retry_seconds: Seconds after which the staged tokens are reported again.
     """
+
+    accepts = frozenset({Assignment, ChunkStaged, PushChunk})
 
     def __init__(
         self,
-        items: RankItems,
+        items: Items,
         *,
+        shards: Sequence[int],
         client: ParameterClient,
         plan: ChunkBatchPlan,
         group_tasks: GroupTasks | None,
+        names: Sequence[Address],
+        retry_seconds: Seconds,
     ) -> None:
-        # Flat tensors, one per item.
-        self.values = [torch.zeros(size, dtype=items.dtype) for size in items.sizes]
+        self.values = items.values
         self._items = items
+        self._buffers = [item for item in range(len(items.values)) if item not in items.trained]
+        self._shards = shards
         self._client = client
         self._plan = plan
         self._group_tasks = group_tasks
-        n_bytes = float(sum(value.nbytes for value in self.values))
+        self._names = names
+        self._retry_seconds = retry_seconds
+        self._tells_staged = False
         # Completed sums on their way to the shards.
-        self.pushes = ChunkPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
+        self.pushes = ChunkPushes(client, n_bytes=items.n_bytes, has_parts=bool(self.values))
         self._installed: tuple[int, int] | None = None  # evaluation of the parameters
         self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
         self._opened = False  # whether this generation's first step has begun
         self._n_computed = 0
         # Of the step in progress; the executor uses them.
-        self._accrued: list[torch.Tensor | None] = []
-        self._owned: set[int] = set()  # items whose sum shares no memory
+        self._total = GradientSum(len(items.values))
         self._gradients: dict[int, torch.Tensor] = {}
         self._mini_batch = BatchSlice(generation=0, step=0)
-        self._indices: BatchIndices | None = None
         self._key: Key = (0, 0)
         self._is_last = False
         self._done: tuple[Key, KeptChunk] | None = None
@@ -249,22 +243,7 @@ class ChunkObjective:
 
     # --- generations ---
 
-    @property
-    def pushed(self) -> int | None:
-        return None  # the leader's order gives the position where a generation begins
-
-    @property
-    def all_pushes_applied(self) -> bool:
-        return True  # pushes in flight do not hinder a new generation
-
-    @property
-    def is_due(self) -> bool:
-        return False  # only a push waits, for its slot
-
-    @property
-    def clock(self) -> float | None:
-        return None  # versions are compared, not clocks
-
+    @override
     def begin(self, position: int, now: Seconds) -> None:
         del position, now
         self._collect()
@@ -277,10 +256,11 @@ class ChunkObjective:
         if (order.epoch, order.evaluation) != self._installed:
             self._installed = None
 
+    @override
     def drop(self) -> None:
         self._collect()
         self._gradients = {}
-        self._accrued = []
+        self._total.drop()
 
     def _collect(self) -> None:
         # The executor leaves a completed sum here; it may already run the next step.
@@ -290,15 +270,11 @@ class ChunkObjective:
 
     # --- fetches ---
 
-    def may_fetch(self, *, ahead: bool) -> bool:
-        return not ahead  # values are in use until the last step ends
-
+    @override
     def fetches_at(self, step: int) -> bool:
         return step == 0 and self._plan.order is not None and self._installed is None
 
-    def installing(self, work: Install) -> Install:
-        return work
-
+    @override
     def fetched(self, seconds: Seconds) -> bool:
         """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
         del seconds
@@ -307,54 +283,51 @@ class ChunkObjective:
         wanted = tuple(
             (version.incarnation, version.clock)
             for index, version in enumerate(order.versions)
-            if index in self._items.shards
+            if index in self._shards
         )
         if self._client.versions != wanted:
             return False
         self._installed = order.epoch, order.evaluation
-        self._fetched = [self.values[item].clone() for item in self._items.buffers]
+        self._fetched = [self.values[item].clone() for item in self._buffers]
         return True
 
     # --- steps ---
 
-    def open(self, step: int, chosen: BatchIndices, mini_batch: BatchSlice) -> Put:
+    @override
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
         """Begin a mini-batch; return the function that takes its gradients."""
         order = self._plan.order
         assert order is not None
         if step == 0:
             self._opened = True
             self._key = order.epoch, order.attempt
-            self._accrued = [None] * len(self.values)
-            self._owned.clear()
+            self._total.drop()
             # Running averages of each chunk start from the fetched buffers.
-            for item, fetched in zip(self._items.buffers, self._fetched, strict=True):
+            for item, fetched in zip(self._buffers, self._fetched, strict=True):
                 self.values[item].copy_(fetched)
         self._gradients = {}
-        self._mini_batch, self._indices = mini_batch, chosen
+        self._mini_batch = batch_slice
         self._is_last = self._plan.is_last(step)
         return self._gradients.__setitem__
 
+    @override
     def close(self, found: StepResult) -> LocalNorm | None:
         """Add a mini-batch to the sum (in the executor); after the last, vote if it is finite."""
-        for item, gradient in self._gradients.items():
-            self._add(item, gradient)
+        self._total.add(self._gradients)
         self._gradients = {}
         self._average(found)
-        assert self._indices is not None
-        self._n_computed += len(self._indices.indices)
+        self._n_computed += len(self._mini_batch.samples.indices)
         if found.loss is not None and not math.isfinite(found.loss):
-            self._find_blame()
+            self._blame = blame_of(bad_sample(self._mini_batch))
         if not self._is_last:
             return None
         order = self._plan.order
         assert order is not None
-        accrued, self._accrued = self._accrued, []
-        total = ChunkSum(tuple(accrued), self._values())
-        finite = is_finite(
-            dict(enumerate(tensor for tensor in accrued if tensor is not None))
-        ) and is_finite({item: total.values[item] for item in self._items.buffers})
+        finite = self._total.is_finite and is_finite({i: self.values[i] for i in self._buffers})
+        total = ChunkSum(tuple(self._total.sums), self._values())
+        self._total.drop()
         if not finite:
-            self._find_blame()
+            self._blame = blame_of(bad_sample(self._mini_batch))
             return LocalNorm(square=math.nan, settle=_ignore_vote, cost=Cost())
         kept = KeptChunk(
             total=total,
@@ -364,17 +337,6 @@ class ChunkObjective:
         self._done = self._key, kept
         return LocalNorm(square=0.0, settle=_ignore_vote, cost=Cost())
 
-    def _add(self, item: int, gradient: torch.Tensor) -> None:
-        before = self._accrued[item]
-        if before is None:
-            self._accrued[item] = gradient
-        elif item in self._owned:
-            before.add_(gradient)
-        else:
-            # The first gradient may share memory with another one: add to a copy.
-            self._accrued[item] = before + gradient
-            self._owned.add(item)
-
     def _average(self, found: StepResult) -> None:
         for item, value in found.averages.items():
             self.values[item].copy_(value.reshape(-1))
@@ -383,18 +345,11 @@ class ChunkObjective:
 
     def _values(self) -> list[torch.Tensor]:
         values = list(self.values)
-        for item in self._items.buffers:
+        for item in self._buffers:
             values[item] = values[item].clone()
         return values
 
-    def _find_blame(self) -> None:
-        row = bad_sample(self._mini_batch)
-        if row is not None and self._indices is not None:
-            self._blame = (
-                f"[data.train] sample {int(self._indices.indices[row])} has NaN or "
-                "infinite values: fix or remove such samples"
-            )
-
+    @override
     def closed(
         self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
@@ -409,20 +364,95 @@ class ChunkObjective:
         self._collect()
         self.pushes.request_push(message)
 
+    @override
     def work(self, *, final: bool) -> Sequence[Action]:
         return [] if final else self.pushes.stage()
 
+    @override
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         return self.pushes.computed(event, now)
 
-    # --- on the leader ---
+    # --- the coordinator's protocol ---
 
+    @override
+    def handle(self, event: Event, rank: int | None, now: Seconds) -> list[Action] | None:
+        tasks = self._group_tasks
+        match event:
+            case Started():
+                if tasks is None:
+                    self._tells_staged = True
+                else:
+                    tasks.start(event.incarnation)
+                return None
+            case Received():
+                if tasks is not None and rank is not None:
+                    tasks.note_alive(rank, now)
+                return [] if self._receive(event.message, rank) else None
+            case TimerFired(name=name) if name == STAGED_TIMER:
+                self._tells_staged = True
+                return []
+            case TimerFired(name=name) if name == GROUP_TIMER and tasks is not None:
+                out = self._take_own(tasks.resend())
+                return [Send(receiver=self._names[to], message=message) for to, message in out]
+            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                if tasks is not None:
+                    tasks.request_report()
+                return []
+            case _:
+                return None
+
+    def _receive(self, message: Message, rank: int | None) -> bool:
+        tasks = self._group_tasks
+        match message:
+            case Assignment() if tasks is not None:
+                tasks.take(message)
+            case ChunkStaged() if tasks is not None and rank is not None:
+                tasks.staged(rank, message.commit_tokens)
+            case PushChunk() if rank == 0:
+                self.push(message)
+                self._tells_staged |= message.commit_token in self.pushes.staged
+            case _:
+                return False
+        return True
+
+    def _take_own(self, out: Outgoing) -> Outgoing:
+        for rank, message in out:
+            if isinstance(message, PushChunk) and rank == 0:
+                self.push(message)
+        return [(rank, m) for rank, m in out if not (isinstance(m, PushChunk) and rank == 0)]
+
+    @override
+    def prepare(self, message: StartEpoch) -> None:
+        self._plan.set_order(message.generation, message.order)
+
+    @override
+    def has_news(self) -> bool:
+        has_work, has_staged = self.pushes.has_work(), self.pushes.has_new_staged()
+        if has_staged and self._group_tasks is not None:
+            self._group_tasks.staged(0, tuple(self.pushes.staged))
+            return True
+        self._tells_staged |= has_staged
+        return has_work
+
+    @override
+    def due(self, now: Seconds) -> list[Action]:
+        if self._group_tasks is not None:
+            return [*self._group_tasks.due_report(now)]
+        if not self._tells_staged:
+            return []
+        self._tells_staged = False
+        staged = ChunkStaged(commit_tokens=tuple(self.pushes.staged))
+        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
+        return [Send(receiver=self._names[0], message=staged), timer]
+
+    @override
     def command(
         self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
         assert self._group_tasks is not None
         return self._group_tasks.command(leader, message, now)
 
+    @override
     def report(
         self, leader: GroupLeader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
@@ -431,149 +461,12 @@ class ChunkObjective:
         if final:
             return [], []
         actions, out = self._group_tasks.report(leader, now, has_opened=self._opened)
-        messages: Outgoing = []
-        for rank, message in out:
-            if isinstance(message, PushChunk) and rank == 0:
-                self.push(message)
-            else:
-                messages.append((rank, message))
-        return actions, messages
+        return actions, self._take_own(out)
 
+    @override
     def figures(self) -> Mapping[str, float]:
         return {"samples": float(self._n_computed), "sets_held": float(len(self.pushes))}
 
 
 def _ignore_vote(square: float, sample: int | None) -> None:
     del square, sample
-
-
-STAGED_TIMER: Final = "rank:report"
-
-
-BatchRankMessage = Assignment | ChunkStaged | PushChunk | RankMessage
-
-
-@final
-class PartitionedBatchWorker:
-    """The role "replica-R.M" of a Sandblaster job.
-
-    Args:
-        worker: Computes the steps of this rank.
-        names: Addresses of all ranks of the replica, the leader first.
-        plan: The batch plan of this rank.
-        objective: Sums the gradients.
-        group_tasks: On the leader: its side of the coordinator's protocol.
-        retry_seconds: Seconds after which the staged tokens are reported again.
-    """
-
-    accepts: Final = message_types(BatchRankMessage)
-
-    def __init__(
-        self,
-        worker: PartitionWorker,
-        *,
-        names: Sequence[Address],
-        plan: ChunkBatchPlan,
-        objective: ChunkObjective,
-        group_tasks: GroupTasks | None,
-        retry_seconds: Seconds,
-    ) -> None:
-        self._worker = worker
-        self._names = names
-        self._ranks = {name: index for index, name in enumerate(names)}
-        self._plan = plan
-        self._objective = objective
-        self._group_tasks = group_tasks
-        self._retry_seconds = retry_seconds
-        self._is_over = False
-
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        """Return the actions that `event` calls for.
-
-        Raises:
-            JobError: model, data or loss make it impossible to go on.
-            PeerLostError: a shard has been silent for too long.
-        """
-        if self._is_over:
-            return []
-        actions = [*self._dispatch(event, now)]
-        if self._objective.pushes.has_work():
-            actions += self._worker.wake(now)
-        if self._objective.pushes.has_new_staged():
-            actions += self._report_staged(now)
-        if any(isinstance(action, Exit) for action in actions):
-            self._is_over = True
-        elif self._group_tasks is not None:
-            actions += self._group_tasks.due_report(now)
-        return actions
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self._worker.status()
-
-    def _dispatch(self, event: Event, now: Seconds) -> Sequence[Action]:
-        match event:
-            case Started():
-                return self._start(event, now)
-            case Received():
-                return self._receive(event, now)
-            case TimerFired(name=name) if name == STAGED_TIMER:
-                return self._report_staged(now)
-            case TimerFired(name=name) if name == GROUP_TIMER:
-                return self._resend(now)
-            case PeerJoined(peer=peer) if peer == COORDINATOR:
-                if self._group_tasks is not None:
-                    self._group_tasks.request_report()
-                return []
-            case _:
-                return self._worker.handle(event, now)
-
-    def _start(self, event: Started, now: Seconds) -> Sequence[Action]:
-        if self._group_tasks is not None:
-            self._group_tasks.start(event.incarnation)
-            return self._worker.handle(event, now)
-        return [*self._worker.handle(event, now), *self._report_staged(now)]
-
-    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
-        message, rank = event.message, self._ranks.get(event.sender)
-        if self._group_tasks is not None and rank is not None:
-            self._group_tasks.note_alive(rank, now)
-        match message:
-            case Assignment() if self._group_tasks is not None:
-                self._group_tasks.take(message)
-                return self._worker.wake(now)
-            case ChunkStaged() if self._group_tasks is not None and rank is not None:
-                self._group_tasks.staged(rank, message.commit_tokens)
-                return self._worker.wake(now)
-            case PushChunk() if rank == 0:
-                self._objective.push(message)
-                return (
-                    self._report_staged(now)
-                    if message.commit_token in self._objective.pushes.staged
-                    else []
-                )
-            case StartEpoch() if rank == 0:
-                self._plan.set_order(message.generation, message.order)
-                return self._worker.handle(event, now)
-            case _:
-                return self._worker.handle(event, now)
-
-    # --- reports ---
-
-    def _report_staged(self, now: Seconds) -> Sequence[Action]:
-        commit_tokens = tuple(self._objective.pushes.staged)
-        if self._group_tasks is not None:
-            self._group_tasks.staged(0, commit_tokens)
-            return self._worker.wake(now)
-        staged = ChunkStaged(commit_tokens=commit_tokens)
-        timer = SetTimer(name=STAGED_TIMER, at=now + self._retry_seconds)
-        return [Send(receiver=self._names[0], message=staged), timer]
-
-    def _resend(self, now: Seconds) -> Sequence[Action]:
-        assert self._group_tasks is not None
-        actions: list[Action] = []
-        for rank, message in self._group_tasks.resend():
-            if rank != 0:
-                actions.append(Send(receiver=self._names[rank], message=message))
-            elif isinstance(message, PushChunk):
-                self._objective.push(message)
-        return [*actions, *self._worker.wake(now)]

@@ -64,63 +64,48 @@ def factory_table(factory: object, *, what: str) -> dict[str, object]:
     Args:
         factory: An import path, a function or class, or a partial of one.
         what: Name for error messages: "model", ...
-
-    Raises:
-        JobError: another process could not import it.
     """
     if isinstance(factory, str):
         return {"factory": factory}
-    if isinstance(factory, partial):
-        wrapped = cast("partial[object]", factory)
-        if wrapped.args:
-            raise JobError(
-                f"minimize: {what} is a partial with positional arguments "
-                f"{wrapped.args!r}: give them by keyword"
-            )
-        path = import_path(wrapped.func, what=what)
-        return {"factory": path, "arguments": dict(wrapped.keywords)}
-    return {"factory": import_path(factory, what=what)}
+    if not isinstance(factory, partial):
+        return {"factory": import_path(factory, what=what)}
+    wrapped = cast("partial[object]", factory)
+    if wrapped.args:
+        raise JobError(
+            f"minimize: {what} is a partial with positional arguments "
+            f"{wrapped.args!r}: give them by keyword"
+        )
+    path = import_path(wrapped.func, what=what)
+    return {"factory": path, "arguments": dict(wrapped.keywords)}
 
 
 def import_path(thing: object, *, what: str) -> str:
-    """Return "package.module:name" of a function or class.
-
-    Raises:
-        JobError: it has no name that leads back to it.
-    """
-    module_name, name = _names(thing)
-    if module_name == "__main__":
+    """Return "package.module:name" of a function or class."""
+    module, name = None, ""
+    if inspect.isroutine(thing) or inspect.isclass(thing):
+        module, name = thing.__module__, thing.__qualname__
+    if module == "__main__":
         raise JobError(
             f"minimize: {what} {name} is defined in the main program, which other "
             "processes cannot import: move it to a module"
         )
-    found: object = sys.modules.get(module_name or "")
-    for part in (name or "").split("."):
+    found: object = sys.modules.get(module or "")
+    for part in name.split("."):
         found = getattr(found, part, None)
-    if module_name is None or found is not thing:
+    if module is None or found is not thing:
+        shown = " ".join(repr(thing).split())[:80]
         raise JobError(
-            f"minimize: {what} is {_shown(thing)}, which other processes cannot "
-            "import: give a function of a module, functools.partial of one, or "
-            "'package.module:function'"
+            f"minimize: {what} is {shown}, which other processes cannot import: give a function "
+            "of a module, functools.partial of one, or 'package.module:function'"
         )
-    return f"{module_name}:{name}"
-
-
-def _names(thing: object) -> tuple[str | None, str | None]:
-    if not (inspect.isroutine(thing) or inspect.isclass(thing)):
-        return None, None
-    return thing.__module__, thing.__qualname__
-
-
-def _shown(thing: object) -> str:
-    text = " ".join(repr(thing).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{module}:{name}"
 
 
 # --- modules ---
 
 Recipe = dict[str, object]
 _NOT_ASKED_FOR = {"self", "device", "dtype"}
+_VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _PLAIN = (bool, int, float, str)
 
 
@@ -134,9 +119,6 @@ def recipe_of(module: nn.Module) -> dict[str, object]:
 
     Most modules keep each argument under its own name, as all of torch's layers do. They are
     collected, the module is built again, and both are compared: tensors, text and attributes.
-
-    Raises:
-        JobError: the rebuilt module differs, or cannot be built.
     """
     floats = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
     if len(floats) > 1:
@@ -156,18 +138,13 @@ def recipe_of(module: nn.Module) -> dict[str, object]:
 
 
 def _recipe(module: nn.Module) -> Recipe:
-    if type(module) is nn.Sequential:
-        layers = [[name, _recipe(layer)] for name, layer in module.named_children()]
-        return {"layers": layers}
     kind = type(module)
+    if kind is nn.Sequential:
+        return {"layers": [[name, _recipe(layer)] for name, layer in module.named_children()]}
     path = import_path(kind, what="a layer of the model:")
     arguments: dict[str, object] = {}
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
-        variable = parameter.kind in {
-            inspect.Parameter.VAR_POSITIONAL,
-            inspect.Parameter.VAR_KEYWORD,
-        }
-        if name in _NOT_ASKED_FOR or variable:
+        if name in _NOT_ASKED_FOR or parameter.kind in _VARIABLE:
             continue
         default: object = parameter.default
         if hasattr(module, name):
@@ -186,8 +163,9 @@ def _value(value: object, default: object, *, of: nn.Module, name: str) -> objec
     if value is None and default is None:
         return None
     plain = list(value) if isinstance(value, tuple) else value
-    items = plain if isinstance(plain, list) else [plain]
-    if not all(isinstance(item, _PLAIN) for item in items):
+    if not all(
+        isinstance(item, _PLAIN) for item in (plain if isinstance(plain, list) else [plain])
+    ):
         raise _refusal(of, f"argument {name!r} of {type(of).__name__} is {value!r}")
     return None if value == default else plain
 
@@ -206,12 +184,16 @@ def _build(recipe: Mapping[str, object]) -> nn.Module:
 def _difference(module: nn.Module, again: nn.Module) -> str | None:
     if repr(module) != repr(again):
         return f"{again!r}"
-    tensors, others = module.state_dict(), again.state_dict()
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    if shapes != {name: (tuple(t.shape), t.dtype) for name, t in others.items()}:
+
+    def tensors(one: nn.Module) -> object:
+        return {name: (t.shape, t.dtype) for name, t in one.state_dict().items()}
+
+    def trained(one: nn.Module) -> object:
+        return {name: p.requires_grad for name, p in one.named_parameters()}
+
+    if tensors(module) != tensors(again):
         return "its tensors have other names, shapes or types"
-    trained = {name: p.requires_grad for name, p in module.named_parameters()}
-    if trained != {name: p.requires_grad for name, p in again.named_parameters()}:
+    if trained(module) != trained(again):
         return "other parameters are trained"
     for (name, one), other in zip(module.named_modules(), again.modules(), strict=True):
         if _attributes(one) != _attributes(other):
@@ -237,40 +219,38 @@ def _refusal(module: nn.Module, why: str) -> JobError:
 
 # --- data ---
 
+Pair = tuple[Tensor, Tensor]
+
 
 @final
 class TensorPairs:
     """A data set of the pairs (inputs[i], targets[i])."""
 
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self._inputs = inputs
-        self._targets = targets
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.tensors = inputs, targets
 
     def __len__(self) -> int:
-        return len(self._inputs)
+        return len(self.tensors[0])
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._inputs[index], self._targets[index]
+    def __getitem__(self, index: int) -> Pair:
+        inputs, targets = self.tensors
+        return inputs[index], targets[index]
 
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitems__(self, indices: list[int]) -> Pair:
         """Return a whole batch."""
+        inputs, targets = self.tensors
         n, first = len(indices), indices[0]
         if indices[-1] == first + n - 1 and indices == list(range(first, first + n)):
-            return self._inputs[first : first + n], self._targets[first : first + n]
-        return self._inputs[indices], self._targets[indices]
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._inputs, self._targets
+            return inputs[first : first + n], targets[first : first + n]
+        return inputs[indices], targets[indices]
 
     @property
     def fingerprint(self) -> str:
         """Checksum of all values: a run resumes on the same data only."""
-        parts = (self._inputs, self._targets)
         value = 0
-        for part in parts:
+        for part in self.tensors:
             value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
-        shapes = "; ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+        shapes = "; ".join(f"{part.dtype} {tuple(part.shape)}" for part in self.tensors)
         return f"crc32 {value:08x} of {shapes}"
 
 
@@ -281,7 +261,7 @@ def pairs(path: str) -> TensorPairs:
     return TensorPairs(tensors["inputs"], tensors["targets"])
 
 
-def tensors_in(path: Path) -> dict[str, torch.Tensor] | None:
+def tensors_in(path: Path) -> dict[str, Tensor] | None:
     """Return what is in a file, or None if it does not exist or is damaged."""
     try:
         return load_file(path)
@@ -289,12 +269,8 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor] | None:
         return None
 
 
-def as_pair(data: object) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None.
-
-    Raises:
-        JobError: they are arrays or tensors, but cannot be used.
-    """
+def as_pair(data: object) -> Pair | None:
+    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None."""
     if isinstance(data, TensorDataset):
         data = data.tensors
     if not isinstance(data, tuple | list) or len(data) != 2:
@@ -310,14 +286,14 @@ def as_pair(data: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     return inputs, targets
 
 
-def write_pairs(path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def write_pairs(path: Path, pair: Pair) -> None:
     inputs, targets = pair
     if inputs.data_ptr() == targets.data_ptr():
         targets = targets.clone()  # safetensors refuses tensors that share memory
     save_file({"inputs": inputs, "targets": targets}, path)
 
 
-def _tensor(part: object) -> torch.Tensor | None:
+def _tensor(part: object) -> Tensor | None:
     if isinstance(part, np.ndarray):
         try:
             return torch.from_numpy(np.ascontiguousarray(part))
@@ -326,7 +302,7 @@ def _tensor(part: object) -> torch.Tensor | None:
                 f"minimize: data is an array of {part.dtype}, which torch does not have: "
                 "convert it to numbers"
             ) from None
-    if not isinstance(part, torch.Tensor):
+    if not isinstance(part, Tensor):
         return None
     return part.detach().cpu().contiguous()
 
@@ -338,26 +314,15 @@ _LOCK: Final = "lock"
 
 
 def problem_of(directory: Path) -> Path:
-    """Return the directory of the files of a run."""
     return directory.with_name(f"{directory.name}.problem").absolute()
 
 
 @contextmanager
 def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
-    """Lock the files of a run, in a `with` block.
+    """Lock the files of a run, in a `with` block; yield its directory.
 
-    If the block raises before the run has begun, the files written in it are removed.
-
-    Args:
-        wanted: Run directory.
-        resumes: Resume the run that is there. Otherwise use a new directory: this one, or
-            the next free one of that name.
-
-    Yields:
-        The run directory.
-
-    Raises:
-        StorageError: the run to resume is running, or there is no free name.
+    If the block raises before the run has begun, the files written in it are removed. A run
+    that does not resume gets a new directory: this one, or the next free one of that name.
     """
     if resumes:
         with RunDirectory.take(_made(problem_of(wanted))), _nothing_if_refused(wanted):
@@ -383,8 +348,7 @@ def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
 
 
 def _is_taken(directory: Path) -> bool:
-    is_new = not directory.exists()
-    return not is_new and (not directory.is_dir() or any(directory.iterdir()))
+    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
 
 
 def _made(problem: Path) -> Path:
@@ -425,15 +389,7 @@ def _job_written(directory: Path) -> tuple[int, int] | None:
 
 @final
 class Problem:
-    """Model and data of one run, as tables of its job and as the files that they name.
-
-    Args:
-        model: As in `minimize`.
-        data: As in `minimize`.
-
-    Raises:
-        JobError: another process cannot get one of them.
-    """
+    """Model and data of one run, as tables of its job and as the files that they name."""
 
     def __init__(self, model: nn.Module | Factory, data: object) -> None:
         self._module = model if isinstance(model, nn.Module) else None
@@ -465,16 +421,7 @@ class Problem:
         return {"model": model, "data": {"train": train}}
 
     def write(self, directory: Path, *, resumes: bool) -> None:
-        """Write the files of the run in this directory.
-
-        Args:
-            directory: Of the run, whose files are locked.
-            resumes: Whether the run resumes: then its files stay as they are.
-
-        Raises:
-            JobError: the run to resume began with other data.
-            StorageError: a file cannot be written.
-        """
+        """Write the files of the run in this directory; those of a resumed run stay."""
         problem = problem_of(directory)
         initial, train = problem / _INITIAL, problem / _TRAIN
         if self._module is not None and not (resumes and tensors_in(initial)):
@@ -483,17 +430,14 @@ class Problem:
             files.write_by(initial, lambda temporary: save_file(tensors, temporary))
         if (pair := self._pair) is None:
             return
-        if resumes and (kept := tensors_in(train)):
-            _check_same(kept, pair, directory=directory)
-        else:
+        kept = tensors_in(train) if resumes else None
+        if not kept:
             files.write_by(train, lambda temporary: write_pairs(temporary, pair))
-
-
-def _check_same(kept: dict[str, Tensor], pair: tuple[Tensor, Tensor], *, directory: Path) -> None:
-    was = TensorPairs(kept["inputs"], kept["targets"]).fingerprint
-    now = TensorPairs(*pair).fingerprint
-    if was != now:
-        raise JobError(
-            f"minimize: resume is {directory}, a run on other data: they were {was}, "
-            f"now they are {now}. Give the same data, or use a new directory"
-        )
+            return
+        was = TensorPairs(kept["inputs"], kept["targets"]).fingerprint
+        now = TensorPairs(*pair).fingerprint
+        if was != now:
+            raise JobError(
+                f"minimize: resume is {directory}, a run on other data: they were {was}, "
+                f"now they are {now}. Give the same data, or use a new directory"
+            )

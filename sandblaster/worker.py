@@ -20,8 +20,8 @@ from typing import Final, final
 
 import torch
 
-from distbelief.data.sharding import Indices, Samples
-from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.data.sharding import Samples
+from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ShardReply
@@ -55,8 +55,11 @@ from distbelief.roles.role import (
     message_types,
 )
 from distbelief.task.losses import Loss
-from distbelief.worker.gradients import is_finite
-from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor
+from distbelief.worker.batches import READ, BatchIndices, BatchSlice
+from distbelief.worker.gradients import GradientSum, bad_sample, blame_of
+from distbelief.worker.local_executor import LocalExecutor
+from distbelief.worker.replica import INSTALL, RETRY, TORN_RETRY_SECONDS, failure
+from distbelief.worker.training import PUSH
 from sandblaster.chunks import COORDINATOR, BatchRange, ChunkSizes
 
 
@@ -92,22 +95,20 @@ class MiniBatchSums:
     gives the same bits.
     """
 
-    def __init__(self, trainer: LocalExecutor) -> None:
-        self._trainer = trainer
-        model = trainer.model
+    def __init__(self, executor: LocalExecutor) -> None:
+        self.executor = executor
+        model = executor.model
         self.values = model.values
+        self._total = GradientSum(len(model.values), shares_memory=False)
         self._buffers = [index for index, spec in enumerate(model.specs()) if spec.kind == "buffer"]
         self._fetched: list[torch.Tensor] = []
 
     @property
     def n_bytes(self) -> int:
-        return self._trainer.model.n_bytes
+        return self.executor.model.n_bytes
 
     def flops(self, n_samples: int) -> float:
-        return self._trainer.model.flops(n_samples)
-
-    def read(self, position: int, indices: Indices) -> Batch:
-        return self._trainer.read(position, indices)
+        return self.executor.model.flops(n_samples)
 
     def install(self, work: Callable[[], FetchResult]) -> FetchResult:
         installed = work()
@@ -115,36 +116,36 @@ class MiniBatchSums:
             self._fetched = [self.values[index].clone() for index in self._buffers]
         return installed
 
-    def step(self, batch: Batch, *, is_first: bool, is_last: bool) -> MiniBatchOutcome:
+    def step(self, batch: BatchSlice, *, is_first: bool, is_last: bool) -> MiniBatchOutcome:
         """Add the gradient of a mini-batch to that of its chunk.
 
         Raises:
             JobError: the user's model, loss or data fails on it.
         """
-        model = self._trainer.model
         if is_first:
             # Each chunk starts from the fetched buffers: what the worker computed before
             # must not change the sum.
-            model.drop_accrued()
+            self._total.drop()
             for index, fetched in zip(self._buffers, self._fetched, strict=True):
                 self.values[index].copy_(fetched)
-        outcome = self._trainer.step(batch, Attempt(), local_rate=None)
-        assert outcome is not None
-        if not outcome.is_finite:
-            return MiniBatchOutcome(loss=math.nan, blame=outcome.blame)
+        loss = self.executor.gradient(batch)
+        if not math.isfinite(loss):
+            return MiniBatchOutcome(loss=math.nan, blame=blame_of(bad_sample(batch)))
+        gradients = enumerate(self.executor.model.gradients)
+        self._total.add({item: each for item, each in gradients if each is not None})
         if not is_last:
-            return MiniBatchOutcome(loss=outcome.loss)
+            return MiniBatchOutcome(loss=loss)
         # Copies: the next chunk overwrites the model's buffers before this one is pushed.
         values = list(self.values)
         for index in self._buffers:
             values[index] = values[index].clone()
-        total = ChunkSum(tuple(model.accrued), values)
-        model.drop_accrued()
         # Finite mini-batches may still overflow in their sum.
-        gradients = (tensor for tensor in total.gradients if tensor is not None)
-        if not is_finite(dict(enumerate(gradients))):
+        finite = self._total.is_finite
+        total = ChunkSum(tuple(self._total.sums), values)
+        self._total.drop()
+        if not finite:
             return MiniBatchOutcome(loss=math.nan, is_of_chunk=True)
-        return MiniBatchOutcome(loss=outcome.loss, total=total)
+        return MiniBatchOutcome(loss=loss, total=total)
 
 
 # --- reading ahead ---
@@ -159,13 +160,12 @@ class Prefetch:
     """Reads the samples of the next mini-batches; drops those no longer wanted."""
 
     def __init__(self, sums: MiniBatchSums, samples: Samples) -> None:
-        self._sums = sums
+        self._executor = sums.executor
         self._samples = samples
-        self._held: dict[BatchBounds, Batch] = {}
+        self._held: dict[BatchBounds, BatchSlice] = {}
         self._reading: BatchBounds | None = None
-        self._bytes_per_sample = 0.0  # known after the first mini-batch
 
-    def get(self, mini_batch: BatchBounds) -> Batch | None:
+    def get(self, mini_batch: BatchBounds) -> BatchSlice | None:
         return self._held.get(mini_batch)
 
     def read(self, wanted: Sequence[BatchBounds]) -> Sequence[Action]:
@@ -176,22 +176,21 @@ class Prefetch:
             return []
         start, stop = self._reading = missing[0]
         position = start % self._samples.n_samples
-        indices = self._samples.at(start, stop)
+        indices = BatchIndices(position=position, indices=self._samples.at(start, stop))
         return [
             Compute(
-                name="replica:read",
-                work=partial(self._sums.read, position, indices),
-                cost=Cost(n_bytes=2.0 * self._bytes_per_sample * (stop - start)),
+                name=READ,
+                work=partial(self._executor.read, 0, 0, indices),
+                cost=Cost(n_bytes=self._executor.read_bytes(stop - start)),
                 executor=Executor.DATA,
             )
         ]
 
     def have_read(self, result: object) -> None:
-        assert isinstance(result, Batch), result
+        assert isinstance(result, BatchSlice), result
         assert self._reading is not None
         self._held[self._reading] = result
         self._reading = None
-        self._bytes_per_sample = result.n_bytes / result.n_samples
 
 
 def summed(loss: Loss) -> Loss:
@@ -361,12 +360,6 @@ class ChunkAttempts:
 
 # --- parameters ---
 
-INSTALL: Final = "replica:install"
-RETRY: Final = "replica:retry"
-
-TORN_RETRY_SECONDS: Final = 1e-3
-"""Pause after a fetch that met an update in progress."""
-
 
 @final
 class Parameters:
@@ -469,7 +462,7 @@ class BatchWorker:
     Args:
         config: Its settings.
         client: Client of all shards, which pushes.
-        trainer: Runs in the executors; its loss is a sum (`summed`).
+        executor: Computes; its loss is a sum (`summed`).
         samples: The order of the data.
         await_begin: Wait for `StartTraining` before it asks for work.
     """
@@ -481,13 +474,13 @@ class BatchWorker:
         config: BatchWorkerConfig,
         *,
         client: ParameterClient,
-        trainer: LocalExecutor,
+        executor: LocalExecutor,
         samples: Samples,
         await_begin: bool = True,
     ) -> None:
         self._config = config
         self._client = client
-        self._sums = MiniBatchSums(trainer)
+        self._sums = MiniBatchSums(executor)
         self._prefetch = Prefetch(self._sums, samples)
         self._attempts = ChunkAttempts(config.chunk_sizes)
         self._parameters = Parameters(client, self._sums, retry_seconds=config.retry_seconds)
@@ -612,8 +605,8 @@ class BatchWorker:
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         if event.error is not None:
-            raise _job_error(event.error)
-        if event.name == "replica:read":
+            raise failure(event.error)
+        if event.name == READ:
             self._prefetch.have_read(event.result)
             return []
         self._busy = False
@@ -623,7 +616,7 @@ class BatchWorker:
                 return self._parameters.installed(event.result, self._attempts, now)
             case "replica:mini-batch":
                 return self._finish_mini_batch(event, now)
-            case "replica:push":
+            case name if name == PUSH:
                 return self._finish_push(event.result, now)
             case _:
                 raise LocalProtocolError(f"unexpected result of {event.name!r}")
@@ -677,7 +670,9 @@ class BatchWorker:
         self._busy, self._current, self._accruing = True, one, one
         self._computing_for = self._attempts.key
         work = partial(self._sums.step, batch, is_first=is_first, is_last=one.is_last)
-        cost = Cost(flops=self._sums.flops(batch.n_samples), n_bytes=float(self._sums.n_bytes))
+        cost = Cost(
+            flops=self._sums.flops(len(batch.samples.indices)), n_bytes=float(self._sums.n_bytes)
+        )
         return [Compute(name="replica:mini-batch", work=work, cost=cost)]
 
     def _finish_mini_batch(self, event: Computed, now: Seconds) -> Sequence[Action]:
@@ -707,7 +702,7 @@ class BatchWorker:
         self._busy, self._current = True, one
         stage = self._client.stage(one.total.gradients, one.total.values)
         cost = Cost(n_bytes=2.0 * self._sums.n_bytes)
-        return [Compute(name="replica:push", work=stage, cost=cost)]
+        return [Compute(name=PUSH, work=stage, cost=cost)]
 
     def _finish_push(self, result: object, now: Seconds) -> Sequence[Action]:
         one, self._current = self._current, None
@@ -722,9 +717,3 @@ class BatchWorker:
         )
         self._attempts.pushed(one, is_finite=result.finite)
         return actions if result.finite else [*actions, *self._report(now)]
-
-
-def _job_error(error: BaseException) -> DistBeliefError:
-    if isinstance(error, DistBeliefError):
-        return error
-    return JobError(f"a mini-batch failed: {type(error).__name__}: {error}")

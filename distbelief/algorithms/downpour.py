@@ -4,19 +4,16 @@ Dean et al. 2012, section 4.1: every model replica trains on its own part of the
 fetches from and pushes to the shards of a parameter server without waiting for the others.
 """
 
-from dataclasses import replace
 from typing import Final, final
 
-from distbelief.data.sharding import DataShard
 from distbelief.errors import LocalProtocolError
 from distbelief.roles.role import Role
-from distbelief.task import dry_run
-from distbelief.task.task import BuildContext, RosterEntry, build_loss, build_model
+from distbelief.task.task import BuildContext, RosterEntry
 from distbelief.worker.build import (
     Split,
-    build_client,
     build_evaluator,
     build_rank,
+    build_replica,
     build_shard,
     evaluator_entries,
     replica_entries,
@@ -25,8 +22,6 @@ from distbelief.worker.build import (
 )
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
-from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.replica import Replica
 
 
 @final
@@ -80,7 +75,7 @@ class DownpourAlgorithm:
             case "shard" if name in shard_names(context):
                 return build_shard(name, rule=config.rule, context=context)
             case "replica" if _within(index, context.n_replicas):
-                return _replica(int(index), config=config, context=context)
+                return build_replica(int(index), config=config, context=context)
             case "evaluator" if not index:
                 return build_evaluator(context)
             case _:
@@ -91,37 +86,6 @@ class DownpourAlgorithm:
 
 
 DOWNPOUR: Final = DownpourAlgorithm()
-
-
-def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Role:
-    task = context.task
-    dataset = context.train_data()
-    data_shard = DataShard(
-        len(dataset), replica_index=index, n_replicas=context.n_replicas, seed=config.seed
-    )
-    module = build_model(task.model)
-    module.train()
-    # A job overshoots its end by what is not reported yet; but the supervisor should get at
-    # most 200 reports a second from all replicas together.
-    of_replica = replace(
-        config.of_replica(), progress_seconds=max(0.05, 0.005 * context.n_replicas)
-    )
-    trainer = LocalExecutor(
-        FlatModel(module),
-        dataset,
-        loss=build_loss(task),
-        names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
-        clip_norm=config.clip_norm,
-        always_check=of_replica.checks_every_gradient,
-        seed=(config.seed, index),
-    )
-    return Replica(
-        of_replica,
-        client=build_client(context, pushes=True),
-        trainer=trainer,
-        data_shard=data_shard,
-        await_begin=context.await_begin,
-    )
 
 
 def _within(index: str, count: int) -> bool:

@@ -1,70 +1,35 @@
 """Chaos with real processes: a job on this host under the same fault schedule as in simulation.
 
-Processes get signals, messages pass through a proxy (`tcp_proxy`). The schedule is the same in
-each run with the same seed, but the result varies, as the timing of processes does.
+Processes get signals, and links pass through proxies that hold them (`LinkProxy`). Lost and
+repeated messages are left to the simulation. The schedule is the same in each run with the same
+seed, but the result varies, as the timing of processes does.
 """
 
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, final
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, final
 
 import msgspec
 from rich.console import Console
 
-from distbelief.chaos.report import (
-    ChaosReport,
-    IterationCount,
-    ReportLine,
-    end_line,
-    in_order,
-    report_lines,
-    restarts_of,
-)
-from distbelief.chaos.schedule import PROCESS_KINDS, FaultEvent, schedule
-from distbelief.chaos.tcp_proxy import TcpProxy, ThreadLoop
+from distbelief.chaos.report import ChaosReport, IterationCount, ReportLine, completed
+from distbelief.chaos.schedule import FaultEvent, schedule
 from distbelief.config.job import Job
-from distbelief.roles.role import Action, Event, PeerLost, Role, Seconds
+from distbelief.protocol import Join
+from distbelief.roles.role import SUPERVISOR, Action, Event, PeerLost, Received, Role, Seconds
 from distbelief.supervisor.view import JobView
 from distbelief.trainer import train
-
-
-# The launcher sees only that a process was killed, and guesses the reason ("out of memory?").
-# `KillAwareSupervisor` replaces that guess for kills by chaos.
-KILLED: Final = "was killed by chaos"
-_SIGNAL: Final = "SIGKILL"
-
-
-@final
-class KillAwareSupervisor:
-    """Wraps a supervisor, and gives it the true reason for kills by chaos.
-
-    Args:
-        role: The supervisor.
-        owns: Whether chaos has killed the process of a role; called once per death.
-    """
-
-    def __init__(self, role: Role, owns: Callable[[str], bool]) -> None:
-        self._role = role
-        self._owns = owns
-
-    @property
-    def accepts(self) -> frozenset[type]:
-        return self._role.accepts
-
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        # A process that ended by itself at the same time keeps its own reason.
-        if isinstance(event, PeerLost) and self._owns(event.peer) and _SIGNAL in event.reason:
-            event = msgspec.structs.replace(event, reason=KILLED)
-        return self._role.handle(event, now)
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self._role.status()
+from distbelief.transport.address import Endpoint
 
 
 # A process that is slowed down runs for `1 / factor` of each period, and is stopped otherwise.
@@ -147,37 +112,124 @@ def _send(pid: int, what: signal.Signals) -> bool:
     return False
 
 
+# --- links ---
+
+READ_BYTES: Final = 1 << 16
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user and group at the other end of a socket
+
+
+@final
+class LinkProxy:
+    """Proxies for the sockets of a job's processes on this host.
+
+        role A --> proxy socket of B (in this process) --> socket of B
+
+    Two threads copy the bytes of a connection. While the link is cut they stand still, so that
+    both ends wait, as with TCP.
+
+    Args:
+        is_cut: Whether the link from a process, by its id, to a role is cut now.
+    """
+
+    def __init__(self, is_cut: Callable[[int, str], bool]) -> None:
+        self._is_cut = is_cut
+        self._known: dict[tuple[str, str], str] = {}  # by role and endpoint
+        self._sockets: list[socket.socket] = []
+        self._closed = threading.Event()
+
+    def through(self, name: str, endpoint: str) -> str:
+        """Return the endpoint of the proxy for `name`, in place of `endpoint`."""
+        if (known := self._known.get((name, endpoint))) is not None:
+            return known
+        far = Path(Endpoint.parse(endpoint).path)
+        near = far.with_name(f".proxy.{len(self._known)}")
+        listener = self._socket()
+        listener.bind(str(near))
+        listener.listen(128)
+        _in_thread(partial(self._accept, listener, name, str(far)))
+        self._known[name, endpoint] = f"ipc://{near}"
+        return self._known[name, endpoint]
+
+    def close(self) -> None:
+        self._closed.set()
+        for each in self._sockets:
+            with suppress(OSError):  # it was never connected, or its other end has closed it
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _socket(self) -> socket.socket:
+        self._sockets.append(socket.socket(socket.AF_UNIX))
+        return self._sockets[-1]
+
+    def _accept(self, listener: socket.socket, name: str, far: str) -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                near, _ = listener.accept()
+                self._sockets.append(near)
+                onward = self._socket()
+                try:
+                    onward.connect(far)
+                except OSError:  # the process has ended
+                    near.close()
+                    continue
+                credentials = near.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+                )
+                pid, _, _ = _CREDENTIALS.unpack(credentials)
+                for ends in ((near, onward), (onward, near)):
+                    _in_thread(partial(self._copy, *ends, pid, name))
+
+    def _copy(self, source: socket.socket, sink: socket.socket, pid: int, name: str) -> None:
+        with suppress(OSError):
+            while content := source.recv(READ_BYTES):
+                while self._is_cut(pid, name):
+                    if self._closed.wait(TURN_SECONDS):
+                        return
+                sink.sendall(content)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _in_thread(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, daemon=True).start()
+
+
+# --- the schedule ---
+
 HORIZON_SECONDS: Final = 30.0  # length of the schedule if [stop] has no seconds
 
 TURN_SECONDS: Final = 0.01
+
+# The launcher sees only that a process was killed, and guesses the reason ("out of memory?").
+KILLED: Final = "was killed by chaos"
+_SIGNAL: Final = "SIGKILL"
 
 MakeSchedule = Callable[[Sequence[str]], Sequence[FaultEvent]]  # from the names of the roles
 
 
 @final
 class FaultInjector:
-    """Injects the faults of a schedule, while its thread loop (`turns`) runs.
+    """Injects the faults of a schedule into processes, while its `with` block runs.
 
     Args:
         make_schedule: Called when the roles are known: only the supervisor knows over how many
             machines a replica is split.
         horizon: Length of the schedule in seconds, from the start of training.
-        proxy: Proxy of all messages; None: no faults of messages.
     """
 
-    def __init__(
-        self, make_schedule: MakeSchedule, *, horizon: Seconds, proxy: TcpProxy | None = None
-    ) -> None:
+    def __init__(self, make_schedule: MakeSchedule, *, horizon: Seconds) -> None:
         self._make_schedule = make_schedule
-        self.fault_events: tuple[FaultEvent, ...] = ()  # the schedule
+        self.fault_events: tuple[FaultEvent, ...] = ()  # the schedule, without lost messages
         self._due: list[FaultEvent] = []
         self._horizon = horizon
-        self._proxy = proxy
         self._process_faults = ProcessFaults()
+        self._cuts: list[tuple[FaultEvent, Seconds]] = []  # and until when
+        self.proxy = LinkProxy(self._is_cut)
         self._lock = threading.Lock()
-        self.turns = ThreadLoop(
-            self._inject_due, every=TURN_SECONDS, at_end=self._process_faults.release
-        )
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._ended = threading.Event()
+        self._error: Exception | None = None
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()  # roles whose deaths are not reported yet
         self._began: Seconds | None = None  # start of training, by the clock of this process
@@ -185,11 +237,30 @@ class FaultInjector:
         self.view = JobView()  # the last one
         self.lines: list[ReportLine] = []  # faults injected so far
 
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._process_faults.release()
+        self.proxy.close()
+        if self._error is not None and error is None:
+            raise self._error
+
     def watch(self, view: JobView) -> bool:
         """Callback of the trainer: stores the view; never stops the job (False)."""
         with self._lock:
             if not self.fault_events and view.roles:
-                self._begin([role.name for role in view.roles])
+                drawn = self._make_schedule([role.name for role in view.roles])
+                self.fault_events = tuple(e for e in drawn if not e.probability)
+                self._due = list(self.fault_events)
             self.view = view
             self._pids = {r.name: r.pid for r in view.roles if r.pid is not None}
             if self._began is None and view.samples:
@@ -206,15 +277,12 @@ class FaultInjector:
             self._killed.remove(name)
             return True
 
-    def _begin(self, roles: Sequence[str]) -> None:
-        self.fault_events = tuple(self._make_schedule(roles))
-        hits_all = self._proxy is not None
-        self._due = [b for b in self.fault_events if hits_all or b.kind in PROCESS_KINDS]
-
-    def _inject_due(self) -> None:
+    def turn(self) -> None:
+        """Inject what is due; the thread calls it often."""
         now = time.monotonic()
         with self._lock:
             self._process_faults.turn(now)
+            self._cuts = [(event, until) for event, until in self._cuts if now < until]
             if self._began is None or not self._due:
                 return
             event = self._due[0]
@@ -228,12 +296,19 @@ class FaultInjector:
             text += ": no such process"
         self.lines.append(ReportLine(seconds=seconds, what="fault", text=text))
 
+    def _work(self) -> None:
+        while not self._ended.wait(TURN_SECONDS):
+            try:
+                self.turn()
+            except Exception as error:  # noqa: BLE001 -- raised at the end of the `with` block
+                self._error = error
+                return
+
     def _inject(self, event: FaultEvent, now: Seconds) -> bool:
         # Returns whether the process exists.
         seconds = event.lasts * self._horizon
-        if event.kind not in PROCESS_KINDS:
-            assert self._proxy is not None
-            self._proxy.inject(event, now=now, seconds=seconds)
+        if event.kind == "cut off":
+            self._cuts.append((event, now + seconds))
             return True
         pid = self._pids.get(event.role)
         if pid is None:
@@ -249,22 +324,60 @@ class FaultInjector:
             case _:
                 return self._process_faults.slow(pid, now=now, seconds=seconds, factor=event.factor)
 
+    def _is_cut(self, pid: int, receiver: str) -> bool:
+        with self._lock:
+            senders = {name for name, known in self._pids.items() if known == pid}
+            ends = senders | {receiver, SUPERVISOR} if pid == os.getpid() else senders | {receiver}
+            return any(
+                event.role in ends and (event.other is None or event.other in ends)
+                for event, _ in self._cuts
+            )
+
+
+@final
+class SupervisorUnderChaos:
+    """Wraps the supervisor of a real run: members are reached through proxies, kills are named.
+
+    Args:
+        role: The supervisor.
+        injector: Knows whom chaos has killed.
+        iterations: Counts the iterations that are reported.
+    """
+
+    def __init__(self, role: Role, injector: FaultInjector, iterations: IterationCount) -> None:
+        self._role = role
+        self._injector = injector
+        self._iterations = iterations
+
+    @property
+    def accepts(self) -> frozenset[type]:
+        return self._role.accepts
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        self._iterations.count(event)
+        if isinstance(event, Received) and isinstance(event.message, Join):
+            endpoint = self._injector.proxy.through(event.sender, event.message.endpoint)
+            join = msgspec.structs.replace(event.message, endpoint=endpoint)
+            event = msgspec.structs.replace(event, message=join)
+        # A process that ended by itself at the same time keeps its own reason.
+        if isinstance(event, PeerLost) and self._injector.owns(event.peer):
+            reason = KILLED if _SIGNAL in event.reason else event.reason
+            event = msgspec.structs.replace(event, reason=reason)
+        return self._role.handle(event, now)
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return self._role.status()
+
 
 @final
 class _RunUnderChaos:
-    # Wraps the supervisor of a run, and leads its messages through the proxy.
-
-    def __init__(self, proxy: TcpProxy, injector: FaultInjector) -> None:
-        self._proxy = proxy
+    def __init__(self, injector: FaultInjector) -> None:
         self._injector = injector
         self.iterations = IterationCount()
-
-    def through(self, name: str, endpoint: str) -> str:
-        return self._proxy.through(name, endpoint)
+        self.through = injector.proxy.through
 
     def around(self, supervisor: Role) -> Role:
-        counting = self.iterations.around(self._proxy.around(supervisor))
-        return KillAwareSupervisor(counting, self._injector.owns)
+        return SupervisorUnderChaos(supervisor, self._injector, self.iterations)
 
 
 def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
@@ -274,38 +387,21 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
         JobError: the job cannot be run.
     """
     horizon = job.stop.seconds or HORIZON_SECONDS
-    proxy = TcpProxy(seed)
-    injector = FaultInjector(partial(schedule, seed), horizon=horizon, proxy=proxy)
-    wrapped = _RunUnderChaos(proxy, injector)
-    with proxy.turns, injector.turns:
+    injector = FaultInjector(lambda roles: schedule(seed, roles), horizon=horizon)
+    wrapped = _RunUnderChaos(injector)
+    with injector:
         run = train(job, show=False, watch=injector.watch, detours=wrapped)
-    view, summary = injector.view, run.summary
-    has_coordinator = any(role.name == "coordinator" for role in view.roles)
-    iterations = wrapped.iterations if has_coordinator else None
     where = f"run directory: {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
-    lines = [*injector.lines, *report_lines(view), end_line(view, summary.error)]
-    return ChaosReport(
+    report = ChaosReport(
         job=job.name,
         seed=seed,
         real=True,
         horizon=horizon,
         fault_events=injector.fault_events,
-        lines=in_order(lines),
-        error=summary.error,
+        error=run.summary.error,
         exit_code=run.exit_code,
-        samples=summary.samples,
-        metric_name=summary.metric_name,
-        metric=summary.metric,
-        undisturbed_seconds=None,
-        seconds=summary.seconds,
-        pushes_applied=summary.pushes_applied,
-        pushes_lost=summary.pushes_lost or 0,  # None only in a resumed run
-        pushes_refused=summary.pushes_refused,
-        messages_lost=proxy.n_dropped,
-        restarts=restarts_of(view),
-        steps_again=None,
-        iterations_again=None if iterations is None else iterations.n_again,
-        iterations_lost=None if iterations is None else iterations.n_lost,
-        digest=None,
+    )
+    return completed(
+        report, injector.view, run.summary, faults=injector.lines, iterations=wrapped.iterations
     )

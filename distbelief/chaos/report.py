@@ -1,6 +1,6 @@
 """The chaos report: a timeline of faults and reports, and what was lost or done again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, final
 
 import msgspec
@@ -12,7 +12,8 @@ from distbelief.chaos.schedule import FaultEvent
 from distbelief.core import formatting
 from distbelief.forecast.run import first_word
 from distbelief.protocol import Progress
-from distbelief.roles.role import Action, Event, Received, Role, Seconds
+from distbelief.roles.role import Event, Received, Seconds
+from distbelief.run.summary import Summary
 from distbelief.supervisor.view import JobView
 
 
@@ -45,29 +46,6 @@ class IterationCount:
                 self.n_again += 1
             self._highest = max(self._highest, self._last)
 
-    def around(self, supervisor: Role) -> "CountingSupervisor":
-        return CountingSupervisor(supervisor, self)
-
-
-@final
-class CountingSupervisor:
-    """Wraps a supervisor, to count the iterations that are reported to it."""
-
-    def __init__(self, role: Role, iterations: IterationCount) -> None:
-        self._role = role
-        self._iterations = iterations
-
-    @property
-    def accepts(self) -> frozenset[type]:
-        return self._role.accepts
-
-    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        self._iterations.count(event)
-        return self._role.handle(event, now)
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self._role.status()
-
 
 @final
 class ReportLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,46 +65,65 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     real: bool  # real processes, or virtual time
     horizon: Seconds  # length over which the schedule was laid
     fault_events: tuple[FaultEvent, ...]  # the whole schedule
-    lines: tuple[ReportLine, ...]  # ordered by time
     error: str | None  # why the job failed
     exit_code: int  # of the command, as of `distbelief train`
-    samples: int
-    metric_name: str
-    metric: float | None  # held out, at the end
-    undisturbed_seconds: Seconds | None  # without faults; None if unknown
-    seconds: Seconds
-    pushes_applied: int  # a push to all shards counts as one
-    pushes_lost: int  # acknowledged, then lost with a shard; a lower bound
-    pushes_refused: int  # from earlier incarnations of replicas; a lower bound
-    messages_lost: int | None
-    restarts: dict[str, int]  # by role
-    steps_again: int | None  # computed steps that do not count; None if unknown
-    iterations_again: int | None  # reported more than once; None without a coordinator
-    iterations_lost: int | None  # how far the job ended behind its highest iteration
-    digest: str | None  # of the trace; None of a real run
+    # None if unknown, as in a real run:
+    undisturbed_seconds: Seconds | None = None  # without faults
+    messages_lost: int | None = None
+    steps_again: int | None = None  # computed steps that do not count
+    digest: str | None = None  # of the trace
+    # The rest is filled in by `completed`:
+    lines: tuple[ReportLine, ...] = ()  # ordered by time
+    samples: int = 0
+    metric_name: str = ""
+    metric: float | None = None  # held out, at the end
+    seconds: Seconds = 0.0
+    pushes_applied: int = 0  # a push to all shards counts as one
+    pushes_lost: int = 0  # acknowledged, then lost with a shard; a lower bound
+    pushes_refused: int = 0  # from earlier incarnations of replicas; a lower bound
+    restarts: dict[str, int] = {}  # by role
+    iterations_again: int | None = None  # reported more than once; None without a coordinator
+    iterations_lost: int | None = None  # how far the job ended behind its highest iteration
 
 
-def report_lines(view: JobView) -> list[ReportLine]:
-    """Return the supervisor's reports."""
-    return [
+def completed(
+    report: ChaosReport,
+    view: JobView,
+    totals: JobView | Summary,
+    *,
+    faults: Sequence[ReportLine],
+    iterations: IterationCount,
+) -> ChaosReport:
+    """Return a report with its timeline and totals.
+
+    Args:
+        report: What is known of the job beforehand.
+        view: The last view of the job.
+        totals: What it did in all.
+        faults: The faults that were injected.
+        iterations: Iterations that were counted; they matter only if there is a coordinator.
+    """
+    end = f"failed: {report.error}" if report.error else f"ended: {view.stop_reason}"
+    reported = [
         ReportLine(seconds=message.seconds, what="report", text=message.text)
         for message in view.messages
     ]
-
-
-def end_line(view: JobView, error: str | None) -> ReportLine:
-    text = f"failed: {error}" if error else f"ended: {view.stop_reason}"
-    return ReportLine(seconds=view.seconds, what="end", text=text)
-
-
-def in_order(lines: Sequence[ReportLine]) -> tuple[ReportLine, ...]:
-    """Return the lines ordered by time; lines of the same time keep their order."""
-    return tuple(sorted(lines, key=lambda line: line.seconds))
-
-
-def restarts_of(view: JobView) -> dict[str, int]:
-    """Return the number of restarts of each role that was restarted."""
-    return {role.name: role.restarts for role in view.roles if role.restarts}
+    lines = [*faults, *reported, ReportLine(seconds=view.seconds, what="end", text=end)]
+    counts = any(role.name == "coordinator" for role in view.roles)
+    return msgspec.structs.replace(
+        report,
+        lines=tuple(sorted(lines, key=lambda line: line.seconds)),
+        samples=totals.samples,
+        metric_name=totals.metric_name,
+        metric=totals.metric,
+        seconds=totals.seconds,
+        pushes_applied=totals.pushes_applied,
+        pushes_lost=totals.pushes_lost or 0,  # None only in a resumed run
+        pushes_refused=totals.pushes_refused,
+        restarts={role.name: role.restarts for role in view.roles if role.restarts},
+        iterations_again=iterations.n_again if counts else None,
+        iterations_lost=iterations.n_lost if counts else None,
+    )
 
 
 def rendered(report: ChaosReport) -> RenderableType:

@@ -4,9 +4,9 @@
     kill        its process ends at once                         SIGKILL
     pause       its process stops for a while                    SIGSTOP, SIGCONT
     slow        its work takes several times as long             stopped most of the time
-    drop        some messages from and to it are lost            in the proxy
-    duplicate   some messages arrive twice, perhaps late         in the proxy, not late
     cut off     no messages between it and one or all others     held in the proxy
+    drop        some messages from and to it are lost            left out
+    duplicate   some messages arrive twice, perhaps late         left out
 
 Times are fractions of the job's undisturbed length, so that one schedule fits any job.
 """
@@ -26,7 +26,7 @@ from distbelief.worker.group import group_rank_of
 
 Kind = Literal["kill", "pause", "slow", "drop", "duplicate", "cut off"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-# These affect a process; the others affect messages.
+# These affect a process; the others affect links.
 PROCESS_KINDS: Final[frozenset[Kind]] = frozenset({"kill", "pause", "slow"})
 
 N_EVENTS: Final = 12

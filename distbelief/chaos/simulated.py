@@ -11,23 +11,15 @@ from typing import Final, final
 
 from rich.console import Console
 
-from distbelief.chaos.report import (
-    ChaosReport,
-    IterationCount,
-    ReportLine,
-    end_line,
-    in_order,
-    report_lines,
-    restarts_of,
-)
+from distbelief.chaos.report import ChaosReport, IterationCount, ReportLine, completed
 from distbelief.chaos.schedule import FaultEvent, faults_of, schedule
 from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import PreparedJob
 from distbelief.forecast.run import N_EVENTS_MAX, Tell, report_until_over, view_of
 from distbelief.roles.role import SUPERVISOR, Computed, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor.view import JobView
 
 
@@ -87,9 +79,28 @@ def run_simulated_chaos(
         tell=progress.tell,
     )
     progress.end()
-    return _report(
-        prepared, run, undisturbed, seed=seed, fault_events=fault_events, horizon=horizon
+    view, simulation = run.view, run.simulation
+    error = simulation.halted[SUPERVISOR]
+    counts_steps = "coordinator" not in prepared.kinds.values() and prepared.plan is None
+    report = ChaosReport(
+        job=prepared.job.name,
+        seed=seed,
+        real=False,
+        horizon=horizon,
+        fault_events=fault_events,
+        error=error,
+        exit_code=0 if error is None else 1,
+        undisturbed_seconds=undisturbed.seconds,
+        messages_lost=simulation.counts.lost,
+        steps_again=max(run.n_steps - view.step, 0) if counts_steps else None,
+        digest=simulation.trace.digest,
     )
+    faults = [
+        ReportLine(seconds=event.at * horizon, what="fault", text=event.text(horizon))
+        for event in fault_events
+        if event.at * horizon <= view.seconds
+    ]
+    return completed(report, view, view, faults=faults, iterations=run.iterations)
 
 
 def _undisturbed(
@@ -145,50 +156,3 @@ def _run(
     within = PATIENCE * max(LENGTH_SECONDS, horizon) if fault_events else 1e7
     simulation.run_until(is_over, within=within, max_events=N_EVENTS_MAX)
     return run
-
-
-def _report(
-    prepared: PreparedJob,
-    run: _SimulatedChaos,
-    undisturbed: JobView,
-    *,
-    seed: int,
-    fault_events: tuple[FaultEvent, ...],
-    horizon: Seconds,
-) -> ChaosReport:
-    view, simulation = run.view, run.simulation
-    error = simulation.halted[SUPERVISOR]
-    injected = [event for event in fault_events if event.at * horizon <= view.seconds]
-    lines = [
-        ReportLine(seconds=event.at * horizon, what="fault", text=event.text(horizon))
-        for event in injected
-    ]
-    lines += [*report_lines(view), end_line(view, error)]
-    has_coordinator = "coordinator" in prepared.kinds.values()
-    iterations = run.iterations if has_coordinator else None
-    return ChaosReport(
-        job=prepared.job.name,
-        seed=seed,
-        real=False,
-        horizon=horizon,
-        fault_events=fault_events,
-        lines=in_order(lines),
-        error=error,
-        exit_code=0 if error is None else 1,
-        samples=view.samples,
-        metric_name=view.metric_name,
-        metric=view.metric,
-        undisturbed_seconds=undisturbed.seconds,
-        seconds=view.seconds,
-        pushes_applied=view.pushes_applied,
-        pushes_lost=view.pushes_lost or 0,  # None only in a resumed run
-        pushes_refused=view.pushes_refused,
-        messages_lost=simulation.counts.lost,
-        restarts=restarts_of(view),
-        steps_again=None
-        if has_coordinator or prepared.plan is not None
-        else max(run.n_steps - view.step, 0),
-        iterations_again=None if iterations is None else iterations.n_again,
-        iterations_lost=None if iterations is None else iterations.n_lost,
-        digest=simulation.trace.digest,
-    )

@@ -15,45 +15,9 @@ from typing import Annotated
 
 import typer
 
-from distbelief.cli.join import (
-    HereOption,
-    HostsOption,
-    HostsSecondsOption,
-    ListenOption,
-    OnOption,
-    TrainKeysOption,
-    join,
-)
+from distbelief.cli import join as j, options as o
 from distbelief.cli.keys import keys
-from distbelief.cli.options import (
-    FAILED,
-    BatchOption,
-    ClusterOption,
-    DiffOption,
-    ExactlyOption,
-    ExplainOption,
-    FromScratchOption,
-    InputOption,
-    JobArgument,
-    JsonOption,
-    LossOption,
-    MachinesOption,
-    ModelArgument,
-    OutOption,
-    PictureOption,
-    PinOption,
-    PredictInputArgument,
-    PredictOutOption,
-    ProfileOption,
-    ResumeOption,
-    SetOption,
-    TimelineOption,
-    TracebackOption,
-    TrainedArgument,
-    VerifyOption,
-    WholeOption,
-    reported_errors,
-)
+from distbelief.cli.options import FAILED, reported_errors
 from distbelief.cli.serve import InsecureOption, serve
 from distbelief.cli.simulate import chaos, simulate
 from distbelief.cli.status import status
@@ -105,20 +69,20 @@ def distbelief(
 
 @app.command()
 def train(  # noqa: PLR0913 -- options
-    job_file: JobArgument = None,
+    job_file: o.JobArgument = None,
     *,
-    overrides: SetOption = None,
-    resume: ResumeOption = None,
-    from_scratch: FromScratchOption = False,
-    listen: ListenOption = None,
-    keys: TrainKeysOption = None,
+    overrides: o.SetOption = None,
+    resume: o.ResumeOption = None,
+    from_scratch: o.FromScratchOption = False,
+    listen: j.ListenOption = None,
+    keys: j.TrainKeysOption = None,
     insecure: InsecureOption = False,
-    hosts: HostsOption = 0,
-    hosts_seconds: HostsSecondsOption = 600.0,
-    cores: HereOption = None,
-    on: OnOption = None,
-    as_json: JsonOption = False,
-    show_traceback: TracebackOption = False,
+    hosts: j.HostsOption = 0,
+    hosts_seconds: j.HostsSecondsOption = 600.0,
+    cores: j.HereOption = None,
+    on: j.OnOption = None,
+    as_json: o.JsonOption = False,
+    show_traceback: o.TracebackOption = False,
 ) -> None:
     """Train a model on this host, and on other hosts that join the job.
 
@@ -139,13 +103,17 @@ def train(  # noqa: PLR0913 -- options
     """
     with reported_errors(show_traceback=show_traceback):
         job_file = _job_file(job_file, resume)
-        from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
         from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
 
         # The launcher's fork server imports torch while this process does.
         with LocalLauncher() as launcher:
-            job = load_job(job_file, overrides=overrides or ())
-            from distbelief import trainer  # noqa: PLC0415 -- torch
+            from rich.console import Console  # noqa: PLC0415 -- start quickly
+
+            with Console(quiet=as_json).status("Importing torch ..."):
+                from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
+
+                job = load_job(job_file, overrides=overrides or ())
+                from distbelief import trainer  # noqa: PLC0415 -- torch
 
             hosting = None
             if listen is not None or on is not None:
@@ -175,13 +143,12 @@ def train(  # noqa: PLR0913 -- options
                 launcher=launcher,
                 hosting=hosting,
             )
-        exit_code = run.exit_code
-        if exit_code == FAILED and not sys.stdout.isatty():
+        if run.exit_code == FAILED and not sys.stdout.isatty():
             # On a terminal the screen shows the failure; a file or pipe needs this line.
             why = run.summary.error or "see its log"
             text = f"{job.name} failed: {why}; its logs are in {run.directory / 'logs'}"
             typer.echo(text, err=True)
-    raise typer.Exit(exit_code)
+    raise typer.Exit(run.exit_code)
 
 
 app.command()(status)
@@ -189,13 +156,13 @@ app.command()(status)
 
 @app.command()
 def predict(
-    run_directory: TrainedArgument,
-    inputs: PredictInputArgument,
+    run_directory: o.TrainedArgument,
+    inputs: o.PredictInputArgument,
     *,
-    out: PredictOutOption = None,
-    whole: WholeOption = False,
-    as_json: JsonOption = False,
-    show_traceback: TracebackOption = False,
+    out: o.PredictOutOption = None,
+    whole: o.WholeOption = False,
+    as_json: o.JsonOption = False,
+    show_traceback: o.TracebackOption = False,
 ) -> None:
     """Compute the outputs of a trained model for a file of inputs.
 
@@ -220,24 +187,24 @@ def predict(
 
 @app.command()
 def partition(  # noqa: PLR0913 -- options
-    model: ModelArgument = None,
+    model: o.ModelArgument = None,
     *,
-    inputs: InputOption = None,
-    batch: BatchOption = 32,
-    loss: LossOption = "",
-    machines: MachinesOption = "1,2,4,8",
-    cluster: ClusterOption = None,
-    profile: ProfileOption = False,
-    pins: PinOption = None,
-    exactly: ExactlyOption = False,
-    explain: ExplainOption = None,
-    out: OutOption = None,
-    picture: PictureOption = None,
-    timeline: TimelineOption = None,
-    verify: VerifyOption = False,
-    diff: DiffOption = None,
-    as_json: JsonOption = False,
-    show_traceback: TracebackOption = False,
+    inputs: o.InputOption = None,
+    batch: o.BatchOption = 32,
+    loss: o.LossOption = "",
+    machines: o.MachinesOption = "1,2,4,8",
+    cluster: o.ClusterOption = None,
+    profile: o.ProfileOption = False,
+    pins: o.PinOption = None,
+    exactly: o.ExactlyOption = False,
+    explain: o.ExplainOption = None,
+    out: o.OutOption = None,
+    picture: o.PictureOption = None,
+    timeline: o.TimelineOption = None,
+    verify: o.VerifyOption = False,
+    diff: o.DiffOption = None,
+    as_json: o.JsonOption = False,
+    show_traceback: o.TracebackOption = False,
 ) -> None:
     """Split a model over machines, and predict the time of a training step.
 
@@ -311,7 +278,7 @@ def partition(  # noqa: PLR0913 -- options
 app.command()(simulate)
 app.command()(chaos)
 app.command()(serve)
-app.command()(join)
+app.command()(j.join)
 app.add_typer(keys, name="keys")
 
 

@@ -52,219 +52,189 @@ def _output_refused(error: Exception) -> str | None:
 
 
 def _pointer(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"{type(error).__name__}: {error}{where}\n"
+        f"{type(error).__name__}: {error} at {frame.filename}:{frame.lineno}\n"
         "This is an unexpected error. Run the command again with --traceback to see all of it."
     )
 
 
-JobArgument = Annotated[
-    Path | None, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)
-]
+def flag(name: str, text: str) -> object:
+    """Return an option without a value."""
+    return typer.Option(name, metavar=" ", help=text)
+
+
+def option(*names: str, metavar: str, text: str, default: str | bool = False) -> object:
+    """Return an option with a value; `default` is what its help shows."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=default)
+
+
+def number(*names: str, metavar: str = "N", least: int = 1, text: str) -> object:
+    return typer.Option(*names, metavar=metavar, min=least, help=text)
+
+
+def argument(metavar: str, text: str) -> object:
+    return typer.Argument(metavar=metavar, help=text, show_default=False)
+
+
+JobArgument = Annotated[Path | None, argument("JOB.toml", "The job file.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--set",
         metavar="KEY=VALUE",
-        help="Replace one value of the job file, such as algorithm.n_push=5. May be repeated.",
-        show_default=False,
+        text="Replace one value of the job file, such as algorithm.n_push=5. May be repeated.",
     ),
 ]
 ResumeOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="RUN_DIR",
-        help="Resume an earlier run from its newest checkpoints.",
-        show_default=False,
-    ),
+    option(metavar="RUN_DIR", text="Resume an earlier run from its newest checkpoints."),
 ]
 FromScratchOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--from-scratch",
-        metavar=" ",
-        help="Start again in a directory that already has checkpoints. They are kept, in "
-        "its subdirectory aside-1.",
+        "Start again in a directory that already has checkpoints. They are kept, in its "
+        "subdirectory aside-1.",
     ),
 ]
 RunArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN_DIR",
-        help="A run directory. Default: the newest running one in runs/.",
-        show_default=False,
-    ),
+    Path | None, argument("RUN_DIR", "A run directory. Default: the newest running one in runs/.")
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", metavar=" ", help="Print JSON instead of text.")
-]
-TracebackOption = Annotated[
-    bool, typer.Option("--traceback", metavar=" ", help="Print the traceback of an error.")
-]
+JsonOption = Annotated[bool, flag("--json", "Print JSON instead of text.")]
+TracebackOption = Annotated[bool, flag("--traceback", "Print the traceback of an error.")]
 
-TrainedArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")]
+TrainedArgument = Annotated[Path, argument("RUN_DIR", "The directory of a run.")]
 PredictInputArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="INPUT",
-        help="Inputs, the first dimension being samples: a .npy file, or a .safetensors "
-        "file with one tensor.",
+    argument(
+        "INPUT",
+        "Inputs, the first dimension being samples: a .npy file, or a .safetensors file with one "
+        "tensor.",
     ),
 ]
 PredictOutOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--out",
         metavar="FILE",
-        help="Where to write the outputs: a .npy or .safetensors file.",
-        show_default="INPUT.outputs.npy",
+        text="Where to write the outputs: a .npy or .safetensors file.",
+        default="INPUT.outputs.npy",
     ),
 ]
 WholeOption = Annotated[
-    bool,
-    typer.Option(
-        "--whole",
-        metavar=" ",
-        help="Compute in one process, even if the run split its model over machines.",
-    ),
+    bool, flag("--whole", "Compute in one process, even if the run split its model over machines.")
 ]
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="MODULE:FUNCTION",
-        help="The function that makes the model; it takes no arguments.",
-        show_default=False,
-    ),
+    argument("MODULE:FUNCTION", "The function that makes the model; it takes no arguments."),
 ]
 InputOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--input",
         metavar="SHAPE",
-        help="Shape of an input without the batch dimension: 3x200x200. For integers add "
+        text="Shape of an input without the batch dimension: 3x200x200. For integers add "
         "how many values there are: 128:30000. Repeat it for each input.",
-        show_default=False,
     ),
 ]
-BatchOption = Annotated[int, typer.Option(metavar="N", min=1, help="Samples in one step.")]
+BatchOption = Annotated[int, number(text="Samples in one step.")]
 LossOption = Annotated[
     str,
-    typer.Option(
+    option(
         metavar="NAME",
-        help="torch's name of the loss function, or one_vs_all. Without it, the step starts "
+        text="torch's name of the loss function, or one_vs_all. Without it, the step starts "
         "from given gradients of the outputs.",
-        show_default=False,
     ),
 ]
 MachinesOption = Annotated[
-    str, typer.Option(metavar="N,N,...", help="Numbers of machines, one row for each.")
+    str, option(metavar="N,N,...", text="Numbers of machines, one row for each.", default=True)
 ]
 ClusterOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         metavar="NAME or FILE",
-        help="A built-in cluster, or a TOML file with speed, memory and network of its "
+        text="A built-in cluster, or a TOML file with speed, memory and network of its "
         "machines. `here` measures this host and assumes machines like it.",
-        show_default="rack-10g",
+        default="rack-10g",
     ),
 ]
 ProfileOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--profile",
-        metavar=" ",
-        help="Measure the layers on this host (at most a minute), and correct the "
-        "computed times of the cluster's machines by the result.",
+        "Measure the layers on this host (at most a minute), and correct the computed times of "
+        "the cluster's machines by the result.",
     ),
 ]
 PinOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--pin",
         metavar="LAYER=SPLIT",
-        help="Fix the split of a layer: conv1=grid:3x3, fc=units:8, fc=inputs:4, "
+        text="Fix the split of a layer: conv1=grid:3x3, fc=units:8, fc=inputs:4, "
         "loss=whole@0. May be repeated.",
-        show_default=False,
     ),
 ]
-ExactlyOption = Annotated[
-    bool, typer.Option("--exactly", metavar=" ", help="Use all machines, even if fewer are faster.")
-]
+ExactlyOption = Annotated[bool, flag("--exactly", "Use all machines, even if fewer are faster.")]
 ExplainOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         metavar="LAYER",
-        help="List every split of a layer, its cost, and why it was not chosen. May be repeated.",
-        show_default=False,
+        text="List every split of a layer, its cost, and why it was not chosen. May be repeated.",
     ),
 ]
-OutOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.", show_default=False)
-]
+OutOption = Annotated[Path | None, option(metavar="FILE", text="Write the plan as JSON.")]
 PictureOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE.png",
-        help="Draw which machine holds which part of each layer.",
-        show_default=False,
-    ),
+    option(metavar="FILE.png", text="Draw which machine holds which part of each layer."),
 ]
 TimelineOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         metavar="FILE.json",
-        help="Write one step as a Chrome trace: what each machine does, and when.",
-        show_default=False,
+        text="Write one step as a Chrome trace: what each machine does, and when.",
     ),
 ]
 VerifyOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--verify",
-        metavar=" ",
-        help="Run the plan with the most machines in processes on this host. Compare "
-        "outputs, gradients, bytes and times with one process and with the prediction.",
+        "Run the plan with the most machines in processes on this host. Compare outputs, "
+        "gradients, bytes and times with one process and with the prediction.",
     ),
 ]
 DiffOption = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(metavar="A B", help="Show where two plan files differ.", show_default=False),
+    tuple[Path, Path] | None, option(metavar="A B", text="Show where two plan files differ.")
 ]
 SimulatedClusterOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--cluster",
         metavar="NAME or FILE",
-        help="A built-in cluster, or a TOML file with speed, memory and network of its "
+        text="A built-in cluster, or a TOML file with speed, memory and network of its "
         "machines. `here` assumes --machines machines like this host.",
-        show_default="this host",
+        default="this host",
     ),
 ]
-SeedOption = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random numbers.")]
+SeedOption = Annotated[int, number(least=0, text="Seed of all random numbers.")]
 SeedsOption = Annotated[
-    int,
-    typer.Option(
-        metavar="K", min=1, help="Run each configuration with K seeds; show median, p10 and p90."
-    ),
+    int, number(metavar="K", text="Run each configuration with K seeds; show median, p10 and p90.")
 ]
 SweepOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--sweep",
         metavar="KEY=V,V,...",
-        help="Try several values of a job-file key, such as replicas=1,2,4. If repeated, "
+        text="Try several values of a job-file key, such as replicas=1,2,4. If repeated, "
         "all combinations are tried.",
-        show_default=False,
     ),
 ]
 SuggestOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--suggest",
-        metavar=" ",
-        help="Search for the configuration, within --machines, that reaches the target in "
+        "Search for the configuration, within --machines, that reaches the target in "
         "\\[stop] first. Without a target: that computes the most samples per second.",
     ),
 ]
@@ -280,34 +250,28 @@ BudgetOption = Annotated[
 ]
 TraceOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--trace",
         metavar="FILE.json",
-        help="Write the first run as a Chrome trace: what each role does, and when.",
-        show_default=False,
+        text="Write the first run as a Chrome trace: what each role does, and when.",
     ),
 ]
 CountedOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--counted",
-        metavar=" ",
-        help="Compute the cost of work from its operations and bytes instead of measuring "
-        "it on this host.",
+        "Compute the cost of work from its operations and bytes instead of measuring it on this "
+        "host.",
     ),
 ]
 PricedOption = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--priced",
-        metavar=" ",
-        help="Simulate times and bytes only, without running the model. For clusters of "
-        "thousands of machines.",
+        "Simulate times and bytes only, without running the model. For clusters of thousands of "
+        "machines.",
     ),
 ]
 RealOption = Annotated[
-    bool,
-    typer.Option(
-        "--real", metavar=" ", help="Use real processes on this host instead of simulated ones."
-    ),
+    bool, flag("--real", "Use real processes on this host instead of simulated ones.")
 ]

@@ -6,14 +6,8 @@ from typing import Annotated, Final
 
 import typer
 
-from distbelief.cli.options import (
-    FAILED,
-    FromScratchOption,
-    ModelArgument,
-    SeedOption,
-    TracebackOption,
-    reported_errors,
-)
+from distbelief.cli import options as o
+from distbelief.cli.options import FAILED, reported_errors
 from distbelief.errors import JobError
 
 
@@ -27,38 +21,34 @@ RateOption = Annotated[
 ]
 OptionOption = Annotated[
     list[str] | None,
-    typer.Option(
+    o.option(
         "--set",
         metavar="KEY=VALUE",
-        help="Another setting of the rule, such as momentum=0.9. May be repeated.",
-        show_default=False,
+        text="Another setting of the rule, such as momentum=0.9. May be repeated.",
     ),
 ]
 BindOption = Annotated[
     str | None,
-    typer.Option(
+    o.option(
         metavar="tcp://HOST:PORT",
-        help="Address to listen on. 0.0.0.0 means all interfaces, port 0 any free port. "
+        text="Address to listen on. 0.0.0.0 means all interfaces, port 0 any free port. "
         "Default: only your own processes on this host can connect.",
-        show_default=False,
     ),
 ]
 ServeKeysOption = Annotated[
     Path | None,
-    typer.Option(
+    o.option(
         "--keys",
         metavar="DIR",
-        help="Directory with this host's keys and allow-list (see: distbelief keys). "
+        text="Directory with this host's keys and allow-list (see: distbelief keys). "
         "Needed to listen on a network.",
-        show_default=False,
     ),
 ]
 InsecureOption = Annotated[
     bool,
-    typer.Option(
+    o.flag(
         "--insecure",
-        metavar=" ",
-        help="Listen on a network without key files. Anyone who has the address can connect.",
+        "Listen on a network without key files. Anyone who has the address can connect.",
     ),
 ]
 DirectoryOption = Annotated[
@@ -89,7 +79,7 @@ SnapshotOption = Annotated[
 
 
 def serve(  # noqa: PLR0913 -- options
-    model: ModelArgument = None,
+    model: o.ModelArgument = None,
     *,
     rule: RuleOption = "sgd",
     learning_rate: RateOption = 0.01,
@@ -100,10 +90,10 @@ def serve(  # noqa: PLR0913 -- options
     keys: ServeKeysOption = None,
     insecure: InsecureOption = False,
     directory: DirectoryOption = Path("runs/server"),
-    from_scratch: FromScratchOption = False,
+    from_scratch: o.FromScratchOption = False,
     snapshot_every: SnapshotOption = 30.0,
-    seed: SeedOption = 0,
-    show_traceback: TracebackOption = False,
+    seed: o.SeedOption = 0,
+    show_traceback: o.TracebackOption = False,
 ) -> None:
     """Run a parameter server for training loops that use DownpourSGD.
 
@@ -125,20 +115,22 @@ def serve(  # noqa: PLR0913 -- options
                 "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
             )
         from distbelief.serve import options as options_module, standalone  # noqa: PLC0415 -- torch
+        from distbelief.serve.address import parameter_specs  # noqa: PLC0415 -- torch
+        from distbelief.serve.server_process import ServerRequest  # noqa: PLC0415 -- torch
 
         here = str(Path.cwd())  # nets:make is looked up in the current directory
         sys.path[:0] = [] if here in sys.path else [here]
-        serve_options = standalone.ServeOptions(
-            model=options_module.model(model, seed=seed),
+        parameters = list(options_module.model(model, seed=seed).parameters())
+        request = ServerRequest(
+            tensors=parameter_specs(parameters),
             rule=options_module.rule(rule, learning_rate, options or ()),
-            shards=shards,
+            n_shards=shards,
             shard_copies=shard_copies,
-            shared_memory=True,
             snapshot_every=snapshot_every,
             reach=options_module.listen_config(bind, keys=keys, insecure=insecure),
         )
         error = standalone.run_server(
-            serve_options, directory, tell=_print_line, from_scratch=from_scratch
+            request, parameters, directory, tell=_print_line, from_scratch=from_scratch
         )
         if error is not None:
             typer.echo(error, err=True)

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from typing_extensions import override
 
 from distbelief.errors import JobError
-from distbelief.transport.address import Endpoint, host_addresses, number_of
+from distbelief.transport.address import Endpoint, number_of
 from distbelief.transport.keys import KeyPair, public_key
 
 
@@ -59,13 +59,3 @@ class JobAddress:
 
     def place(self, key: str) -> Endpoint:
         return Endpoint(host=number_of(self.host), port=self.port, key=key)
-
-    def has_moved_from(self, place: Endpoint) -> bool:
-        """Return whether the host's name now resolves to other IP addresses (see `host_addresses`).
-
-        False while it cannot be resolved.
-        """
-        try:
-            return place.host not in host_addresses(self.host)
-        except JobError:
-            return False

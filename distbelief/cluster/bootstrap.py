@@ -1,4 +1,4 @@
-"""What a joining host downloads: the job spec, in chunks, and a probe of the link's bandwidth.
+"""What a joining host downloads in chunks: a probe of the link's bandwidth, and the job spec.
 
     host                             supervisor
       | FileRequest (offset 0) --->    |
@@ -10,8 +10,8 @@ of the supervisor's host that would be used on another one: plan and job travel 
 checkpoints and keys are the host's own.
 """
 
+import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast, final
 
@@ -19,10 +19,10 @@ import msgspec
 
 from distbelief.config.job import QUANTITIES, ClusterTable
 from distbelief.config.tables import decode
+from distbelief.core.reliable import Backoff
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.launch.role_process import RoleSpec
-from distbelief.protocol import Blob, FileChunk, FileRequest
-from distbelief.protocol.hosts import CHUNK_BYTES_MAX
+from distbelief.protocol import FileChunk, FileRequest
 from distbelief.roles.role import Seconds
 from distbelief.transport.config import ListenConfig
 
@@ -74,23 +74,10 @@ def read_job_spec(content: bytes) -> JobSpec:
         ) from None
 
 
-def patience_of(job: msgspec.Raw) -> Seconds:
-    """Return how long roles of this job wait for a silent supervisor.
+def localized(job: msgspec.Raw, directory: Path) -> tuple[msgspec.Raw, Seconds]:
+    """Return a job as if its user had started it in this directory, and its patience.
 
-    Raises:
-        JobError: it is not a job.
-    """
-    try:
-        tables = msgspec.json.decode(bytes(job), type=dict[str, object])
-    except _UNREADABLE as error:
-        raise JobError(f"the supervisor's job cannot be read: {error!s:.200}") from None
-    table, quantities = tables.get("cluster", {}), QUANTITIES["cluster"]
-    cluster = decode(table, ClusterTable, path=("cluster",), quantities=quantities)
-    return cluster.patience
-
-
-def relocated(job: msgspec.Raw, directory: Path) -> msgspec.Raw:
-    """Return a job as if its user had started it in this directory.
+    The patience is how long its roles wait for a silent supervisor.
 
     Raises:
         JobError: it is not a job.
@@ -101,12 +88,14 @@ def relocated(job: msgspec.Raw, directory: Path) -> msgspec.Raw:
         paths = msgspec.convert(source["import_paths"], type=list[str])
     except _UNREADABLE as error:
         raise JobError(f"the supervisor's job cannot be read: {error!s:.200}") from None
+    table, quantities = tables.get("cluster", {}), QUANTITIES["cluster"]
+    cluster = decode(table, ClusterTable, path=("cluster",), quantities=quantities)
     # The innermost directory first: it may lie within the other.
     bases = sorted((path.rstrip("/") for path in paths), key=len, reverse=True)
     here = str(directory.absolute())
     moved = cast("dict[str, object]", _relocated(tables, bases, here))
     moved["source"] = source | {"import_paths": [here]}
-    return msgspec.Raw(msgspec.json.encode(moved))
+    return msgspec.Raw(msgspec.json.encode(moved)), cluster.patience
 
 
 def _relocated(value: object, bases: list[str], here: str) -> object:
@@ -125,61 +114,48 @@ def _relocated(value: object, bases: list[str], here: str) -> object:
 
 
 DOCUMENT_BYTES_MAX: Final = 1 << 26
-
-
-def chunk_of(document: str, content: bytes, offset: int) -> FileChunk:
-    """Return the chunk at this offset.
-
-    Raises:
-        RemoteProtocolError: the offset is behind the end.
-    """
-    if offset > len(content):
-        raise RemoteProtocolError(f"offset {offset} of {document}: it has {len(content)} bytes")
-    return FileChunk(
-        document=document,
-        offset=offset,
-        n_bytes=len(content),
-        content=Blob(memoryview(content)[offset : offset + CHUNK_BYTES_MAX]),
-    )
+ASK_SECONDS: Final = 1.0  # without a chunk, until it is requested again
 
 
 @final
 class FileDownload:
-    """A document, as far as it has come.
+    """A document, as far as it has come; one chunk is under way at a time.
 
     Args:
         document: Its name.
+        now: The present.
     """
 
-    def __init__(self, document: str) -> None:
+    def __init__(self, document: str, now: Seconds) -> None:
         self.document = document
+        self.begun_at = now
+        self.rate = 0.0  # bytes a second of the fastest chunk; 0.0 before there is one
         self._content = bytearray()
         self._n_bytes: int | None = None
-        self._n_looks = 0  # calls of `ask_again` since the last request
-        self._patience = 2  # such calls before the request is repeated
+        self._asked_at = now
+        # The pause doubles over the whole download: on a slow link, repeated answers would delay
+        # the next chunk.
+        self._backoff = Backoff(first=ASK_SECONDS, longest=math.inf)
 
     @property
     def content(self) -> bytes | None:
         is_whole = self._n_bytes == len(self._content)
         return bytes(self._content) if is_whole else None
 
-    def ask(self) -> FileRequest:
+    def ask(self, now: Seconds) -> FileRequest:
         """Return the request for the next chunk."""
-        self._n_looks = 0
+        self._asked_at = now
+        self._backoff.due = now + self._backoff.pause
         return FileRequest(document=self.document, offset=len(self._content))
 
-    def ask_again(self) -> FileRequest | None:
-        """Return the request again if no chunk has come for long; called periodically.
-
-        The interval doubles each time: on a slow link, repeated answers would delay the next chunk.
-        """
-        self._n_looks += 1
-        if self.content is not None or self._n_looks < self._patience:
+    def ask_again(self, now: Seconds) -> FileRequest | None:
+        """Return the request again if no chunk has come for long."""
+        if self._n_bytes == len(self._content) or now < self._backoff.due:
             return None
-        self._patience *= 2
-        return self.ask()
+        self._backoff.repeat(now)
+        return FileRequest(document=self.document, offset=len(self._content))
 
-    def take(self, chunk: FileChunk) -> bool:
+    def take(self, chunk: FileChunk, now: Seconds) -> bool:
         """Append a chunk; return whether it is new.
 
         Raises:
@@ -193,86 +169,12 @@ class FileDownload:
         if not is_sound or (end < known and not chunk.content):
             raise RemoteProtocolError(
                 f"{len(chunk.content)} bytes of {self.document} at {chunk.offset}, of "
-                f"{chunk.n_bytes} (before: {self._n_bytes}); {DOCUMENT_BYTES_MAX} at "
-                "most"
+                f"{chunk.n_bytes} (before: {self._n_bytes}); {DOCUMENT_BYTES_MAX} at most"
             )
-        if self.content is not None:
+        if self._n_bytes == len(self._content):
             return False
         self._n_bytes = known
         self._content += chunk.content.content
-        return True
-
-
-PROBE: Final = "probe"  # the document that measures the link
-
-CHUNK_BYTES: Final = 1 << 16
-N_ROUNDS_MAX: Final = 7
-N_CHUNKS_MAX: Final = (1 << N_ROUNDS_MAX) - 1  # 8 MiB to one incarnation of a host
-
-SECONDS_ENOUGH: Final = 0.15
-SECONDS_MAX: Final = 3.0  # a lost chunk ends the measurement
-
-_CONTENT: Final = Blob(bytes(CHUNK_BYTES))
-
-
-def probe_chunk(offset: int) -> FileChunk:
-    """Return the chunk of `PROBE` at this offset.
-
-    Raises:
-        RemoteProtocolError: there is none.
-    """
-    n_bytes = N_CHUNKS_MAX * CHUNK_BYTES
-    if offset >= n_bytes or offset % CHUNK_BYTES:
-        raise RemoteProtocolError(f"{PROBE} has no chunk at offset {offset}")
-    return FileChunk(document=PROBE, offset=offset, n_bytes=n_bytes, content=_CONTENT)
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class BandwidthProbe:
-    """Measures how fast the supervisor's messages arrive, for one incarnation of a host.
-
-        round     1    2    3    4 ...    7       begins when the previous one is complete
-        chunks    1    2    4    8 ...   64       of 64 KiB, all requested at once
-
-    It ends after 150 ms: a slow link after the first chunks, 1 Gbit/s after 8 MiB. The rate is that
-    of the best round, because other processes may disturb a round. It includes encryption and
-    reading.
-    """
-
-    begun_at: Seconds  # when the first chunk was requested
-    rate: float = 0.0  # bytes a second in the best complete round; 0.0 before
-    is_over: bool = False  # whether there is nothing more to request
-    _n_requested: int = 0
-    _n_received: int = 0
-    _n_of_round: int = 0
-    _round_at: Seconds = 0.0
-
-    def ask(self, now: Seconds) -> list[FileRequest]:
-        """Return the requests of the next round."""
-        self._n_of_round = max(1, 2 * self._n_of_round)
-        self._round_at = now
-        first, self._n_requested = self._n_requested, self._n_requested + self._n_of_round
-        return [
-            FileRequest(document=PROBE, offset=index * CHUNK_BYTES)
-            for index in range(first, self._n_requested)
-        ]
-
-    def take(self, chunk: FileChunk, now: Seconds) -> list[FileRequest]:
-        """Count a chunk; return the requests to send now."""
-        if self.is_over or chunk.offset != self._n_received * CHUNK_BYTES:
-            return []
-        self._n_received += 1
-        if self._n_received < self._n_requested:
-            return []
-        seconds = now - self._round_at
         # At least a microsecond: the rate must be finite.
-        rate = self._n_of_round * CHUNK_BYTES / max(seconds, 1e-6)
-        self.rate = max(self.rate, rate)
-        if now - self.begun_at >= SECONDS_ENOUGH or self._n_requested == N_CHUNKS_MAX:
-            self.is_over = True
-            return []
-        return self.ask(now)
-
-    def is_late(self, now: Seconds) -> bool:
-        return now - self.begun_at > SECONDS_MAX
+        self.rate = max(self.rate, len(chunk.content) / max(now - self._asked_at, 1e-6))
+        return True

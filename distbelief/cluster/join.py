@@ -12,33 +12,26 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
-import msgspec
 import torch
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.agent import (
-    AgentLauncher,
-    AgentStorage,
-    AgentStorageConfig,
-    HostAgent,
-    HostAgentConfig,
-)
+from distbelief.cluster.agent import AgentLauncher, AgentStorage, HostAgent, HostAgentConfig
 from distbelief.core import files
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.core.writer import Writer
-from distbelief.errors import JobError, TransportError
+from distbelief.errors import JobError
 from distbelief.launch.local import LocalLauncher
 from distbelief.partition.profiling import this_host as profiling
 from distbelief.protocol import Stop
 from distbelief.protocol.codec import JOINING
-from distbelief.roles.role import HOST, SUPERVISOR, USER, PeerLost, Received, Seconds
+from distbelief.roles.role import HOST, SUPERVISOR, USER, PeerLost, Received
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles
@@ -47,61 +40,12 @@ from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-SECONDS: Final = 2.0  # between two probes, and for the answer to one
-
-
-@final
-class PortProbe:
-    """Checks without blocking whether anything listens at an address.
-
-    ZeroMQ reconnects silently. A TCP connect shows why: a port where nothing listens refuses at
-    once, a link that is cut gives no answer.
-
-    Args:
-        place: The address.
-    """
-
-    def __init__(self, place: Endpoint) -> None:
-        self._place = place
-        self._link: socket.socket | None = None
-        self._begun_at: Seconds | None = None
-
-    def finds_nobody(self, now: Seconds) -> bool:
-        """Return whether the latest probe was refused; starts a new one when it is time."""
-        if self._begun_at is None or now - self._begun_at >= SECONDS:
-            self._begin(now)
-        if self._link is None or not _is_answered(self._link):
-            return False
-        error = self._link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        self.close()
-        return error == errno.ECONNREFUSED
-
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-
-    def _begin(self, now: Seconds) -> None:
-        self.close()
-        self._begun_at = now
-        self._link = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._link.settimeout(0.0)
-        try:
-            self._link.connect((self._place.host, self._place.port))
-        except BlockingIOError:
-            pass  # the normal case: the answer comes later
-        except OSError:  # no route
-            self.close()
-
-
-def _is_answered(link: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(link, select.POLLOUT)
-    return bool(poller.poll(0))
-
-
+INCARNATION: Final = 1  # the name is new each time
+PROBE_SECONDS: Final = 2.0  # between two probes, and for the answer to one
 DIAL_SECONDS: Final = 3.0  # between two attempts after a rejection
 ONCE_SECONDS: Final = 1.5  # at the start, in which exactly one probe runs
+
+Tell = Callable[[str], None]
 
 
 @final
@@ -113,7 +57,8 @@ class SupervisorMonitor:
         nothing listens there             the run is over if this host was part of it,
                                           else the user is warned
 
-    A link that is cut shows nothing, and may recover. The host's own address may change meanwhile.
+    A link that is cut shows nothing, and may recover. ZeroMQ reconnects silently, so a TCP connect
+    that never blocks tells the two apart: a port where nothing listens refuses at once.
 
     Args:
         transport: Of this host.
@@ -122,20 +67,21 @@ class SupervisorMonitor:
         tell: Shows a text to the user.
     """
 
-    def __init__(
-        self, transport: ZmqTransport, *, key: str, place: Endpoint, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, transport: ZmqTransport, *, key: str, place: Endpoint, tell: Tell) -> None:
         self._transport = transport
         self._key = key
         self._place = place
-        self._probe = PortProbe(place)
-        self._begun_at: Seconds | None = None
         self._tell = tell
         self._shown: set[str] = set()
-        self._dial_at: Seconds | None = None
+        self._begun_at = time.monotonic()
+        self._dial_at: float | None = None
+        self._probe: socket.socket | None = None
+        self._probed_at = -PROBE_SECONDS
 
     def close(self) -> None:
-        self._probe.close()
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
 
     def dial(self) -> None:
         """Connect to the supervisor, also again: ZeroMQ gives up when it is rejected."""
@@ -165,35 +111,37 @@ class SupervisorMonitor:
                 f"the process at {where} has another key than this address, or none: "
                 "use the address that `distbelief train --listen` prints there"
             )
-        self._begun_at = now if self._begun_at is None else self._begun_at
         is_new = now - self._begun_at < ONCE_SECONDS
-        if (is_alone or is_new) and self._probe.finds_nobody(now):
+        if (is_alone or is_new) and self.nothing_listens(now):
             if is_alone:
                 return f"nothing listens at {where} any more"
             self._show(f"nothing listens at {where} so far")
         return None
 
-    def own_address(self, *, known: str) -> str:
-        """Return the IP address at which the supervisor can reach this host now.
-
-        Args:
-            known: The previous one; returned while there is no route to the supervisor.
-        """
-        with suppress(TransportError):
-            return own_address_towards(self._place.host)
-        return known
+    def nothing_listens(self, now: float) -> bool:
+        """Return whether the latest probe was refused; starts a new one when it is time."""
+        if now - self._probed_at >= PROBE_SECONDS:
+            self.close()
+            self._probed_at = now
+            self._probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._probe.settimeout(0.0)
+            # Usually EINPROGRESS: the answer comes later. Without a route nothing is known.
+            if self._probe.connect_ex((self._place.host, self._place.port)) == errno.ENETUNREACH:
+                self.close()
+        poller = select.poll()
+        if self._probe is None:
+            return False
+        poller.register(self._probe, select.POLLOUT)
+        if not poller.poll(0):
+            return False
+        error = self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self.close()
+        return error == errno.ECONNREFUSED
 
     def _show(self, text: str) -> None:
         if text not in self._shown:
             self._shown.add(text)
             self._tell(text)
-
-
-INCARNATION: Final = 1  # the name is new each time
-
-NAME_SECONDS: Final = 5.0  # between two DNS lookups of the supervisor, while no job is there
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +161,7 @@ class JoinOptions:
 
 
 def join(options: JoinOptions, *, tell: Tell) -> int:
-    """Offer this host; return the exit code.
+    """Offer this host until it ends; return the exit code.
 
     Raises:
         JobError: the address or the keys are invalid.
@@ -221,145 +169,55 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
     """
     address = JobAddress.parse(options.address)
     reach = _reach(address, options)
-    was_taken = False
-    while True:
-        membership = _Membership(options, reach=reach, address=address, tell=tell)
-        exit_code = membership.run(returns=was_taken)
-        if membership.moved_to is None or exit_code:
-            return exit_code
-        reach = msgspec.structs.replace(reach, host=membership.moved_to)
-        was_taken = membership.was_taken
-
-
-@final
-class _Membership:
-    """This host at one IP address, under a name of its own.
-
-    All its sockets listen at that address: at another address, everything starts again.
-
-    Args:
-        options: The user's options.
-        reach: Where it listens.
-        address: Of the supervisor.
-        tell: Shows a text to the user.
-
-    Attributes:
-        moved_to: Its new address; None if it has ended for good.
-        was_taken: Whether a job has used it.
-    """
-
-    def __init__(
-        self, options: JoinOptions, *, reach: ListenConfig, address: JobAddress, tell: Tell
-    ) -> None:
-        self._options = options
-        self._reach = reach
-        self._address = address
-        self._place = address.place(_server(reach, address))
-        self._tell = tell
-        self._name_at = time.monotonic() + NAME_SECONDS
-        self.moved_to: str | None = None
-        self.was_taken = False
-
-    def run(self, *, returns: bool) -> int:
-        """Offer the host until it ends; return the exit code.
-
-        Args:
-            returns: Whether a job used it before, at another address.
-
-        Raises:
-            StorageError: a directory or shared memory cannot be created.
-        """
-        options, reach = self._options, self._reach
-        name = HOST + secrets.token_hex(4)
-        with ExitStack() as stack:
-            launcher = stack.enter_context(LocalLauncher())
-            FileMemory.sweep()
-            log = stack.enter_context(_Log(options.directory, tell=self._tell))
-            tell = self._tell = log.show
-            transport = stack.enter_context(
-                reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=log.add)
-            )
-            monitor = SupervisorMonitor(
-                transport, key=_own_key(reach), place=self._place, tell=tell
-            )
-            stack.callback(monitor.close)
-            monitor.dial()
-            storage = AgentStorage(self._storage_config(), launcher=launcher)
-            stack.callback(storage.clear)
-            stack.callback(launcher.close)  # before that
-            config = _config(options, transport.endpoint, returns=returns)
-            host = HostAgent(config, storage=storage)
-            tell(f"{name} waits for a job at {self._place.endpoint}")
-            node = RoleRunner(
-                host, transport=transport, log=log.add, launcher=AgentLauncher(launcher)
-            )
-            exit_code = _run(
-                node, lambda: self._check_supervisor(host, node, monitor=monitor), log=log
-            )
-            self.was_taken = host.was_taken
-        return exit_code
-
-    def _check_supervisor(
-        self, host: HostAgent, node: RoleRunner, *, monitor: SupervisorMonitor
-    ) -> None:
-        is_alone = host.is_supervisor_silent(time.monotonic())
-        lost = monitor.look(is_alone=is_alone, is_known=host.was_taken)
-        if lost is not None:
-            node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
-        if self.moved_to is None and host.is_offering:
-            self._check_addresses(node, monitor=monitor)
-
-    def _check_addresses(self, node: RoleRunner, *, monitor: SupervisorMonitor) -> None:
-        was = self._reach.host
-        now = monitor.own_address(known=was)
-        text = f"this host's address is {now}, no longer {was}"
-        if now == was:
-            if time.monotonic() < self._name_at:
-                return
-            is_left = self._address.has_moved_from(self._place)
-            self._name_at = time.monotonic() + NAME_SECONDS
-            if not is_left:
-                return
-            text = f"{self._address.host} is no longer at {self._place.host}"
-        self.moved_to = now
-        self._tell(f"{text}: offering it again")
-        stop = Stop(reason=text)
-        node.post(Received(sender=USER, incarnation=0, message=stop))
-
-    def _storage_config(self) -> AgentStorageConfig:
-        return AgentStorageConfig(
-            supervisor=str(self._place),
-            reach=self._reach,
-            allowed=self._options.allowed,
-            code=self._options.code.absolute(),
-            directory=self._options.directory.absolute(),
+    keys = reach.keys
+    place = address.place(address.key if keys is None else keys.server_key)
+    name = HOST + secrets.token_hex(4)
+    with ExitStack() as stack:
+        launcher = stack.enter_context(LocalLauncher())
+        FileMemory.sweep()
+        log = stack.enter_context(_Log(options.directory, tell=tell))
+        transport = stack.enter_context(
+            reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=log.add)
         )
+        own_key = "" if keys is None else keys.public
+        monitor = SupervisorMonitor(transport, key=own_key, place=place, tell=log.show)
+        stack.callback(monitor.close)
+        monitor.dial()
+        storage = AgentStorage(
+            supervisor=str(place),
+            reach=reach,
+            allowed=options.allowed,
+            code=options.code.absolute(),
+            directory=options.directory.absolute(),
+            launcher=launcher,
+        )
+        stack.callback(storage.clear)
+        stack.callback(launcher.close)  # before that
+        host = HostAgent(_config(options, transport.endpoint), storage=storage)
+        log.show(f"{name} waits for a job at {place.endpoint}")
+        node = RoleRunner(host, transport=transport, log=log.add, launcher=AgentLauncher(launcher))
 
-
-def _run(node: RoleRunner, look: Callable[[], None], *, log: "_Log") -> int:
-    with caught_signals() as caught:
+        def look() -> None:
+            is_alone = host.is_supervisor_silent(time.monotonic())
+            lost = monitor.look(is_alone=is_alone, is_known=host.was_taken)
+            if lost is not None:
+                node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
 
         def stop(number: signal.Signals) -> None:
             message = Stop(reason=REASONS[number])
             node.post(Received(sender=USER, incarnation=0, message=message))
 
-        caught.tell = stop
-        error = node.run(look)
-    if error is not None:
-        log.conclude(error)
-        return 1
-    return EXIT_CODES.get(caught.number, 0) if caught.number else 0
+        with caught_signals() as caught:
+            caught.tell = stop
+            error = node.run(look)
+        if error is not None:
+            log.conclude(error)
+            return 1
+        return EXIT_CODES.get(caught.number, 0) if caught.number else 0
 
 
-def _server(reach: ListenConfig, address: JobAddress) -> str:
-    return address.key if reach.keys is None else reach.keys.server_key
-
-
-def _own_key(reach: ListenConfig) -> str:
-    return "" if reach.keys is None else reach.keys.public
-
-
-def _config(options: JoinOptions, endpoint: str, *, returns: bool) -> HostAgentConfig:
+def _config(options: JoinOptions, endpoint: str) -> HostAgentConfig:
+    torch.set_num_threads(1)  # of this process, which computes nothing else
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return HostAgentConfig(
@@ -368,16 +226,10 @@ def _config(options: JoinOptions, endpoint: str, *, returns: bool) -> HostAgentC
         cores=options.cores or cores,
         memory_bytes=options.memory_bytes or memory,
         devices=options.devices,
-        flops=_flops(),
+        flops=profiling.flops(),
         stays=options.stays,
-        returns=returns,
         wait_seconds_max=options.wait_seconds,
     )
-
-
-def _flops() -> float:
-    torch.set_num_threads(1)  # of this process, which computes nothing else
-    return profiling.flops()
 
 
 def _reach(address: JobAddress, options: JoinOptions) -> ListenConfig:

@@ -12,12 +12,10 @@ import msgspec
 
 from distbelief.cluster.address import JobAddress
 from distbelief.cluster.bootstrap import write_job_spec
-from distbelief.cluster.host_table import ClusterConfig, StepTime
 from distbelief.cluster.ray import RayHosts, RayOptions, connect
-from distbelief.cluster.scheduler import ClusterSupervisor
 from distbelief.config.job import Job
 from distbelief.launch.role_process import RoleSpec
-from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.hosts import ClusterConfig, StepTime
 from distbelief.transport.address import ANYWHERE, Endpoint, own_address
 from distbelief.transport.config import ListenConfig
 
@@ -40,11 +38,9 @@ class JoinServer:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def wrap(
-        self, supervisor: Supervisor, job: Job, spec: RoleSpec, *, plan: Path | None
-    ) -> ClusterSupervisor:
-        """Wrap a supervisor so that its roles may run on other hosts."""
-        config = ClusterConfig(
+    def cluster(self, job: Job, spec: RoleSpec, *, plan: Path | None) -> ClusterConfig:
+        """Return how a job uses the hosts that join."""
+        return ClusterConfig(
             run=secrets.token_hex(4),
             job_spec=write_job_spec(spec, plan=plan),
             n_hosts=self.n_hosts,
@@ -54,7 +50,6 @@ class JoinServer:
             device=job.cluster.device,
             step=StepTime.of(job),
         )
-        return ClusterSupervisor(supervisor, config)
 
     def slots_here(self, job: Job) -> int:
         """Return how many processes of replicas this host takes."""
@@ -62,15 +57,9 @@ class JoinServer:
         return cores // job.cluster.threads
 
     def address(self, endpoint: str) -> JobAddress:
-        """Return the address where other hosts join.
-
-        Args:
-            endpoint: Where the supervisor listens, as its transport reports it.
-        """
+        """Return the address where other hosts join a supervisor that listens at `endpoint`."""
         place = Endpoint.parse(endpoint)
-        host = place.host
-        if host == ANYWHERE:
-            host = own_address()
+        host = own_address() if place.host == ANYWHERE else place.host
         return JobAddress(host=host, port=place.port, key=place.key, secret=self.reach.secret)
 
     def checked(self) -> Self:
@@ -88,16 +77,7 @@ class JoinServer:
     def ray_hosts(
         self, job: Job, address: JobAddress, *, n_machines: int, directory: Path
     ) -> Iterator[RayHosts | None]:
-        """Let Ray start hosts, if the job asks for it, while the context lasts.
-
-        Yields the hosts, or None.
-
-        Args:
-            job: The job.
-            address: Where they join.
-            n_machines: Ranks of each replica.
-            directory: For their logs.
-        """
+        """Let Ray start hosts, if the job asks for it, while the context lasts."""
         if not self.on_ray:
             yield None
             return

@@ -1,15 +1,14 @@
 """Algorithms, found by name among the entry points of installed packages."""
 
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 
-from distbelief.config.job import VerdictOf, done
 from distbelief.core.formatting import nearest
 from distbelief.errors import JobError, JobFileError
 
@@ -26,7 +25,8 @@ GROUP: Final = "distbelief.algorithms"  # entry-point group; each names an `Algo
 class Algorithm(Protocol):
     """What an entry point of the group `GROUP` names.
 
-    It may also have an attribute `ends_by_itself`, and methods `verdict` and `check_cluster`.
+    It may also have an attribute `ends_by_itself`, a method `verdict`, which judges a coordinator's
+    end by its last counters (`config.job.VerdictOf`), and a method `check_cluster`.
     """
 
     @property
@@ -59,77 +59,48 @@ class Algorithm(Protocol):
     def build(self, name: str, *, config: object, context: "BuildContext") -> "Role": ...
 
 
+def algorithm_of(job: "Job") -> Algorithm:
+    return load(find(job.algorithm_name))
+
+
 def roster_of(job: "Job", *, n_machines: int | None = None) -> "list[RosterEntry]":
-    """Return the roles of a job.
-
-    Args:
-        job: The job.
-        n_machines: Ranks of each replica; None if replicas are not split.
-
-    Raises:
-        JobError: its algorithm cannot split replicas.
-    """
-    algorithm = load(find(job.algorithm_name))
-    numbers = {
-        "n_replicas": job.cluster.replicas,
-        "n_shards": job.cluster.shards,
-        "shard_copies": job.cluster.shard_copies,
-    }
-    evaluates = job.data.test is not None
-    if n_machines is None:
-        return algorithm.roster(job.algorithm, **numbers, evaluates=evaluates)
-    if "n_machines" not in inspect.signature(algorithm.roster).parameters:
+    """Return the roles of a job; `n_machines` is the number of ranks if replicas are split."""
+    roster = algorithm_of(job).roster
+    options: dict[str, int] = {} if n_machines is None else {"n_machines": n_machines}
+    if not options.keys() <= signature(roster).parameters.keys():
         raise JobError(
             f"[cluster] partitions: algorithm {job.algorithm_name!r} cannot split a replica: "
             "leave partitions, plan and device out"
         )
-    return algorithm.roster(job.algorithm, **numbers, evaluates=evaluates, n_machines=n_machines)
+    return roster(
+        job.algorithm,
+        n_replicas=job.cluster.replicas,
+        n_shards=job.cluster.shards,
+        shard_copies=job.cluster.shard_copies,
+        evaluates=job.data.test is not None,
+        **options,
+    )
 
 
 def coordinator_of(job: "Job") -> str | None:
     """Return the name of the role that drives the shards of this job, if there is one."""
-    entries = roster_of(job)
-    return next((e.name for e in entries if e.kind == "coordinator"), None)
-
-
-def ends_by_itself(point: EntryPoint) -> bool:
-    return bool(getattr(load(point), "ends_by_itself", False))
-
-
-def fields_of(job: "Job") -> tuple[str, ...]:
-    return tuple(load(find(job.algorithm_name)).fields)
-
-
-def verdict_of(job: "Job") -> VerdictOf:
-    """Return the function that judges a coordinator's end by its last counters."""
-    verdict = getattr(load(find(job.algorithm_name)), "verdict", done)
-    return cast("VerdictOf", verdict)
+    return next((e.name for e in roster_of(job) if e.kind == "coordinator"), None)
 
 
 def check_cluster(job: "Job") -> None:
-    """Reject a cluster that the algorithm cannot use.
-
-    Raises:
-        JobError: it names table and key.
-    """
-    algorithm = load(find(job.algorithm_name))
-    check = getattr(algorithm, "check_cluster", None)
+    """Reject a cluster that the algorithm cannot use."""
+    check = getattr(algorithm_of(job), "check_cluster", None)
     if check is not None:
         check(job.cluster, job.algorithm)
 
 
 def find(name: object) -> EntryPoint:
-    """Return the entry point of this name, without importing it.
-
-    Raises:
-        JobFileError: it is not installed; the message lists those that are.
-    """
+    """Return the entry point of this name, without importing it."""
     installed = _installed(tuple(sys.path))
     if isinstance(name, str) and name in installed:
         return installed[name]
     known = ", ".join(sorted(installed)) or "none; is the package itself installed?"
-    near = nearest(str(name), installed) if installed else ""
-    hint = near if near.startswith("Did") else ""
+    hint = nearest(str(name), installed, only_close=True)
     raise JobFileError(f"is not installed. {hint} Installed: {known}".replace("  ", " "))
 
 
@@ -139,11 +110,7 @@ def _installed(_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 
 
 def load(point: EntryPoint) -> Algorithm:
-    """Return the algorithm itself; the import may take torch with it.
-
-    Raises:
-        JobFileError: it cannot be imported.
-    """
+    """Return the algorithm itself; the import may take torch with it."""
     try:
         return cast("Algorithm", point.load())
     except (ImportError, AttributeError) as error:

@@ -87,9 +87,6 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"plan = {self.plan!r}: wants the path of a plan.json "
                 "(distbelief partition --out plan.json writes one)"
             )
-        self._check_pins()
-
-    def _check_pins(self) -> None:
         if self.pins and self.plan is not None:
             raise JobFileError(
                 f"pins = {list(self.pins)!r} and plan = {self.plan!r}: the plan already "

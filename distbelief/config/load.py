@@ -51,33 +51,37 @@ _TABLES: Final = ("model", "data", "algorithm", "cluster", "evaluation", "stop",
 
 
 def resolve(content: dict[str, object], *, file: str) -> Job:
-    """Return the job of these tables, read from `file`.
-
-    Raises:
-        TableError: the first error found.
-    """
+    """Return the job of these tables, read from `file`."""
     tables.check_known(content, ("name", *_TABLES), ())
     given = {name: tables.as_table(content.get(name, {}), (name,)) for name in _TABLES}
     for name in ("model", "data", "algorithm"):
         if name not in content:
-            raise TableError((name,), f"there is no table [{name}]: add one")
+            raise _no_table(name)
     source = _source(given["source"], file=file)
-    cluster = _cluster(given["cluster"], base=Path(source.file).parent)
+    base = Path(source.file).parent
+    cluster = _cluster(given["cluster"], base=base)
     evaluation = _decode(given["evaluation"], EvaluationTable, "evaluation")
     stop = _stop(given["stop"])
     output = _output(given["output"], file=source.file)
     name = _name(content, output)
     point = _algorithm(given["algorithm"])
-    _check_end(stop, point, is_there="stop" in content)
+    algorithm = _loaded(point)
     # What follows imports torch; the tables above are checked first, so their errors come fast.
-    base = Path(source.file).parent
+    if stop.is_empty and not getattr(algorithm, "ends_by_itself", False):
+        if "stop" not in content:
+            raise _no_table("stop")
+        raise TableError(
+            ("stop",),
+            "[stop] is empty, so the job would never end: add epochs = 1, or another of "
+            f"{', '.join(stop.__struct_fields__)}",
+        )
     job = Job(
         model=_model(given["model"], base=base),
         data=_data(given["data"], base=base),
         algorithm_name=point.name,
         algorithm=tables.decode(
             {key: value for key, value in given["algorithm"].items() if key != "name"},
-            _loaded(point).config,
+            algorithm.config,
             path=("algorithm",),
         ),
         cluster=cluster,
@@ -88,8 +92,20 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
         source=source.file,
         import_paths=source.import_paths,
     )
-    _check_together(job)
+    if job.data.test is None and job.stop.accuracy is not None:
+        raise TableError(
+            ("stop", "accuracy"),
+            f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table [data.test]",
+        )
+    try:
+        algorithms.check_cluster(job)
+    except JobError as error:
+        raise TableError(("cluster",), str(error)) from None
     return job
+
+
+def _no_table(name: str) -> TableError:
+    return TableError((name.partition(".")[0],), f"there is no table [{name}]: add one")
 
 
 def _decode(table: dict[str, object], struct: type[tables.S], name: str) -> tables.S:
@@ -105,12 +121,12 @@ def _source(table: dict[str, object], *, file: str) -> SourceTable:
 
 def _cluster(table: dict[str, object], *, base: Path) -> ClusterTable:
     cluster = _decode(table, ClusterTable, "cluster")
-    if cluster.plan is not None:
-        cluster = msgspec.structs.replace(cluster, plan=_from(base, cluster.plan))
-    if cluster.machines.endswith(".toml"):
-        found = _from(base, cluster.machines)
-        cluster = msgspec.structs.replace(cluster, machines=found)
-    return cluster
+    plan, machines = cluster.plan, cluster.machines
+    return msgspec.structs.replace(
+        cluster,
+        plan=None if plan is None else _from(base, plan),
+        machines=_from(base, machines) if machines.endswith(".toml") else machines,
+    )
 
 
 def _stop(table: dict[str, object]) -> StopTable:
@@ -119,18 +135,6 @@ def _stop(table: dict[str, object]) -> StopTable:
     if isinstance(seconds, int | float) and not isinstance(seconds, bool):
         table = table | {"seconds": f"{seconds!r} s"}
     return _decode(table, StopTable, "stop")
-
-
-def _check_end(stop: StopTable, point: EntryPoint, *, is_there: bool) -> None:
-    if not stop.is_empty or algorithms.ends_by_itself(point):
-        return
-    if not is_there:
-        raise TableError(("stop",), "there is no table [stop]: add one")
-    raise TableError(
-        ("stop",),
-        "[stop] is empty, so the job would never end: add epochs = 1, or another of "
-        f"{', '.join(stop.__struct_fields__)}",
-    )
 
 
 def _output(table: dict[str, object], *, file: str) -> OutputTable:
@@ -158,11 +162,10 @@ def _algorithm(table: dict[str, object]) -> EntryPoint:
         raise TableError(
             path, "[algorithm] lacks the key 'name': give it text, such as \"downpour\""
         )
-    name = table["name"]
     try:
-        return algorithms.find(name)
+        return algorithms.find(table["name"])
     except JobFileError as error:
-        text = f"[algorithm] name = {toml.excerpt(name)} {error}"
+        text = f"[algorithm] name = {toml.excerpt(table['name'])} {error}"
         raise TableError(path, text) from None
 
 
@@ -188,7 +191,7 @@ def _data(table: dict[str, object], *, base: Path) -> DataTables:
 
     tables.check_known(table, ("train", "test"), ("data",))
     if "train" not in table:
-        raise TableError(("data",), "there is no table [data.train]: add one")
+        raise _no_table("data.train")
     specs: dict[str, DataSpec] = {}
     for name, value in table.items():
         path = ("data", name)
@@ -196,18 +199,6 @@ def _data(table: dict[str, object], *, base: Path) -> DataTables:
         specs[name] = tables.decode(part, DataSpec, path=path)
         _check_plain(specs[name].arguments, (*path, "arguments"))
     return DataTables(train=specs["train"], test=specs.get("test"))
-
-
-def _check_together(job: Job) -> None:
-    if job.data.test is None and job.stop.accuracy is not None:
-        raise TableError(
-            ("stop", "accuracy"),
-            f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table [data.test]",
-        )
-    try:
-        algorithms.check_cluster(job)
-    except JobError as error:
-        raise TableError(("cluster",), str(error)) from None
 
 
 # Dates, NaN and huge integers cannot be sent to role processes.
@@ -234,10 +225,8 @@ def _check_plain(value: object, path: tables.Path) -> None:
 
 
 def _grounded(table: dict[str, object], base: Path) -> dict[str, object]:
-    arguments = table.get("arguments")
-    if not isinstance(arguments, dict):
-        return table
-    return table | {"arguments": _ground(arguments, base)}
+    own = {"arguments": _ground(table["arguments"], base)} if "arguments" in table else {}
+    return table | own
 
 
 def _ground(value: object, base: Path) -> object:
@@ -260,15 +249,7 @@ FILE_BYTES_MAX: Final = 1 << 20  # job files are written by hand: a longer one i
 
 
 def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Job:
-    """Return the job of the file at `path`.
-
-    Args:
-        path: A TOML file.
-        overrides: "TABLE.KEY=VALUE", applied in this order.
-
-    Raises:
-        JobFileError: the file, a key or a value is wrong; it says how to fix it.
-    """
+    """Return the job of the file at `path`."""
     text = _read_text(Path(path))
     return parse_job(text, path=path, overrides=overrides)
 
@@ -285,29 +266,19 @@ def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[st
     except tomllib.TOMLDecodeError as error:
         raise JobFileError(f"{file}: not valid TOML: {_shown(error, text)}") from None
     replaced = {_override(content, override): f"--set {override}" for override in overrides}
-    return _read(content, file=file, overrides=replaced)
-
-
-def job_from_json(text: bytes) -> Job:
-    """Return the job that `Job.to_json` wrote.
-
-    Raises:
-        JobFileError: it is none.
-    """
-    try:
-        content = msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise JobFileError(f"a job as JSON cannot be read: {error}") from None
-    return _read(content, file="job", overrides={})
-
-
-def _read(content: dict[str, object], *, file: str, overrides: Mapping[tables.Path, str]) -> Job:
     try:
         return resolve(content, file=file)
     except TableError as error:
-        culprits = [text for path, text in overrides.items() if _blames(error, path)]
-        culprit = culprits[-1] if culprits else file
-        raise JobFileError(f"{culprit}: {error}") from None
+        culprits = [text for path, text in replaced.items() if _blames(error, path)]
+        raise JobFileError(f"{[file, *culprits][-1]}: {error}") from None
+
+
+def job_from_json(text: bytes) -> Job:
+    """Return the job that `Job.to_json` wrote."""
+    try:
+        return resolve(msgspec.json.decode(text, type=dict[str, object]), file="job")
+    except (TableError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise JobFileError(f"a job as JSON cannot be read: {error}") from None
 
 
 def _blames(error: TableError, path: tables.Path) -> bool:
@@ -330,7 +301,10 @@ def _read_text(path: Path) -> str:
             raise JobFileError(f"{path} has more than {FILE_BYTES_MAX} bytes: that is no job file")
         return content.decode("utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError:
-        raise JobFileError(_no_such_file(path)) from None
+        names = [file.stem for file in path.parent.glob("*.toml")]
+        near = get_close_matches(path.stem, names, n=1)
+        hint = f" Did you mean '{path.parent / near[0]}.toml'?" if near else ""
+        raise JobFileError(f"{path}: there is no such file.{hint}") from None
     except IsADirectoryError:
         raise JobFileError(
             f"{path} is a directory: name a job file in it, or resume a run with --resume {path}"
@@ -341,14 +315,6 @@ def _read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise JobFileError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _no_such_file(path: Path) -> str:
-    parent = path.parent
-    names = sorted(p.stem for p in parent.glob("*.toml")) if parent.is_dir() else []
-    near = get_close_matches(path.stem, names, n=1)
-    hint = f" Did you mean '{parent / near[0]}.toml'?" if near else ""
-    return f"{path}: there is no such file.{hint}"
 
 
 def _shown(error: tomllib.TOMLDecodeError, text: str) -> str:

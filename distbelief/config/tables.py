@@ -85,17 +85,7 @@ def decode(
     path: Path,
     quantities: Mapping[str, units.Dimension] | None = None,
 ) -> S:
-    """Return the table `value` as a `struct`.
-
-    Args:
-        value: The table, as read.
-        struct: Its type.
-        path: Its place in the file.
-        quantities: Keys that are written with units.
-
-    Raises:
-        TableError: naming the place, the value and the fix.
-    """
+    """Return the table `value` as a `struct`."""
     table = as_table(value, path)
     kind = _kind(struct)
     _check_keys(table, kind, path)

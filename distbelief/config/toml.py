@@ -18,20 +18,12 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def write(table: Table) -> str:
-    """Return `table` as a TOML document that reads back as an equal one.
-
-    Raises:
-        JobFileError: a value has a type that TOML cannot express.
-    """
+    """Return `table` as a TOML document that reads back as an equal one."""
     return "\n".join(_lines(table, ())).strip("\n") + "\n"
 
 
 def inline(value: object) -> str:
-    """Return one value as TOML.
-
-    Raises:
-        JobFileError: TOML cannot express its type.
-    """
+    """Return one value as TOML."""
     match value:
         case bool():
             return "true" if value else "false"

@@ -43,9 +43,6 @@ class Scratch:
         """Make a directory, by default in the system's temporary directory, with a new name.
 
         Directories that killed processes left are removed first.
-
-        Raises:
-            StorageError: the directory cannot be made.
         """
         root = Path(tempfile.gettempdir()) if root is None else root
         if name is None:
@@ -69,11 +66,7 @@ class Scratch:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a temporary directory that is removed at the end.
-
-    Raises:
-        StorageError: the directory cannot be made.
-    """
+    """Yield a temporary directory that is removed at the end."""
     made = Scratch.make()
     try:
         yield made.path
@@ -87,11 +80,7 @@ def sweep(pattern: str, *, root: Path) -> list[Path]:
 
 
 def lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of `path` until it is closed.
-
-    Raises:
-        OSError: the path does not exist, or another process holds the lock.
-    """
+    """Return a descriptor that holds the lock of `path` until it is closed."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,20 +154,12 @@ class LineFile:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace the file at `path` atomically.
-
-    Raises:
-        StorageError: the file cannot be written; the old one is unchanged.
-    """
+    """Replace the file at `path` atomically."""
     write_by(path, lambda temporary: temporary.write_bytes(content))
 
 
 def write_by(path: Path, fill: Callable[[Path], object]) -> None:
-    """Replace the file at `path` atomically by what `fill` writes to the path it gets.
-
-    Raises:
-        StorageError: the file cannot be written; the old one is unchanged.
-    """
+    """Replace the file at `path` atomically by what `fill` writes to the path it gets."""
     # A device or a pipe (/dev/null) is written directly, never replaced by a file.
     if path.exists() and not (path.is_file() or path.is_dir()):
         try:
@@ -223,11 +204,7 @@ def _locked_draft(parent: Path) -> tuple[Path, int | None]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file atomically; no other user can read it at any time.
-
-    Raises:
-        StorageError: the file cannot be written; the old one is unchanged.
-    """
+    """Replace a file atomically; no other user can read it at any time."""
 
     def fill(draft: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW

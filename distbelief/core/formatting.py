@@ -8,6 +8,8 @@ from typing import Final
 
 DASH: Final = "-"  # a value that was not measured; never shown as zero
 
+N_KNOWN_MAX: Final = 40  # names in a hint
+
 _SHARES: Final = frozenset({"accuracy", "top5"})
 _SHARE: Final = "_share"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -23,11 +25,20 @@ def is_share(metric_name: str) -> bool:
     return metric_name in _SHARES
 
 
+def percent(share: float, decimals: int = 0) -> str:
+    return f"{100 * share:.{decimals}f} %"
+
+
+def joined(separator: str, parts: Iterable[object]) -> str:
+    """Join the parts that are text; what does not apply is None, False or 0."""
+    return separator.join(part for part in parts if isinstance(part, str) and part)
+
+
 def metric(value: float | None, name: str) -> str:
     """Return "39.8 %" for shares, else about three digits."""
     if value is None:
         return DASH
-    return f"{value:.1%}".replace("%", " %") if is_share(name) else figure(value)
+    return percent(value, 1) if is_share(name) else figure(value)
 
 
 def figure(value: float | None) -> str:
@@ -58,13 +69,11 @@ def duration(seconds: float | None) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02d} s"
-    minutes = whole // 60
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} m"
-    hours = minutes // 60
-    return f"{hours // 24} d {hours % 24:02d} h"
+    for length, large, small in ((60, "m", "s"), (60, "h", "m")):
+        if whole < length * (60 if large == "m" else 24):
+            return f"{whole // 60} {large} {whole % 60:02d} {small}"
+        whole //= 60
+    return f"{whole // 24} d {whole % 24:02d} h"
 
 
 def size(n_bytes: float | None) -> str:
@@ -100,15 +109,12 @@ def named(figures: Mapping[str, float]) -> list[str]:
 
     A name that ends in "_share" is shown in percent: "computing 94 %".
     """
-    shown = []
-    for name, value in figures.items():
-        if name.endswith(_SHARE):
-            shown.append(f"{name.removesuffix(_SHARE)} {value:.0%}".replace("%", " %"))
-            continue
-        whole = float(value).is_integer()
-        text = count(value) if whole else figure(value)
-        shown.append(f"{name.replace('_', ' ')} {text}")
-    return shown
+    return [
+        f"{name.removesuffix(_SHARE)} {percent(value)}"
+        if name.endswith(_SHARE)
+        else f"{name.replace('_', ' ')} {(count if float(value).is_integer() else figure)(value)}"
+        for name, value in figures.items()
+    ]
 
 
 def role(name: str) -> str:
@@ -145,8 +151,8 @@ SYNONYMS: Final = {
 }
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown word: "Did you mean 'n_push'?", or all known words."""
+def nearest(word: str, known: Iterable[str], *, only_close: bool = False) -> str:
+    """Return a hint for an unknown word: "Did you mean 'n_push'?", or else all known words."""
     known, word = list(known), word.lower()
     if SYNONYMS.get(word) in known:
         return f"Did you mean '{SYNONYMS[word]}'?"
@@ -154,4 +160,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     begun = [name for name in known if name.startswith(word)]  # "tol" of "tolerance"
     if not near and len(begun) == 1:
         near = begun
-    return f"Did you mean '{near[0]}'?" if near else f"It knows {', '.join(known)}."
+    if near:
+        return f"Did you mean '{near[0]}'?"
+    few = ", ".join(known[:N_KNOWN_MAX]) + (", ..." if len(known) > N_KNOWN_MAX else "")
+    return "" if only_close else f"It knows {few}."

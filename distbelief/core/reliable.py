@@ -79,9 +79,13 @@ class Silence:
         """Our own timer fired: do not count its delay as silence; return the delay."""
         late = 0.0 if self.timer_at is None else max(0.0, now - self.timer_at)
         self.timer_at = None
+        self.add_delay(late, now)
+        return late
+
+    def add_delay(self, late: float, now: float) -> None:
+        """Do not count `late` seconds: a timer that watches several peers was late by them."""
         self.heard_at = min(now, self.heard_at + late)
         self.progress_at = min(now, self.progress_at + late)
-        return late
 
     def silent(self, now: float) -> float:
         """Return the seconds since the peer was last heard."""
@@ -181,8 +185,8 @@ class Arrivals:
         self._ahead: set[int] = set()
         self.count = 0  # all numbers below it arrived: the acknowledgement
 
-    def add(self, number: int) -> bool:
-        """Note a number; return whether it is new.
+    def is_new(self, number: int) -> bool:
+        """Return whether a number has not been noted.
 
         Raises:
             RemoteProtocolError: it is beyond the window.
@@ -191,7 +195,11 @@ class Arrivals:
             raise RemoteProtocolError(
                 f"item {number} came before {self.count}: at most {self._window} may be under way"
             )
-        if number < self.count or number in self._ahead:
+        return number >= self.count and number not in self._ahead
+
+    def add(self, number: int) -> bool:
+        """Note a number; return whether it is new. Raises as `is_new` does."""
+        if not self.is_new(number):
             return False
         self._ahead.add(number)
         while self.count in self._ahead:

@@ -31,7 +31,7 @@ class CaughtSignals:
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
-        self.tell: Callable[[signal.Signals], None] = _ignore
+        self.tell: Callable[[signal.Signals], object] = repr  # nobody listens yet
 
     def catch(self, number: int, _frame: FrameType | None) -> None:
         is_first = self.number is None
@@ -55,10 +55,6 @@ def leave_terminal() -> None:
                 os.close(null)
 
 
-def _ignore(_number: signal.Signals) -> None:
-    pass
-
-
 class _Terminated(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -75,7 +71,8 @@ def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack, as Ctrl+C does, so that cleanup code runs."""
-    replaced = _with_default_handler() if _is_main_thread() else []
+    numbers = (signal.SIGTERM, signal.SIGHUP) if _is_main_thread() else ()
+    replaced = [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]
     for number in replaced:
         signal.signal(number, _terminate)
     try:
@@ -87,11 +84,6 @@ def ended_by_signals() -> Iterator[None]:
             # `_terminate` set SIG_IGN if the terminal was closed; that must stay.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
-
-
-def _with_default_handler() -> list[signal.Signals]:
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    return [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]
 
 
 def _is_main_thread() -> bool:

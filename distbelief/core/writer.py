@@ -10,10 +10,11 @@
 * `close` waits a limited time. A thread that hangs then continues when it can.
 """
 
+import datetime as dt
 import threading
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from itertools import count
 from typing import Final, Self, final
 
 
@@ -23,15 +24,18 @@ CLOSE_SECONDS_MAX: Final = 5.0
 Job = Callable[[], object]
 
 
+def log_line(role: str, level: str, text: str) -> str:
+    """Return a line of a log file, with the time of day."""
+    now = dt.datetime.now().astimezone()
+    return f"{now:%Y-%m-%d %H:%M:%S}.{now.microsecond // 1000:03d} {role} {level}: {text}"
+
+
 @final
 class Writer:
     """A writer thread and its queue of jobs.
 
-    Args:
-        name: Name of the thread.
-        tell: Called in the thread with a message about dropped jobs, and about exceptions
-            that a job has not handled itself.
-        n_waiting_max: Length of the queue.
+    `tell` is called in the thread with a message about dropped jobs, and about exceptions that a
+    job has not handled itself.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Writer:
         self._n_waiting_max = n_waiting_max
         self._changed = threading.Condition()
         self._waiting: dict[str | int, Job] = {}  # in the order in which they run
-        self._n_written = 0
+        self._numbers = count()
         self._n_dropped = 0
         self._n_raised = 0
         self._closing = False
@@ -59,18 +63,23 @@ class Writer:
 
     def write(self, job: Job) -> None:
         """Run this job after all earlier ones."""
-        with self._changed:
-            self._n_written += 1
-            if self._is_taken(self._n_written, job):
-                return
-        job()
+        self.renew(next(self._numbers), job)
 
-    def renew(self, key: str, job: Job) -> None:
+    def renew(self, key: str | int, job: Job) -> None:
         """Run this job; it replaces a waiting job of the same key."""
         with self._changed:
-            if self._is_taken(key, job):
-                return
-        job()
+            has_thread = self._thread is not None
+            if (
+                has_thread
+                and key not in self._waiting
+                and len(self._waiting) >= self._n_waiting_max
+            ):
+                self._n_dropped += 1
+            elif has_thread:
+                self._waiting[key] = job
+                self._changed.notify()
+        if not has_thread:
+            job()
 
     def close(self, *, seconds_max: float = CLOSE_SECONDS_MAX) -> bool:
         """Wait for all jobs; return whether they have all run."""
@@ -85,26 +94,10 @@ class Writer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- the thread ---
-
-    def _is_taken(self, key: str | int, job: Job) -> bool:
-        # False if there is no thread: then the caller runs the job.
-        if self._thread is None:
-            return False
-        if key not in self._waiting and len(self._waiting) >= self._n_waiting_max:
-            self._n_dropped += 1
-        else:
-            self._waiting[key] = job
-            self._changed.notify()
-        return True
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -132,5 +125,4 @@ class Writer:
         with self._changed:
             n_dropped, self._n_dropped = self._n_dropped, 0
         if n_dropped:
-            noun = "line was" if n_dropped == 1 else "lines were"
-            self._tell(f"{n_dropped:,} {noun} dropped: writing takes too long")
+            self._tell(f"lines dropped, as writing takes too long: {n_dropped:,}")

@@ -65,15 +65,11 @@ def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.t
 
 
 def _whole_batch(read: tuple[object, ...], wanted: Sequence[int], *, table: str) -> Batch:
-    match read:
-        case (inputs, targets):
-            pass
-        case _:
-            raise JobError(
-                f"[{table}] __getitems__ returned {_kind(read)}: a batch is a tuple "
-                "(inputs, targets)"
-            )
-    batch = _tensor(inputs, "inputs", table), _tensor(targets, "targets", table)
+    if len(read) != 2:
+        raise JobError(
+            f"[{table}] __getitems__ returned {_kind(read)}: a batch is a tuple (inputs, targets)"
+        )
+    batch = _tensor(read[0], "inputs", table), _tensor(read[1], "targets", table)
     for name, tensor in zip(("inputs", "targets"), batch, strict=True):
         if tensor.ndim == 0 or len(tensor) != len(wanted):
             raise JobError(

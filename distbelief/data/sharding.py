@@ -35,8 +35,8 @@ class DataShard:
 
     n_samples: int  # of the whole data set
     _: KW_ONLY
-    replica_index: int  # index of the replica
-    n_replicas: int  # number of replicas
+    replica_index: int
+    n_replicas: int
     seed: int  # of the orders
 
     def __post_init__(self) -> None:

@@ -9,18 +9,16 @@ import datetime as dt
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Final, Self, final
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from distbelief.core import formatting
 from distbelief.display.screen import Screen, left, phase_of
-from distbelief.roles.role import Seconds
-from distbelief.supervisor.view import JobView, Message
+from distbelief.supervisor.view import JobView
 
 
 LINE_SECONDS: Final = 5.0  # between two plain lines
@@ -28,12 +26,7 @@ LINE_SECONDS: Final = 5.0  # between two plain lines
 
 @final
 class WaitProgress:
-    """Progress of a number of simulated runs, as a context manager.
-
-    Args:
-        console: Where to; a quiet one shows nothing.
-        n_runs: How many there will be.
-    """
+    """Progress of a number of simulated runs, as a context manager."""
 
     def __init__(self, console: Console, *, n_runs: int) -> None:
         self._console = console
@@ -68,7 +61,12 @@ class WaitProgress:
         now = time.monotonic()
         if not self._console.is_terminal and now - self._printed_at >= LINE_SECONDS:
             self._printed_at = now
-            self._print(self._line(view.seconds, view))
+            metric = formatting.metric(view.metric, view.metric_name)
+            self._print(
+                f"run {self._n_done + 1} of {self._n_runs} {self._what}: "
+                f"{formatting.duration(view.seconds)} of virtual time, {view.samples:,} samples, "
+                f"{view.metric_name} {metric}"
+            )
 
     def end(self) -> None:
         self._n_done += 1
@@ -78,25 +76,12 @@ class WaitProgress:
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _line(self, seconds: Seconds, view: JobView) -> str:
-        metric = formatting.metric(view.metric, view.metric_name)
-        return (
-            f"run {self._n_done + 1} of {self._n_runs} {self._what}: "
-            f"{formatting.duration(seconds)} of virtual time, {view.samples:,} samples, "
-            f"{view.metric_name} {metric}"
-        )
-
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.quiet:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar.live.is_started:  # else rich ends it with an empty line
             self._bar.stop()
 
@@ -141,12 +126,7 @@ class ProgressLine:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -160,7 +140,10 @@ class ProgressLine:
         """Show the latest view and its new messages."""
         for message in view.messages:
             if message.number > self._n_shown:
-                self._show_message(message, view)
+                self._n_shown = message.number
+                ago = dt.timedelta(seconds=max(0.0, view.seconds - message.seconds))
+                text = Text(f"{self._time_of_day() - ago:%H:%M:%S}  ", "dim")
+                self._print(text.append(message.text, _STYLES[message.level]))
         if self._live is not None:
             self._live.update(Screen(view, name=self._name), refresh=True)
         elif view.phase != self._phase or view.seconds >= self._next_line:
@@ -176,35 +159,21 @@ class ProgressLine:
                 live.update(Text(), refresh=True)
                 live.stop()
 
-    def print(self, content: RenderableType) -> None:
-        self._console.print(content, highlight=False)
-
-    def _show_message(self, message: Message, view: JobView) -> None:
-        self._n_shown = message.number
-        ago = dt.timedelta(seconds=max(0.0, view.seconds - message.seconds))
-        text = Text(f"{self._time_of_day() - ago:%H:%M:%S}  ", "dim")
-        text.append(message.text, _STYLES[message.level])
-        self._print(text)
-
     def _line(self, view: JobView) -> Text:
-        parts = [f"{self._time_of_day():%H:%M:%S}", phase_of(view)]
-        if view.progress is not None:
-            parts.append(f"{view.progress:.0%}".replace("%", " %"))
-        if view.samples:
-            parts.append(f"{view.samples:,} samples")
-        if view.samples_per_second is not None:
-            parts.append(f"{formatting.rate(view.samples_per_second)}/s")
-        if view.loss is not None:
-            parts.append(f"loss {formatting.figure(view.loss)}")
-        if view.metric is not None:
-            value = formatting.metric(view.metric, view.metric_name)
-            parts.append(f"held-out {view.metric_name} {value}")
-        if view.staleness_mean is not None:
-            staleness = formatting.staleness(view.staleness_mean, view.staleness_p95)
-            parts.append(f"staleness {staleness}")
-        parts += formatting.named(view.figures)
-        parts.append(left(view))
-        return Text("  ".join(part for part in parts if part))
+        mean, name = view.staleness_mean, view.metric_name
+        parts = [
+            f"{self._time_of_day():%H:%M:%S}",
+            phase_of(view),
+            view.progress is not None and formatting.percent(view.progress),
+            view.samples and f"{view.samples:,} samples",
+            view.samples_per_second is not None and f"{formatting.rate(view.samples_per_second)}/s",
+            view.loss is not None and f"loss {formatting.figure(view.loss)}",
+            view.metric is not None and f"held-out {name} {formatting.metric(view.metric, name)}",
+            mean is not None and f"staleness {formatting.staleness(mean, view.staleness_p95)}",
+            *formatting.named(view.figures),
+            left(view),
+        ]
+        return Text(formatting.joined("  ", parts))
 
     def _print(self, text: Text) -> None:
         # rich guesses the width of a pipe: do not break lines there.

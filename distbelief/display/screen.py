@@ -34,11 +34,7 @@ _TROUBLE = ("lost", "failed", "restarting", "silent")
 class Screen:
     """Draws a view to the console's present width and height.
 
-    Args:
-        view: What to draw.
-        name: Of the job.
-        whole: Draw every role, however many lines that takes.
-        is_past: The job has ended or died: show the last state as past.
+    `whole` draws every role, however many lines that takes; `is_past` shows a job that has ended.
     """
 
     def __init__(
@@ -143,15 +139,12 @@ def _title(view: JobView, name: str, phase: str, width: int) -> Table:
 
 
 def _bar(view: JobView, width: int) -> list[RenderableType]:
-    samples = f"{view.samples:,} samples"
-    if view.total_samples is not None:
-        samples = f"{view.samples:,} of {view.total_samples:,} samples"
+    total = "" if view.total_samples is None else f" of {view.total_samples:,}"
+    samples = f"{view.samples:,}{total} samples"
     if view.progress is None:
         return [Text(samples)] if view.samples else []
     share = min(max(view.progress, 0.0), 1.0)
-    text = f"{share:4.0%}".replace("%", " %")
-    if width >= _WIDE:
-        text += f"  {samples}"
+    text = f"{formatting.percent(share):>5}" + (f"  {samples}" if width >= _WIDE else "")
     line = Table.grid(expand=True, padding=(0, 1, 0, 0))
     line.add_column(ratio=1)
     line.add_column(justify="right", no_wrap=True)
@@ -160,21 +153,20 @@ def _bar(view: JobView, width: int) -> list[RenderableType]:
 
 
 def _figures(view: JobView, width: int) -> list[Text]:
-    parts: list[str] = []
-    if view.samples_per_second is not None:
-        parts.append(f"{formatting.rate(view.samples_per_second)} samples/s")
-    if view.staleness_mean is not None:
-        staleness = formatting.staleness(view.staleness_mean, view.staleness_p95)
-        parts.append(f"staleness {staleness}")
-    if view.bytes_in or view.bytes_out:
-        parts.append(f"in {formatting.size(view.bytes_in)}, out {formatting.size(view.bytes_out)}")
-    if view.pushes_lost is None:
-        parts.append("pushes lost: unknown")
-    elif view.pushes_lost:
-        parts.append(f"{view.pushes_lost:,} pushes lost")
-    parts += formatting.named(view.figures)
+    mean, lost = view.staleness_mean, view.pushes_lost
+    sizes = f"in {formatting.size(view.bytes_in)}, out {formatting.size(view.bytes_out)}"
+    parts: list[object] = [
+        view.samples_per_second is not None
+        and f"{formatting.rate(view.samples_per_second)} samples/s",
+        mean is not None and f"staleness {formatting.staleness(mean, view.staleness_p95)}",
+        (view.bytes_in or view.bytes_out) and sizes,
+        "pushes lost: unknown" if lost is None else lost and f"{lost:,} pushes lost",
+        *formatting.named(view.figures),
+    ]
     lines: list[str] = []
     for part in parts:
+        if not isinstance(part, str):
+            continue
         if lines and len(lines[-1]) + 3 + len(part) <= width:
             lines[-1] += f"   {part}"
         else:
@@ -183,26 +175,17 @@ def _figures(view: JobView, width: int) -> list[Text]:
 
 
 def _curves(view: JobView, width: int, *, ascii_only: bool) -> Table | None:
-    name = view.metric_name
+    name, points = view.metric_name, view.history
     best = ""
     if view.best_metric is not None and width >= _WIDE:
         best = f"best {formatting.metric(view.best_metric, name)}"
-    rows: list[tuple[str, list[float | None], str, str]] = [
-        (
-            f"held-out {name}",
-            [point.metric for point in view.history],
-            formatting.metric(view.metric, name),
-            best,
-        ),
-        (
-            "held-out loss",
-            [point.held_out_loss for point in view.history],
-            formatting.figure(view.held_out_loss),
-            "",
-        ),
-        ("training loss", [point.loss for point in view.history], formatting.figure(view.loss), ""),
+    metric, held_out_loss = formatting.metric(view.metric, name), view.held_out_loss
+    rows = [
+        (f"held-out {name}", metric, [p.metric for p in points], best),
+        ("held-out loss", formatting.figure(held_out_loss), [p.held_out_loss for p in points], ""),
+        ("training loss", formatting.figure(view.loss), [p.loss for p in points], ""),
     ]
-    rows = [row for row in rows if row[2] != formatting.DASH]
+    rows = [row for row in rows if row[1] != formatting.DASH]
     if not rows:
         return None
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -210,9 +193,9 @@ def _curves(view: JobView, width: int, *, ascii_only: bool) -> Table | None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(no_wrap=True, style="dim", overflow="ellipsis")
-    room = width - max(len(row[0]) + len(row[2]) + len(row[3]) for row in rows) - 6
-    for label, points, last, extra in rows:
-        values = [value for value in points if value is not None]
+    room = width - max(len(row[0]) + len(row[1]) + len(row[3]) for row in rows) - 6
+    for label, last, values_of, extra in rows:
+        values = [value for value in values_of if value is not None]
         curve = spark(values, min(room, _CURVE_MAX), ascii_only=ascii_only)
         table.add_row(label, last, curve, extra)
     return table
@@ -275,7 +258,5 @@ def _hosts(hosts: Sequence[HostView]) -> Table:
 def _rate(role: RoleView, *, wide: bool) -> str:
     if role.rate is None:
         return formatting.DASH
-    if not wide:
-        return f"{formatting.rate(role.rate)}/s"
-    unit = "pushes/s" if role.name.startswith("shard") else "samples/s"
-    return f"{formatting.rate(role.rate)} {unit}"
+    unit = "pushes" if role.name.startswith("shard") else "samples"
+    return f"{formatting.rate(role.rate)}{f' {unit}' if wide else ''}/s"

@@ -40,7 +40,9 @@ from distbelief.program.instructions import (
     Reduce,
     Send,
     needed,
+    rule_of,
     work_of,
+    written_by,
 )
 
 
@@ -117,13 +119,6 @@ def _is_forward(instruction: Instruction) -> bool:
             return True
 
 
-_Known = defaultdict[str, list[tuple[int, Region]]]
-
-
-def _known() -> _Known:
-    return defaultdict(list)
-
-
 @final
 @dataclass(slots=True, kw_only=True)
 class _FlowBuilder:
@@ -145,15 +140,8 @@ class _FlowBuilder:
     forwards: dict[tuple[str, Region, bool], int] = field(default_factory=dict)
     combined: defaultdict[str, list[Region]] = field(default_factory=lambda: defaultdict(list))
     # The slots written so far, by kind of message and by layer or tensor.
-    known: dict[MessageKind, _Known] = field(
-        default_factory=lambda: {
-            "state": _known(),
-            "gradient": _known(),
-            "partial": _known(),
-            "partial_gradient": _known(),
-            "parameter": _known(),
-            "parameter_gradient": _known(),
-        }
+    known: defaultdict[tuple[MessageKind, str], list[tuple[int, Region]]] = field(
+        default_factory=lambda: defaultdict(list)
     )
     message_index: dict[tuple[MessageKind, str], int] = field(init=False)
     running: dict[str, str] = field(init=False)  # layer -> tensor
@@ -169,19 +157,7 @@ class _FlowBuilder:
         self.urgent = urgent(self.compiled)
 
     def add(self, instruction: Instruction) -> None:
-        match instruction:
-            case Fetch() | Read() | Receive():
-                self._add_source(instruction)
-            case Send(message=message):
-                self._add_send(message)
-            case Push(tensor=name, regions=regions):
-                self._add_push(name, regions)
-            case Reduce():
-                pass  # gradients are summed by their reader
-            case _:
-                self._add_compute(instruction)
-
-    def _add_source(self, instruction: Fetch | Read | Receive) -> None:
+        graph = self.compiled.graph
         match instruction:
             case Fetch(tensor=name, regions=regions):
                 for region in regions:
@@ -194,19 +170,20 @@ class _FlowBuilder:
                 place = (self.message_index[message.kind, message.name], message.sender)
                 self.received[place] = len(self.operations)
                 self._add_input(instruction, message.kind, message.name, message.regions)
-            case _:
-                assert_never(instruction)
-
-    def _add_compute(self, instruction: Forward | Partial | Combine | Backward) -> None:
-        match instruction:
+            case Send(message=message):
+                self._add_send(message)
+            case Push(tensor=name, regions=regions):
+                self._add_push(name, regions)
             case Forward(layer=name, region=region):
-                self._add_forward(self.compiled.graph[name], region, partial=False)
+                self._add_forward(graph[name], region, partial=False)
             case Partial(layer=name, part=part):
-                self._add_forward(self.compiled.graph[name], part, partial=True)
+                self._add_forward(graph[name], part, partial=True)
             case Combine(layer=name, region=region):
-                self._add_combine(self.compiled.graph[name], region)
+                self._add_combine(graph[name], region)
             case Backward(layer=name, region=region, partial=partial):
-                self._add_backward(self.compiled.graph[name], region, partial=partial)
+                self._add_backward(graph[name], region, partial=partial)
+            case Reduce():
+                pass  # gradients are summed by their reader
             case _:
                 assert_never(instruction)
 
@@ -243,7 +220,7 @@ class _FlowBuilder:
         for region in regions:
             slot = self._slot(once=once)
             writes.append(slot)
-            self.known[kind][name].append((slot, region))
+            self.known[kind, name].append((slot, region))
         fetched = isinstance(instruction, Fetch)
         items = [self.items[name, region] for region in regions if fetched]
         self.operations.append(
@@ -252,11 +229,7 @@ class _FlowBuilder:
 
     def _add_forward(self, layer: Layer, region: Region, *, partial: bool) -> None:
         needs = needed(layer, region, partial=partial)
-        uses = operator_of(layer).uses(layer, region)
-        if partial:
-            sums = operator_of(layer).partial
-            assert sums is not None, layer.name
-            uses = sums.uses(layer, region)
+        uses = rule_of(layer, partial=partial).uses(layer, region)
         states = [self._gather("state", name, r) for name, r in needs.reads]
         tensors = [self._gather("parameter", name, r) for name, r in needs.uses]
         gradients = self.compiled.gradients if self.training else frozenset[str]()
@@ -265,7 +238,7 @@ class _FlowBuilder:
         slot, seed = self._slot(), None
         if partial:
             assert needs.writes is not None, layer.name
-            self.known["partial"][layer.name].append((slot, needs.writes))
+            self.known["partial", layer.name].append((slot, needs.writes))
         else:
             seed = self._add_output(layer, region, slot)
         self.operations.append(
@@ -298,7 +271,7 @@ class _FlowBuilder:
 
     def _add_output(self, layer: Layer, region: Region, slot: int) -> int | None:
         name = layer.name
-        self.known["state"][name].append((slot, region))
+        self.known["state", name].append((slot, region))
         if name == self.loss:
             self.losses.append(slot)
         if name in self.wanted:
@@ -309,15 +282,13 @@ class _FlowBuilder:
         if not self.training or name not in self.seeds & self.compiled.gradients:
             return None
         seed = self._slot()
-        self.known["gradient"][name].append((seed, region))
+        self.known["gradient", name].append((seed, region))
         return seed
 
     def _add_backward(self, layer: Layer, region: Region, *, partial: bool) -> None:
         if partial:
             self._complete_gradient(layer)
-            sums = operator_of(layer).partial
-            assert sums is not None, layer.name
-            written = sums.writes(layer, region)
+            written = written_by(layer, region)
             gradient = self._gather("partial_gradient", layer.name, written)
         else:
             gradient = self._gather("gradient", layer.name, region, how="sum")
@@ -331,7 +302,7 @@ class _FlowBuilder:
                 is_state = place < forward.n_inputs
                 kind: MessageKind = "gradient" if is_state else "parameter_gradient"
                 slot = writes[place] = self._slot(once=not is_state)
-                self.known[kind][name].append((slot, where))
+                self.known[kind, name].append((slot, where))
                 if not is_state:
                     self.added.add(slot)
         parts = [tuple(writes)]
@@ -359,7 +330,7 @@ class _FlowBuilder:
         for region in self.combined.pop(layer.name, []):
             reads = (self._gather("gradient", layer.name, region, how="sum"),)
             slot = self._slot()
-            self.known["partial_gradient"][layer.name].append((slot, region))
+            self.known["partial_gradient", layer.name].append((slot, region))
             self.operations.append(CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
 
     def _add_send(self, message: Message) -> None:
@@ -389,7 +360,7 @@ class _FlowBuilder:
     def _gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
         return gather(
             region,
-            self.known[kind][name],
+            self.known[kind, name],
             how=how,
             samples=kind not in ONCE_KINDS,
             what=f"{kind} {name!r}",

@@ -4,6 +4,7 @@ Values lie in slots, are written once and freed after their last reader. They ar
 without copies: where a layer is not partitioned it reads a view and gives its gradient away.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never, final
@@ -25,10 +26,10 @@ from distbelief.execution.operations import (
 from distbelief.execution.schedule import MicroBatchSchedule
 from distbelief.execution.slots import Activations
 from distbelief.graph.graph import INPUT, Builder, GraphError, Layer, LayerGraph
-from distbelief.graph.operator import Call, Operator, PartialSums, Step, operator_of
+from distbelief.graph.operator import Call, Step
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled, compile_plan
-from distbelief.program.instructions import Fetch, Message, Read, Receive
+from distbelief.program.instructions import Fetch, Message, Read, Receive, rule_of
 from distbelief.program.placement import Placement
 
 
@@ -230,36 +231,27 @@ class PartitionExecutor:
         step_inputs, instruction = state.step_inputs, operation.instruction
         match instruction:
             case Fetch():
-                for item, slot in zip(operation.items, operation.writes, strict=True):
-                    state.slots.write(
-                        slot, micro_batch, step_inputs.parameters[item].to(self._device)
-                    )
+                values = [step_inputs.parameters[item] for item in operation.items]
             case Read():
-                start = state.steps[micro_batch].first_sample
-                for slot, value in zip(
-                    operation.writes, step_inputs.inputs[instruction.layer], strict=True
-                ):
-                    part = value.narrow(0, start, step_inputs.sizes[micro_batch])
-                    state.slots.write(slot, micro_batch, part.to(self._device))
+                start, size = state.steps[micro_batch].first_sample, self._size(micro_batch)
+                whole = step_inputs.inputs[instruction.layer]
+                values = [value.narrow(0, start, size) for value in whole]
             case Receive():
                 assert arrived is not None, instruction
-                self._unpack(operation, instruction.message, micro_batch, arrived)
+                values = self._unpacked(operation, instruction.message, micro_batch, arrived)
             case _:
                 assert_never(instruction)
+        for slot, value in zip(operation.writes, values, strict=True):
+            state.slots.write(slot, micro_batch, value.to(self._device))
 
-    def _unpack(
+    def _unpacked(
         self, operation: InputOp, message: Message, micro_batch: int, arrived: Vector
-    ) -> None:
+    ) -> list[torch.Tensor]:
+        n = 1 if message.name in self.flow.joined else self._size(micro_batch)
+        shapes = [r.shape if operation.once else (n, *r.shape) for r in message.regions]
         flat = as_tensor(arrived).to(self._device)
-        start = 0
-        for slot, region in zip(operation.writes, message.regions, strict=True):
-            shape: tuple[int, ...] = region.shape
-            if not operation.once:
-                n = 1 if message.name in self.flow.joined else self._size(micro_batch)
-                shape = (n, *shape)
-            stop = start + int(np.prod(shape))
-            self._current().slots.write(slot, micro_batch, flat[start:stop].view(shape))
-            start = stop
+        parts = flat[: sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _forward(self, op: ForwardOp, micro_batch: int, instance: int) -> None:
         state = self._current()
@@ -271,18 +263,14 @@ class PartitionExecutor:
             # Each layer has an autograd graph of its own, so layers run backward one at a time.
             leaf = value.detach()
             leaves.append(leaf.requires_grad_() if back and leaf.is_floating_point() else leaf)
-        operator = operator_of(op.layer)
-        compute_with: Operator | PartialSums = operator
-        if op.partial:
-            assert operator.partial is not None, op.layer.name
-            compute_with = operator.partial
+        rule = rule_of(op.layer, partial=op.partial)
         needs_gradient = any(leaf.requires_grad for leaf in leaves)
         tensors = dict(zip(op.tensor_names, leaves[op.n_inputs :], strict=True))
         inputs = leaves[: op.n_inputs]
         try:
             with torch.set_grad_enabled(needs_gradient):
                 step = state.steps[micro_batch]
-                output = compute_with.compute(Call(op.layer, op.region, inputs, tensors, step))
+                output = rule.compute(Call(op.layer, op.region, inputs, tensors, step))
         except Exception as error:  # of the user's module, or of its inputs
             raise _failed(op, inputs, error) from error
         if needs_gradient and output.requires_grad:

@@ -10,7 +10,7 @@ and alone, because something more urgent may arrive.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -46,69 +46,51 @@ class MicroBatchSchedule:
 
     @classmethod
     def of(cls, flow: Dataflow, n_micro: int) -> "MicroBatchSchedule":
-        builder = _Builder(flow, n_micro)
-        predecessors = builder.predecessors()
-        successors: list[list[int]] = [[] for _ in predecessors]
-        for instance, waits in enumerate(predecessors):
-            for other in waits or ():
-                successors[other].append(instance)
+        n, n_slots, writers = len(flow.operations), len(flow.once), _writers(flow)
+        n_readers = [0] * (n_slots * n_micro)
+        n_predecessors: list[int] = []
+        successors: list[list[int]] = [[] for _ in range(n * n_micro)]
+
+        def read(slot: int, micro_batch: int) -> set[int]:
+            # Counts a reader; returns the instances that write the slot.
+            here = 0 if flow.once[slot] else micro_batch
+            n_readers[here * n_slots + slot] += 1
+            # A sum is complete only when every micro-batch has added to it.
+            every = range(n_micro) if slot in flow.added else [here]
+            return {
+                (0 if flow.operations[writer].once else each) * n + writer
+                for writer in writers[slot]
+                for each in every
+            }
+
+        outputs = [slot for _, _, slot in flow.outputs]
+        for micro_batch in range(n_micro):
+            for slot in (*flow.losses, *flow.averages.values(), *outputs):
+                read(slot, micro_batch)
+            for index, operation in enumerate(flow.operations):
+                if micro_batch and operation.once:
+                    n_predecessors.append(-1)
+                    continue
+                instance = micro_batch * n + index
+                waits: set[int] = set()
+                for slot in _read(operation):
+                    waits |= read(slot, micro_batch)
+                if isinstance(operation, BackwardOp):
+                    waits.add(micro_batch * n + operation.forward)
+                    if micro_batch:  # gradients are summed in a fixed order, for the same bits
+                        waits.add(instance - n)
+                    if operation.can_wait:  # after the one that writes its input gradients
+                        waits.add(instance - 1)
+                n_predecessors.append(len(waits))
+                for other in waits:
+                    successors[other].append(instance)
         return cls(
             flow=flow,
             n_micro=n_micro,
-            n_predecessors=tuple(-1 if w is None else len(w) for w in predecessors),
+            n_predecessors=tuple(n_predecessors),
             successors=tuple(map(tuple, successors)),
-            n_readers=tuple(builder.n_readers),
+            n_readers=tuple(n_readers),
         )
-
-
-@final
-class _Builder:
-    def __init__(self, flow: Dataflow, n_micro: int) -> None:
-        self._flow = flow
-        self._n_micro = n_micro
-        self._writers = _writers(flow)
-        self.n_readers = [0] * (len(flow.once) * n_micro)
-        for micro_batch in range(n_micro):
-            for slot in _kept(flow):
-                self.n_readers[self._place(slot, micro_batch)] += 1
-
-    def predecessors(self) -> list[set[int] | None]:
-        """Return what each instance waits for; None if there is no such instance."""
-        return [
-            None
-            if micro_batch and operation.once
-            else self._needed_by(micro_batch, index, operation)
-            for micro_batch in range(self._n_micro)
-            for index, operation in enumerate(self._flow.operations)
-        ]
-
-    def _needed_by(self, micro_batch: int, index: int, operation: Operation) -> set[int]:
-        n = len(self._flow.operations)
-        needed: set[int] = set()
-        for slot in _read(operation):
-            self.n_readers[self._place(slot, micro_batch)] += 1
-            needed.update(self._written(slot, micro_batch))
-        if isinstance(operation, BackwardOp):
-            needed.add(micro_batch * n + operation.forward)
-            if micro_batch:  # gradients are summed in a fixed order, for the same bits
-                needed.add((micro_batch - 1) * n + index)
-            if operation.can_wait:  # after the operation that writes its input gradients
-                needed.add(micro_batch * n + index - 1)
-        return needed
-
-    def _written(self, slot: int, micro_batch: int) -> Iterator[int]:
-        flow = self._flow
-        micro_batches = [0 if flow.once[slot] else micro_batch]
-        # A sum is complete only when every micro-batch has added to it.
-        if slot in flow.added:
-            micro_batches = list(range(self._n_micro))
-        for writer in self._writers[slot]:
-            once = flow.operations[writer].once
-            for each in [0] if once else micro_batches:
-                yield each * len(flow.operations) + writer
-
-    def _place(self, slot: int, micro_batch: int) -> int:
-        return (0 if self._flow.once[slot] else micro_batch) * len(self._flow.once) + slot
 
 
 @final
@@ -210,8 +192,3 @@ def _writers(flow: Dataflow) -> list[list[int]]:
         for slot in slots:
             writers[slot].append(index)
     return writers
-
-
-def _kept(flow: Dataflow) -> list[int]:
-    outputs = [slot for _, _, slot in flow.outputs]
-    return [*flow.losses, *flow.averages.values(), *outputs]

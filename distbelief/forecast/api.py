@@ -74,7 +74,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         job: The job of the first variant.
         cluster: The cluster's name.
-        constants: Name, value and origin of every constant of the model.
+        constants: Name and value of every constant of the model.
         variants: All variants, in order.
         best: The suggested variant, if a suggestion was asked for.
         drawn: The timeline; None if none was asked for.
@@ -82,7 +82,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     job: Job
     cluster: str
-    constants: tuple[tuple[str, str, str], ...]
+    constants: tuple[tuple[str, str], ...]
     variants: tuple[Variant, ...]
     best: Variant | None = None
     timeline: TimelineResult | None = None

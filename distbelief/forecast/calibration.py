@@ -1,154 +1,396 @@
-"""Calibration: measures the costs of a job's work on this host, in several processes at once.
+"""Calibration: measures what the work of a job and a message cost on this host, and stores it.
+
+    replica replica:step by flops    seconds per floating point operation
+    shard shard:apply by bytes       seconds per byte
+    message, wake                    one constant each: see `Rates`
 
     python -m distbelief.forecast.calibration FOLDER INDEX N_PROCESSES
 
-Each process runs the job in FOLDER/job.json with one replica in virtual time, times every
-piece of work, and writes the costs to FOLDER/INDEX.json. The processes start together, so
-that all cores are busy: a single busy core would be faster than the cores of a real job.
+As many processes as there are cores measure at once: a single busy core would be faster than
+the cores of a real job. Each runs the job in FOLDER/job.json with one replica in virtual time,
+times every piece of work, and writes FOLDER/INDEX.json. The means are kept in
+~/.cache/distbelief. On another machine, costs in operations scale with its computing speed, and
+costs in bytes with its memory rate.
 """
 
-import math
+import hashlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
-from typing import Final, final
+from statistics import fmean, median
+from typing import Final, Literal, final
 
 import msgspec
+import torch
 
 from distbelief.config.job import Job, StopTable
 from distbelief.config.load import job_from_json
-from distbelief.core import units
+from distbelief.core import files
 from distbelief.core.files import scratch
 from distbelief.core.memory import keep_memory
-from distbelief.errors import DistBeliefError, JobError
+from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.forecast.prepare import Preparation, costed
-from distbelief.forecast.timing import (
-    MessageCosts,
-    Piece,
-    Rate,
-    Rates,
-    Stopwatch,
-    Unit,
-    idle,
-    measure_messages,
-    now,
-    rate_of,
-    waiting_of,
-    warm,
+from distbelief.launch.role_process import import_from
+from distbelief.partition.profiling.profile import this_host
+from distbelief.protocol import HeartbeatAck
+from distbelief.roles.role import (
+    ALL_MESSAGES,
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Cost,
+    Event,
+    Executor,
+    Received,
+    Seconds,
+    Send,
 )
-from distbelief.program.cluster import Cluster, Machine, Outages
-from distbelief.roles.role import SUPERVISOR, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.node import RoleRunner
+from distbelief.transport.zmq_transport import ZmqTransport
 
 
-Constant = tuple[str, str, str]  # name, value and origin of a constant of the forecast
-
-_DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
-    "flops": "compute",
-    "memory_rate": "rate",
-    "memory": "bytes",
-    "bandwidth": "rate",
-    "message_rate": "rate",
-    "overhead": "time",
-    "handling": "time",
-}
-
-
-def constants_of(cluster: Cluster) -> list[Constant]:
-    """Return the constants of a cluster; equal machines are listed once."""
-    rows: list[Constant] = []
-    for machine, group in groupby(cluster.machines):
-        count = len(list(group))
-        rows.append(("machines", str(count), _origin(cluster, "count")))
-        rows += _machine(cluster, machine)
-    rows += [
-        ("latency", _microseconds(cluster.latency), _origin(cluster, "latency")),
-        (
-            "message overhead",
-            _microseconds(cluster.message_overhead),
-            _origin(cluster, "message_overhead"),
-        ),
-    ]
-    rows += [
-        (f"link {ends}", _shown(rate, "rate"), _origin(cluster, "links"))
-        for ends, rate in cluster.links.items()
-    ]
-    rows += [
-        (
-            f"switch {switch.first}-{switch.last}",
-            _shown(switch.bandwidth, "rate"),
-            _origin(cluster, "switches"),
-        )
-        for switch in cluster.switches
-    ]
-    rows += [
-        (name, _process(process), _origin(cluster, name))
-        for name, process in (("failures", cluster.failures), ("preemptions", cluster.preemptions))
-        if process is not None
-    ]
-    if (trace := cluster.trace) is not None:
-        watched = f"{len(trace.outages):,} outages within {trace.covers:g} s"
-        rows.append(("trace", watched, _origin(cluster, "trace")))
-    return rows
-
-
-def _machine(cluster: Cluster, machine: Machine) -> list[Constant]:
-    rows: list[Constant] = [("cores", str(machine.cores), _origin(cluster, "cores"))]
-    for name, dimension in _DIMENSIONS.items():
-        value = getattr(machine, name)
-        if math.isfinite(value) and value:
-            text = _shown(value, dimension)
-            rows.append((name.replace("_", " "), text, _origin(cluster, name)))
-    rows.append(("jitter", f"{machine.jitter:.3g}", _origin(cluster, "jitter")))
-    return rows
-
-
-def _process(process: Outages) -> str:
-    often = f"of each machine every {process.mean_time / 3600:.3g} h"
-    return f"{often}, away {process.away:.3g} s, {process.group} together"
-
-
-def _origin(cluster: Cluster, name: str) -> str:
-    return cluster.origins.get(name, cluster.origin)
-
-
-def _shown(value: float, dimension: units.Dimension) -> str:
-    if dimension == "time":
-        return _microseconds(value)
-    digits = float(f"{value:.3g}")
-    match dimension:
-        case "rate":
-            return f"{digits / 1e9:.3g} GB/s"
-        case "compute":
-            return f"{digits / 1e9:.3g} GFLOP/s"
-        case _:
-            return f"{value / 2**30:.3g} GiB"
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us"
-
-
+VERSION: Final = 10
 SECONDS: Final = 8.0  # of one measurement, with the warm-up
-
 N_EVENTS_MAX: Final = 10**9
 READY_SECONDS_MAX: Final = 120.0
 POLL_SECONDS: Final = 0.02
-_WITHIN: Final = 1e6
+
+Unit = Literal["flops", "bytes", "times"]
+Piece = tuple[Seconds, float]  # duration and units of a piece of work
+
+
+@final
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
+    """The measured cost of one kind of work."""
+
+    unit: Unit
+    seconds: Seconds  # per unit
+    n: int  # pieces timed
+    waiting: Seconds = 0.0  # per unit, in addition: no core is busy
+
+
+@final
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """The measured costs of one job on one host."""
+
+    work: Mapping[str, Rate]  # by `key_of`
+    message: Seconds  # core time of an event: both nodes and the role that handles it
+    wake: Seconds  # until a sleeping thread or process continues
+    share: float = 1.0  # of a core that each measuring process got
+    version: int = VERSION
+
+    def rate_of(self, kind: str, asked: Compute) -> Rate | None:
+        """Return the rate of this work, or None if it was never measured."""
+        units: tuple[Unit, ...] = (unit_of(asked.cost), "times")
+        keys = (key_of(kind, asked.name, unit) for unit in units)
+        return next((self.work[key] for key in keys if key in self.work), None)
+
+
+def mean_of(found: Sequence[Rates]) -> Rates:
+    """Return the mean of several measurements of one job; work is weighted by its pieces."""
+    work: dict[str, Rate] = {}
+    for rates in found:
+        for key, rate in rates.work.items():
+            other = work.get(key, msgspec.structs.replace(rate, n=0))
+            n = rate.n + other.n
+            seconds = (rate.n * rate.seconds + other.n * other.seconds) / max(1, n)
+            waiting = (rate.n * rate.waiting + other.n * other.waiting) / max(1, n)
+            work[key] = Rate(unit=rate.unit, seconds=seconds, n=n, waiting=waiting)
+    return Rates(
+        work=work,
+        message=fmean(rates.message for rates in found),
+        wake=fmean(rates.wake for rates in found),
+        share=min(rates.share for rates in found),
+    )
+
+
+def key_of(kind: str, name: str, unit: Unit) -> str:
+    """Return the key of a kind of work; digits in its name are ignored."""
+    plain = "".join(letter for letter in name if not letter.isdigit())
+    return f"{kind} {plain} by {unit}"
+
+
+def unit_of(cost: Cost) -> Unit:
+    if cost.flops > 0:
+        return "flops"
+    return "bytes" if cost.n_bytes > 0 else "times"
+
+
+def amount(cost: Cost, unit: Unit) -> float:
+    return {"flops": cost.flops, "bytes": cost.n_bytes, "times": 1.0}[unit]
+
+
+# --- storage ---
+
+
+def load_rates(job: Job) -> Rates | None:
+    """Return the stored costs of such a job on this host, or None."""
+    try:
+        rates = msgspec.json.decode(_path(job).read_bytes(), type=Rates)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return rates if rates.version == VERSION else None
+
+
+def save_rates(job: Job, rates: Rates) -> None:
+    """Store costs. If that fails, the next run measures again."""
+    path = _path(job)
+    with suppress(StorageError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, msgspec.json.format(msgspec.json.encode(rates)))
+
+
+def job_key(job: Job) -> str:
+    """Return a hash of everything in a job that the cost of its work depends on.
+
+    It includes the source of the modules that the job names: a factory may change.
+    """
+    task, cluster = job.task, job.cluster
+    import_from(job)
+    test = "" if task.test is None else task.test.factory
+    named = [task.model.factory, task.train.factory, test, task.loss, task.metric or ""]
+    what = (
+        VERSION,
+        task,
+        job.algorithm_name,
+        job.batch_size,
+        cluster.threads,
+        cluster.shared_memory,
+        (cluster.partitions, cluster.plan, cluster.device),
+        os.cpu_count(),
+        [_source(module) for module in sorted({n.partition(":")[0] for n in named if ":" in n})],
+    )
+    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
+
+
+def _source(module: str) -> str:
+    with suppress(ImportError, ValueError, OSError):  # the check of the job reports it
+        spec = find_spec(module)
+        if spec is not None and spec.origin is not None:
+            return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return ""
+
+
+def _path(job: Job) -> Path:
+    # Roles use the threads that the job sets, not those of this process.
+    host = msgspec.structs.replace(this_host(), n_threads=job.cluster.threads)
+    return host.path.with_name(f"rates-{job_key(job)}-{host.path.stem[-8:]}.json")
+
+
+# --- work ---
+
+N_WARM: Final = 3  # first pieces of each kind that do not count; at least this share:
+WARM_SHARE: Final = 0.25
+LAG: Final = 5.0  # a piece that takes so many times the median is an outlier
+WAITING_SHARE_MIN: Final = 0.2  # of the time of a kind of work: less is noise of the clocks
+# Of Linux: nanoseconds that this thread ran, and that it waited for a core.
+QUEUE: Final = Path("/proc/thread-self/schedstat")
+
+
+def _never() -> Seconds:
+    return 0.0
+
+
+@final
+class Stopwatch:
+    """Times work and the handling of events.
+
+    Args:
+        clock: Thread time by default: time that other programs take must not count.
+        idle: Total time for which this thread slept, which `clock` does not show. Data work
+            may wait for a disk.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], Seconds] = time.thread_time,
+        *,
+        idle: Callable[[], Seconds] = _never,
+    ) -> None:
+        self._clock = clock
+        self._idle = idle
+        self.work: dict[str, list[Piece]] = {}
+        self.waits: dict[str, list[Piece]] = {}
+        self.handling: Seconds = 0.0
+        self.n_events = 0
+
+    def adapt(self, kind: str, asked: Compute) -> Compute:
+        """Return the same work, timed."""
+        unit, reads = unit_of(asked.cost), asked.executor is Executor.DATA
+
+        def work() -> object:
+            part = 1.0 if asked.remaining is None else asked.remaining()
+            idle = self._idle() if reads else 0.0
+            begun = self._clock()
+            result = asked.work()
+            seconds = self._clock() - begun
+            if part > 0:
+                n = part * amount(asked.cost, unit)
+                key = key_of(kind, asked.name, unit)
+                self.work.setdefault(key, []).append((seconds, n))
+                if reads:
+                    self.waits.setdefault(key, []).append((self._idle() - idle, n))
+            return result
+
+        return msgspec.structs.replace(asked, work=work)
+
+    def handled(self, handle: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+        begun = self._clock()
+        actions = handle()
+        self.handling += self._clock() - begun
+        self.n_events += 1
+        return actions
+
+
+def warm(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Return the pieces after the warm-up."""
+    return pieces[max(N_WARM, round(WARM_SHARE * len(pieces))) :] or pieces
+
+
+def rate_of(pieces: Sequence[Piece]) -> Seconds:
+    """Return the mean seconds per unit of all pieces, without outliers."""
+    usual = median(seconds / n for seconds, n in pieces)
+    kept = [(s, n) for s, n in pieces if s / n <= LAG * usual] or pieces
+    return sum(seconds for seconds, _ in kept) / sum(n for _, n in kept)
+
+
+def waiting_of(pieces: Sequence[Piece], *, besides: Seconds) -> Seconds:
+    """Return the mean waiting seconds per unit; 0 if they are negligible beside `besides`."""
+    seconds = sum(seconds for seconds, _ in pieces) / max(1.0, sum(n for _, n in pieces))
+    return seconds if seconds > WAITING_SHARE_MIN * (seconds + besides) else 0.0
+
+
+def idle() -> Seconds:
+    """Return how long this thread has slept; only differences have a meaning.
+
+    Sleep is time without computing and without waiting for a core; 0 where it is unknown.
+    """
+    with suppress(OSError):
+        _, queued, _ = QUEUE.read_text().split()
+        return time.perf_counter() - time.thread_time() - 1e-9 * int(queued)
+    return 0.0
+
+
+# --- messages ---
+
+N_EVENTS: Final = 200
+N_WARM_EVENTS: Final = 30
+WAIT_SECONDS_MAX: Final = 10.0
+_SIDE: Final = 512  # of three matrices, together larger than the private caches of a core
+
+
+@final
+class EchoRole:
+    """Counts its events, and answers each with `again`.
+
+    Before it does, it goes through some memory: between two steps of a model, the code that
+    handles a message is no longer in the caches of a core, and takes several times as long.
+    """
+
+    accepts: Final = ALL_MESSAGES
+
+    def __init__(self, again: Action) -> None:
+        self.n = 0
+        self.seconds: Seconds = 0.0  # core time that does not count
+        self._again = again
+        self._matrix = torch.zeros(_SIDE, _SIDE)
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
+        if not isinstance(event, Received | Computed):
+            return ()
+        begun = time.thread_time()
+        torch.mm(self._matrix, self._matrix)
+        self.seconds += time.thread_time() - begun
+        self.n += 1
+        return [self._again]
+
+    def has_had(self, n: int) -> bool:
+        return self.n >= n
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "echoing", {}
+
+
+def measure_messages() -> tuple[Seconds, Seconds]:
+    """Return the core time of a message, and the time until a sleeping thread continues."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the core time of other threads would count
+    try:
+        with scratch() as folder, _transport("a", folder) as a, _transport("b", folder) as b:
+            a.connect("b", 1, b.endpoint)
+            b.connect("a", 1, a.endpoint)
+            roles = [_echo("b"), _echo("a")]
+            with (
+                RoleRunner(roles[0], transport=a, log=_silent) as one,
+                RoleRunner(roles[1], transport=b, log=_silent) as other,
+            ):
+                a.send("b", HeartbeatAck())
+                message, _ = _per_event([(other, roles[1]), (one, roles[0])])
+        role = EchoRole(Compute(name="work", work=lambda: None))
+        with (
+            scratch() as folder,
+            _transport("c", folder) as c,
+            RoleRunner(role, transport=c, log=_silent) as node,
+        ):
+            node.tell(Computed(name="begin"))
+            _, passing = _per_event([(node, role)])
+    finally:
+        torch.set_num_threads(n_threads)
+    # Work passes from the thread of the role to the executor, and its result back.
+    return message, passing / 2.0
+
+
+def _echo(to: str) -> EchoRole:
+    return EchoRole(Send(receiver=Address(to), message=HeartbeatAck()))
+
+
+def _per_event(ends: Sequence[tuple[RoleRunner, EchoRole]]) -> tuple[Seconds, Seconds]:
+    # Core time, and time without any, of an event; the ends take turns.
+    def run(n_events: int) -> tuple[Seconds, Seconds]:
+        besides = sum(role.seconds for _, role in ends)
+        cores, clock = time.process_time(), time.perf_counter()
+        for index in range(n_events):
+            node, role = ends[index % len(ends)]
+            node.pump(partial(role.has_had, role.n + 1), timeout_seconds=WAIT_SECONDS_MAX)
+        busy = time.process_time() - cores
+        besides = sum(role.seconds for _, role in ends) - besides
+        idle = time.perf_counter() - clock - busy
+        return max(0.0, busy - besides) / n_events, max(0.0, idle) / n_events
+
+    run(N_WARM_EVENTS)
+    return run(N_EVENTS)
+
+
+def _transport(name: str, folder: Path) -> ZmqTransport:
+    reach = ListenConfig(directory=str(folder))
+    return reach.transport(name=name, incarnation=1, run="calibration", log=_silent)
+
+
+def _silent(level: str, text: str) -> None:
+    del level, text
+
+
+# --- measurement in several processes ---
 
 
 @final
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
-    work: dict[str, tuple[Unit, list[Piece]]]
+    work: dict[str, list[Piece]]
     waits: dict[str, list[Piece]]
-    handling: dict[str, tuple[Seconds, int]]
-    exchange: MessageCosts
+    message: Seconds
+    wake: Seconds
     share: float
 
 
@@ -178,16 +420,14 @@ def measure(job: Job, *, n_processes: int) -> Rates:
             for worker in workers:
                 worker.kill()
                 worker.wait()
-        found = [_read(path / f"{i}.json", text) for i, text in enumerate(outputs)]
-    return _together(found)
+        return _together([_read(path / f"{i}.json", text) for i, text in enumerate(outputs)])
 
 
 def _alone(job: Job) -> Job:
     # One replica, and no end: the measurement stops it.
-    cluster = msgspec.structs.replace(job.cluster, replicas=1, shard_copies=1)
     return msgspec.structs.replace(
         job,
-        cluster=cluster,
+        cluster=msgspec.structs.replace(job.cluster, replicas=1, shard_copies=1),
         stop=StopTable(seconds=1e9),
         evaluation=msgspec.structs.replace(job.evaluation, every=1.0),
     )
@@ -202,41 +442,18 @@ def _read(path: Path, output: str) -> _Found:
 def _together(found: Sequence[_Found]) -> Rates:
     work: dict[str, Rate] = {}
     for key in sorted({key for each in found for key in each.work}):
-        measured = [each.work[key] for each in found if key in each.work]
-        pieces = [piece for _, every in measured for piece in warm(every)]
-        if pieces:
-            rate = rate_of(pieces)
-            waited = [p for each in found for p in warm(each.waits.get(key, ()))]
-            work[key] = Rate(
-                unit=measured[0][0],
-                seconds=rate,
-                n=len(pieces),
-                waiting=waiting_of(waited, besides=rate) if waited else 0.0,
-            )
-    handling = {
-        kind: median(
-            each.handling[kind][0] / each.handling[kind][1]
-            for each in found
-            if kind in each.handling
-        )
-        for kind in sorted({kind for each in found for kind in each.handling})
-    }
+        pieces = [p for each in found for p in warm(each.work.get(key, ()))]
+        waited = [p for each in found for p in warm(each.waits.get(key, ()))]
+        seconds = rate_of(pieces)
+        waiting = waiting_of(waited, besides=seconds)
+        unit: Unit = msgspec.convert(key.rpartition(" ")[2], type=Unit)
+        work[key] = Rate(unit=unit, seconds=seconds, n=len(pieces), waiting=waiting)
     return Rates(
         work=work,
-        handling=handling,
-        exchange=_usual([each.exchange for each in found]),
-        n_side_by_side=len(found),
+        message=median(each.message for each in found),
+        wake=median(each.wake for each in found),
         share=min(each.share for each in found),
-        date=now(),
     )
-
-
-def _usual(found: Sequence[MessageCosts]) -> MessageCosts:
-    figures = [msgspec.structs.asdict(each) for each in found]
-    return MessageCosts(**{name: median(f[name] for f in figures) for name in figures[0]})
-
-
-# --- the program ---
 
 
 def main(folder: str, index: int, n_processes: int) -> int:
@@ -244,24 +461,22 @@ def main(folder: str, index: int, n_processes: int) -> int:
     path = Path(folder)
     job = job_from_json((path / "job.json").read_bytes())
     keep_memory()
+    # With several threads only wall-clock time shows what work takes.
+    watch = Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
     try:
         with Preparation() as preparation:
             prepared = preparation.stage(job)
-            # With several threads only wall-clock time shows what work takes.
-            watch = (
-                Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
-            )
             builders = costed(
                 prepared.builders(), prepared.kinds, adapt=watch.adapt, handled=watch.handled
             )
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
-            simulation.run_until(lambda: begun_in(simulation), within=_WITHIN)
+            simulation.run_until(lambda: begun_in(simulation), within=1e6)
             _meet(path, index, n_processes)
             begun, ran, slept = time.perf_counter(), time.thread_time(), idle()
             simulation.run_until(
                 lambda: time.perf_counter() - begun > SECONDS or SUPERVISOR in simulation.halted,
-                within=_WITHIN,
+                within=1e6,
                 max_events=N_EVENTS_MAX,
             )
             wanted = time.perf_counter() - begun - (idle() - slept)
@@ -269,12 +484,12 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
-    layout = prepared.layout
+    message, wake = measure_messages()
     found = _Found(
         work=watch.work,
         waits=watch.waits,
-        handling=watch.handling,
-        exchange=measure_messages(layout.dtype.itemsize * layout.n_parameters),
+        message=message + watch.handling / max(1, watch.n_events),
+        wake=wake,
         share=min(1.0, share),
     )
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
@@ -282,17 +497,14 @@ def main(folder: str, index: int, n_processes: int) -> int:
 
 
 def begun_in(simulation: SimulatedCluster) -> bool:
-    supervisor = simulation.role(SUPERVISOR)
-    return supervisor.status()[1]["samples"] > 0
+    return simulation.role(SUPERVISOR).status()[1]["samples"] > 0
 
 
 def _meet(path: Path, index: int, n_processes: int) -> None:
     # Wait until all processes are ready, but for a limited time: one may have failed.
     (path / f"{index}.ready").touch()
     deadline = time.perf_counter() + READY_SECONDS_MAX
-    while time.perf_counter() < deadline:
-        if len(list(path.glob("*.ready"))) >= n_processes:
-            return
+    while time.perf_counter() < deadline and len(list(path.glob("*.ready"))) < n_processes:
         time.sleep(POLL_SECONDS)
 
 

@@ -9,10 +9,12 @@ section 4: the parameter server is itself spread over machines). One more machin
 that compute little: supervisor, coordinator, evaluator.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Final, final
 
@@ -20,19 +22,19 @@ import msgspec
 import torch
 
 from distbelief.config.job import Job
+from distbelief.core import units
 from distbelief.errors import JobError
-from distbelief.forecast.calibration import constants_of, measure
+from distbelief.forecast.calibration import Rates, amount, job_key, load_rates, measure, save_rates
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
-from distbelief.forecast.timing import Rates, job_key, load_rates, save_rates
 from distbelief.graph.graph import GraphError
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor, Seconds
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ONE, ClusterOptions, CostScale
 from distbelief.simulation.placement import Place, drawn_outages, options_for
-from distbelief.simulation.world import Builder
 
 
 VECTORS_OF_SHARD: Final = 4  # values, state of the rule, two push buffers
@@ -58,24 +60,22 @@ class PlacedCluster:
         places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
         if self.together:
             return places
-        alone = [name for name in kinds if has_own_machine(name, kinds)]
-        alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
         n_needed = self.n_needed(prepared)
         if n_needed > len(self.cluster):
-            larger = "raise --machines" if self.budget else "name a larger cluster"
+            has = f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
+            larger = "name a larger cluster"
+            if self.budget is not None:
+                has, larger = f"--machines {self.budget}:", "raise --machines"
             raise JobError(
-                f"{self._has()} the job needs {n_needed}: one for {count_of(prepared)}, and one "
-                "for the supervisor and other small roles. Lower [cluster] replicas, "
+                f"{has} the job needs {n_needed}: one for each shard and each rank of a replica, "
+                "and one for the supervisor and other small roles. Lower [cluster] replicas, "
                 f"partitions or shards, or {larger}"
             )
+        alone = [name for name in kinds if has_own_machine(name, kinds)]
+        alone.sort(key=lambda name: kinds[name] == "shard")  # replicas get the first machines
         places.update(dict.fromkeys(kinds, len(alone)))
         places.update({name: index for index, name in enumerate(alone)})
         return places
-
-    def _has(self) -> str:
-        if self.budget is not None:
-            return f"--machines {self.budget}:"
-        return f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
 
     def n_needed(self, prepared: PreparedJob) -> int:
         """Return the number of machines that a job uses."""
@@ -97,7 +97,13 @@ class PlacedCluster:
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
         if self.together and self.rates is not None:
-            options = _handling(options, self.rates, prepared.kinds)
+            # On one host, the handling of events uses the shared cores too.
+            message, wake = self.rates.message, self.rates.wake
+            machines = {
+                name: replace(machine, event_seconds=message, wake_seconds=wake)
+                for name, machine in options.machines.items()
+            }
+            options = replace(options, machines=machines)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
 
     @property
@@ -135,42 +141,11 @@ class PlacedCluster:
         return costed(builders, prepared.kinds, adapt=adapt)
 
 
-def _handling(
-    options: ClusterOptions, rates: Rates, kinds: Mapping[Address, str]
-) -> ClusterOptions:
-    # On one host, the handling of events uses the shared cores too.
-    return replace(
-        options,
-        machines={
-            name: replace(machine, handling=rates.handling_of(kinds[name]))
-            for name, machine in options.machines.items()
-        },
-        processors={
-            host: replace(processor, wake_seconds=rates.exchange.wake)
-            for host, processor in options.processors.items()
-        },
-    )
-
-
 def has_own_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
     """Return whether a role has a machine of its own."""
     if kinds[name] == "machine":
         return not name.startswith("evaluator")
     return kinds[name] in {"replica", "shard"}
-
-
-def count_of(prepared: PreparedJob) -> str:
-    """Return a text that lists the roles with machines of their own."""
-    cluster = prepared.job.cluster
-    n_machines = prepared.preflight.n_machines
-    per_replica = "" if n_machines is None else f" of {n_machines} machines"
-    copies = "" if cluster.shard_copies == 1 else f" in {cluster.shard_copies} copies"
-    replicas = f"{_each(cluster.replicas, 'replica')}{per_replica}"
-    return f"{replicas} and one for {_each(cluster.shards, 'shard')}{copies}"
-
-
-def _each(n: int, noun: str) -> str:
-    return f"the {noun}" if n == 1 else f"each of {n} {noun}s"
 
 
 def memory_of(prepared: PreparedJob) -> dict[Address, float]:
@@ -200,14 +175,14 @@ def _at_cost(
     # Replace the cost of work by one that gives the measured time on this host. The time was
     # measured with all cores busy, so it already includes the contention for memory here;
     # on another machine the memory's part scales with its memory rate.
-    found = rates.seconds_of(kind, asked)
-    if found is None:
+    rate = rates.rate_of(kind, asked)
+    if rate is None:
         return asked
-    unit, seconds = found
-    if unit == "times":  # the time does not depend on the size of the model: undo the scale
+    units = amount(asked.cost, rate.unit)
+    seconds, waiting = rate.seconds * units, rate.waiting * units
+    if rate.unit == "times":  # the time does not depend on the size of the model: undo the scale
         seconds /= scale.data_bytes if asked.executor is Executor.DATA else scale.flops
-    waiting = rates.waiting_of(kind, asked)
-    if unit == "bytes" and not on_one_host:
+    if rate.unit == "bytes" and not on_one_host:
         cost = Cost(n_bytes=seconds * reference.memory_rate, waiting=waiting)
     else:
         cost = Cost(flops=seconds * reference.flops, waiting=waiting)
@@ -250,21 +225,18 @@ class HostCosts:
             raise JobError(f"--cluster {name}: {why}") from error
 
     @property
-    def constants(self) -> tuple[tuple[str, str, str], ...]:
-        """Name, value and origin of every constant."""
+    def constants(self) -> tuple[tuple[str, str], ...]:
+        """Name and value of every constant."""
         rows = constants_of(self.cluster)
-        if self._rates:
-            n_kinds = sum(len(rates.work) for rates in self._rates.values())
-            date = max(rates.date for rates in self._rates.values())
-            measured = f"measured on this host, {date}"
-            share = min(rates.share for rates in self._rates.values())
-            if share < SHARE_MIN:
-                measured += f", with only {100 * share:.0f} % of each core free"
-            rows.append(("work of the roles", f"{n_kinds} kinds of it", measured))
+        for rates in list(self._rates.values())[-1:]:
+            rows.append(("work of the roles", f"{len(rates.work)} kinds, measured on this host"))
+            if rates.share < SHARE_MIN:
+                rows.append(("free share of each core then", f"{100 * rates.share:.0f} %"))
             if self._together:
-                rows += _exchange_rows([*self._rates.values()][-1], measured)
-        elif not self._measures:
-            rows.append(("work of the roles", "by arithmetic", "counted, not measured"))
+                rows.append(("core time of an event", _shown(rates.message, "time")))
+                rows.append(("until a sleeping thread continues", _shown(rates.wake, "time")))
+        if not self._measures:
+            rows.append(("work of the roles", "counted, not measured"))
         return tuple(rows)
 
     def hosting(self, job: Job, *, tell: Callable[[str], None]) -> PlacedCluster:
@@ -277,8 +249,7 @@ class HostCosts:
         """
         rates = self._rates_of(job, tell) if self._measures else None
         if rates is not None and self._together:
-            latency = rates.exchange.latency
-            self.cluster = msgspec.structs.replace(self.cluster, latency=latency)
+            self.cluster = msgspec.structs.replace(self.cluster, latency=rates.wake)
         return PlacedCluster(
             cluster=self.cluster,
             reference=_one_core(),
@@ -308,24 +279,45 @@ def _cluster(name: str | None, machines: int | None) -> Cluster:
     return cluster if machines is None else cluster.first(machines)
 
 
-def _exchange_rows(rates: Rates, origin: str) -> list[tuple[str, str, str]]:
-    labels = {
-        "message": "core time of a message, both ends",
-        "work": "core time to pass work to an executor",
-        "timer": "core time of a timer",
-        "latency": "latency of a message",
-        "wake": "until a sleeping thread gets a core, all busy",
-        "begins": "until an executor begins its work",
-        "answers": "until a process handles a result",
-    }
-    rows = [
-        (label, f"{1e6 * getattr(rates.exchange, name):.3g} us", origin)
-        for name, label in labels.items()
+_DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
+    "flops": "compute",
+    "memory_rate": "rate",
+    "memory": "bytes",
+    "bandwidth": "rate",
+    "message_rate": "rate",
+    "overhead": "time",
+    "handling": "time",
+}
+
+
+def _shown(value: float, dimension: units.Dimension) -> str:
+    return units.show(float(f"{value:.3g}"), dimension)
+
+
+def constants_of(cluster: Cluster) -> list[tuple[str, str]]:
+    """Return the constants of a cluster; equal machines are listed once."""
+    rows: list[tuple[str, str]] = []
+    for machine, group in groupby(cluster.machines):
+        rows += [("machines", str(len(list(group)))), ("cores", str(machine.cores))]
+        for name, dimension in _DIMENSIONS.items():
+            value = getattr(machine, name)
+            if math.isfinite(value) and value:
+                rows.append((name.replace("_", " "), _shown(value, dimension)))
+        rows.append(("jitter", f"{machine.jitter:.3g}"))
+    rows.append(("latency", _shown(cluster.latency, "time")))
+    rows.append(("message overhead", _shown(cluster.message_overhead, "time")))
+    rows += [(f"link {ends}", _shown(rate, "rate")) for ends, rate in cluster.links.items()]
+    rows += [
+        (f"switch {switch.first}-{switch.last}", _shown(switch.bandwidth, "rate"))
+        for switch in cluster.switches
     ]
-    handling = max(
-        (seconds for key, seconds in rates.handling.items() if " " not in key), default=0.0
-    )
-    return [*rows, ("handling of an event, at most", f"{1e6 * handling:.3g} us", origin)]
+    for name in ("failures", "preemptions"):
+        if (process := getattr(cluster, name)) is not None:
+            often = f"of each machine every {process.mean_time / 3600:.3g} h"
+            rows.append((name, f"{often}, away {process.away:.3g} s, {process.group} together"))
+    if (trace := cluster.trace) is not None:
+        rows.append(("trace", f"{len(trace.outages):,} outages within {trace.covers:g} s"))
+    return rows
 
 
 def this_host() -> Cluster:

@@ -24,8 +24,8 @@ from distbelief.launch.preflight import PreflightRequest, PreflightResult, answe
 from distbelief.launch.role_process import import_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Action, Address, Compute, Event, Role, Seconds
-from distbelief.simulation.world import Builder
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.simulation.driver import Builder
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare
 from distbelief.trainer import check_data, supervisor_config
@@ -35,13 +35,8 @@ from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_secon
 # From the kind of a role and the work that it asks for to the work that is done instead.
 Adapt = Callable[[str, Compute], Compute]
 
-# From the kind of a role, an event and a call that handles it to the role's actions.
-Handled = Callable[[str, Event, Callable[[], Sequence[Action]]], Sequence[Action]]
-
-
-def _plainly(kind: str, event: Event, handle: Callable[[], Sequence[Action]]) -> Sequence[Action]:
-    del kind, event
-    return handle()
+# Calls the handling of an event, to measure it.
+Handled = Callable[[Callable[[], Sequence[Action]]], Sequence[Action]]
 
 
 @final
@@ -52,15 +47,17 @@ class CostedRole:
     kind: str
     role: Role
     adapt: Adapt
-    handled: Handled = _plainly
+    handled: Handled | None = None
 
     @property
     def accepts(self) -> frozenset[type]:
         return self.role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        handle = partial(self.role.handle, event, now)
-        actions = self.handled(self.kind, event, handle)
+        if self.handled is None:
+            actions = self.role.handle(event, now)
+        else:
+            actions = self.handled(partial(self.role.handle, event, now))
         if not any(isinstance(action, Compute) for action in actions):
             return actions
         return [
@@ -77,7 +74,7 @@ def costed(
     kinds: Mapping[Address, str],
     *,
     adapt: Adapt,
-    handled: Handled = _plainly,
+    handled: Handled | None = None,
 ) -> dict[Address, Builder]:
     """Return builders of costed roles. The supervisor computes nothing and is not wrapped."""
 

@@ -162,10 +162,10 @@ def _settings_of(variant: Variant) -> str:
     return "".join(f"{key.rpartition('.')[2]} {value}, " for key, value in variant.settings.items())
 
 
-def constants_table(constants: Sequence[tuple[str, str, str]]) -> Table:
-    """Return a table of all constants with their values and origins."""
+def constants_table(constants: Sequence[tuple[str, str]]) -> Table:
+    """Return a table of all constants with their values."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("constant", "value", "origin"):
+    for heading in ("constant", "value"):
         table.add_column(heading, overflow="fold")
     for row in constants:
         table.add_row(*row, style="dim")
@@ -177,16 +177,14 @@ def as_json(
     variants: Sequence[Variant],
     *,
     cluster: str,
-    constants: Sequence[tuple[str, str, str]],
+    constants: Sequence[tuple[str, str]],
     best: Variant | None = None,
 ) -> str:
     """Return the forecast as JSON."""
     content = {
         "job": job.name,
         "cluster": cluster,
-        "constants": [
-            {"name": name, "value": value, "origin": origin} for name, value, origin in constants
-        ],
+        "constants": [{"name": name, "value": value} for name, value in constants],
         "variants": [_plain(variant) for variant in variants],
         "suggested": None if best is None else dict(best.settings),
     }

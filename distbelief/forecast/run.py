@@ -28,9 +28,9 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
 from distbelief.run.summary import DataFacts
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, CostScale, block_bytes_for, scales_for
-from distbelief.simulation.world import Builder, HandledEvent
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
 from distbelief.task.task import DataSpec, ModelSpec

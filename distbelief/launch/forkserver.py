@@ -9,7 +9,8 @@
              {"type":"Ended","name":"shard-0","incarnation":1,"status":0}
 
 One JSON object per line. No process outlives the job: children end with this process (Linux), and
-this process ends with its parent. It has one thread and never computes, so every fork is clean.
+this process ends with its parent. It has one thread and never computes, so every fork is clean; if
+an import starts a thread or a GPU, the server starts again without it.
 """
 
 import ctypes
@@ -39,12 +40,7 @@ MODULES: Final = (
     "safetensors.numpy",
     "safetensors.torch",
     "distbelief.algorithms.downpour",
-    "distbelief.config.load",
-    "distbelief.launch.role_process",
     "distbelief.launch.preflight",
-    "distbelief.launch.preflight",
-    "distbelief.run.checkpoints",
-    "distbelief.transport.node",
 )  # what roles need, and takes long to import
 
 # What the ranks of a split replica need as well: each captures the model on meta tensors, which
@@ -66,7 +62,7 @@ Program = Literal["role", "check", "prepare"]
 
 
 class Import(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Import these modules before the next fork, if they exist."""
+    """Import these modules before the next fork, if they exist and leave this process clean."""
 
     modules: tuple[str, ...]
 
@@ -124,8 +120,11 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
     parent = int(sys.argv[1])
     end_with_parent(parent, signal.SIGTERM)  # `serve` treats it as a request to end
+    reports = os.dup(1)
+    os.dup2(2, 1)  # an import that prints must not print into the reports
     _import(MODULES)
-    if not ForkServer(requests=0, reports=1).serve():
+    unread = os.fsencode(sys.argv[2]) if len(sys.argv) > 2 else b""
+    if not ForkServer(requests=0, reports=reports, unread=unread).serve():
         # Imported already in this process; importers of this module do not need it.
         from distbelief.transport.shared_memory import FileMemory  # noqa: PLC0415
 
@@ -138,18 +137,13 @@ def main() -> None:
 
 
 class ForkServer:
-    """The children, and the connection to the parent.
+    """The children, and the file descriptors of the connection to the parent."""
 
-    Args:
-        requests: File descriptor to read from.
-        reports: File descriptor to write to.
-    """
-
-    def __init__(self, *, requests: int, reports: int) -> None:
+    def __init__(self, *, requests: int, reports: int, unread: bytes = b"") -> None:
         self._requests = requests
         self._reports = reports
         self._children: dict[int, Start] = {}
-        self._unread = b""
+        self._unread = unread
         self._may_leave = False
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
@@ -170,6 +164,7 @@ class ForkServer:
         selector.register(self._requests, selectors.EVENT_READ)
         selector.register(bell, selectors.EVENT_READ)
         try:
+            self._handle_lines()
             while True:
                 ready = {key.fd for key, _ in selector.select()}
                 if bell.fileno() in ready:
@@ -188,19 +183,32 @@ class ForkServer:
         part = os.read(self._requests, 65536)
         if not part or len(self._unread) > REQUEST_BYTES_MAX:
             return False
-        *lines, self._unread = (self._unread + part).split(b"\n")
-        for line in lines:
+        self._unread += part
+        self._handle_lines()
+        return True
+
+    def _handle_lines(self) -> None:
+        while b"\n" in self._unread:
+            line, _, self._unread = self._unread.partition(b"\n")
             match self._decoder.decode(line):
-                case Import(modules=modules):
-                    with suppress(ImportError):  # the child that needs it will report that
-                        _import(modules)
+                case Import(modules=modules) if not self._children:
+                    _import(modules)
+                    if not _is_clean():
+                        self._start_again()
+                case Import():
+                    pass  # each child imports for itself
                 case Start() as start:
                     self._start(start)
                 case Kill(name=name):
                     self._kill(name)
                 case Leave():
                     self._may_leave = True
-        return True
+
+    def _start_again(self) -> NoReturn:
+        signal.set_wakeup_fd(-1)
+        os.dup2(self._reports, 1)
+        own = [sys.executable, "-P", "-m", "distbelief.launch.forkserver", str(os.getppid())]
+        os.execv(sys.executable, [*own, os.fsdecode(self._unread)])  # noqa: S606 -- ourselves
 
     def _start(self, start: Start) -> None:
         parent = os.getpid()
@@ -211,6 +219,7 @@ class ForkServer:
             self._report(Ended(name=start.name, incarnation=start.incarnation, error=why))
             return
         if pid == 0:
+            os.close(self._reports)  # its end must be seen although children live
             _run(start, parent=parent)
         self._children[pid] = start
         self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
@@ -257,10 +266,21 @@ class ForkServer:
 
 def _import(modules: Sequence[str]) -> None:
     for module in modules:
-        importlib.import_module(module)
+        with suppress(Exception, SystemExit):  # the child that needs it reports the error
+            importlib.import_module(module)
     # Objects that exist now stay shared with the children: the collector must not touch them.
     gc.collect()
     gc.freeze()
+
+
+def _is_clean() -> bool:
+    # A child has none of its parent's threads, and cannot use a GPU that its parent has opened.
+    if sys.platform != "linux":
+        return True
+    process = Path("/proc/self")
+    opened = [str(link.readlink()) for link in (process / "fd").iterdir() if link.is_symlink()]
+    is_alone = len(list((process / "task").iterdir())) == 1
+    return is_alone and not any(file.startswith("/dev/nvidia") for file in opened)
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
@@ -300,12 +320,8 @@ def _run(start: Start, *, parent: int) -> NoReturn:
 def _program(program: Program) -> Callable[[str, int, str], int]:
     from distbelief.launch import preflight, role_process  # noqa: PLC0415 -- imported long ago
 
-    programs = {
-        "role": role_process.main,
-        "check": preflight.check_main,
-        "prepare": preflight.prepare_main,
-    }
-    return programs[program]
+    check, prepare = preflight.check_main, preflight.prepare_main
+    return {"role": role_process.main, "check": check, "prepare": prepare}[program]
 
 
 def _redirect(log: str) -> None:

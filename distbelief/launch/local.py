@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self, final
 
 import msgspec
@@ -33,10 +32,6 @@ class LocalLauncher:
     """The processes of one run: `start`, then `serve`; `close` leaves no process.
 
     An early `start`, before there is a run, lets the server import torch in the meantime.
-
-    Args:
-        spec: See `serve`.
-        log_of: See `serve`.
     """
 
     def __init__(self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path) -> None:
@@ -48,10 +43,9 @@ class LocalLauncher:
         self._alive: dict[Address, int] = {}  # newest incarnation of each
         self._pids: dict[Address, int] = {}
         self._events: deque[Event] = deque()
-        self._decoder: msgspec.json.Decoder[forkserver.Report] = msgspec.json.Decoder(
-            forkserver.Report
-        )
-        self._n_ended = 0
+        self._decoder: msgspec.json.Decoder[forkserver.Report]
+        self._decoder = msgspec.json.Decoder(forkserver.Report)
+        self.n_ended = 0
         # Readable while `events` has something that did not come through the server's pipe.
         self._pipe: tuple[int, ...] = os.pipe()
 
@@ -59,27 +53,14 @@ class LocalLauncher:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def n_ended(self) -> int:
-        return self._n_ended
 
     def pid(self, name: str) -> int | None:
         return self._pids.get(Address(name))
 
     def start(self) -> None:
-        """Start the fork server, unless it runs; it imports modules in the background.
-
-        Raises:
-            StorageError: the system cannot start another process.
-        """
+        """Start the fork server, unless it runs; it imports modules in the background."""
         if self._server is not None:
             return
         # One thread per library: roles set torch's own number themselves, and a
@@ -101,20 +82,27 @@ class LocalLauncher:
         assert self._server.stdout is not None
         os.set_blocking(self._server.stdout.fileno(), False)
         self._unread = b""
-        self._import()
+        self._ask(forkserver.Import(modules=self._modules))
 
-    def serve(self, *, spec: Path, log_of: Callable[[str], Path], has_ranks: bool = False) -> None:
+    def serve(
+        self,
+        *,
+        spec: Path,
+        log_of: Callable[[str], Path],
+        has_ranks: bool = False,
+        modules: Sequence[str] = (),
+    ) -> None:
         """Set the run whose processes are started from now on.
 
         Args:
             spec: File with everything they need but their names (`RoleSpec`).
             log_of: Returns the log file of a role.
-            has_ranks: Whether replicas are split: their ranks need more modules, which the fork
-                server imports once.
+            has_ranks: Whether replicas are split: their ranks need more modules.
+            modules: What else the server is to import once for all of them.
         """
         self._spec, self._log_of = spec, log_of
-        self._modules = forkserver.MODULES_OF_RANKS if has_ranks else ()
-        self._import()
+        self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))
+        self._ask(forkserver.Import(modules=self._modules))
 
     def close(self) -> None:
         with suppress(BlockingIOError):
@@ -166,10 +154,6 @@ class LocalLauncher:
         )
         self._ask(start)
 
-    def _import(self) -> None:
-        if self._modules:
-            self._ask(forkserver.Import(modules=self._modules))
-
     def _ask(self, request: forkserver.Request) -> None:
         server = self._server
         if server is None or server.stdin is None:
@@ -198,14 +182,12 @@ class LocalLauncher:
             case forkserver.Begun():
                 self._pids[name] = report.pid
             case forkserver.Ended():
-                self._n_ended += 1
+                self.n_ended += 1
                 if self._alive.get(name) == report.incarnation:
                     del self._alive[name]
                     self._pids.pop(name, None)
-                self._lost(name, report.incarnation, self._why(report))
-
-    def _lost(self, name: Address, incarnation: int, reason: str) -> None:
-        self._events.append(PeerLost(peer=name, incarnation=incarnation, reason=reason))
+                lost = PeerLost(peer=name, incarnation=report.incarnation, reason=self._why(report))
+                self._events.append(lost)
 
     def _why(self, ended: forkserver.Ended) -> str:
         log = self._log_of(ended.name)
@@ -214,19 +196,18 @@ class LocalLauncher:
         if ended.status >= 0:
             return f"ended with status {ended.status} (see {log})"
         number = -ended.status
-        with suppress(ValueError):
-            name = signal.Signals(number).name
-            hint = " (out of memory?)" if number == signal.SIGKILL else ""
-            return f"was ended by signal {name}{hint}"
-        return f"was ended by signal {number}"
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        names = {n.value: n.name for n in signal.Signals}
+        return f"was ended by signal {names.get(number, number)}{hint}"
 
     def _server_died(self) -> None:
         self._end_server()
         alive, self._alive = self._alive, {}
         self._pids.clear()
         for name, incarnation in alive.items():
-            self._n_ended += 1
-            self._lost(name, incarnation, "ended with the process that started it")
+            self.n_ended += 1
+            why = "ended with the process that started it"
+            self._events.append(PeerLost(peer=name, incarnation=incarnation, reason=why))
         if self._pipe:
             os.write(self._pipe[1], b"\0")
 

@@ -1,8 +1,8 @@
 """Preflight: tries model and data in a process of its own, before any role starts.
 
-`check_main` runs on the supervisor's host: an error in model or data is found once and reported in
-one message. Facts about model and data (names and shapes, no values) come back as a file, so the
-supervisor's process never holds either. `prepare_main` runs on each joining host: it imports the
+`check_main` runs on the supervisor's host: it prepares the data, and finds an error in model or
+data once. Facts about both (names and shapes, no values) come back as a file, so the supervisor's
+process never runs the user's code. `prepare_main` runs on each joining host: it imports the
 functions that the job names, if the host's user allows them, and prepares the data.
 """
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
+from distbelief.data.dataset import Dataset
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.role_process import check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
@@ -29,11 +30,11 @@ from distbelief.task.initializers import reader, recorded_initials
 from distbelief.task.losses import higher_is_better
 from distbelief.task.task import (
     Sample,
-    build_dataset,
     build_model,
     capture_for,
+    datasets_of,
     metric_name,
-    prepare,
+    prepare_data,
     sample_of,
 )
 from distbelief.task.validation import check, check_data, check_evaluation
@@ -41,6 +42,7 @@ from distbelief.worker.local_executor import FlatModel
 
 
 ANSWER_BYTES_MAX: Final = 1 << 26
+VERDICT_BYTES_MAX: Final = 1 << 16
 
 
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,8 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     is_users: bool = False  # whether the user can fix it
     tensors: tuple[TensorSpec, ...] = ()  # of the model
     dtype: ElementType = "float32"  # "float64" if any trained tensor has that type
+    dtypes: dict[str, str] = {}  # torch's type of each tensor, by name
+    aliases: dict[str, str] = {}  # other names of shared tensors, with the name in `tensors`
     initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
     initial_file: str | None = None  # file of the initial values, if they do not
     metric_name: str = "accuracy"  # the held-out metric
@@ -76,16 +80,27 @@ def check_main(name: str, incarnation: int, path: str) -> int:
     import_from(job)
     torch.set_num_threads(job.cluster.threads)
     try:
+        prepare_data(job.task)
+        prepared_mark(Path(path)).touch()
         answer = answer_to(job, request)
     except DistBeliefError as error:
         answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
-        traceback.print_exc()  # to the log
-        text = f"model and data failed the check: {type(error).__name__}: {error}"
-        answer = PreflightResult(error=f"{text}{place(error)}", is_users=True)
+        text = f"model and data failed the check: {_traced(error)}"
+        answer = PreflightResult(error=text, is_users=True)
     files.write(Path(request.answer), msgspec.json.encode(answer))
     log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
     return 0
+
+
+def prepared_mark(request: Path) -> Path:
+    """Return the file that exists once the data of this request are prepared."""
+    return request.with_name(".prepared")
+
+
+def _traced(error: BaseException) -> str:
+    traceback.print_exc()  # to the log
+    return f"{type(error).__name__}: {error}{place(error)}"
 
 
 def read_result(path: Path) -> PreflightResult | None:
@@ -98,32 +113,29 @@ def read_result(path: Path) -> PreflightResult | None:
 
 
 def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
-    """Try model and data in this process.
-
-    Raises:
-        JobError: the job cannot be run.
-    """
-    task = job.task
-    if not job.cluster.is_split:
-        check(task, job.batch_size)
-        return _found(job, request, FlatModel(build_model(task.model)))
+    """Try model and data in this process."""
+    task, cluster = job.task, job.cluster
+    if not cluster.is_split:
+        datasets = datasets_of(task)
+        check(task, job.batch_size, datasets)
+        return _found(job, request, FlatModel(build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
 
-    _check_device(job.cluster.device)
-    cluster = job.cluster
+    check_device(cluster.device, "leave device out, or use device = 'cpu'")
+    datasets = datasets_of(task)
     n_readers = cluster.partitions if cluster.plan is None else 2  # at least
-    sample = check_data(task, job.batch_size, n_readers=n_readers)
+    sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
     captured = capture_for(task, sample)
     check_evaluation(task, sample)
     if task.model.initial == "module":
-        check(task, job.batch_size)  # its values are needed, so the module is built
+        check(task, job.batch_size, datasets)  # its values are needed, so the module is built
         model = FlatModel(build_model(task.model))
     else:
         with torch.device("meta"):
             model = FlatModel(build_model(task.model))
-    answer = _found(job, request, model)
+    answer = _found(job, request, model, datasets)
     kept = Path(request.plan)
     plan = plan_for_job(job, captured.graph, kept=kept)
     draw(plan, captured.graph, kept.with_suffix(".png"))
@@ -136,6 +148,14 @@ def answer_to(job: Job, request: PreflightRequest) -> PreflightResult:
     )
 
 
+def check_device(device: str, fix: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError(
+            f"[cluster] device = {device!r}: torch {torch.__version__} sees no GPU on this host: "
+            f"{fix}"
+        )
+
+
 def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
     try:
         return recorded_initials(job.task.model, list(model.named_tensors()))
@@ -145,16 +165,10 @@ def _initials(job: Job, model: FlatModel) -> Mapping[str, Initial]:
         return model.initials()  # from the types of the layers
 
 
-def _check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise JobError(
-            f"[cluster] device = {device!r}: torch {torch.__version__} sees no GPU on "
-            'this host: leave device out, or use device = "cpu"'
-        )
-
-
-def _found(job: Job, request: PreflightRequest, model: FlatModel) -> PreflightResult:
-    task = job.task
+def _found(
+    job: Job, request: PreflightRequest, model: FlatModel, datasets: Mapping[str, Dataset]
+) -> PreflightResult:
+    task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     match task.model.initial:
@@ -162,30 +176,27 @@ def _found(job: Job, request: PreflightRequest, model: FlatModel) -> PreflightRe
             initials = dict(_initials(job, model))
         case "module":
             initial_file = request.initial_file
-            tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
-            save_file(tensors, initial_file)
+            save_file({name: tensor.detach() for name, tensor in tensors.items()}, initial_file)
         case path:
             initial_file = path
-            _check_weights(path, tuple(model.specs()))
-    test = sample = None
-    if task.test is not None:
-        held_out = build_dataset(task.test, table="data.test")
-        test = DataFacts.of(held_out)
-        sample = sample_of(held_out, table="data.test")
-    trained = [t for t in model.named_tensors().values() if t.requires_grad]
+            _check_weights(path, specs)
+    held_out = datasets.get("data.test")
+    sample = None if held_out is None else sample_of(held_out, table="data.test")
     metric = metric_name(task, sample)
-    is_double = any(tensor.dtype == torch.float64 for tensor in trained)
+    is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
     return PreflightResult(
-        tensors=tuple(model.specs()),
+        tensors=specs,
         dtype="float64" if is_double else "float32",
+        dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
+        aliases=dict(model.aliases()),
         initials=initials,
         initial_file=initial_file,
         metric_name=metric,
         higher_is_better=task.test is None or higher_is_better(metric),
         task=TaskFacts(
             n_parameters=model.n_parameters,
-            train=DataFacts.of(build_dataset(task.train)),
-            test=test,
+            train=DataFacts.of(datasets["data.train"]),
+            test=None if held_out is None else DataFacts.of(held_out),
         ),
     )
 
@@ -199,9 +210,6 @@ def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
         raise JobError(f"[model] initial: {error}") from error
 
 
-VERDICT_BYTES_MAX = 1 << 16
-
-
 def verdict_file(spec: Path) -> Path:
     return spec.with_name(".verdict")
 
@@ -212,29 +220,18 @@ def prepare_main(name: str, incarnation: int, path: str) -> int:
     The error, if any, is written to `verdict_file`.
     """
     log(name, incarnation, "info", f"process {os.getpid()} begins")
+    wrong = ""
     try:
         spec = read_spec(path)
         job = job_from_json(bytes(spec.job))
         import_from(job)
-        _try(job, spec.allowed or ())
-        wrong = ""
+        check_allowed(job, spec.allowed or ())
+        check_device(job.cluster.device, "join from a host with one")
+        prepare_data(job.task)
     except DistBeliefError as error:
         wrong = str(error)
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
-        traceback.print_exc()  # to the log
-        wrong = f"{type(error).__name__}: {error}{place(error)}"
+        wrong = _traced(error)
     files.write(verdict_file(Path(path)), wrong.encode()[:VERDICT_BYTES_MAX])
     log(name, incarnation, "info", f"ends: {wrong or 'nothing is wrong'}")
     return 0
-
-
-def _try(job: Job, allowed: tuple[str, ...]) -> None:
-    check_allowed(job, allowed)
-    if job.cluster.device == "cuda" and not torch.cuda.is_available():
-        raise JobError(
-            f"[cluster] device = {job.cluster.device!r}: torch {torch.__version__} sees no GPU on "
-            "this host"
-        )
-    prepare(job.data.train, table="data.train")
-    if job.data.test is not None:
-        prepare(job.data.test, table="data.test")

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,7 +22,7 @@ from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core.memory import KEPT_BYTES_MAX, Memory, PrivateMemory, keep_memory
 from distbelief.core.signals import ABANDONED
-from distbelief.core.writer import Writer
+from distbelief.core.writer import Writer, log_line
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
@@ -54,17 +53,8 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
     """Reject a job that names functions of modules that this host's user has not allowed.
 
-    A job that may call any function may do anything. So a host calls only functions of allowed
-    modules:
-
-        --allow-import experiments.speech
-            experiments.speech.model:paper_net      yes
-            experiments.speech:anything             yes
-            experiments.speech.data:os.system       no: that is a function of os
-            experiments.images.model:net            no
-
-    Raises:
-        JobError: it names the module, and the option that would allow it.
+    With --allow-import experiments.speech, experiments.speech.model:paper_net may be called, and
+    not experiments.speech.data:os.system, which is a function of os.
     """
     paths = list(import_paths(job))
     for table, path in paths:  # check the text before anything is imported
@@ -76,13 +66,12 @@ def check_allowed(job: Job, allowed: Sequence[str]) -> None:
 
 
 def _check(module: str, path: str, *, table: str, allowed: Sequence[str]) -> None:
-    if any(module == name or module.startswith(f"{name}.") for name in allowed):
-        return
-    so_far = ", ".join(allowed) or "none"
-    raise JobError(
-        f"[{table}] {path!r} is a function of module {module!r}, which this host does not "
-        f"allow (allowed: {so_far}): use distbelief join ... --allow-import {module}"
-    )
+    if not any(module == name or module.startswith(f"{name}.") for name in allowed):
+        raise JobError(
+            f"[{table}] {path!r} is a function of module {module!r}, which this host does not "
+            f"allow (allowed: {', '.join(allowed) or 'none'}): use distbelief join ... "
+            f"--allow-import {module}"
+        )
 
 
 SPEC_BYTES_MAX: Final = 1 << 26
@@ -134,21 +123,17 @@ def main(name: str, incarnation: int, path: str) -> int:
     if spec.allowed is not None:
         check_allowed(job, spec.allowed)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
+    # Gradients of each step reuse the memory of the last one, as do the vectors of a chunk on a
+    # shard under a coordinator. A shard of Downpour needs no such memory.
     driven = name.startswith("shard") and algorithms.coordinator_of(job) is not None
-    if name.startswith("replica") or driven:
-        # Gradients of each step reuse the memory of the last one, as do the vectors of a chunk
-        # on a shard under a coordinator. A shard of Downpour needs no such memory.
-        keep_memory()
-    else:
-        keep_memory(block_bytes_max=KEPT_BYTES_MAX)
-    memory: Memory = PrivateMemory(host="")
-    if spec.memory:
-        memory = FileMemory(Path(spec.memory))
+    reuses = driven or name.startswith("replica")
+    keep_memory(block_bytes_max=None if reuses else KEPT_BYTES_MAX)
+    memory: Memory = FileMemory(Path(spec.memory)) if spec.memory else PrivateMemory(host="")
     lines = Writer("log", tell=lambda text: report("warning", text))
 
     def report(level: str, text: str) -> None:
         # The time is taken now; a thread writes, because the log's disk may hang.
-        lines.write(partial(_write, _line(name, incarnation, level, text)))
+        lines.write(partial(_write, log_line(f"{name}#{incarnation}", level, text)))
 
     with lines:
         report("info", f"process {os.getpid()} begins")
@@ -190,14 +175,9 @@ def _run_role(
 
 
 def _end_when_abandoned(node: RoleRunner) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        return
-
-    def end(_number: int, _frame: object) -> None:
-        reason = "the supervisor was killed"
-        node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=reason))
-
-    signal.signal(ABANDONED, end)
+    lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(ABANDONED, lambda _number, _frame: node.post(lost))
 
 
 def import_from(job: Job) -> None:
@@ -205,23 +185,17 @@ def import_from(job: Job) -> None:
 
 
 def log(name: str, incarnation: int, level: str, text: str) -> None:
-    _write(_line(name, incarnation, level, text))
-
-
-def _line(name: str, incarnation: int, level: str, text: str) -> str:
-    now = time.time()  # noqa: TID251 -- the time of day, for people
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    return f"{clock}.{int(now % 1 * 1000):03d} {name}#{incarnation} {level}: {text}\n"
+    _write(log_line(f"{name}#{incarnation}", level, text))
 
 
 def _write(line: str) -> None:
     with suppress(OSError):  # a full disk ends no role; the supervisor reports it
-        sys.stdout.write(line)
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 
 def _build(name: str, job: Job, spec: RoleSpec, memory: Memory) -> Role:
-    algorithm = algorithms.load(algorithms.find(job.algorithm_name))
+    algorithm = algorithms.algorithm_of(job)
     context = BuildContext(
         task=job.task,
         layout=Layout(spec.layout),

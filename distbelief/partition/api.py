@@ -32,7 +32,7 @@ from distbelief.core import files
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
-from distbelief.partition import report, report as report_module
+from distbelief.partition import report
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.planner import Planned, plan as make_plans, planning_request
 from distbelief.partition.search import Notify, PlanningRequest
@@ -44,13 +44,6 @@ from distbelief.program.plan import Plan, Prediction, load, plan_for
 # --- arguments of `distbelief.plan` ---
 
 
-def check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise GraphError(
-            f"model is {_shown(model)}: give a torch.nn.Module, which may be on the meta device"
-        )
-
-
 def examples_of(example: object) -> list[torch.Tensor]:
     """Return an example of each input, all with the same batch size.
 
@@ -59,15 +52,11 @@ def examples_of(example: object) -> list[torch.Tensor]:
     """
     found = [example] if isinstance(example, torch.Tensor) else example
     if not isinstance(found, Sequence) or isinstance(found, str | bytes) or not found:
-        raise GraphError(
-            f"example is {_shown(example)}: give a tensor (batch, *shape), or one per input"
-        )
+        raise _wrong("example", example, "give a tensor (batch, *shape), or one per input")
     for tensor in found:
         if not isinstance(tensor, torch.Tensor):
-            raise GraphError(
-                f"the example of an input is {_shown(tensor)}: give a tensor "
-                "(batch, *shape), for example by torch.as_tensor"
-            )
+            fix = "give a tensor (batch, *shape), for example by torch.as_tensor"
+            raise _wrong("the example of an input", tensor, fix)
         if tensor.is_complex() or tensor.is_quantized:
             raise GraphError(
                 f"the example of an input has dtype {tensor.dtype}: give floating point "
@@ -80,10 +69,7 @@ def examples_of(example: object) -> list[torch.Tensor]:
             "all with the same batch"
         )
     if any(0 in shape for shape in shapes):
-        raise GraphError(
-            f"example has an extent of 0: {shapes}: give a batch of 1 or more, and no empty "
-            "dimension"
-        )
+        raise GraphError(f"example has an extent of 0: {shapes}: use 1 or more")
     return list(found)
 
 
@@ -97,46 +83,38 @@ def spec_of(example: torch.Tensor) -> InputSpec:
 def counts_of(machines: object) -> list[int]:
     """Return the numbers of machines; raise GraphError if `machines` has no such type."""
     found = (machines,) if isinstance(machines, int) else machines
+    # `type`, not isinstance: True is an int too.
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         found = (None,)
-    # `type`, not isinstance: True is an int too.
-    counts = [n for n in found if type(n) is int]
-    if len(counts) < len(found):
-        raise GraphError(
-            f"machines is {_shown(machines)}: give a number, such as 8, or several, "
-            "such as (1, 2, 4, 8)"
-        )
-    return counts
+    if any(type(n) is not int for n in found):
+        fix = "give a number, such as 8, or several, such as (1, 2, 4, 8)"
+        raise _wrong("machines", machines, fix)
+    return list(found)
 
 
-def check_types(
-    *, loss: object, cluster: object, pins: object, flags: Mapping[str, object]
+def _check_types(
+    *, model: object, loss: object, cluster: object, pins: object, flags: Mapping[str, object]
 ) -> None:
-    """Raise GraphError if an argument has the wrong type."""
+    if not isinstance(model, nn.Module):
+        raise _wrong("model", model, "give a torch.nn.Module, which may be on the meta device")
     if not isinstance(loss, str):
-        raise GraphError(
-            f"loss is {_shown(loss)}: give its name, such as 'cross_entropy', or '' for none"
-        )
+        raise _wrong("loss", loss, "give its name, such as 'cross_entropy', or '' for none")
     if not isinstance(cluster, str | Path | Cluster):
-        raise GraphError(
-            f"cluster is {_shown(cluster)}: give a name, such as 'rack-10g', "
-            "the path of a file, or a Cluster"
-        )
+        fix = "give a name, such as 'rack-10g', the path of a file, or a Cluster"
+        raise _wrong("cluster", cluster, fix)
     if not isinstance(pins, Mapping) or not all(
         isinstance(word, str) for pair in pins.items() for word in pair
     ):
-        raise GraphError(
-            f"pins is {_shown(pins)}: give a split per layer, such as {{'conv1': 'grid:3x3'}}"
-        )
+        raise _wrong("pins", pins, "give a split per layer, such as {'conv1': 'grid:3x3'}")
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise GraphError(f"{name} is {_shown(flag)}: give True or False")
+            raise _wrong(name, flag, "give True or False")
 
 
-def _shown(value: object) -> str:
+def _wrong(name: str, value: object, fix: str) -> GraphError:
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
-    return f"{text} ({type(value).__name__})"
+    return GraphError(f"{name} is {text} ({type(value).__name__}): {fix}")
 
 
 # --- planning result ---
@@ -151,42 +129,23 @@ class PlanningResult:
     Args:
         request: The planning request.
         planned: The plans.
-        model: Import path of the function that makes the model, or a name for it.
-        loss: Its name; "" if there is none.
         skipped: Numbers of machines for which pins allow no plan.
     """
 
     def __init__(
-        self,
-        request: PlanningRequest,
-        planned: Sequence[Planned],
-        *,
-        model: str,
-        loss: str,
-        skipped: Sequence[int] = (),
+        self, request: PlanningRequest, planned: Sequence[Planned], *, skipped: Sequence[int] = ()
     ) -> None:
         self.request = request
-        self._skipped = skipped
         self.planned = tuple(planned)
-        self._model = model
-        self._loss = loss
+        self._skipped = skipped
 
     @property
     def fits(self) -> bool:
-        return self.planned[-1].estimate.fits
-
-    @property
-    def origin(self) -> str:
-        return report_module.origin(self.request)
+        return not self.planned[-1].lacking
 
     @property
     def remarks(self) -> list[str]:
-        remarks = report.remarks(
-            [done.estimate for done in self.planned],
-            caps=[machine.memory for machine in self.request.cluster.machines],
-            whole=[(x.name, x.whole) for x in self.request.graph.layers if x.whole],
-            origin=self.origin,
-        )
+        remarks = report.remarks(self.planned, self.request)
         if self._skipped:
             counts = ", ".join(map(str, self._skipped))
             remarks.insert(0, f"{counts} machines: left out, a pin needs more")
@@ -196,18 +155,18 @@ class PlanningResult:
         """Return a table with a row for each number of machines."""
         request = self.request
         title = (
-            f"{self._model}: {request.graph.n_parameters:,} parameters, batch "
+            f"{request.model}: {request.graph.n_parameters:,} parameters, batch "
             f"{request.batch}, cluster {request.cluster.name}"
         )
-        return report.table([done.estimate for done in self.planned], title=title)
+        return report.table(self.planned, title=title)
 
     def plain(self) -> report.Plain:
         return {
-            "model": self._model,
+            "model": self.request.model,
             "parameters": self.request.graph.n_parameters,
             "batch": self.request.batch,
             "cluster": self.request.cluster.name,
-            "rows": [report.plain(done.estimate) for done in self.planned],
+            "rows": list(map(report.plain, self.planned)),
             "remarks": self.remarks,
         }
 
@@ -222,33 +181,32 @@ class PlanningResult:
         Raises:
             GraphError: there is no such layer.
         """
-        return report_module.show_alternatives(self.planned[-1], layer)
+        return report.show_alternatives(self.planned[-1], layer)
 
     @property
     def plan(self) -> Plan:
-        done = self.planned[-1]
-        estimate = done.estimate
-        p10, p50, p90 = estimate.seconds
+        request, done = self.request, self.planned[-1]
+        p10, p50, p90 = done.best.seconds
         predicted = Prediction(
             step_seconds=p50,
             p10_seconds=p10,
             p90_seconds=p90,
-            bound_seconds=estimate.lower_bound,
-            gap=estimate.gap or 0.0,
-            solver=estimate.method,
-            exact=done.solution.exact,
-            costs=self.origin,
+            bound_seconds=done.lower_bound,
+            gap=done.gap or 0.0,
+            solver=done.best.method,
+            exact=done.solved.solution.exact,
+            costs=report.costs_of(request),
         )
         made = plan_for(
-            self.request.graph,
-            estimate.placements,
-            batch=self.request.batch,
-            loss=self._loss,
-            cluster=self.request.cluster.first(estimate.n_machines),
+            request.graph,
+            done.best.placements,
+            batch=request.batch,
+            loss=request.loss,
+            cluster=done.cluster,
             predicted=predicted,
         )
         return msgspec.structs.replace(
-            made, model=self._model, micro_batches=estimate.micro_batches
+            made, model=request.model, micro_batches=done.best.cost.micro_batches
         )
 
     def save(self, path: Path | str) -> None:
@@ -258,25 +216,19 @@ class PlanningResult:
     def draw(self, path: Path | str) -> None:
         """Draw the plan for the most machines as PNG; raise StorageError on failure."""
         done = self.planned[-1]
-        estimate = done.estimate
-        crossing: dict[str, int] = {}
-        for flow in done.cost.traffic:
-            n_bytes = int(flow.n_bytes.sum())
-            crossing[flow.name] = crossing.get(flow.name, 0) + n_bytes
         draw_plan(
             Path(path),
             self.request.graph,
-            estimate.placements,
-            crossing=crossing,
-            title=f"{self._model} on {len(estimate.used)} machines of "
-            f"{self.request.cluster.name}: {report.seconds(estimate.median)} a step, "
-            f"{estimate.speed_up:.2f}x one machine",
+            done.best.placements,
+            traffic=done.best.cost.traffic,
+            title=f"{self.request.model} on {len(done.used)} machines of "
+            f"{self.request.cluster.name}: {report.seconds(done.median)} a step, "
+            f"{done.speed_up:.2f}x one machine",
         )
 
     def trace(self, path: Path | str) -> None:
         """Write the Chrome trace of a step; raise StorageError on failure."""
-        trace = json.dumps(chrome_trace(self.planned[-1].cost)).encode()
-        files.write(Path(path), trace)
+        files.write(Path(path), json.dumps(chrome_trace(self.planned[-1].best.cost)).encode())
 
     @override
     def __str__(self) -> str:
@@ -320,15 +272,13 @@ def plan(
         GraphError: the model cannot be captured, a pin is impossible, or the cluster has fewer
             machines.
     """
-    check_model(model)
-    examples = examples_of(example)
-    counts = counts_of(machines)
-    check_types(
-        loss=loss, cluster=cluster, pins=pins or {}, flags={"exactly": exactly, "profile": profile}
-    )
+    flags = {"exactly": exactly, "profile": profile}
+    _check_types(model=model, loss=loss, cluster=cluster, pins=pins or {}, flags=flags)
+    examples, counts = examples_of(example), counts_of(machines)
     request = planning_request(
         model,
         [spec_of(x) for x in examples],
+        name=type(model).__name__,
         batch=len(examples[0]),
         loss=loss,
         counts=counts,
@@ -337,22 +287,16 @@ def plan(
         exactly=exactly,
         profile=profile,
     )
-    return planning_result(request, counts, model=type(model).__name__, loss=loss)
+    return planning_result(request, counts)
 
 
 def planning_result(
-    request: PlanningRequest,
-    counts: Sequence[int],
-    *,
-    model: str,
-    loss: str,
-    notify: Notify = lambda _: None,
+    request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> PlanningResult:
     """Plan for each number of machines, ascending."""
     planned = make_plans(request, counts, notify=notify)
-    done = {each.estimate.n_machines for each in planned}
-    skipped = sorted(set(counts) - done)  # pins need more machines
-    return PlanningResult(request, planned, model=model, loss=loss, skipped=skipped)
+    skipped = sorted(set(counts) - {each.n_machines for each in planned})  # pins need more machines
+    return PlanningResult(request, planned, skipped=skipped)
 
 
 # --- `distbelief partition` ---
@@ -414,11 +358,15 @@ def run(
     console = _console(stderr=request.as_json)
     # Wrong paths and layers are reported now, not after minutes of planning.
     for path in (request.out, request.picture, request.timeline):
-        _check_place(path)
+        if path is not None and path.is_dir():
+            raise GraphError(f"{path} is a directory: name a file in it")
+        if path is not None and not path.parent.is_dir():
+            raise GraphError(f"{path}: there is no directory {path.parent}: create it first")
     with console.status("capturing the model") as status:
         planning = planning_request(
             _made(request, make),
             request.inputs,
+            name=request.model,
             batch=request.batch,
             loss=request.loss,
             counts=request.counts,
@@ -429,18 +377,22 @@ def run(
             notify=lambda what: status.update(escape(what)),
         )
     for layer in request.explain:
-        report.check(planning.graph, layer)
+        report.check_layer(planning.graph, layer)
     with console.status("planning") as status:
-        result = planning_result(
-            planning,
-            request.counts,
-            model=request.model,
-            loss=request.loss,
-            notify=_ProgressLine(console, status).notify,
-        )
+        notify = _progress_line(console, status)
+        result = planning_result(planning, request.counts, notify=notify)
     explained = [result.explain(layer) for layer in request.explain]
-    trial = _tried(result, verify, console)
-    _print(result, trial, console, as_json=request.as_json)
+    trial: Trial | None = None
+    if verify is not None:
+        with console.status("running the plan"):
+            trial = verify(result)
+    if request.as_json:
+        tried = {} if trial is None else {"verified": trial.plain()}
+        print(json.dumps({**result.plain(), **tried}))  # noqa: T201 -- the output of the command
+    else:
+        result.show(console)
+        if trial is not None:
+            trial.show(console)
     for table in explained:
         console.print(table)
     if request.out is not None:
@@ -450,25 +402,6 @@ def run(
     if request.picture is not None:
         result.draw(request.picture)
     return result.fits and (trial is None or trial.passed)
-
-
-def _tried(
-    result: PlanningResult, verify: Callable[[PlanningResult], Trial] | None, console: Console
-) -> Trial | None:
-    if verify is None:
-        return None
-    with console.status("running the plan"):
-        return verify(result)
-
-
-def _print(result: PlanningResult, trial: Trial | None, console: Console, *, as_json: bool) -> None:
-    if as_json:
-        tried = {} if trial is None else {"verified": trial.plain()}
-        print(json.dumps({**result.plain(), **tried}))  # noqa: T201 -- the output of the command
-        return
-    result.show(console)
-    if trial is not None:
-        trial.show(console)
 
 
 def compare(one: Path, other: Path, *, as_json: bool) -> bool:
@@ -494,32 +427,20 @@ def _plan_in(path: Path) -> Plan:
         raise GraphError(f"{error}: name a file written by --out") from error
 
 
-def _check_place(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise GraphError(f"{path} is a directory: name a file in it")
-    if not path.parent.is_dir():
-        raise GraphError(f"{path}: there is no directory {path.parent}: create it first")
-
-
-@final
-class _ProgressLine:
+def _progress_line(console: Console, status: Status) -> Notify:
     # Shows progress: one line that changes on a terminal, else a line every few seconds.
+    printed_at = -math.inf
 
-    def __init__(self, console: Console, status: Status) -> None:
-        self._console = console
-        self._status = status
-        self._printed_at = -math.inf
-
-    def notify(self, what: str) -> None:
-        if self._console.is_terminal:
-            self._status.update(escape(f"planning: {what}"))
-            return
+    def notify(what: str) -> None:
+        nonlocal printed_at
         now = time.monotonic()
-        if now - self._printed_at >= _PRINT_EVERY_SECONDS:
-            self._printed_at = now
+        if console.is_terminal:
+            status.update(escape(f"planning: {what}"))
+        elif now - printed_at >= _PRINT_EVERY_SECONDS:
+            printed_at = now
             print(f"planning: {what}", file=sys.stderr)  # noqa: T201 -- progress
+
+    return notify
 
 
 def _made(request: Request, make: Callable[[], object]) -> nn.Module:

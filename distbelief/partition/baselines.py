@@ -5,7 +5,7 @@ whole layers   runs of whole layers on one machine after the other: a pipeline
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import operator_of
@@ -46,9 +46,9 @@ def whole_layers(
     seconds = [
         [
             math.fsum(
-                pass_(layer, layer.region, machine)
+                seconds
                 for layer in group.members
-                for pass_ in (costs.forward, costs.backward)
+                for seconds in costs.passes(layer, layer.region, machine)
             )
             for group in found
         ]
@@ -58,13 +58,6 @@ def whole_layers(
     for group, place in zip(found, _balanced(seconds), strict=True):
         placed |= group.placements(whole(group.root, machines[place]).placement)
     return placed
-
-
-# Names in reports.
-BASELINES: Mapping[str, str] = {
-    "even": "every layer over all machines",
-    "whole layers": "runs of whole layers, balanced",
-}
 
 
 def _even(layer: Layer, cluster: Cluster) -> Placement:

@@ -8,15 +8,19 @@
 Region i is on machine i of the given order, so layers that are cut alike exchange little. Extents
 are in proportion to the machines' speeds. Equal machines are interchangeable: whole layers go to
 the first one, unless memory is limited.
+
+Pins are placements that the user requires: "whole@3", "rows:4", "grid:2x3", "inputs:4".
 """
 
+import difflib
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from distbelief.graph.graph import Layer
+from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.operator import Cut, operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.cluster import UNLIMITED, Cluster, weights
@@ -262,3 +266,104 @@ def _thinned(families: list[list[Candidate]], limit: int) -> list[Candidate]:
         families[largest] = family[(len(family) + 1) % 2 :: 2]
     distinct = {c.placement: c for family in families for c in family}
     return list(distinct.values())
+
+
+# --- pins ---
+
+_WHOLE: Final = re.compile(r"whole(?:@(\d+))?")
+_SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
+
+
+def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
+    """Check that pins name layers that are computed.
+
+    Args:
+        graph: The layer graph.
+        pins: Per layer, its split.
+        cluster: If given, each pin must be possible on these machines.
+
+    Raises:
+        GraphError: a pin names no such layer, or is impossible.
+    """
+    for name in pins:
+        if name not in graph.by_name:
+            raise GraphError(f"{name!r} is pinned, but there is no such layer{near(graph, name)}")
+        if graph[name].kind == INPUT:
+            raise GraphError(
+                f"{name!r} is pinned, but it is an input: pin the layers that read it instead"
+            )
+        if cluster is not None:
+            pinned(graph[name], cluster, pins[name])
+
+
+def near(graph: LayerGraph, name: str) -> str:
+    """Return a hint for an unknown layer: similar names, or some that exist."""
+    found = difflib.get_close_matches(name, list(graph.by_name), n=3)
+    if found:
+        return f": do you mean {' or '.join(map(repr, found))}?"
+    some = [layer.name for layer in graph.layers if layer.kind != INPUT][:8]
+    return f" (there are {', '.join(some)}, ...)"
+
+
+def pinned(
+    layer: Layer, cluster: Cluster, pin: str, *, machines: Sequence[int] | None = None
+) -> Candidate:
+    """Return the candidate that a pin means; it need not be among those that are tried.
+
+    Args:
+        layer: The pinned layer.
+        cluster: All machines.
+        pin: Its split.
+        machines: In the order in which they are used.
+
+    Raises:
+        GraphError: the layer cannot be placed so; lists what is possible.
+    """
+    found: Candidate | None = None
+    if match := _WHOLE.fullmatch(pin):
+        machine = int(match[1] or 0)
+        found = whole(layer, machine) if machine < len(cluster) else None
+    elif match := _SPLIT.fullmatch(pin):
+        name, numbers = match[1], [int(number) for number in match[2].split("x")]
+        names, dims = dimension_names(layer), summed_dims(layer)
+        parts: list[int] = []
+        if name == "grid" and 1 < len(numbers) <= len(names):
+            # A grid with fewer numbers than dimensions means the last dimensions.
+            parts = [1] * (len(names) - len(numbers)) + numbers
+        elif name in names and len(numbers) == 1:
+            parts = [numbers[0] if name == other else 1 for other in names]
+        if min(numbers) >= 1 and parts:
+            found = split(layer, cluster, parts, machines=machines)
+        elif min(numbers) >= 1 and name == "inputs" and len(numbers) == 1 and dims:
+            found = partial_sums(layer, cluster, numbers[0], dim=dims[0], machines=machines)
+    if found is None:
+        raise GraphError(
+            f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines: "
+            f"use {', '.join(possible(layer, cluster))}"
+            + (f" ({layer.whole})" if layer.whole else "")
+        )
+    return found
+
+
+def possible(layer: Layer, cluster: Cluster) -> list[str]:
+    """Return the pins that a layer allows, for people."""
+    n_machines = len(cluster)
+    found = ["whole"]
+    if n_machines > 1:
+        found.append(f"whole@0 to whole@{n_machines - 1}")
+    names, most = dimension_names(layer), {}
+    for cut in () if layer.whole else operator_of(layer).cuts(layer):
+        most[cut.dim] = min(n_machines, layer.shape[cut.dim] // cut.unit)
+        if most[cut.dim] >= 2:
+            found.append(f"{names[cut.dim]}:2 to {names[cut.dim]}:{most[cut.dim]}")
+    n_dims = len(layer.shape)
+    if n_dims >= 2 and min(most.get(dim, 1) for dim in (n_dims - 2, n_dims - 1)) > 1:
+        found.append(
+            f"grid:AxB with {names[-2]} A <= {most[n_dims - 2]}, {names[-1]} B <= "
+            f"{most[n_dims - 1]}, A * B <= {n_machines}"
+        )
+    for dim in summed_dims(layer)[:1]:
+        n_parts = min(n_machines, layer.input_shapes[0][dim])
+        if n_parts >= 2:
+            found.append(f"inputs:2 to inputs:{n_parts}")
+    return found

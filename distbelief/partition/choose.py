@@ -9,19 +9,18 @@ The plan is saved as plan.json in the run directory, with a picture. No process 
 model: it is captured on the meta device.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.partition.api import PlanningResult, planning_result
+from distbelief.partition.api import pins, planning_result
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, here
-from distbelief.partition.report import size
-from distbelief.partition.search import PlanningRequest
+from distbelief.partition.report import lack
+from distbelief.partition.search import Notify, PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import compile_plan
@@ -33,8 +32,6 @@ SOLVER_SECONDS: Final = 5.0
 # Between two processes of one host. Exact figures do not matter: messages that cost something, and
 # bytes that cost little, keep the planner from needless messages.
 LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5, handling=HANDLING)
-
-Notify = Callable[[str], None]
 
 
 def plan_for_job(
@@ -65,12 +62,9 @@ def draw(plan: Plan, graph: LayerGraph, path: Path) -> None:
     compiled = compile_plan(
         graph, plan.placements, batch=plan.batch, n_machines=plan.cluster.n_machines
     )
-    crossing: dict[str, int] = {}
-    for flow in compiled.traffic:
-        crossing[flow.name] = crossing.get(flow.name, 0) + int(flow.n_bytes.sum())
-    noun = "machine" if plan.cluster.n_machines == 1 else "machines"
-    title = f"{plan.model} on {plan.cluster.n_machines} {noun}, batch {plan.batch}"
-    draw_plan(path, graph, plan.placements, crossing=crossing, title=title)
+    n = plan.cluster.n_machines
+    title = f"{plan.model} on {n} {'machine' if n == 1 else 'machines'}, batch {plan.batch}"
+    draw_plan(path, graph, plan.placements, traffic=compiled.traffic, title=title)
 
 
 def _given(job: Job, graph: LayerGraph, path: Path) -> Plan:
@@ -107,54 +101,40 @@ def _made(job: Job, graph: LayerGraph, notify: Notify) -> Plan:
     notify(f"planning for {count} machine{'' if count == 1 else 's'}")
     cluster = _cluster(job, count)
     single = single_sample(graph)
+
+    def costs_for(n_samples: int) -> AnalyticCosts:
+        return AnalyticCosts(cluster, batch=n_samples, single=single)
+
     request = PlanningRequest(
         graph=graph,
+        model=job.model.factory,
+        loss=job.loss,
         cluster=cluster,
         batch=batch,
-        costs=AnalyticCosts(cluster, batch=batch, single=single),
-        pins=_pins(job),
-        costs_for=lambda n: AnalyticCosts(cluster, batch=n, single=single),
+        costs=costs_for(batch),
+        pins=pins(job.cluster.pins),
+        costs_for=costs_for,
         exactly=True,
         solver_seconds=SOLVER_SECONDS,
     )
     try:
-        result = planning_result(
-            request,
-            [count],
-            model=job.model.factory,
-            loss=job.loss,
-            notify=lambda what: notify(f"planning: {what}"),
-        )
+        result = planning_result(request, [count], notify=lambda what: notify(f"planning: {what}"))
     except GraphError as error:
         raise JobError(f"[cluster] {_asked(job)}: {error}") from error
-    if job.cluster.machines != HERE:  # hosts with more memory may join
-        _check_memory(job, result)
+    # Without a cluster file, hosts with more memory may join.
+    if job.cluster.machines != HERE and not result.fits:
+        raise JobError(
+            f"[cluster] {_asked(job)}: no plan fits the machines of {job.cluster.machines!r}: "
+            f"{lack(result.planned[-1])}. Use more partitions or smaller batches, or correct the "
+            "memory in the cluster file"
+        )
     return result.plan
-
-
-def _check_memory(job: Job, result: PlanningResult) -> None:
-    estimate = result.planned[-1].estimate
-    if estimate.fits:
-        return
-    caps = [machine.memory for machine in result.request.cluster.machines]
-    worst = max(estimate.offenders, key=lambda m: estimate.memory[m] - caps[m])
-    raise JobError(
-        f"[cluster] {_asked(job)}: no plan fits the machines of {job.cluster.machines!r}: "
-        f"machine {worst} needs {size(estimate.memory[worst])} and has {size(caps[worst])}. "
-        "Use more partitions or smaller batches, or correct the memory in the cluster file"
-    )
-
-
-def _pins(job: Job) -> dict[str, str]:
-    # The job file has been checked: each pin has a layer and a split.
-    parts = [pin.partition("=") for pin in job.cluster.pins]
-    return {name: split for name, _, split in parts}
 
 
 def _asked(job: Job) -> str:
     # The request as it stands in the job file.
-    pins = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
-    return f"partitions = {job.cluster.partitions}{pins}"
+    wanted = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
+    return f"partitions = {job.cluster.partitions}{wanted}"
 
 
 def _cluster(job: Job, count: int) -> Cluster:

@@ -7,20 +7,20 @@ Variance            quantiles of a step, because machines vary
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.operator import joined, operator_of
+from distbelief.graph.operator import joined
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.instructions import work_of
-from distbelief.program.step_cost import Costs, StepCost
+from distbelief.program.instructions import rule_of, work_of
+from distbelief.program.step_cost import Costs, Passes, StepCost
 
 
 # --- by arithmetic ---
@@ -90,69 +90,43 @@ class AnalyticCosts:
         self._first = [cluster.machines.index(machine) for machine in cluster.machines]
         self._single = single
         self._signatures = Signatures()
-        self._known: dict[tuple[Signature, int, bool, bool], dict[Region, tuple[float, float]]] = {}
+        self._known: dict[tuple[Signature, int, bool, bool], dict[Region, Passes]] = {}
 
-    def forward(
+    def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        return self._seconds(layer, region, machine, partial=partial)[0]
-
-    def backward(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        return self._seconds(layer, region, machine, partial=partial)[1]
-
-    def _seconds(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool
-    ) -> tuple[float, float]:
+    ) -> Passes:
         if layer.kind == INPUT or not region.n_elements:
-            return (0.0, 0.0)
+            return Passes(0.0, 0.0)
         first, single = self._first[machine], layer.name in self._single
         key = (self._signatures.of(layer), first, partial, single)
         known = self._known.setdefault(key, {})
         seconds = known.get(region)
         if seconds is None:
-            figures, n_samples = self._machines[first], 1 if single else self.batch
-            seconds = _roofline(layer, region, figures, n_samples, partial=partial)
+            n_samples = 1 if single else self.batch
+            seconds = _roofline(layer, region, self._machines[first], n_samples, partial=partial)
             known[region] = seconds
         return seconds
 
 
-def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float, float]:
-    """Return the bytes of the tensors that a region uses: of all, and of those that train.
-
-    A tensor that several layers use counts for each of them.
-    """
-    kind = operator_of(layer)
-    if partial:
-        assert kind.partial is not None, layer.name
-        uses = kind.partial.uses(layer, region)
-    else:
-        uses = kind.uses(layer, region)
-    every = sum(N_BYTES * part.n_elements for part in uses.values())
-    trains = sum(
-        N_BYTES * part.n_elements
-        for argument, part in uses.items()
-        if layer.tensors[argument].trains
-    )
-    return float(every), float(trains)
-
-
 def _roofline(
     layer: Layer, region: Region, machine: Machine, n_samples: int, *, partial: bool
-) -> tuple[float, float]:
+) -> Passes:
     work = work_of(layer, region, partial=partial)
-    every, trains = tensor_bytes(layer, region, partial=partial)
+    # A tensor that several layers use counts for each of them.
+    tensors, trained = 0, 0
+    for argument, part in rule_of(layer, partial=partial).uses(layer, region).items():
+        tensors += N_BYTES * part.n_elements
+        trained += N_BYTES * part.n_elements if layer.tensors[argument].trains else 0
     n_bytes = N_BYTES * work.n_elements * n_samples
-    forward = machine.overhead + max(
-        work.forward * n_samples / machine.flops, (n_bytes + every) / machine.memory_rate
-    )
     # Backward reads values again, and reads and writes gradients: twice the traffic.
-    backward = machine.overhead + max(
-        work.backward * n_samples / machine.flops,
-        (2 * n_bytes + every + trains) / machine.memory_rate,
+    seconds = (
+        machine.overhead + max(operations * n_samples / machine.flops, moved / machine.memory_rate)
+        for operations, moved in (
+            (work.forward, n_bytes + float(tensors)),
+            (work.backward, 2 * n_bytes + float(tensors) + float(trained)),
+        )
     )
-    return forward, backward
+    return Passes(*seconds)
 
 
 # --- variance ---
@@ -206,18 +180,15 @@ class Variance:
 
     def _factors(self, layer: int, *, backward: bool) -> Floats:
         # Cached draws of a phase, (N_DRAWS, n_machines).
-        if (layer, backward) not in self._drawn:
-            self._drawn[layer, backward] = self._draw(layer, backward=backward)
-        return self._drawn[layer, backward]
-
-    def _draw(self, layer: int, *, backward: bool) -> Floats:
-        generator = np.random.default_rng((self._seed, layer, int(backward)))
-        # One row per machine: fewer machines have the first rows of more.
-        half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
-        # Antithetic, with a median of 1: a machine does not become slower by itself, a step does
-        # because it waits for the slowest machine.
-        normal = np.concatenate([half, -half])
-        return np.asarray(np.exp(self._sigmas * normal))
+        key = (layer, backward)
+        if key not in self._drawn:
+            generator = np.random.default_rng((self._seed, layer, int(backward)))
+            # One row per machine: fewer machines have the first rows of more.
+            half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
+            # Antithetic, with a median of 1: a machine does not become slower by itself, a step
+            # does because it waits for the slowest machine.
+            self._drawn[key] = np.exp(self._sigmas * np.concatenate([half, -half]))
+        return self._drawn[key]
 
 
 # --- micro-batches ---
@@ -253,42 +224,20 @@ class MicroBatchScaling:
         self._part = part
         self._shares = shares
 
-    def forward(
+    def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        measured = self._measured.forward(layer, region, machine, partial=partial)
+    ) -> Passes:
+        measured, batch, part = (
+            costs.passes(layer, region, machine, partial=partial)
+            for costs in (self._measured, self._batch, self._part)
+        )
         shares = self._shares(layer, self._part.batch)
         if shares is not None:
-            return measured * shares[0]
-        return _scaled(
-            measured,
-            self._part.forward(layer, region, machine, partial=partial),
-            self._batch.forward(layer, region, machine, partial=partial),
-        )
-
-    def backward(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        measured = self._measured.backward(layer, region, machine, partial=partial)
-        shares = self._shares(layer, self._part.batch)
-        if shares is not None:
-            return measured * shares[1]
-        return _scaled(
-            measured,
-            self._part.backward(layer, region, machine, partial=partial),
-            self._batch.backward(layer, region, machine, partial=partial),
-        )
-
-
-# A layer that takes twice as long as by arithmetic does so with fewer samples too: arithmetic gives
-# the share of fewer samples, the measurement the factor.
-def _scaled(measured: float, part: float, batch: float) -> float:
-    return measured * part / batch if batch else measured
-
-
-class _Passes(NamedTuple):
-    forward: float
-    backward: float
+            return Passes(measured.forward * shares[0], measured.backward * shares[1])
+        # A layer that takes twice as long as by arithmetic does so with fewer samples too:
+        # arithmetic gives the share of fewer samples, the measurement the factor.
+        times = zip(measured, part, batch, strict=True)
+        return Passes(*(taken * fewer / whole if whole else taken for taken, fewer, whole in times))
 
 
 @final
@@ -319,21 +268,25 @@ class ProfiledCosts:
         self._signatures = Signatures()
         self._digests: dict[Signature, str] = {}
         self._summed_dims: dict[Signature, tuple[int, ...]] = {}
-        self._known: dict[tuple[Signature, Region, int, bool], _Passes] = {}
+        self._known: dict[tuple[Signature, Region, int, bool], Passes] = {}
 
-    def forward(
+    def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
+    ) -> Passes:
         if not self.knows(layer) or not region.n_elements:
-            return self._machines.forward(layer, region, machine, partial=partial)
-        return self._passes(layer, region, machine, partial=partial).forward
-
-    def backward(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        if not self.knows(layer) or not region.n_elements:
-            return self._machines.backward(layer, region, machine, partial=partial)
-        return self._passes(layer, region, machine, partial=partial).backward
+            return self._machines.passes(layer, region, machine, partial=partial)
+        key = (self._signatures.of(layer), region, machine, partial)
+        if key not in self._known:
+            taken = self._scaled(layer, region, machine, partial=partial)
+            of = Region.of(*layer.input_shapes[0]) if partial else layer.region
+            if partial or region != of:
+                whole = self.passes(layer, layer.region, machine)
+                # Never less than its share of the whole: a measurement may be less by chance, or
+                # because it fits a cache, and then no lower bound would hold.
+                share = region.n_elements / of.n_elements
+                taken = Passes(*(max(t, share * w) for t, w in zip(taken, whole, strict=True)))
+            self._known[key] = taken
+        return self._known[key]
 
     def knows(self, layer: Layer) -> bool:
         return WHOLE in self._slices(layer)
@@ -341,43 +294,19 @@ class ProfiledCosts:
     def shares(self, layer: Layer, n_samples: int) -> tuple[float, float] | None:
         """Return the measured shares of the batch's time for this number of samples."""
         slices = self._slices(layer).get(SAMPLES)
-        if slices is None:
-            return None
-        return _shares(slices, n_samples, self._machines.batch)
+        return None if slices is None else _shares(slices, n_samples, self._machines.batch)
 
-    def _passes(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> _Passes:
-        key = (self._signatures.of(layer), region, machine, partial)
-        if key not in self._known:
-            taken = self._scaled(layer, region, machine, partial=partial)
-            of = Region.of(*layer.input_shapes[0]) if partial else layer.region
-            if partial or region != of:
-                whole = self._passes(layer, layer.region, machine, partial=False)
-                # Never less than its share of the whole: a measurement may be less by chance, or
-                # because it fits a cache, and then no lower bound would hold.
-                share = region.n_elements / of.n_elements
-                taken = _Passes(
-                    max(taken.forward, share * whole.forward),
-                    max(taken.backward, share * whole.backward),
-                )
-            self._known[key] = taken
-        return self._known[key]
-
-    def _scaled(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> _Passes:
+    def _scaled(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> Passes:
         # The measured times, as they would be on that machine.
         measured = self._measured(layer, region, partial=partial)
         if self._host is None:
             return measured
-        ratios = [
-            there(layer, region, machine, partial=partial)
-            / max(here(layer, region, 0, partial=partial), 1e-300)
-            for there, here in (
-                (self._machines.forward, self._host.forward),
-                (self._machines.backward, self._host.backward),
-            )
-        ]
-        return _Passes(measured.forward * ratios[0], measured.backward * ratios[1])
+        there = self._machines.passes(layer, region, machine, partial=partial)
+        here = self._host.passes(layer, region, 0, partial=partial)
+        times = zip(measured, there, here, strict=True)
+        return Passes(*(taken * (t / max(h, 1e-300)) for taken, t, h in times))
 
-    def _measured(self, layer: Layer, region: Region, *, partial: bool) -> _Passes:
+    def _measured(self, layer: Layer, region: Region, *, partial: bool) -> Passes:
         slices = self._slices(layer)
         of = layer.input_shapes[0] if partial else layer.shape
         summed = self._summed(layer) if partial else ()
@@ -389,7 +318,7 @@ class ProfiledCosts:
                 key = INPUTS if dim in summed else str(dim)
                 shares = _shares(slices.get(key), extent, whole)
                 forward, backward = forward * shares[0], backward * shares[1]
-        return _Passes(forward, backward)
+        return Passes(forward, backward)
 
     def _slices(self, layer: Layer) -> Mapping[str, Slices]:
         signature = self._signatures.of(layer)
@@ -408,13 +337,8 @@ def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, floa
     # A slice smaller than the smallest measured one takes the time of that one.
     if slices is None:
         return extent / whole, extent / whole
-    return (
-        _interpolated(extent, slices.extents, slices.forward),
-        _interpolated(extent, slices.extents, slices.backward),
+    forward, backward = (
+        float(np.interp(extent, slices.extents, seconds)) / seconds[-1] if seconds[-1] else 0.0
+        for seconds in (slices.forward, slices.backward)
     )
-
-
-def _interpolated(extent: int, extents: tuple[int, ...], seconds: tuple[float, ...]) -> float:
-    if not seconds[-1]:  # no backward pass
-        return 0.0
-    return float(np.interp(extent, extents, seconds)) / seconds[-1]
+    return forward, backward

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.operator import joined, operator_of
+from distbelief.graph.operator import Operator, PartialSums, joined
 from distbelief.graph.region import Region, disjoint
 from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import with_gradient
+from distbelief.program.instructions import rule_of
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
 
@@ -30,29 +31,17 @@ from distbelief.program.step_cost import Costs
 # pass, and adds up their gradients after the backward pass.
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """A range of a tensor, and the machines that use it."""
-
-    region: Region  # of the tensor
-    users: tuple[int, ...]  # machines, ascending
-    trains: bool  # has a gradient
-
-    @property
-    def n_owners(self) -> int:
-        # The range is cut along dimension 0 into a piece per user, as far as it has rows.
-        extents = self.region.shape[:1]
-        return min(len(self.users), *extents) if extents else 1
-
-
-def ranges(
-    used: Iterable[tuple[int, Mapping[str, Region]]], *, trains: Mapping[str, bool]
-) -> list[Range]:
-    """Return the ranges of all tensors that machines use.
+def sync_seconds(
+    used: Iterable[tuple[int, Mapping[str, Region]]],
+    cluster: Cluster,
+    *,
+    trains: Mapping[str, bool],
+) -> float:
+    """Return the seconds of all broadcasts and reductions on the busiest machine.
 
     Args:
         used: Pairs of a machine and the region that it uses of each tensor.
+        cluster: The machines.
         trains: Whether each tensor has a gradient.
     """
     users: defaultdict[tuple[str, Region], set[int]] = defaultdict(set)
@@ -60,36 +49,28 @@ def ranges(
         for name, region in uses.items():
             if region.n_elements:
                 users[name, region].add(machine)
-    return [
-        Range(region=region, users=tuple(sorted(machines)), trains=trains[name])
-        for (name, region), machines in users.items()
-    ]
-
-
-def sync_seconds(found: Iterable[Range], cluster: Cluster) -> float:
-    """Return the seconds of all broadcasts and reductions on the busiest machine."""
     seconds: defaultdict[int, float] = defaultdict(float)
-    for one in found:
-        if len(one.users) > 1:
+    for (name, region), machines in users.items():
+        if len(machines) > 1:
             # Broadcast before the forward pass; reduction of gradients after the backward pass.
-            each = _phase_seconds(one, cluster) * (2 if one.trains else 1)
-            for machine in one.users:
+            n_phases = 2 if trains[name] else 1
+            each = _phase_seconds(region, sorted(machines), cluster) * n_phases
+            for machine in machines:
                 seconds[machine] += each
     return max(seconds.values(), default=0.0)
 
 
-def _phase_seconds(one: Range, cluster: Cluster) -> float:
-    # A broadcast or a reduction by the first user, who owns most.
-    n_others, n_owners = len(one.users) - 1, one.n_owners
-    n_bytes = float(N_BYTES * one.region.n_elements)
-    # Pieces are cut along dimension 0, so they have whole rows.
-    rows = one.region.shape[0] if one.region.shape else 1
+def _phase_seconds(region: Region, users: Sequence[int], cluster: Cluster) -> float:
+    # A broadcast or a reduction by the first user, who owns most. The range is cut along dimension
+    # 0 into a piece of whole rows per user, as far as it has rows.
+    rows = region.shape[0] if region.shape else 1
+    n_others, n_owners = len(users) - 1, min(len(users), rows)
+    n_bytes = float(N_BYTES * region.n_elements)
     largest = n_bytes * -(-rows // n_owners) / rows
-    received = n_bytes - (n_bytes / n_owners if len(one.users) == n_owners else 0)
-    rate = min(cluster.machines[machine].bandwidth for machine in one.users)
+    received = n_bytes - (n_bytes / n_owners if len(users) == n_owners else 0)
+    rate = min(cluster.machines[machine].bandwidth for machine in users)
     if cluster.links:
-        first = one.users[0]
-        rate = min(rate, *(cluster.rate(first, other) for other in one.users[1:]))
+        rate = min(rate, *(cluster.rate(users[0], other) for other in users[1:]))
     overhead = cluster.message_overhead
     sending = (largest / rate + overhead) * n_others
     receiving = received / rate + overhead * min(n_others, n_owners)
@@ -309,26 +290,27 @@ class NodeCosts:
     @cached_property
     def reads(self) -> list[list[tuple[int, tuple[Region, ...]]]]:
         # Per candidate, what each machine needs of each input.
-        kind = operator_of(self.layer)
-        partial = kind.partial.reads if kind.partial else None
-        return self._per_candidate(kind.reads, partial)
+        return [
+            [(machine, rule.reads(self.layer, cell)) for machine, cell in cells]
+            for rule, cells in self._ruled
+        ]
 
     @cached_property
     def uses(self) -> list[list[tuple[int, Mapping[str, Region]]]]:
         # Per candidate, what each machine uses of the tensors.
-        kind = operator_of(self.layer)
-        partial = kind.partial.uses if kind.partial else None
-        return self._per_candidate(kind.uses, partial)
+        return [
+            [(machine, rule.uses(self.layer, cell)) for machine, cell in cells]
+            for rule, cells in self._ruled
+        ]
 
     @cached_property
     def writes(self) -> list[Cells]:
         # Per candidate, the part of the output to which each machine adds, if partial.
-        partial = operator_of(self.layer).partial
         return [
-            [(m, partial.writes(self.layer, cell)) for m, cell in cells]
-            if placement.combine and partial
+            [(machine, rule.writes(self.layer, cell)) for machine, cell in cells]
+            if isinstance(rule, PartialSums)
             else []
-            for placement, cells in zip(self.placements, self.computed, strict=True)
+            for rule, cells in self._ruled
         ]
 
     @cached_property
@@ -336,19 +318,16 @@ class NodeCosts:
         # Per candidate, the machines that add up the output, if partial.
         return [p.owners(self.layer) if p.combine else [] for p in self.placements]
 
-    def _per_candidate(
-        self,
-        of_output: Callable[[Layer, Region], _T],
-        of_part: Callable[[Layer, Region], _T] | None,
-    ) -> list[list[tuple[int, _T]]]:
-        found = []
-        for placement, cells in zip(self.placements, self.computed, strict=True):
-            rule = of_part if placement.combine and of_part else of_output
-            found.append([(machine, rule(self.layer, cell)) for machine, cell in cells])
-        return found
+    @property
+    def _ruled(self) -> list[tuple[Operator | PartialSums, list[tuple[int, Region]]]]:
+        rules = [rule_of(self.layer, partial=p.combine is not None) for p in self.placements]
+        return list(zip(rules, self.computed, strict=True))
 
 
-def needed(readers: Sequence[tuple[NodeCosts, Sequence[int]]], *, n_dims: int) -> Boxes:
+_Readers = tuple[tuple[NodeCosts, tuple[int, ...]], ...]
+
+
+def needed(readers: _Readers, *, n_dims: int) -> Boxes:
     """Return what each machine needs of a layer, for all its readers.
 
     Args:
@@ -405,12 +384,11 @@ class Tables:
         """Set the candidates of the root of a group."""
         self._placed[group.root.name] = self._shared(group.root, placements)
         for follower in group.followers:
-            leader = self._placed[follower.leader.name]
-            key = (self._signatures.of(follower.layer), leader)
+            leader, layer = self._placed[follower.leader.name], follower.layer
+            key = (self._signatures.of(layer), leader)
             if key not in self._followed:
-                self._followed[key] = [follower.placement(p) for p in leader.placements]
-            placed = self._shared(follower.layer, self._followed[key])
-            self._placed[follower.layer.name] = placed
+                self._followed[key] = list(map(follower.placement, leader.placements))
+            self._placed[layer.name] = self._shared(layer, self._followed[key])
 
     def costs(self, group: Group) -> Floats:
         """Return the seconds of each candidate of a group, without transfers to other groups."""
@@ -436,13 +414,9 @@ class Tables:
             for layer in self._graph.consumers[name]:
                 readers.setdefault(whose[layer.name], []).append(layer)
             for other, layers in readers.items():
-                if other == own:
-                    continue
-                table = self._transfer(self._graph[name], layers)
-                yield (
-                    (own, other) if own < other else (other, own),
-                    (table if own < other else table.T),
-                )
+                if other != own:
+                    table = self._transfer(self._graph[name], layers)
+                    yield ((own, other), table) if own < other else ((other, own), table.T)
 
     def memory(self, group: Group) -> Floats:
         """Return the bytes on each machine: (candidates, machines).
@@ -450,17 +424,13 @@ class Tables:
         Tensors and their gradients, states that are computed, and states that are read, even if the
         machine itself owns them: an upper limit.
         """
-        total = np.zeros(())
-        for layer in group.members:
-            leader = next((f.leader.name for f in group.followers if f.layer == layer), None)
-            total = total + self._memory(layer, leader)
-        return total
+        leaders = {follower.layer.name: follower.leader.name for follower in group.followers}
+        each = (self._memory(layer, leaders.get(layer.name)) for layer in group.members)
+        return sum(each, np.zeros(()))
 
     def _shared(self, layer: Layer, placements: Sequence[Placement]) -> NodeCosts:
         key = (self._signatures.of(layer), tuple(placements))
-        if key not in self._alike:
-            self._alike[key] = NodeCosts(layer, placements)
-        return self._alike[key]
+        return _once(self._alike, key, lambda: NodeCosts(layer, placements))
 
     def _bytes_each(self, layer: Layer) -> float:
         n_samples = 1 if layer.name in self._joined else self._batch
@@ -469,39 +439,35 @@ class Tables:
     def _computing(self, layer: Layer) -> Floats:
         # Seconds of each machine: (candidates, machines).
         placed, backward = self._placed[layer.name], layer.name in self._backward
+
+        def compute() -> Floats:
+            seconds = np.zeros((len(placed.placements), len(self._cluster)))
+            for index, cells in enumerate(placed.computed):
+                partial = placed.placements[index].combine is not None
+                for machine, region in cells:
+                    passes = self._costs.passes(layer, region, machine, partial=partial)
+                    seconds[index, machine] += sum(passes) if backward else passes.forward
+            return seconds
+
         key = ("computing", placed, backward, layer.name in self._single)
-        if key in self._numbers:
-            return self._numbers[key]
-        seconds = np.zeros((len(placed.placements), len(self._cluster)))
-        for index, cells in enumerate(placed.computed):
-            partial = placed.placements[index].combine is not None
-            for machine, region in cells:
-                each = self._costs.forward(layer, region, machine, partial=partial)
-                if backward:
-                    each += self._costs.backward(layer, region, machine, partial=partial)
-                seconds[index, machine] += each
-        self._numbers[key] = seconds
-        return seconds
+        return _once(self._numbers, key, compute)
 
     def _combining(self, layer: Layer) -> Floats:
         # Sending partial outputs and adding them up: (candidates,).
         placed, backward = self._placed[layer.name], layer.name in self._backward
         each = self._bytes_each(layer)
-        key = ("combining", placed, backward, each)
-        if key in self._numbers:
-            return self._numbers[key]
-        seconds = np.zeros(len(placed.placements))
-        if any(placement.combine for placement in placed.placements):
-            n_dims = len(layer.shape)
-            seconds = own_seconds(
-                Boxes.of(placed.writes, n_dims=n_dims),
-                Boxes.of(placed.combined, n_dims=n_dims),
-                network=self._network,
-                bytes_each=each,
-            ) * (2 if backward else 1)
-            seconds += self._adding(placed, each)
-        self._numbers[key] = seconds
-        return seconds
+
+        def compute() -> Floats:
+            if not any(placement.combine for placement in placed.placements):
+                return np.zeros(len(placed.placements))
+            written, combined = (
+                Boxes.of(cells, n_dims=len(layer.shape))
+                for cells in (placed.writes, placed.combined)
+            )
+            sent = own_seconds(written, combined, network=self._network, bytes_each=each)
+            return sent * (2 if backward else 1) + self._adding(placed, each)
+
+        return _once(self._numbers, ("combining", placed, backward, each), compute)
 
     def _adding(self, placed: NodeCosts, bytes_each: float) -> Floats:
         seconds = np.zeros(len(placed.placements))
@@ -518,64 +484,58 @@ class Tables:
     def _sync(self, layer: Layer) -> Floats:
         # Synchronising replicated tensors: (candidates,).
         placed = self._placed[layer.name]
-        key = ("sync", placed)
         if not layer.tensors:
             return np.zeros(len(placed.placements))
-        if key not in self._numbers:
-            trains = {argument: use.trains for argument, use in layer.tensors.items()}
-            self._numbers[key] = np.array(
-                [sync_seconds(ranges(uses, trains=trains), self._cluster) for uses in placed.uses]
-            )
-        return self._numbers[key]
+        trains = {argument: use.trains for argument, use in layer.tensors.items()}
+        return _once(
+            self._numbers,
+            ("sync", placed),
+            lambda: np.array(
+                [sync_seconds(uses, self._cluster, trains=trains) for uses in placed.uses]
+            ),
+        )
 
     def _transfer(self, layer: Layer, readers: Sequence[Layer], *, inside: bool = False) -> Floats:
         # Seconds to send a layer to its readers in one group: (candidates, candidates of the
         # readers), or (candidates,) if they are `inside` its own group.
-        owner = self._placed[layer.name]
+        owner, n_dims = self._placed[layer.name], len(layer.shape)
         reading = tuple((self._placed[reader.name], _indices(reader, layer)) for reader in readers)
-        passes = {layer.name} | {reader.name for reader in readers} & self._backward
         # The gradient takes the same way back, at the same cost.
-        n_phases = 2 if layer.name in self._backward and len(passes) > 1 else 1
+        goes_back = any(reader.name in self._backward for reader in readers)
+        n_phases = 2 if layer.name in self._backward and goes_back else 1
         each = self._bytes_each(layer)
-        key = (owner, reading, n_phases, each, inside)
-        if key not in self._numbers:
-            place = own_seconds if inside else transfer_seconds
-            self._numbers[key] = n_phases * place(
-                owner.owned,
-                self._needed(reading, n_dims=len(layer.shape)),
-                network=self._network,
-                bytes_each=each,
-            )
-        return self._numbers[key]
 
-    def _needed(
-        self, reading: tuple[tuple[NodeCosts, tuple[int, ...]], ...], *, n_dims: int
-    ) -> Boxes:
-        if reading not in self._boxes:
-            self._boxes[reading] = needed(reading, n_dims=n_dims)
-        return self._boxes[reading]
+        def compute() -> Floats:
+            place = own_seconds if inside else transfer_seconds
+            wanted = _once(self._boxes, reading, lambda: needed(reading, n_dims=n_dims))
+            return n_phases * place(owner.owned, wanted, network=self._network, bytes_each=each)
+
+        return _once(self._numbers, (owner, reading, n_phases, each, inside), compute)
 
     def _memory(self, layer: Layer, leader: str | None) -> Floats:
         placed = self._placed[layer.name]
         # A state is stored with its gradient: twice the bytes.
-        sizes = {
-            name: self._bytes_each(self._graph[name]) * (2 if name in self._backward else 1)
+        own, *sizes = (
+            self._bytes_each(self._graph[name]) * (2 if name in self._backward else 1)
             for name in (layer.name, *layer.inputs)
-        }
-        own = [
-            index
-            for index, name in enumerate(layer.inputs)
-            if name == leader and reads_its_own(layer, index)
-        ]
-        read = tuple(
-            0.0 if index in own else sizes[name] for index, name in enumerate(layer.inputs)
         )
-        key = ("memory", placed, read, sizes[layer.name])
-        if key not in self._numbers:
-            self._numbers[key] = _bytes(
-                placed, read, own=sizes[layer.name], n_machines=len(self._cluster)
-            )
-        return self._numbers[key]
+        # A follower reads what its machine owns.
+        read = tuple(
+            0.0 if name == leader and reads_its_own(layer, index) else size
+            for index, (name, size) in enumerate(zip(layer.inputs, sizes, strict=True))
+        )
+        return _once(
+            self._numbers,
+            ("memory", placed, read, own),
+            lambda: _bytes(placed, read, own=own, n_machines=len(self._cluster)),
+        )
+
+
+def _once(known: dict[Hashable, _T], key: Hashable, make: Callable[[], _T]) -> _T:
+    found = known.get(key)
+    if found is None:
+        found = known[key] = make()
+    return found
 
 
 def _bytes(placed: NodeCosts, read: Sequence[float], *, own: float, n_machines: int) -> Floats:

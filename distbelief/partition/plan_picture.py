@@ -5,7 +5,7 @@ Beside it stand the bytes that cross to other machines.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,9 @@ from matplotlib.patches import Rectangle
 
 from distbelief.core import files
 from distbelief.graph.graph import LayerGraph
+from distbelief.partition.report import size
 from distbelief.program.placement import Placement
+from distbelief.program.traffic import Traffic
 
 
 ROWS_MAX: Final = 60  # layers drawn; of larger graphs those with the most elements
@@ -31,7 +33,7 @@ def draw_plan(
     graph: LayerGraph,
     placements: Mapping[str, Placement],
     *,
-    crossing: Mapping[str, int],
+    traffic: Iterable[Traffic],
     title: str,
 ) -> None:
     """Draw the placement of every layer.
@@ -40,12 +42,15 @@ def draw_plan(
         path: Of the PNG file.
         graph: The layer graph.
         placements: By layer; layers without one (inputs) are not drawn.
-        crossing: Per layer, bytes sent to other machines in a step.
+        traffic: All messages of a step.
         title: Above the picture.
 
     Raises:
         StorageError: the file cannot be written.
     """
+    crossing: dict[str, int] = {}
+    for flow in traffic:
+        crossing[flow.name] = crossing.get(flow.name, 0) + int(flow.n_bytes.sum())
     names = [layer.name for layer in graph.layers if layer.name in placements]
     sizes = {name: graph[name].region.n_elements for name in names}
     kept = set(sorted(names, key=lambda name: -sizes[name])[:ROWS_MAX])
@@ -63,7 +68,7 @@ def draw_plan(
         shown = "x".join(map(str, layer.shape)) or "1"
         axes.text(-0.01, middle, f"{name}  {shown}", ha="right", va="center", size=7)
         n_bytes = crossing.get(name, 0)
-        text = f"{placement}" + (f", {_bytes(n_bytes)} cross" if n_bytes else "")
+        text = f"{placement}" + (f", {size(n_bytes)} cross" if n_bytes else "")
         axes.text(1.01, middle, text, ha="left", va="center", size=6)
         bottom += height
     axes.set_xlim(0, 1)
@@ -122,12 +127,3 @@ def colour(machine: int) -> tuple[float, float, float, float]:
     red, green, blue, _ = colormaps["hsv"](machine * golden % 1.0)
     pale = 0.45
     return (red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale, 1.0)
-
-
-def _bytes(n: int) -> str:
-    value = float(n)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

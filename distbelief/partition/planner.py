@@ -24,7 +24,7 @@ from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.losses import append_loss, opaque_loss
 from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
-from distbelief.partition.constraints import check_pins
+from distbelief.partition.candidates import check_pins
 from distbelief.partition.cost_model import (
     AnalyticCosts,
     MicroBatchScaling,
@@ -32,29 +32,23 @@ from distbelief.partition.cost_model import (
     single_sample,
 )
 from distbelief.partition.cost_tables import Network
-from distbelief.partition.problem import Decoder
 from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.this_host import HERE, here, recheck
 from distbelief.partition.search import (
     Notify,
-    PlanEstimate,
     PlanningRequest,
+    PlanSimulator,
     SimulatedPlan,
-    estimate_of,
+    SolvedProblem,
     search,
-    simulator_of,
     solve_problem,
 )
-from distbelief.partition.solvers.problem import Problem, Solution
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
-from distbelief.program.step_cost import Costs, StepCost
+from distbelief.program.step_cost import Costs, Seconds
 from distbelief.program.step_graph import statistics_of
-
-
-__all__ = ["Notify", "Planned", "PlanningRequest", "each_plan", "plan", "simulated", "simulator_of"]
 
 
 # --- orders of machines ---
@@ -127,8 +121,12 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     for layer in layers:
         before = max((chain[name] for name in layer.inputs), default=0.0)
         alone = float(whole[layer.name].min())
-        if _splits(layer):
-            alone = float(fixed[layer.name].min()) + _together(beyond[layer.name])
+        kind = operator_of(layer)
+        if kind.cuts(layer) or kind.partial is not None:
+            # What all machines together take for work that each alone does in these seconds.
+            seconds = beyond[layer.name]
+            together = float(1.0 / np.sum(1.0 / seconds)) if seconds.all() else 0.0
+            alone = float(fixed[layer.name].min()) + together
         chain[layer.name] = before + alone * (1 - 1e-12)
     return max(_busy(beyond, fixed), *chain.values())
 
@@ -138,17 +136,8 @@ def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> Float
     known: dict[object, float] = {}
     for index, machine in enumerate(cluster.machines):
         if machine not in known:
-            known[machine] = costs.forward(layer, layer.region, index)
-            if passes > 1:
-                known[machine] += costs.backward(layer, layer.region, index)
+            known[machine] = sum(costs.passes(layer, layer.region, index)[:passes])
     return np.array([known[machine] for machine in cluster.machines])
-
-
-def _together(seconds: Floats) -> float:
-    # What all machines together take for work that each alone does in these seconds.
-    if not seconds.all():
-        return 0.0
-    return float(1.0 / np.sum(1.0 / seconds))
 
 
 def _busy(beyond: dict[str, Floats], fixed: dict[str, Floats]) -> float:
@@ -161,12 +150,6 @@ def _busy(beyond: dict[str, Floats], fixed: dict[str, Floats]) -> float:
     return sum(float((weights * seconds).min()) for seconds in parts)
 
 
-def _splits(layer: Layer) -> bool:
-    # Partial sums count too.
-    kind = operator_of(layer)
-    return bool(kind.cuts(layer)) or kind.partial is not None
-
-
 # --- planning request ---
 
 # 1 PiB for one layer: above it, sums over layers and machines might overflow.
@@ -177,6 +160,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
     model: nn.Module,
     inputs: Sequence[InputSpec],
     *,
+    name: str,
     batch: int,
     loss: str,
     counts: Sequence[int],
@@ -196,6 +180,7 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
     Args:
         model: On any device; it is not changed.
         inputs: Of the model.
+        name: Of the model.
         batch: Samples of a step.
         loss: Its name; "" for none.
         counts: Numbers of machines.
@@ -211,47 +196,54 @@ def planning_request(  # noqa: PLR0913 -- all that a plan depends on
     """
     is_here = cluster == HERE
     # Errors in the cluster are reported before anything that takes long.
-    machines = None if is_here else _named(cluster, counts)
+    machines: Cluster | None = None
+    if not is_here:
+        machines = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+        machines.first(max([1, *counts]))
     graph = capture(model, inputs)
-    _refuse_indivisible(graph)
+    layers = [layer for layer in graph.layers if layer.inputs]
+    if len(layers) == 1 and layers[0].whole:
+        raise GraphError(f"no layer of this model can be split: {layers[0].whole}")
     if loss:
         graph = append_loss(graph, loss)
     _check_sizes(graph, batch)
     slower = recheck(notify) if is_here or profile else 1.0
-    if machines is None:
+    if is_here or profile:
         notify("measuring this machine")
-        machines = here(max([1, *counts]))
+    machines = machines or here(max([1, *counts]))
     single = single_sample(graph)
-    costs = AnalyticCosts(machines, batch=batch, single=single)
+
+    def by_arithmetic(n_samples: int) -> AnalyticCosts:
+        return AnalyticCosts(machines, batch=n_samples, single=single)
+
+    costs = by_arithmetic(batch)
     request = PlanningRequest(
         graph=graph,
+        model=name,
+        loss=loss,
         cluster=machines,
         batch=batch,
         costs=costs,
-        costs_for=lambda n: AnalyticCosts(machines, batch=n, single=single),
+        costs_for=by_arithmetic,
         pins=pins,
         exactly=exactly,
     )
     if not (profile or is_here):
         return request
-    host = None
-    if not is_here:
-        notify("measuring this machine")
-        host = AnalyticCosts(here(1), batch=batch, single=single)
+    host = None if is_here else AnalyticCosts(here(1), batch=batch, single=single)
 
     def progress(n_done: int, n_wanted: int, name: str) -> None:
         notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
 
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
-    profiled_costs = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
+    found = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
 
     def fewer(n_samples: int) -> MicroBatchScaling:
-        part = AnalyticCosts(machines, batch=n_samples, single=single)
-        shares = profiled_costs.shares
-        return MicroBatchScaling(profiled_costs, batch=costs, part=part, shares=shares)
+        part = by_arithmetic(n_samples)
+        return MicroBatchScaling(found, batch=costs, part=part, shares=found.shares)
 
-    return replace(request, costs=profiled_costs, costs_for=fewer)
+    return replace(request, costs=found, costs_for=fewer)
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:
@@ -270,13 +262,6 @@ def _check_sizes(graph: LayerGraph, batch: int) -> None:
             )
 
 
-def _named(cluster: str | Path | Cluster, counts: Sequence[int]) -> Cluster:
-    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    if counts:
-        found.first(max(counts))
-    return found
-
-
 def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.Module]:
     # Copies of the modules of opaque layers, by path.
     found: dict[str, nn.Module] = {}
@@ -293,11 +278,7 @@ def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.
     return found
 
 
-def _refuse_indivisible(graph: LayerGraph) -> None:
-    layers = [layer for layer in graph.layers if layer.inputs]
-    if len(layers) == 1 and layers[0].whole:
-        raise GraphError(f"no layer of this model can be split: {layers[0].whole}")
-
+# --- plans ---
 
 _FEWER: Final = (1, 2, 4, 8, 16)  # numbers of machines that are always planned
 
@@ -305,14 +286,53 @@ _FEWER: Final = (1, 2, 4, 8, 16)  # numbers of machines that are always planned
 @final
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The plan for one number of machines, and how it was found."""
+    """The best plan for one number of machines, and how it was found."""
 
-    estimate: PlanEstimate  # the estimate of the best plan
-    cost: StepCost  # its simulated step
-    problem: Problem  # the solver's problem
-    decoder: Decoder  # from its choices to placements
-    solution: Solution  # the solver's solution
+    cluster: Cluster  # the machines that it may use
+    best: SimulatedPlan
+    solved: SolvedProblem
     baselines: Mapping[str, float]  # simulated seconds of a step, by name
+    one_machine_seconds: float  # median of a step on the first machine alone
+    model_bound: float  # lower bound for plans of the candidates, in the solver's model
+    lower_bound: float  # for every plan: by the total work, and by the longest chain of layers
+
+    @property
+    def n_machines(self) -> int:
+        return len(self.cluster)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        return tuple(sorted(self.best.cost.compiled.order))
+
+    @property
+    def median(self) -> float:
+        return self.best.seconds[1]
+
+    @property
+    def speed_up(self) -> float:
+        return self.one_machine_seconds / self.median
+
+    @property
+    def gap(self) -> float | None:
+        # How far the plan is above the bound in the solver's model, as a share of the bound.
+        if self.best.model_seconds is None or self.model_bound <= 0:
+            return None
+        return max(0.0, self.best.model_seconds / self.model_bound - 1.0)
+
+    @property
+    def lacking(self) -> dict[int, float]:
+        # Bytes by which each machine's memory is too small.
+        sizes = zip(self.best.cost.memory_bytes, self.cluster.machines, strict=True)
+        lacks = {index: n - machine.memory for index, (n, machine) in enumerate(sizes)}
+        return {index: n_bytes for index, n_bytes in lacks.items() if n_bytes > 0}
+
+    @property
+    def shares(self) -> Seconds:
+        # Of the step, averaged over the machines used; they sum to 1.
+        cost = self.best.cost
+        step = max(cost.step_seconds, 1e-300) * len(self.used)
+        rows = [cost.seconds[machine] for machine in self.used]
+        return Seconds(*(sum(column) / step for column in zip(*rows, strict=True)))
 
 
 def plan(
@@ -335,42 +355,25 @@ def each_plan(
     request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
 ) -> Iterator[Planned]:
     """Yield what `plan` returns, each plan as soon as it is found."""
-    counts = list(counts)
     for count in counts:
         request.cluster.first(count)  # raises before anything that takes long
     if not counts:
         raise GraphError("machines is empty: give at least one number, 1 or more")
-    check_pins(request.graph, request.pins, request.cluster.first(max(counts)))
+    most = max(counts)
+    check_pins(request.graph, request.pins, request.cluster.first(most))
     planner = _Planner(request, notify=notify)
-    for count in _all_counts(counts, request):
+    # Smaller counts are planned too: a row must not depend on the other rows, and more machines may
+    # use a plan for fewer.
+    fewer = [] if request.exactly else [n for n in _FEWER if n < most]
+    for count in sorted({*counts, *fewer}):
         try:
             done = planner.plan_for(count)
         except GraphError:
-            if request.pins and count < max(counts):
+            if request.pins and count < most:
                 continue  # a pin needs more machines
             raise
         if count in counts:
             yield done
-
-
-def _all_counts(counts: Sequence[int], request: PlanningRequest) -> list[int]:
-    # Smaller counts are planned too: a row must not depend on the other rows, and more machines may
-    # use a plan for fewer.
-    most = max(counts)
-    fewer = [] if request.exactly else [n for n in _FEWER if n < most]
-    return sorted({*counts, *fewer})
-
-
-def simulated(
-    request: PlanningRequest,
-    placements: Mapping[str, Placement],
-    *,
-    n_machines: int,
-    micro_batches: int = 1,
-) -> StepCost:
-    return simulator_of(request).cost(
-        placements, n_machines=n_machines, micro_batches=micro_batches
-    )
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:
@@ -384,7 +387,7 @@ class _Planner:
     def __init__(self, request: PlanningRequest, *, notify: Notify) -> None:
         self._request = request
         self._notify = notify
-        self._simulator = simulator_of(request)
+        self._simulator = PlanSimulator(request)
         self._best: SimulatedPlan | None = None
         whole = {
             layer.name: Placement.whole(len(layer.shape), 0)
@@ -426,18 +429,13 @@ class _Planner:
         # Of equals `min` takes the first: of the search, the solver, the baselines, in this order.
         chosen = self._best = min(ways, key=lambda way: way.rank)
         return Planned(
-            estimate=estimate_of(
-                chosen,
-                cluster,
-                alone=self._alone,
-                model_bound=min(each.solution.bound for each in solved),
-                lower_bound=lower_bound(request.graph, cluster, request.costs),
-            ),
-            cost=chosen.cost,
-            problem=best.problem,
-            decoder=best.decoder,
-            solution=best.solution,
+            cluster=cluster,
+            best=chosen,
+            solved=best,
             baselines={way.method: way.seconds[1] for way in baselines},
+            one_machine_seconds=self._alone,
+            model_bound=min(each.solution.bound for each in solved),
+            lower_bound=lower_bound(request.graph, cluster, request.costs),
         )
 
     def _baselines(self, cluster: Cluster) -> list[SimulatedPlan]:
@@ -454,7 +452,7 @@ class _Planner:
         if best is None or self._request.exactly:
             return []
         again = self._simulator.way(
-            best.method, best.placements, n_machines=count, micro_batches=best.micro_batches
+            best.method, best.placements, n_machines=count, micro_batches=best.cost.micro_batches
         )
         return [replace(again, model_seconds=best.model_seconds)]
 

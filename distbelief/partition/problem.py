@@ -19,8 +19,7 @@ from typing import final
 import numpy as np
 
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.candidates import Candidate, candidates
-from distbelief.partition.constraints import check_pins, pinned
+from distbelief.partition.candidates import Candidate, candidates, check_pins, pinned
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.cost_tables import Floats, Tables
 from distbelief.partition.grouping import Group, groups

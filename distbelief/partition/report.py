@@ -5,22 +5,19 @@ as placed in its choice. A candidate that looks cheaper than the chosen one woul
 more expensive, or lost in the simulation.
 """
 
-import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from typing import NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
+from distbelief.partition.candidates import near
 from distbelief.partition.cost_model import ProfiledCosts
 from distbelief.partition.planner import Planned
-from distbelief.partition.profiling.layer_timer import is_too_large
-from distbelief.partition.search import PlanEstimate, PlanningRequest
-from distbelief.program.cluster import Cluster
+from distbelief.partition.search import PlanningRequest
 from distbelief.program.plan import Plan
 
 
@@ -29,23 +26,23 @@ from distbelief.program.plan import Plan
 
 def differences(one: Plan, other: Plan) -> list[tuple[str, str, str]]:
     """Return the differences: what, in the first plan, in the second."""
-    found = [
-        (word, str(first), str(second))
-        for word, first, second in (
-            ("model", one.graph, other.graph),
-            ("batch", one.batch, other.batch),
-            ("loss", one.loss, other.loss),
-            ("cluster", one.cluster.name, other.cluster.name),
-            ("machines", one.cluster.n_machines, other.cluster.n_machines),
-            ("step", _step(one), _step(other)),
-        )
-        if first != second
+    return [
+        (what, str(first.get(what, "absent")), str(second.get(what, "absent")))
+        for first, second in ((_fields(one), _fields(other)), (one.placements, other.placements))
+        for what in {**first, **second}
+        if first.get(what) != second.get(what)
     ]
-    for name in dict.fromkeys([*one.placements, *other.placements]):
-        first, second = one.placements.get(name), other.placements.get(name)
-        if first != second:
-            found.append((name, _placed(first), _placed(second)))
-    return found
+
+
+def _fields(plan: Plan) -> dict[str, object]:
+    return {
+        "model": plan.graph,
+        "batch": plan.batch,
+        "loss": plan.loss,
+        "cluster": plan.cluster.name,
+        "machines": plan.cluster.n_machines,
+        "step": seconds(plan.predicted.step_seconds) if plan.predicted else "unknown",
+    }
 
 
 def show_differences(one: Plan, other: Plan, *, names: tuple[str, str]) -> Table:
@@ -57,87 +54,12 @@ def show_differences(one: Plan, other: Plan, *, names: tuple[str, str]) -> Table
     return table
 
 
-def _step(plan: Plan) -> str:
-    if plan.predicted is None:
-        return "unknown"
-    return f"{1000 * plan.predicted.step_seconds:.3g} ms"
-
-
-def _placed(placement: object) -> str:
-    return "absent" if placement is None else str(placement)
-
-
-# --- origin of the costs ---
-
-LOAD_MAX: Final = 1.5  # programs per processor; above it measurements are unreliable
-
-
-def origin(request: PlanningRequest) -> str:
-    """Return where the costs are from, in a sentence for the table and the plan."""
-    cluster, costs = request.cluster, request.costs
-    if isinstance(costs, ProfiledCosts):
-        text = f"{_profiled(costs, cluster)}{_left(request, costs)}."
-        if costs.profile.replaced:
-            text += (
-                " It replaced a profile from when this host was "
-                f"{costs.profile.replaced:.1f} times as slow."
-            )
-        if costs.slower > 1.0:
-            text += (
-                f" This host is now {costs.slower:.1f} times as slow as then, "
-                "perhaps because of other programs: to measure again, delete "
-                f"{costs.profile.host.path}."
-            )
-        if costs.profile.load > LOAD_MAX:
-            text += (
-                f" Other programs used this host during measurement ({costs.profile.load:.1f} "
-                "programs per processor), so times may be too long: to measure again, delete "
-                f"{costs.profile.host.path}."
-            )
-    else:
-        text = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
-    return f"{text} {cluster.note}".strip()
-
-
-def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
-    profile = costs.profile
-    host = profile.host
-    threads = "thread" if host.n_threads == 1 else "threads"
-    what = "layer times" if costs.is_absolute else "layer efficiency"
-    machines = (
-        "machines like it" if costs.is_absolute else f"machines from cluster {cluster.name!r}"
-    )
-    return (
-        f"Costs: {what} from profile of {profile.date[:10]} on this host "
-        f"({host.processor}, {host.n_threads} {threads}; measured), {machines} "
-        f"({cluster.origin})"
-    )
-
-
-def _left(request: PlanningRequest, costs: ProfiledCosts) -> str:
-    # How many layers have costs by arithmetic, and why.
-    layers = [layer for layer in request.graph.layers if layer.kind != INPUT]
-    unknown = [layer for layer in layers if not costs.knows(layer)]
-    if not unknown:
-        return ""
-    n_large = sum(is_too_large(layer, batch=request.batch) for layer in unknown)
-    reasons = [
-        f"{count} {why}"
-        for count, why in (
-            (n_large, "too large to be measured here"),
-            (len(unknown) - n_large, "not measured"),
-        )
-        if count
-    ]
-    return f"; {len(unknown)} of {len(layers)} layers by arithmetic: " + ", ".join(reasons)
-
-
-# --- table and JSON ---
+# --- table, JSON and remarks ---
 
 Plain = dict[str, object]
 
 
-def table(estimates: Sequence[PlanEstimate], *, title: str) -> Table:
+def table(rows: Sequence[Planned], *, title: str) -> Table:
     """Return one row per number of machines; rows that do not fit are red.
 
     `bound` is a lower bound for every plan; `gap` is how far the plan may be from the best of the
@@ -145,97 +67,98 @@ def table(estimates: Sequence[PlanEstimate], *, title: str) -> Table:
     """
     shown = Table(title=Text(title), box=SIMPLE, pad_edge=False, title_justify="left")
     for column in (
-        "machines",
-        "used",
-        "step p50",
-        "p10-p90",
-        "speed-up",
-        "eff.",
-        "comp/comms/sync/wait",
-        "memory",
-        "bound",
-        "gap",
-        "by",
+        *("machines", "used", "step p50", "p10-p90", "speed-up", "eff.", "comp/comms/sync/wait"),
+        *("memory", "bound", "gap", "by"),
     ):
-        left = column == "by"
-        shown.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for estimate in estimates:
-        shares = estimate.shares
-        parts = (shares.compute, shares.communication, shares.sync, shares.wait)
-        p10, p50, p90 = estimate.seconds
+        shown.add_column(column, justify="left" if column == "by" else "right", no_wrap=True)
+    for done in rows:
+        p10, p50, p90 = done.best.seconds
         shown.add_row(
-            str(estimate.n_machines),
-            str(len(estimate.used)),
+            str(done.n_machines),
+            str(len(done.used)),
             seconds(p50),
             _range(p10, p90),
-            f"{estimate.speed_up:.2f}x",
-            f"{estimate.efficiency:.0%}",
-            " ".join(f"{abs(100 * share):.0f}" for share in parts) + " %",
-            size(max(estimate.memory)) + ("" if estimate.fits else "!"),
-            seconds(estimate.lower_bound),
-            "-" if estimate.gap is None else f"{estimate.gap:.1%}",
-            estimate.method.replace("elimination", "exact").replace(" + ", "+"),
-            style="" if estimate.fits else "red",
+            f"{done.speed_up:.2f}x",
+            f"{done.speed_up / len(done.used):.0%}",
+            " ".join(f"{abs(100 * share):.0f}" for share in done.shares) + " %",
+            size(max(done.best.cost.memory_bytes)) + ("!" if done.lacking else ""),
+            seconds(done.lower_bound),
+            "-" if done.gap is None else f"{done.gap:.1%}",
+            done.best.method.replace("elimination", "exact").replace(" + ", "+"),
+            style="red" if done.lacking else "",
         )
     return shown
 
 
-def plain(estimate: PlanEstimate) -> Plain:
+def plain(done: Planned) -> Plain:
     """Return a row for JSON; times in seconds, memory in bytes."""
-    p10, p50, p90 = estimate.seconds
-    shares = estimate.shares
+    p10, p50, p90 = done.best.seconds
+    cost = done.best.cost
     return {
-        "machines": estimate.n_machines,
-        "used": list(estimate.used),
+        "machines": done.n_machines,
+        "used": list(done.used),
         "step_seconds": {"p10": p10, "p50": p50, "p90": p90},
-        "speed_up": estimate.speed_up,
-        "efficiency": estimate.efficiency,
-        "compute": shares.compute,
-        "communication": shares.communication,
-        "sync": shares.sync,
-        "wait": shares.wait,
-        "memory_bytes": list(estimate.memory),
-        "fits": estimate.fits,
-        "offenders": list(estimate.offenders),
-        "lower_bound_seconds": estimate.lower_bound,
-        "in_model_gap": estimate.gap,
-        "method": estimate.method,
-        "bytes": sum(estimate.link_bytes.values()),
+        "speed_up": done.speed_up,
+        "efficiency": done.speed_up / len(done.used),
+        **done.shares._asdict(),
+        "memory_bytes": [float(n_bytes) for n_bytes in cost.memory_bytes],
+        "fits": not done.lacking,
+        "offenders": list(done.lacking),
+        "lower_bound_seconds": done.lower_bound,
+        "in_model_gap": done.gap,
+        "method": done.best.method,
+        "bytes": sum(cost.link_bytes.values()),
     }
 
 
-def remarks(
-    estimates: Sequence[PlanEstimate],
-    *,
-    caps: Sequence[float],
-    whole: Sequence[tuple[str, str]],
-    origin: str,
-) -> list[str]:
-    """Return notes for the reader of the table, a sentence each.
-
-    Args:
-        estimates: The rows.
-        caps: Bytes that each machine has.
-        whole: Layers computed whole on one machine, and why.
-        origin: Where the costs are from.
-    """
+def remarks(rows: Sequence[Planned], request: PlanningRequest) -> list[str]:
+    """Return notes for the reader of the table, a sentence each; the last one is of the costs."""
     notes = []
-    for estimate in estimates:
-        idle = estimate.n_machines - len(estimate.used)
-        if idle:
+    for done in rows:
+        n = done.n_machines
+        if idle := n - len(done.used):
             notes.append(
-                f"{estimate.n_machines} machines: {idle} left idle, because no faster plan "
-                "that uses them was found"
+                f"{n} machines: {idle} left idle, because no faster plan that uses them was found"
             )
-        if not estimate.fits:
-            worst = max(estimate.offenders, key=lambda m: estimate.memory[m] - caps[m])
+        if done.lacking:
             notes.append(
-                f"{estimate.n_machines} machines: machine {worst} needs "
-                f"{size(estimate.memory[worst])} and has {size(caps[worst])}; "
-                f"{len(estimate.offenders)} machines lack memory: this plan does not fit"
+                f"{n} machines: {lack(done)}; {len(done.lacking)} machines lack memory: this plan "
+                "does not fit"
             )
-    notes += [f"{name} is computed whole on one machine: {why}" for name, why in whole]
-    return [*notes, origin]
+    notes += [
+        f"{layer.name} is computed whole on one machine: {layer.whole}"
+        for layer in request.graph.layers
+        if layer.whole
+    ]
+    return [*notes, costs_of(request)]
+
+
+def lack(done: Planned) -> str:
+    """Say which machine lacks most memory."""
+    worst = max(done.lacking, key=done.lacking.__getitem__)
+    needs, has = done.best.cost.memory_bytes[worst], done.cluster.machines[worst].memory
+    return f"machine {worst} needs {size(needs)} and has {size(has)}"
+
+
+def costs_of(request: PlanningRequest) -> str:
+    """Say where the costs are from, for the table and the plan."""
+    cluster, costs = request.cluster, request.costs
+    if not isinstance(costs, ProfiledCosts):
+        text = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
+        return f"{text} {cluster.note}".strip()
+    layers = [layer for layer in request.graph.layers if layer.kind != INPUT]
+    n_known = sum(map(costs.knows, layers))
+    text = (
+        f"Costs: {'layer times' if costs.is_absolute else 'layer efficiency'} measured on this "
+        f"host on {costs.profile.date[:10]} ({n_known} of {len(layers)} layers), machines of "
+        f"cluster {cluster.name!r} ({cluster.origin})."
+    )
+    if costs.slower > 1.0:
+        text += (
+            f" This host is now {costs.slower:.1f} times as slow as then: to measure again, "
+            f"delete {costs.profile.host.path}."
+        )
+    return f"{text} {cluster.note}".strip()
 
 
 def seconds(value: float) -> str:
@@ -266,19 +189,22 @@ def size(n_bytes: float) -> str:
 
 # --- explanation of one layer ---
 
-_N_NAMED: Final = 20  # layers in a message
 
+class Alternative(NamedTuple):
+    """One candidate of a layer; alternatives sort by cost."""
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """One candidate of a layer."""
-
-    label: str  # "whole", "rows 4"
+    together: float  # seconds of both
+    candidate: int
     own: float  # seconds of computing and synchronising
     transfers: float  # seconds of transfers from and to its neighbours
-    chosen: bool  # by the solver
-    reason: str  # why not, for people
+    label: str  # "whole", "rows 4"
+    reason: str  # why it is not chosen, for people; "chosen" if the solver chose it
+
+
+def check_layer(graph: LayerGraph, name: str) -> None:
+    """Raise GraphError if there is no such layer, or it is an input."""
+    if name not in graph.by_name or graph[name].kind == INPUT:
+        raise GraphError(f"there is no layer {name!r} to explain{near(graph, name)}")
 
 
 def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
@@ -287,86 +213,50 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
     Raises:
         GraphError: there is no such layer.
     """
-    node = _node(planned, name)
-    problem, choice = planned.problem, planned.solution.choice
+    check_layer(planned.best.cost.compiled.graph, name)
+    solved = planned.solved
+    problem, choice = solved.problem, list(solved.solution.choice)
+    node, group = next(
+        (index, node.group)
+        for index, node in enumerate(solved.decoder.nodes)
+        if any(layer.name == name for layer in node.group.members)
+    )
+    own = problem.costs[node]
+    transfers = sum(
+        (table[:, choice[other]] for other, table in problem.neighbours[node]), 0.0 * own
+    )
     chosen = choice[node]
     rows = []
-    candidates = planned.decoder.nodes[node].candidates
-    for index, candidate in enumerate(candidates):
-        transfers = sum(
-            float(table[index, choice[other]]) for other, table in problem.neighbours[node]
-        )
-        own = float(problem.costs[node][index])
-        rows.append((own + transfers, index, own, transfers, candidate.label))
-    total = next(row[0] for row in rows if row[1] == chosen)
-    alternatives = [
-        Alternative(
-            label=label,
-            own=own,
-            transfers=transfers,
-            chosen=index == chosen,
-            reason=_reason(planned, node, index, cost - total),
-        )
-        for cost, index, own, transfers, label in sorted(rows)
-    ]
-    return planned.decoder.nodes[node].group.root.name, alternatives
+    for index, candidate in enumerate(solved.decoder.nodes[node].candidates):
+        more = float(own[index]) + float(transfers[index])
+        together = more
+        more -= float(own[chosen]) + float(transfers[chosen])
+        choice[node] = index
+        reason = f"{seconds(more)} more"
+        if index == chosen:
+            reason = "chosen"
+        elif problem.overrun(choice) > max(1.0, solved.solution.overrun) * (1 + 1e-9):
+            reason = f"does not fit the memory of machine {int(problem.used(choice).argmax())}"
+        elif math.isinf(more):
+            reason = "forbidden"
+        elif more <= 0:
+            reason = f"{seconds(-more)} less, but more elsewhere" if more else "as good"
+        costs = float(own[index]), float(transfers[index])
+        rows.append(Alternative(together, index, *costs, candidate.label, reason))
+    return group.root.name, sorted(rows)
 
 
 def show_alternatives(planned: Planned, name: str) -> Table:
     root, alternatives = explain(planned, name)
     follows = "" if root == name else f" (it follows {root})"
-    n_machines = planned.estimate.n_machines
-    table = Table(title=Text(f"{name}{follows}, {n_machines} machines"))
+    table = Table(title=Text(f"{name}{follows}, {planned.n_machines} machines"))
     for column in ("split", "computing", "transfers", "together", ""):
         table.add_column(column, justify="left" if column in {"split", ""} else "right")
     for row in alternatives:
         table.add_row(
             Text(row.label),
-            seconds(row.own),
-            seconds(row.transfers),
-            seconds(row.own + row.transfers),
+            *map(seconds, (row.own, row.transfers, row.together)),
             row.reason,
-            style="bold" if row.chosen else "",
+            style="bold" if row.reason == "chosen" else "",
         )
     return table
-
-
-def check(graph: LayerGraph, name: str) -> None:
-    """Raise GraphError if there is no such layer, or it is an input."""
-    known = [layer.name for layer in graph.layers if layer.kind != INPUT]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        raise GraphError(
-            f"there is no layer {name!r} to explain"
-            + (f": do you mean {' or '.join(near)}?" if near else "")
-            + f" There are {', '.join(known[:_N_NAMED])}"
-            + (", ..." if len(known) > _N_NAMED else "")
-        )
-
-
-def _node(planned: Planned, name: str) -> int:
-    for index, node in enumerate(planned.decoder.nodes):
-        if any(layer.name == name for layer in node.group.members):
-            return index
-    known = [node.group.root.name for node in planned.decoder.nodes]
-    raise GraphError(
-        f"there is no layer {name!r} to explain: use {', '.join(known)}, or a layer that "
-        "follows one of them"
-    )
-
-
-def _reason(planned: Planned, node: int, index: int, more: float) -> str:
-    problem, choice = planned.problem, list(planned.solution.choice)
-    if index == choice[node]:
-        return "chosen"
-    choice[node] = index
-    if problem.overrun(choice) > max(1.0, planned.solution.overrun) * (1 + 1e-9):
-        machine = int(problem.used(choice).argmax())
-        return f"does not fit the memory of machine {machine}"
-    if math.isinf(more):
-        return "forbidden"
-    if more > 0:
-        return f"{seconds(more)} more"
-    if more == 0:
-        return "as good"
-    return f"{seconds(-more)} less, but more elsewhere"

@@ -1,4 +1,4 @@
-"""Simulated plans, estimates, and local search on simulated time.
+"""Simulated plans, and local search on simulated time.
 
 The solver's model has no overlap of phases; a real step has. So the search changes one node at a
 time, cheapest in the model first, simulates the plan, and keeps it if it is faster. There is no
@@ -22,6 +22,30 @@ from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, StepCost, step_cost
 
 
+SOLVER_SECONDS: Final = 10.0
+
+Notify = Callable[[str], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanningRequest:
+    """What to plan: graph, machines, costs and constraints."""
+
+    graph: LayerGraph  # with its loss, for training
+    model: str = ""  # import path of the function that makes it, or a name for it
+    loss: str = ""  # its name; "" if there is none
+    cluster: Cluster  # fastest machine first
+    batch: int  # samples of a step
+    costs: Costs  # of computing, on those machines
+    pins: Mapping[str, str]  # by layer, a required split: "rows:4"
+    # Costs with this number of samples; None: no micro-batches.
+    costs_for: Callable[[int], Costs] | None = None
+    exactly: bool = False  # use all machines allowed, even if fewer were faster
+    search: bool = True  # search on simulated time after the solver
+    solver_seconds: float = SOLVER_SECONDS  # for each number of machines
+
+
 # --- simulated plans ---
 
 
@@ -31,7 +55,6 @@ class SimulatedPlan:
     """A simulated plan."""
 
     method: str  # solver, baseline or search that found it
-    placements: Mapping[str, Placement]  # of every layer except inputs
     cost: StepCost
     seconds: tuple[float, float, float]  # of a step; quantiles 10 %, 50 % and 90 %
     overrun: float  # share by which the fullest machine exceeds its memory; 0 if none does
@@ -39,13 +62,8 @@ class SimulatedPlan:
     model_seconds: float | None = None
 
     @property
-    def micro_batches(self) -> int:
-        return self.cost.micro_batches
-
-    @property
-    def penalised(self) -> float:
-        # Minimised by the search: the median, much longer if memory is short.
-        return self.seconds[1] * (1.0 + 1e3 * self.overrun)
+    def placements(self) -> Mapping[str, Placement]:
+        return self.cost.compiled.placements
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -55,60 +73,35 @@ class SimulatedPlan:
 
 @final
 class PlanSimulator:
-    """Simulates plans of one graph; what they share is computed once.
+    """Simulates plans of one request; what they share, draws of variance too, is made once."""
 
-    All plans have the same draws of variance.
-
-    Args:
-        graph: With its loss, for training.
-        cluster: All machines.
-        batch: Samples of a step.
-        costs: Of computing.
-        costs_for: Costs with this number of samples, for micro-batches.
-    """
-
-    def __init__(
-        self,
-        graph: LayerGraph,
-        cluster: Cluster,
-        *,
-        batch: int,
-        costs: Costs,
-        costs_for: Callable[[int], Costs] | None = None,
-    ) -> None:
-        self._graph = graph
-        self._cluster = cluster
-        self._batch = batch
-        self._costs = {1: costs}
-        self._costs_for = costs_for
+    def __init__(self, request: PlanningRequest) -> None:
+        self._request = request
+        self._costs = {1: request.costs}
         self._caches: dict[int, CompilerCache] = {}
-        self._variance = Variance(graph, cluster)
+        self._variance = Variance(request.graph, request.cluster)
 
     def cost(
         self, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
     ) -> StepCost:
         """Return the cost of a plan on the first `n_machines` machines."""
+        request, batch = self._request, self._request.batch // micro_batches
         if micro_batches not in self._costs:
-            assert self._costs_for is not None
-            self._costs[micro_batches] = self._costs_for(self._batch // micro_batches)
+            assert request.costs_for is not None
+            self._costs[micro_batches] = request.costs_for(batch)
         if micro_batches not in self._caches:
             # With micro-batches there is one plan each and no search: a small cache is enough.
-            self._caches[micro_batches] = CompilerCache(
-                self._graph, n_plans=4 if micro_batches == 1 else 1
-            )
+            n_plans = 4 if micro_batches == 1 else 1
+            self._caches[micro_batches] = CompilerCache(request.graph, n_plans=n_plans)
         compiled = compile_plan(
-            self._graph,
+            request.graph,
             placements,
-            batch=self._batch // micro_batches,
+            batch=batch,
             n_machines=n_machines,
             cache=self._caches[micro_batches],
         )
-        return step_cost(
-            compiled,
-            self._cluster.first(n_machines),
-            self._costs[micro_batches],
-            micro_batches=micro_batches,
-        )
+        cluster, costs = request.cluster.first(n_machines), self._costs[micro_batches]
+        return step_cost(compiled, cluster, costs, micro_batches=micro_batches)
 
     def way(
         self,
@@ -121,157 +114,9 @@ class PlanSimulator:
         """Simulate a plan on the first `n_machines` machines."""
         done = self.cost(placements, n_machines=n_machines, micro_batches=micro_batches)
         p10, p50, p90 = self._variance.quantiles(done)
-        caps = [machine.memory for machine in self._cluster.machines[:n_machines]]
-        return SimulatedPlan(
-            method=method,
-            placements=placements,
-            cost=done,
-            seconds=(p10, p50, p90),
-            overrun=overrun(done, caps),
-        )
-
-
-def overrun(done: StepCost, caps: Sequence[float]) -> float:
-    """Return by what share the fullest machine exceeds its memory; 0 if all fit."""
-    used = zip(done.memory_bytes, caps, strict=True)
-    return max(0.0, *(n_bytes / cap - 1.0 for n_bytes, cap in used))
-
-
-# --- estimates ---
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeShares:
-    """Shares of the step time, averaged over the machines used; they sum to 1."""
-
-    compute: float  # layers
-    communication: float  # sends or receives states and gradients, and computes nothing
-    sync: float  # sends or receives only replicated parameters or their gradients
-    wait: float  # idle
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanEstimate:
-    """The estimate of the best plan for one number of machines."""
-
-    n_machines: int  # that it may use
-    used: tuple[int, ...]  # machines that it uses
-    placements: Mapping[str, Placement]
-    method: str  # solver, baseline or search that found it
-    seconds: tuple[float, float, float]  # of a step; quantiles 10 %, 50 % and 90 %
-    one_machine_seconds: float  # median of a step on the first machine alone
-    shares: TimeShares
-    memory: tuple[float, ...]  # bytes of each machine
-    offenders: tuple[int, ...]  # machines whose memory is too small
-    link_bytes: Mapping[tuple[int, int], int]  # of a step, by (sender, receiver)
-    # Cost in the solver's model, without overlap of phases; None if it is not a choice there.
-    model_seconds: float | None
-    model_bound: float  # lower bound for plans of the candidates, in that model
-    lower_bound: float  # for every plan: by the total work, and by the longest chain of layers
-    micro_batches: int = 1
-
-    @property
-    def median(self) -> float:
-        return self.seconds[1]
-
-    @property
-    def speed_up(self) -> float:
-        return self.one_machine_seconds / self.median
-
-    @property
-    def efficiency(self) -> float:
-        return self.speed_up / len(self.used)
-
-    @property
-    def gap(self) -> float | None:
-        # How far the plan is above the bound in the solver's model, as a share of the bound.
-        if self.model_seconds is None or self.model_bound <= 0:
-            return None
-        return max(0.0, self.model_seconds / self.model_bound - 1.0)
-
-    @property
-    def fits(self) -> bool:
-        return not self.offenders
-
-
-def estimate_of(
-    way: SimulatedPlan, cluster: Cluster, *, alone: float, model_bound: float, lower_bound: float
-) -> PlanEstimate:
-    """Return the estimate of a simulated plan.
-
-    Args:
-        way: The plan.
-        cluster: The machines that it may use.
-        alone: Seconds of a step on the first machine alone.
-        model_bound: Lower bound for plans of the candidates, in the solver's model.
-        lower_bound: Lower bound for every plan.
-    """
-    done = way.cost
-    used = tuple(sorted(done.compiled.order))
-    # Shares are averages over the machines used.
-    step = max(done.step_seconds, 1e-300) * len(used)
-    rows = [done.seconds[machine] for machine in used]
-    return PlanEstimate(
-        n_machines=len(cluster),
-        used=used,
-        placements=way.placements,
-        method=way.method,
-        seconds=way.seconds,
-        one_machine_seconds=alone,
-        shares=TimeShares(
-            compute=sum(row.compute for row in rows) / step,
-            communication=sum(row.communication for row in rows) / step,
-            sync=sum(row.sync for row in rows) / step,
-            wait=sum(row.wait for row in rows) / step,
-        ),
-        memory=tuple(map(float, done.memory_bytes)),
-        offenders=tuple(
-            index
-            for index, machine in enumerate(cluster.machines)
-            if done.memory_bytes[index] > machine.memory
-        ),
-        link_bytes=done.link_bytes,
-        micro_batches=way.micro_batches,
-        model_seconds=way.model_seconds,
-        model_bound=model_bound,
-        lower_bound=lower_bound,
-    )
-
-
-# --- planning request ---
-
-SOLVER_SECONDS: Final = 10.0
-
-Notify = Callable[[str], None]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class PlanningRequest:
-    """What to plan: graph, machines, costs and constraints."""
-
-    graph: LayerGraph  # with its loss, for training
-    cluster: Cluster  # fastest machine first
-    batch: int  # samples of a step
-    costs: Costs  # of computing, on those machines
-    pins: Mapping[str, str]  # by layer, a required split: "rows:4"
-    # Costs with this number of samples; None: no micro-batches.
-    costs_for: Callable[[int], Costs] | None = None
-    exactly: bool = False  # use all machines allowed, even if fewer were faster
-    search: bool = True  # search on simulated time after the solver
-    solver_seconds: float = SOLVER_SECONDS  # for each number of machines
-
-
-def simulator_of(request: PlanningRequest) -> PlanSimulator:
-    return PlanSimulator(
-        request.graph,
-        request.cluster,
-        batch=request.batch,
-        costs=request.costs,
-        costs_for=request.costs_for,
-    )
+        used = zip(done.memory_bytes, self._request.cluster.machines, strict=False)
+        overrun = max(0.0, *(n_bytes / machine.memory - 1.0 for n_bytes, machine in used))
+        return SimulatedPlan(method=method, cost=done, seconds=(p10, p50, p90), overrun=overrun)
 
 
 # --- local search ---
@@ -376,7 +221,7 @@ def solve_problem(
     """
     count = len(cluster)
     notify(f"{count} machines: what each split of a layer costs")
-    others = [way for way in others if way.micro_batches == 1]
+    others = [way for way in others if way.cost.micro_batches == 1]
     problem, decoder = build(
         request.graph,
         cluster,
@@ -450,7 +295,8 @@ def search(
         if n_played % _NOTIFY_EVERY == 0:
             notify(f"{count} machines: search, {n_played} of {tries} plans")
         n_played += 1
-        return way_of(choice).penalised
+        way = way_of(choice)
+        return way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
 
     better, _ = improve(solved.problem, start, seconds_of, tries=tries)
     if better == start:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
+from typing_extensions import override
 
 from distbelief.core import files
 from distbelief.core.memory import PrivateMemory, keep_memory
@@ -33,9 +34,7 @@ from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.partition.verify_run import SEED, Seen, VerificationRun, beat
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.protocol import Evaluate, StartTraining, Stop
-from distbelief.roles.reliable import ReliableSender
-from distbelief.roles.role import Action, Address, Computed, PeerJoined, Seconds
+from distbelief.roles.role import Action, Address, PeerJoined, Seconds
 from distbelief.task.task import build_model, capture_for, modules_of
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
@@ -47,10 +46,11 @@ from distbelief.worker.batches import (
     SlicePrefetch,
     SliceReader,
 )
-from distbelief.worker.group import Install, member_names
-from distbelief.worker.group_leader import GroupLeader, Outgoing
-from distbelief.worker.partition import PartitionWorker, RankConfig
+from distbelief.worker.group import GroupLeader, member_names
+from distbelief.worker.objective import Objective
+from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
+from distbelief.worker.transfers import RankLink
 
 
 OUTPUT: Final = "output.npy"
@@ -98,7 +98,7 @@ class FixedBatchPlan:
 
 
 @final
-class VerificationObjective:
+class VerificationObjective(Objective):
     """The objective of a rank in a plan verification: writes results to files."""
 
     def __init__(
@@ -113,45 +113,13 @@ class VerificationObjective:
         self._chosen: BatchIndices | None = None
         self._gradients: dict[int, torch.Tensor] = {}
 
-    @property
-    def pushed(self) -> int | None:
-        return None
-
-    @property
-    def all_pushes_applied(self) -> bool:
-        return True
-
-    @property
-    def is_due(self) -> bool:
-        return False
-
-    @property
-    def clock(self) -> float | None:
-        return None
-
-    def may_fetch(self, *, ahead: bool) -> bool:
-        del ahead
-        return False
-
+    @override
     def begin(self, position: int, now: Seconds) -> None:
         # Time counts from here.
         del position
         self.ends = [now]
 
-    def drop(self) -> None:
-        pass
-
-    def fetches_at(self, step: int) -> bool:
-        del step
-        return False
-
-    def installing(self, work: Install) -> Install:
-        return work
-
-    def fetched(self, seconds: Seconds) -> bool:
-        del seconds
-        return True
-
+    @override
     def open(self, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
         del step, portion
         self._chosen = chosen
@@ -161,6 +129,7 @@ class VerificationObjective:
     def _put(self, item: int, gradient: torch.Tensor) -> None:
         self._gradients[item] = gradient
 
+    @override
     def close(self, found: StepResult) -> object:
         assert self._chosen is not None
         rehearsal, rows = self._rehearsal, self._chosen.indices
@@ -190,6 +159,7 @@ class VerificationObjective:
             whole[region.slices] = gradient.detach().cpu().view(region.shape).numpy()
             whole.flush()
 
+    @override
     def closed(
         self, result: object, found: StepResult, chosen: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
@@ -199,29 +169,6 @@ class VerificationObjective:
         if found.loss is not None:
             self.loss = found.loss
         return []
-
-    def work(self, *, final: bool) -> Sequence[Action]:
-        del final
-        return []
-
-    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        del event, now
-        return []
-
-    def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
-        del leader, message, now
-        return []
-
-    def report(
-        self, leader: GroupLeader, now: Seconds, *, final: bool
-    ) -> tuple[Sequence[Action], Outgoing]:
-        del leader, now, final
-        return [], []
-
-    def figures(self) -> Mapping[str, float]:
-        return {}
 
 
 def _order(rehearsal: VerificationRun) -> dict[str, int]:
@@ -313,7 +260,7 @@ def _endpoint(rehearsal: VerificationRun, machine: int) -> str:
 
 def _role(
     rehearsal: VerificationRun, plan: Plan, machine: int
-) -> tuple[PartitionWorker, VerificationObjective]:
+) -> tuple[Replica, VerificationObjective]:
     graph, modules, outputs = graph_of(rehearsal)
     compiled = compiled_for(plan, graph)
     flow = dataflow(
@@ -337,23 +284,21 @@ def _role(
     n_machines = plan.cluster.n_machines
     names = member_names(GROUP, n_machines)
     peers = sorted({peer for _, peer in (*flow.sent, *flow.received)})
-    streams = {peer: ReliableSender(names[peer]) for peer in peers}
+    links = {peer: RankLink(names[peer]) for peer in peers}
     objective = VerificationObjective(rehearsal, flow, values)
     leader = GroupLeader(n_machines, plan="rehearsal", steps_max=rehearsal.n_steps)
     leader.begin(0.0)
-    role = PartitionWorker(
+    role = Replica(
         RankConfig(group=GROUP, machine=machine, n_machines=n_machines, plan="rehearsal"),
         client=_no_client(),
-        runner=StepRunner(
+        executor=StepRunner(
             PartitionExecutor(flow, dtype=dtype, modules=modules, device=rehearsal.device),
-            streams=streams,
+            links=links,
             batch_plan=batch_plan,
             micro_batches=plan.micro_batches,
             training=rehearsal.trains,
             seed=SEED,
         ),
-        streams=streams,
-        batch_plan=batch_plan,
         slices=SlicePrefetch(
             SliceReader(SamplePairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype),
             batch_plan,

@@ -5,9 +5,7 @@ computing, sending and receiving.
 """
 
 from collections.abc import Iterator
-from typing import Literal, final
-
-import msgspec
+from typing import Literal, NamedTuple
 
 from distbelief.program.step_cost import StepCost
 from distbelief.program.step_simulator import NOTHING
@@ -19,8 +17,7 @@ TraceEvent = dict[str, str | int | float | dict[str, str | int]]
 _TRACKS: tuple[Track, ...] = ("compute", "send", "receive")
 
 
-@final
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class Event(NamedTuple):
     """A task, or a message as seen by one of its ends."""
 
     machine: int
@@ -39,9 +36,7 @@ def events(step_cost: StepCost) -> Iterator[Event]:
         event = _event(step_cost, index)
         yield event
         if event.peer is not None:
-            yield msgspec.structs.replace(
-                event, machine=event.peer, peer=event.machine, track="receive"
-            )
+            yield event._replace(machine=event.peer, peer=event.machine, track="receive")
 
 
 def critical_path(step_cost: StepCost) -> list[Event]:
@@ -92,27 +87,13 @@ def chrome_trace(step_cost: StepCost) -> list[TraceEvent]:
 
 def _event(step_cost: StepCost, index: int) -> Event:
     simulated = step_cost.simulated
-    start, end = float(simulated.starts[index]), float(simulated.ends[index])
+    start = float(simulated.starts[index])
+    seconds = float(simulated.ends[index]) - start
     if index < simulated.n_tasks:
         task = step_cost.tasks[index]
-        return Event(
-            machine=task.machine,
-            track="compute",
-            what=task.phase,
-            name=task.layer,
-            start=start,
-            seconds=end - start,
-        )
+        return Event(task.machine, "compute", task.phase, task.layer, start, seconds)
     message = index - simulated.n_tasks
     flow = step_cost.traffic[int(simulated.flows[message])]
     sender, receiver = int(simulated.senders[message]), int(simulated.receivers[message])
-    return Event(
-        machine=sender,
-        track="send",
-        what=flow.kind,
-        name=flow.name,
-        start=start,
-        seconds=end - start,
-        peer=receiver,
-        n_bytes=flow.n_bytes_between(sender, receiver),
-    )
+    n_bytes = flow.n_bytes_between(sender, receiver)
+    return Event(sender, "send", flow.kind, flow.name, start, seconds, receiver, n_bytes)

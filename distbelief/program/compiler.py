@@ -9,7 +9,7 @@ tensor has one owner, hence one version and one gradient.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final, Generic, Literal, TypeVar, final, get_args
@@ -94,6 +94,21 @@ class LruCache(Generic[_T]):
         return found
 
 
+@final
+class CompilerCache:
+    """Caches for compiling many plans of one graph and batch, which often share most layers."""
+
+    def __init__(self, graph: LayerGraph, *, n_plans: int = 4) -> None:
+        # Room for `n_plans` plans that share nothing.
+        n_parts = n_plans * (2 * len(graph.layers) + len(graph.tensors))
+        self.checked = LruCache[None](n_parts)
+        self.layers = LruCache[_LayerDemands](n_parts)
+        self.unions = LruCache[Mapping[int, tuple[Region, ...]]](n_parts)
+        self.pieces = LruCache[list[tuple[int, Region]]](n_parts)
+        self.traffic = LruCache[Traffic](n_parts)
+        self.gradients = with_gradient(graph)
+
+
 # --- demands: states, tensors and sums that each rank needs ---
 
 Needs = Mapping[str, Mapping[int, tuple[Region, ...]]]
@@ -121,32 +136,20 @@ def check(
     n_machines: int,
     cache: LruCache[None],
 ) -> None:
-    """Check that every layer has a valid placement.
-
-    Args:
-        graph: The layer graph.
-        placements: By layer.
-        n_machines: Number of machines in the plan.
-        cache: Cache of checks that have passed.
-
-    Raises:
-        GraphError: a layer has no valid placement, or a placement has no layer.
-    """
-    computed = {layer.name for layer in graph.layers if layer.kind != INPUT}
+    """Raise GraphError if a layer has no valid placement, or a placement has no layer."""
+    computed = [layer.name for layer in graph.layers if layer.kind != INPUT]
     for name in placements:
-        if name in computed:
-            continue
-        if name in graph.by_name:
+        if name in graph.by_name and graph[name].kind == INPUT:
             raise GraphError(
                 f"the plan places {name!r}, an input: leave it out, every machine reads it from "
                 "the data"
             )
-        raise GraphError(
-            f"the plan places {name!r}, which is not a layer of the graph (layers: "
-            f"{', '.join(sorted(computed))})"
-        )
-    missing = [layer.name for layer in graph.layers if layer.name in computed]
-    missing = [name for name in missing if name not in placements]
+        if name not in graph.by_name:
+            raise GraphError(
+                f"the plan places {name!r}, which is not a layer of the graph (layers: "
+                f"{', '.join(sorted(computed))})"
+            )
+    missing = [name for name in computed if name not in placements]
     if missing:
         raise GraphError(
             f"the plan has no placement for {', '.join(map(repr, missing))}: every "
@@ -169,32 +172,10 @@ class _LayerDemands:
     needs: Mapping[_Sort, _Found]
 
 
-@final
-class DemandsCache:
-    """Cache of `Demands` parts for one graph and batch, shared by all its plans."""
-
-    def __init__(self, n_max: int) -> None:
-        self.layers = LruCache[_LayerDemands](n_max)
-        self.unions = LruCache[Mapping[int, tuple[Region, ...]]](n_max)
-
-
 def demands(
-    graph: LayerGraph,
-    placements: Mapping[str, Placement],
-    *,
-    batch: int,
-    gradients: frozenset[str],
-    cache: DemandsCache,
+    graph: LayerGraph, placements: Mapping[str, Placement], *, batch: int, cache: CompilerCache
 ) -> Demands:
-    """Return what each rank computes and needs.
-
-    Args:
-        graph: The layer graph.
-        placements: By layer, checked.
-        batch: Samples of a step.
-        gradients: Layers with a backward pass.
-        cache: Cache for this graph, batch and gradients.
-    """
+    """Return what each rank computes and needs; the placements have been checked."""
     by_layer: dict[str, _LayerDemands] = {}
     once = joined(graph)
     for layer in graph.layers:
@@ -203,9 +184,8 @@ def demands(
         name = layer.name
         # A batch statistic has one sample, but it reads all of them.
         n_samples = 1 if once.issuperset((name, *layer.inputs)) else batch
-        make = partial(
-            _layer_demands, layer, placements[name], batch=n_samples, backward=name in gradients
-        )
+        backward = name in cache.gradients
+        make = partial(_layer_demands, layer, placements[name], batch=n_samples, backward=backward)
         by_layer[name] = cache.layers.get((name, placements[name]), make)
     united = {sort: _united(by_layer, sort, placements, cache=cache) for sort in get_args(_Sort)}
     return Demands(
@@ -224,19 +204,17 @@ def _layer_demands(
     needs: dict[_Sort, _Found] = {"states": {}, "tensors": {}, "contributions": {}}
     for task in computing:
         found = needed(layer, task.region, partial=task.is_partial)
-        for name, region in found.reads:
-            _add(needs["states"], name, task.machine, region)
-        for name, region in found.uses:
-            _add(needs["tensors"], name, task.machine, region)
+        wanted: list[tuple[_Sort, str, Region]] = [
+            *(("states", name, region) for name, region in found.reads),
+            *(("tensors", name, region) for name, region in found.uses),
+        ]
         if found.writes is not None:
-            _add(needs["contributions"], task.layer, task.machine, found.writes)
+            wanted.append(("contributions", layer.name, found.writes))
+        for sort, name, region in wanted:
+            if region.n_elements:
+                needs[sort].setdefault(name, {}).setdefault(task.machine, set()).add(region)
     back = [backward_of(task, layer, batch=batch) for task in computing]
     return _LayerDemands(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
-
-
-def _add(found: _Found, name: str, machine: int, region: Region) -> None:
-    if region.n_elements:
-        found.setdefault(name, {}).setdefault(machine, set()).add(region)
 
 
 def _united(
@@ -244,7 +222,7 @@ def _united(
     sort: _Sort,
     placements: Mapping[str, Placement],
     *,
-    cache: DemandsCache,
+    cache: CompilerCache,
 ) -> Needs:
     # Per name, what each rank needs for all layers together.
     users: dict[str, list[str]] = {}
@@ -322,8 +300,7 @@ def route(
     kept: Kept,
     *,
     batch: int,
-    gradients: frozenset[str],
-    cache: LruCache[Traffic],
+    cache: CompilerCache,
 ) -> tuple[Traffic, ...]:
     """Return all messages of a step, the most urgent first.
 
@@ -338,103 +315,84 @@ def route(
         needs: What ranks compute and need.
         kept: Per tensor, its owners and their pieces.
         batch: Samples of a step.
-        gradients: Layers with a backward pass.
         cache: Cache for this graph and batch.
     """
-    n_bytes = index_bytes(graph, batch=batch)
+    each = index_bytes(graph, batch=batch)
 
-    # Input layers are left out: each rank reads its part from the data.
+    def between(
+        kind: MessageKind, name: str, owners: list[tuple[int, Region]], wanted: Needs, n_dims: int
+    ) -> Traffic:
+        subject, users = (kind, name), wanted.get(name, {})
+        n_bytes = NUMBER_BYTES if kind == "parameter" else each[name]
+        return cache.traffic.get(
+            (subject, tuple(owners), tuple(users.items())),
+            lambda: Traffic.between(subject, owners, users, n_bytes=n_bytes, n_dims=n_dims),
+        )
+
     def flows(kind: MessageKind, wanted: Needs) -> dict[str, Traffic]:
+        # Input layers are left out: each rank reads its part from the data.
         return {
-            layer.name: _flow(
-                (kind, layer.name),
-                placements[layer.name].owners(layer),
-                wanted.get(layer.name, {}),
-                n_bytes=n_bytes[layer.name],
-                n_dims=len(layer.shape),
-                cache=cache,
+            layer.name: between(
+                kind, layer.name, placements[layer.name].owners(layer), wanted, len(layer.shape)
             )
             for layer in graph.layers
             if layer.kind != INPUT
         }
 
-    states = flows("state", needs.states)
-    sums = flows("partial_gradient", needs.contributions)
+    states, sums = flows("state", needs.states), flows("partial_gradient", needs.contributions)
     parameters = {
-        name: _flow(
-            ("parameter", name),
-            kept[name],
-            by_machine,
-            n_bytes=NUMBER_BYTES,
-            n_dims=len(graph.tensors[name].shape),
-            cache=cache,
-        )
-        for name, by_machine in needs.tensors.items()
+        name: between("parameter", name, kept[name], needs.tensors, len(graph.tensors[name].shape))
+        for name in needs.tensors
     }
-    found = _Routes(graph, needs, gradients, states, sums, parameters)
-    return tuple(flow for flow in (*found.forward(), *found.back()) if len(flow))
+    found = [
+        *_forward(graph, needs, states, sums, parameters),
+        *_back(graph, needs, states, sums, parameters),
+    ]
+    return tuple(flow for flow in found if len(flow))
 
 
-def _flow(
-    subject: tuple[MessageKind, str],
-    owners: Sequence[tuple[int, Region]],
-    needs: Mapping[int, tuple[Region, ...]],
-    *,
-    n_bytes: int,
-    n_dims: int,
-    cache: LruCache[Traffic],
-) -> Traffic:
-    return cache.get(
-        (subject, tuple(owners), tuple(needs.items())),
-        lambda: Traffic.between(subject, owners, needs, n_bytes=n_bytes, n_dims=n_dims),
-    )
+_Flows = Mapping[str, Traffic]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Routes:
-    graph: LayerGraph
-    needs: Demands
-    gradients: frozenset[str]
-    states: Mapping[str, Traffic]
-    sums: Mapping[str, Traffic]
-    parameters: Mapping[str, Traffic]
-
-    def forward(self) -> Iterator[Traffic]:
-        # Tensors are in the order of the first layer that uses them.
-        parameters = dict(self.parameters)
-        for layer in self.graph.layers:
-            if layer.kind == INPUT:
-                continue
-            for use in layer.tensors.values():
-                if use.name in parameters:
-                    yield parameters.pop(use.name)
-            contributing = self.needs.contributions.get(layer.name, {})
-            yield self.sums[layer.name].back("partial", senders=contributing)
-            yield self.states[layer.name]
-
-    def back(self) -> Iterator[Traffic]:
-        # A rank sends a gradient only for what one of its own backward tasks has read or used.
-        backward = [layer for layer in self.graph.layers if layer.name in self.gradients]
-        going_back: dict[str, set[int]] = {}
-        for task in self.needs.backward:
-            going_back.setdefault(task.layer, set()).add(task.machine)
-        users: dict[str, list[Layer]] = {}
-        for layer in backward:
-            for use in layer.tensors.values():
-                users.setdefault(use.name, []).append(layer)
-        for layer in reversed(backward):
-            readers = self.graph.consumers[layer.name]
-            yield self.states[layer.name].back("gradient", senders=_machines(going_back, readers))
-            yield self.sums[layer.name]
-        for name, flow in reversed(list(self.parameters.items())):
-            if self.graph.tensors[name].trains:
-                senders = _machines(going_back, users.get(name, []))
-                yield flow.back("parameter_gradient", senders=senders)
+def _forward(
+    graph: LayerGraph, needs: Demands, states: _Flows, sums: _Flows, parameters: _Flows
+) -> Iterator[Traffic]:
+    # Tensors are in the order of the first layer that uses them.
+    left = dict(parameters)
+    for layer in graph.layers:
+        if layer.kind == INPUT:
+            continue
+        for use in layer.tensors.values():
+            if use.name in left:
+                yield left.pop(use.name)
+        contributing = needs.contributions.get(layer.name, {})
+        yield sums[layer.name].back("partial", senders=contributing)
+        yield states[layer.name]
 
 
-def _machines(by_layer: Mapping[str, set[int]], layers: Iterable[Layer]) -> set[int]:
-    return {m for layer in layers for m in by_layer.get(layer.name, ())}
+def _back(
+    graph: LayerGraph, needs: Demands, states: _Flows, sums: _Flows, parameters: _Flows
+) -> Iterator[Traffic]:
+    # A rank sends a gradient only for what one of its own backward tasks has read or used.
+    going_back: dict[str, set[int]] = {}
+    for task in needs.backward:
+        going_back.setdefault(task.layer, set()).add(task.machine)
+    backward = [layer for layer in graph.layers if layer.name in going_back]
+
+    def machines(layers: Iterable[Layer]) -> set[int]:
+        return {m for layer in layers for m in going_back.get(layer.name, ())}
+
+    for layer in reversed(backward):
+        readers = machines(graph.consumers[layer.name])
+        yield states[layer.name].back("gradient", senders=readers)
+        yield sums[layer.name]
+    users: dict[str, list[Layer]] = {}
+    for layer in backward:
+        for use in layer.tensors.values():
+            users.setdefault(use.name, []).append(layer)
+    for name, flow in reversed(list(parameters.items())):
+        if graph.tensors[name].trains:
+            yield flow.back("parameter_gradient", senders=machines(users.get(name, [])))
 
 
 # --- programs ---
@@ -442,10 +400,9 @@ def _machines(by_layer: Mapping[str, set[int]], layers: Iterable[Layer]) -> set[
 _Mail = defaultdict[tuple[MessageKind, str], list[Message]]
 
 
-def write(
-    graph: LayerGraph, demands: Demands, kept: Kept, *, traffic: Sequence[Traffic], machine: int
-) -> Program:
-    """Return the program of one rank.
+@final
+class _Writer:
+    """Writes the program of one rank.
 
     Fetch, Send parameters
     per layer, in order:
@@ -457,42 +414,26 @@ def write(
         Backward; Send gradients that are now complete
     Receive gradients of tensors, Reduce, Push
     """
-    inbox: _Mail = defaultdict(list)
-    outbox: _Mail = defaultdict(list)
-    for flow in traffic:
-        subject = (flow.kind, flow.name)
-        received = flow.receiving.get(machine, ())
-        inbox[subject] += [flow.message(int(index)) for index in received]
-        sent = flow.sending.get(machine, ())
-        # Start with the next rank: else all would send to the first one at the same time.
-        outbox[subject] += sorted(
-            [flow.message(index) for index in sent],
-            key=lambda message: (message.receiver < machine, message.receiver),
-        )
-    own = {
-        name: tuple(region for owner, region in pieces if owner == machine)
-        for name, pieces in kept.items()
-    }
-    writer = _Writer(
-        graph=graph,
-        demands=demands,
-        machine=machine,
-        own={name: regions for name, regions in own.items() if regions},
-        inbox=inbox,
-        outbox=outbox,
-    )
-    return Program(machine=machine, instructions=tuple(writer.instructions()))
 
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Writer:
-    graph: LayerGraph
-    demands: Demands
-    machine: int
-    own: dict[str, tuple[Region, ...]]
-    inbox: _Mail
-    outbox: _Mail
+    def __init__(self, compiled: "Compiled", machine: int) -> None:
+        self.graph = compiled.graph
+        self.demands = compiled.demands
+        self.machine = machine
+        self.inbox: _Mail = defaultdict(list)
+        self.outbox: _Mail = defaultdict(list)
+        for flow in compiled.traffic:
+            subject = (flow.kind, flow.name)
+            received = flow.receiving.get(machine, ())
+            self.inbox[subject] += [flow.message(int(index)) for index in received]
+            sent = [flow.message(index) for index in flow.sending.get(machine, ())]
+            # Start with the next rank: else all would send to the first one at the same time.
+            sent.sort(key=lambda message: (message.receiver < machine, message.receiver))
+            self.outbox[subject] += sent
+        own = {
+            name: tuple(region for owner, region in pieces if owner == machine)
+            for name, pieces in compiled.kept.items()
+        }
+        self.own = {name: regions for name, regions in own.items() if regions}
 
     # All ranks visit the layers in the same order, send as early and receive as late as possible:
     # so one of them can always go on, and no deadlock is possible.
@@ -502,22 +443,35 @@ class _Writer:
             yield from self._send("parameter", name)
         forward = self._by_layer(self.demands.forward)
         for layer in self.graph.layers:
-            if layer.kind == INPUT:
-                yield from self._read(layer)
+            needed = self.demands.states.get(layer.name, {})
+            if layer.kind == INPUT and self.machine in needed:
+                yield Read(layer.name, needed[self.machine])
             elif layer.name in forward:
                 yield from self._forward(layer, forward[layer.name])
         backward = self._by_layer(self.demands.backward)
-        firsts = self._firsts(backward)
+        reads = self._firsts(backward, lambda layer: layer.inputs)
+        uses = self._firsts(backward, _tensors)
         for layer in reversed(self.graph.layers):
             yield from self._backward(layer, backward.get(layer.name, []))
-            if layer.name in backward:
-                yield from self._send_complete(layer, firsts)
+            # Gradients to which no earlier layer adds are complete.
+            for name in dict.fromkeys(layer.inputs):
+                if reads.get(name) == layer.name:
+                    yield from self._send("gradient", name)
+            for name in dict.fromkeys(_tensors(layer)):
+                if uses.get(name) == layer.name:
+                    yield from self._send("parameter_gradient", name)
         yield from self._push()
 
-    def _read(self, layer: Layer) -> Iterator[Instruction]:
-        needed = self.demands.states.get(layer.name, {})
-        if self.machine in needed:
-            yield Read(layer.name, needed[self.machine])
+    def _firsts(
+        self, layers: Container[str], names: Callable[[Layer], Iterable[str]]
+    ) -> dict[str, str]:
+        # The first of these layers that reads or uses each name; it goes back last.
+        return {
+            name: layer.name
+            for layer in reversed(self.graph.layers)
+            if layer.name in layers
+            for name in names(layer)
+        }
 
     def _push(self) -> Iterator[Instruction]:
         layers = {task.layer for task in self.demands.backward}
@@ -556,30 +510,6 @@ class _Writer:
         for task in tasks:
             yield Backward(layer.name, task.region, partial=task.is_partial)
 
-    def _send_complete(
-        self, layer: Layer, firsts: tuple[Mapping[str, str], Mapping[str, str]]
-    ) -> Iterator[Send]:
-        # Sends the gradients to which no earlier layer adds.
-        reads, uses = firsts
-        for name in dict.fromkeys(layer.inputs):
-            if reads.get(name) == layer.name:
-                yield from self._send("gradient", name)
-        for name in dict.fromkeys(use.name for use in layer.tensors.values()):
-            if uses.get(name) == layer.name:
-                yield from self._send("parameter_gradient", name)
-
-    def _firsts(self, layers: Collection[str]) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        # The first of these layers to read each layer, and to use each tensor.
-        reads: dict[str, str] = {}
-        uses: dict[str, str] = {}
-        for layer in self.graph.layers:
-            if layer.name in layers:
-                for name in layer.inputs:
-                    reads.setdefault(name, layer.name)
-                for use in layer.tensors.values():
-                    uses.setdefault(use.name, layer.name)
-        return reads, uses
-
     def _by_layer(self, tasks: Iterable[Task]) -> dict[str, list[Task]]:
         found: dict[str, list[Task]] = {}
         for task in tasks:
@@ -593,6 +523,10 @@ class _Writer:
 
     def _send(self, kind: MessageKind, name: str) -> list[Send]:
         return [Send(message) for message in self.outbox.pop((kind, name), [])]
+
+
+def _tensors(layer: Layer) -> list[str]:
+    return [use.name for use in layer.tensors.values()]
 
 
 @final
@@ -627,21 +561,7 @@ class Compiled:
         return tuple(map(self.program, range(self.n_machines)))
 
     def program(self, machine: int) -> Program:
-        return write(self.graph, self.demands, self.kept, traffic=self.traffic, machine=machine)
-
-
-@final
-class CompilerCache:
-    """Caches for compiling many plans of one graph and batch, which often share most layers."""
-
-    def __init__(self, graph: LayerGraph, *, n_plans: int = 4) -> None:
-        # Room for `n_plans` plans that share nothing.
-        n_parts = n_plans * (2 * len(graph.layers) + len(graph.tensors))
-        self.checked = LruCache[None](n_parts)
-        self.demands = DemandsCache(n_parts)
-        self.pieces = LruCache[list[tuple[int, Region]]](n_parts)
-        self.traffic = LruCache[Traffic](n_parts)
-        self.gradients = with_gradient(graph)
+        return Program(machine, tuple(_Writer(self, machine).instructions()))
 
 
 def compile_plan(
@@ -666,9 +586,10 @@ def compile_plan(
     """
     cache = cache or CompilerCache(graph, n_plans=1)
     check(graph, placements, n_machines=n_machines, cache=cache.checked)
-    order = _order(graph, placements)
-    gradients = cache.gradients
-    needs = demands(graph, placements, batch=batch, gradients=gradients, cache=cache.demands)
+    placed = [placements[layer.name] for layer in graph.layers if layer.kind != INPUT]
+    both = [part for each in placed for part in (each, each.combine) if part is not None]
+    order = tuple(dict.fromkeys(machine for part in both for machine in part.machines))
+    needs = demands(graph, placements, batch=batch, cache=cache)
     kept = {}
     averages = running_averages(graph)
     for name, by_machine in needs.tensors.items():
@@ -688,21 +609,8 @@ def compile_plan(
         batch=batch,
         n_machines=n_machines,
         order=order,
-        gradients=gradients,
+        gradients=cache.gradients,
         demands=needs,
         kept=kept,
-        traffic=route(
-            graph, placements, needs, kept, batch=batch, gradients=gradients, cache=cache.traffic
-        ),
+        traffic=route(graph, placements, needs, kept, batch=batch, cache=cache),
     )
-
-
-def _order(graph: LayerGraph, placements: Mapping[str, Placement]) -> tuple[int, ...]:
-    found: dict[int, None] = {}
-    for layer in graph.layers:
-        if layer.kind != INPUT:
-            placement = placements[layer.name]
-            found |= dict.fromkeys(placement.machines)
-            if placement.combine is not None:
-                found |= dict.fromkeys(placement.combine.machines)
-    return tuple(found)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, final
 import msgspec
 
 from distbelief.graph.graph import Layer
-from distbelief.graph.operator import Work, operator_of
+from distbelief.graph.operator import Operator, PartialSums, Work, operator_of
 from distbelief.graph.region import Region
 from distbelief.program.placement import Placement
 
@@ -203,21 +203,23 @@ def backward_of(task: Task, layer: Layer, *, batch: int) -> Task:
     )
 
 
+def rule_of(layer: Layer, *, partial: bool) -> Operator | PartialSums:
+    """Return what computes a layer, whole regions or partial sums."""
+    operator = operator_of(layer)
+    if not partial:
+        return operator
+    assert operator.partial is not None, layer.name
+    return operator.partial
+
+
 def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
     """Return what a task needs; `region` is of the first input if `partial`."""
-    kind = operator_of(layer)
-    if partial:
-        assert kind.partial is not None, layer.name
-        reads = kind.partial.reads(layer, region)
-        uses = kind.partial.uses(layer, region)
-        writes: Region | None = kind.partial.writes(layer, region)
-    else:
-        reads, uses = kind.reads(layer, region), kind.uses(layer, region)
-        writes = None
+    rule = rule_of(layer, partial=partial)
+    uses = rule.uses(layer, region)
     return Needed(
-        reads=list(zip(layer.inputs, reads, strict=True)),
+        reads=list(zip(layer.inputs, rule.reads(layer, region), strict=True)),
         uses=[(layer.tensors[argument].name, used) for argument, used in uses.items()],
-        writes=writes,
+        writes=written_by(layer, region) if partial else None,
     )
 
 
@@ -233,13 +235,11 @@ def work_of(layer: Layer, region: Region, *, partial: bool) -> Work:
     kind = operator_of(layer)
     if not partial:
         return kind.work(layer, region)
-    assert kind.partial is not None, layer.name
     # A part takes its share of the whole layer, and writes everything to which it adds.
     whole = kind.work(layer, layer.region)
     share = region.n_elements / max(1, Region.of(*layer.input_shapes[0]).n_elements)
-    written = kind.partial.writes(layer, region).n_elements
     return Work(
         forward=share * whole.forward,
         backward=share * whole.backward,
-        n_elements=share * whole.n_elements + written,
+        n_elements=share * whole.n_elements + written_by(layer, region).n_elements,
     )

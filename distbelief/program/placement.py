@@ -68,28 +68,56 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         whose = self if self.combine is None else self.combine
         return list(whose.cells(layer.shape))
 
+    def check_cells(self, name: str, *, n_machines: int) -> None:
+        """Raise GraphError if cells, machines and cuts of layer `name` contradict each other."""
+        n_cells = math.prod(self.grid)
+        if len(self.machines) != n_cells:
+            raise GraphError(
+                f"{name!r} is cut into {n_cells} cells, but {len(self.machines)} machines are "
+                "named: name one per cell"
+            )
+        for machine in self.machines:
+            if not 0 <= machine < n_machines:
+                raise GraphError(
+                    f"{name!r} is placed on machine {machine}: use 0 to {n_machines - 1}"
+                )
+        for cuts in self.cuts:
+            if list(cuts) != sorted(cuts) or (cuts and cuts[0] < 0):
+                raise GraphError(f"{name!r} is cut at {list(cuts)}: cuts must ascend, from 0")
+        if self.combine is not None:
+            if self.combine.combine is not None:
+                raise GraphError(f"{name!r} combines partial sums twice: combine them once")
+            self.combine.check_cells(name, n_machines=n_machines)
+
     def check(self, layer: Layer, *, n_machines: int) -> None:
         """Check that this layer can be computed with this placement.
 
         Raises:
             GraphError: it cannot; says why.
         """
-        kind = operator_of(layer)
-        if self.combine is None:
-            _check_grid(self, layer.name, layer.shape, n_machines=n_machines)
-            _check_cuts(self.cuts, layer.name, dict(kind.cuts(layer)))
-            return
-        if kind.partial is None:
-            raise GraphError(
-                f"{layer.name!r} is placed as partial sums, but layers of kind "
-                f"{layer.kind!r} have none: plan again"
-            )
-        first = layer.input_shapes[0]
-        _check_grid(self, layer.name, first, n_machines=n_machines)
-        _check_cuts(self.cuts, layer.name, dict(kind.partial.cuts(layer)))
-        if self.combine.combine is not None:
-            raise GraphError(f"{layer.name!r} combines partial sums twice: combine them once")
-        _check_grid(self.combine, layer.name, layer.shape, n_machines=n_machines)
+        self.check_cells(layer.name, n_machines=n_machines)
+        kind, shape = operator_of(layer), layer.shape
+        allowed: dict[int, int] = dict(kind.cuts(layer))
+        if self.combine is not None:
+            if kind.partial is None:
+                raise GraphError(
+                    f"{layer.name!r} is placed as partial sums, but layers of kind "
+                    f"{layer.kind!r} have none: plan again"
+                )
+            _check_extents(self.combine, layer.name, shape)
+            shape, allowed = layer.input_shapes[0], dict(kind.partial.cuts(layer))
+        _check_extents(self, layer.name, shape)
+        for dim, places in enumerate(self.cuts):
+            if places and dim not in allowed:
+                raise GraphError(
+                    f"{layer.name!r} cannot be cut along dimension {dim}, only along "
+                    f"{sorted(allowed) or 'none'}"
+                )
+            if any(place % allowed.get(dim, 1) for place in places):
+                raise GraphError(
+                    f"{layer.name!r} is cut at {list(places)} along dimension {dim}: use "
+                    f"multiples of {allowed[dim]}"
+                )
 
     @override
     def __str__(self) -> str:
@@ -125,36 +153,14 @@ def grid(
     return Placement(cuts=cuts, machines=tuple(machines))
 
 
-def _check_grid(placement: Placement, name: str, shape: Shape, *, n_machines: int) -> None:
+def _check_extents(placement: Placement, name: str, shape: Shape) -> None:
     if len(placement.cuts) != len(shape):
         raise GraphError(
             f"{name!r} has {len(shape)} dimensions, but its placement has cuts for "
             f"{len(placement.cuts)}"
         )
-    if len(placement.machines) != math.prod(placement.grid):
-        raise GraphError(
-            f"{name!r} is cut into {math.prod(placement.grid)} cells, but "
-            f"{len(placement.machines)} machines are named: name one per cell"
-        )
-    for machine in placement.machines:
-        if not 0 <= machine < n_machines:
-            raise GraphError(f"{name!r} is placed on machine {machine}: use 0 to {n_machines - 1}")
     for cuts, extent in zip(placement.cuts, shape, strict=True):
-        if list(cuts) != sorted(cuts) or any(not 0 <= cut <= extent for cut in cuts):
+        if cuts and cuts[-1] > extent:
             raise GraphError(
                 f"{name!r} is cut at {list(cuts)}: cuts must ascend, from 0 to {extent}"
-            )
-
-
-def _check_cuts(cuts: Cuts, name: str, units: dict[int, int]) -> None:
-    for dim, places in enumerate(cuts):
-        if places and dim not in units:
-            raise GraphError(
-                f"{name!r} cannot be cut along dimension {dim}, only along "
-                f"{sorted(units) or 'none'}"
-            )
-        if any(place % units.get(dim, 1) for place in places):
-            raise GraphError(
-                f"{name!r} is cut at {list(places)} along dimension {dim}: use "
-                f"multiples of {units[dim]}"
             )

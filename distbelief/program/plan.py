@@ -30,7 +30,7 @@ from distbelief.program.step_graph import statistics_of
 
 VERSION: Final[Literal[1]] = 1
 N_BYTES_MAX: Final = 1 << 24
-_N_NAMES: Final = 5
+_N_SHOWN: Final = 6  # differences in an error
 
 
 @final
@@ -47,9 +47,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     costs: str = ""  # where times come from: "assumed", "profile of 2026-11-20", ...
 
     def __post_init__(self) -> None:
-        for name in ("step", "p10", "p90", "bound"):
-            _check_number(f"{name}_seconds", getattr(self, f"{name}_seconds"))
-        _check_number("gap", self.gap)
+        for name in ("step_seconds", "p10_seconds", "p90_seconds", "bound_seconds", "gap"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise GraphError(f"{name} is {value} in the plan: use a number, 0 or more")
 
 
 @final
@@ -90,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"{self.batch}"
             )
         for layer, placement in self.placements.items():
-            _check_machines(layer, placement, n_machines=self.cluster.n_machines)
+            placement.check_cells(layer, n_machines=self.cluster.n_machines)
 
     @property
     def machines(self) -> list[int]:
@@ -114,14 +115,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
             GraphError: it is not; names what differs, in the plan and here.
         """
-        differences = [
-            *_differing("the loss", self.loss, loss),
-            *_differing("the batch", self.batch, batch),
-            *_differing_inputs(self.inputs, _inputs(graph)),
-            *_differing_cluster(self.cluster, cluster),
-        ]
-        # Another loss or input changes the fingerprint too: it is compared only if those agree.
-        differences = differences or _differing_graph(self, graph)
+        planned: dict[str, object] = {"the loss": self.loss, "the batch": self.batch}
+        here: dict[str, object] = {"the loss": loss, "the batch": batch}
+        planned |= {f"input {name!r}": list(shape) for name, shape in self.inputs.items()}
+        here |= {f"input {name!r}": list(shape) for name, shape in _inputs(graph).items()}
+        if cluster is not None:
+            n = min(self.cluster.n_machines, len(cluster))
+            planned["the number of machines"] = self.cluster.n_machines
+            here["the number of machines"] = n
+            figures = cluster.first(n).fingerprint
+            if n == self.cluster.n_machines and figures != self.cluster.fingerprint:
+                planned["the cluster"] = f"{self.cluster.name} ({self.cluster.fingerprint})"
+                here["the cluster"] = f"{cluster.name} ({figures})"
+        differences = _differences(planned, here)
+        # Another loss or input changes the graph too: it is compared only if those agree.
+        differences = differences or _differences(
+            {f"layer {name!r}": "placed" for name in self.placements}
+            | {"the layer graph's fingerprint": self.graph},
+            {f"layer {layer.name!r}": "placed" for layer in graph.layers if layer.kind != INPUT}
+            | {"the layer graph's fingerprint": graph.fingerprint},
+        )
         if differences:
             raise GraphError(
                 f"the plan does not fit: {'; '.join(differences)}. Plan again, or use "
@@ -259,84 +272,14 @@ def _inputs(graph: LayerGraph) -> dict[str, Shape]:
     return {layer.name: layer.shape for layer in graph.layers if layer.kind == INPUT}
 
 
-def _check_number(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise GraphError(f"{name} is {value} in the plan: use a number, 0 or more")
+def _differences(planned: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    def shown(values: Mapping[str, object], what: str) -> str:
+        return repr(values[what]) if what in values else "absent"
 
-
-def _check_machines(layer: str, placement: Placement, *, n_machines: int) -> None:
-    parts = [placement]
-    if placement.combine is not None:
-        parts.append(placement.combine)
-        if placement.combine.combine is not None:
-            raise GraphError(f"{layer!r} combines partial sums twice: combine them once")
-    for part in parts:
-        _check_cells(layer, part)
-        for machine in part.machines:
-            if not 0 <= machine < n_machines:
-                raise GraphError(
-                    f"{layer!r} is placed on machine {machine}: use 0 to {n_machines - 1}"
-                )
-
-
-def _check_cells(layer: str, placement: Placement) -> None:
-    n_cells = math.prod(placement.grid)
-    if len(placement.machines) != n_cells:
-        raise GraphError(
-            f"{layer!r} is cut into {n_cells} cells, but "
-            f"{len(placement.machines)} machines are named: name one per cell"
-        )
-    for cuts in placement.cuts:
-        if list(cuts) != sorted(cuts) or (cuts and cuts[0] < 0):
-            raise GraphError(f"{layer!r} is cut at {list(cuts)}: cuts must ascend, from 0")
-
-
-def _differing(what: str, planned: object, here: object) -> list[str]:
-    if planned == here:
-        return []
-    return [f"{what} is {planned!r} in the plan and {here!r} here"]
-
-
-def _differing_inputs(planned: Mapping[str, Shape], here: Mapping[str, Shape]) -> list[str]:
-    def shown(shapes: Mapping[str, Shape], name: str) -> str:
-        return str(list(shapes[name])) if name in shapes else "absent"
-
-    return [
-        f"input {name!r} is {shown(planned, name)} in the plan and {shown(here, name)} here"
-        for name in {**planned, **here}
-        if planned.get(name) != here.get(name)
+    found = [
+        f"{what} is {shown(planned, what)} in the plan and {shown(here, what)} here"
+        for what in {**planned, **here}
+        if what not in planned or what not in here or planned[what] != here[what]
     ]
-
-
-def _differing_cluster(planned: Target, cluster: Cluster | None) -> list[str]:
-    if cluster is None:
-        return []
-    if len(cluster) < planned.n_machines:
-        size = f"{planned.n_machines} machines"
-        return [f"it is for {size}, but cluster {cluster.name!r} has {len(cluster)}"]
-    here = cluster.first(planned.n_machines).fingerprint
-    if here == planned.fingerprint:
-        return []
-    text = (
-        f"the first {planned.n_machines} machines are those of cluster "
-        f"{planned.name!r} ({planned.fingerprint}) in the plan and of "
-        f"{cluster.name!r} ({here}) here"
-    )
-    return [text]
-
-
-def _differing_graph(plan: Plan, graph: LayerGraph) -> list[str]:
-    layers = [layer.name for layer in graph.layers if layer.kind != INPUT]
-    missing = [name for name in layers if name not in plan.placements]
-    unknown = [name for name in plan.placements if name not in layers]
-    return [
-        *([f"it places no layer {_listed(missing)}"] if missing else []),
-        *([f"it places {_listed(unknown)}, which the model lacks"] if unknown else []),
-        *_differing("the layer graph's fingerprint", plan.graph, graph.fingerprint),
-    ]
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_N_NAMES])
-    rest = len(names) - _N_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    more = len(found) - _N_SHOWN
+    return [*found[:_N_SHOWN], f"{more} more differences"] if more > 0 else found

@@ -164,19 +164,22 @@ def _covered(simulated: SimulatedStep, events: npt.NDArray[np.int64]) -> float:
 _ADDING: Final = 3  # bytes moved per byte added to a sum: read it, read the sum, write the sum
 
 
+class Passes(NamedTuple):
+    """Seconds of both passes of a task."""
+
+    forward: float
+    backward: float
+
+
 class Costs(Protocol):
     """Seconds of tasks on machines, for all samples of the batch.
 
     `region` is of the output or, if `partial`, of the first input.
     """
 
-    def forward(
+    def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float: ...
-
-    def backward(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float: ...
+    ) -> Passes: ...
 
 
 @final
@@ -265,15 +268,12 @@ def step_cost(
 
 
 def _seconds(task: Task, compiled: Compiled, cluster: Cluster, costs: Costs) -> float:
-    layer, machine = compiled.graph[task.layer], task.machine
-    match task.phase:
-        case "forward" | "partial":
-            return costs.forward(layer, task.region, machine, partial=task.is_partial)
-        case "backward" | "partial_backward":
-            return costs.backward(layer, task.region, machine, partial=task.is_partial)
-        case "combine":  # bound by memory
-            figures = cluster.machines[machine]
-            return figures.overhead + task.n_bytes / figures.memory_rate
+    if task.phase == "combine":  # bound by memory
+        figures = cluster.machines[task.machine]
+        return figures.overhead + task.n_bytes / figures.memory_rate
+    layer = compiled.graph[task.layer]
+    passes = costs.passes(layer, task.region, task.machine, partial=task.is_partial)
+    return passes.forward if task.phase in {"forward", "partial"} else passes.backward
 
 
 def _rates(cluster: Cluster, machines: Sequence[int]) -> FloatArray:

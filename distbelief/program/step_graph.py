@@ -11,7 +11,7 @@ Among ready tasks a rank takes the earlier micro-batch first, so that backward p
 as they can (Narayanan et al. 2019, "PipeDream", section 3.2).
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -228,7 +228,7 @@ def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
             f"layer {statistics[0]!r} has statistics of the whole batch, which "
             f"{micro_batches} micro-batches would change: use 1 micro-batch"
         )
-    return _Repeated(once, micro_batches).schedule()
+    return _repeated(once, micro_batches)
 
 
 def statistics_of(graph: LayerGraph) -> list[str]:
@@ -241,79 +241,39 @@ def statistics_of(graph: LayerGraph) -> list[str]:
     ]
 
 
-@final
-class _Repeated:
+def _repeated(once: Schedule, n: int) -> Schedule:
     # One copy of the step per micro-batch; parameter messages are shared by all copies.
-
-    def __init__(self, once: Schedule, n: int) -> None:
-        self._once = once
-        self._n = n
-        each = [i for i, flow in enumerate(once.traffic) if flow.kind not in _ONCE]
-        self._each = {index: place for place, index in enumerate(each)}
-        self._nodes = Dependencies(0, [], [])
-        self._shared: dict[int, int] = {}
-
-    def schedule(self) -> Schedule:
-        once, nodes = self._once, self._nodes
-        n_tasks = once.nodes.n_tasks
-        for _ in range(self._n * n_tasks):
-            nodes.new()
-        nodes.n_tasks = self._n * n_tasks
-        shared = {
-            node
-            for numbered in (once.nodes.sending, once.nodes.arrival)
-            for (flow, _), node in numbered.items()
-            if once.traffic[flow].kind in _ONCE
-        }
-        for copy in range(self._n):
-            self._add(copy, shared)
-        return Schedule(
-            tasks=once.tasks * self._n,
-            traffic=(*once.traffic, *self._flows() * (self._n - 1)),
-            nodes=nodes,
-        )
-
-    def _flows(self) -> tuple[Traffic, ...]:
-        return tuple(self._once.traffic[index] for index in self._each)
-
-    def _add(self, copy: int, shared: Container[int]) -> None:
-        once, nodes = self._once.nodes, self._nodes
-        here = self._numbers(copy, shared)
-        for node, after in enumerate(once.after):
+    own, n_tasks = once.nodes, once.nodes.n_tasks
+    nodes = Dependencies(n * n_tasks, [0] * (n * n_tasks), [[] for _ in range(n * n_tasks)])
+    each = [index for index, flow in enumerate(once.traffic) if flow.kind not in _ONCE]
+    shared = {
+        node
+        for numbered in (own.sending, own.arrival)
+        for (flow, _), node in numbered.items()
+        if once.traffic[flow].kind in _ONCE
+    }
+    first: list[int] = []  # the numbers of the nodes in the first copy
+    for copy in range(n):
+        here = [copy * n_tasks + task for task in range(n_tasks)]
+        here += [
+            first[node] if copy and node in shared else nodes.new()
+            for node in range(n_tasks, len(own.after))
+        ]
+        first = first or here
+        for node, after in enumerate(own.after):
             for other in after:
                 nodes.wait(here[other], [here[node]])
-        self._name(copy, shared, here)
-
-    def _numbers(self, copy: int, shared: Container[int]) -> list[int]:
-        # The number of each node in this micro-batch.
-        once, nodes = self._once.nodes, self._nodes
-        n_tasks = once.n_tasks
-        here: list[int] = []
-        for node in range(len(once.after)):
-            if node < n_tasks:
-                here.append(copy * n_tasks + node)
-            elif node in shared:
-                here.append(self._shared.setdefault(node, len(nodes.after)))
-                if copy == 0:
-                    nodes.new()
-            else:
-                here.append(nodes.new())
-        return here
-
-    def _name(self, copy: int, shared: Container[int], here: list[int]) -> None:
-        # Registers the sending and arrival nodes of this micro-batch.
-        once, nodes = self._once.nodes, self._nodes
-        for numbered, mine in ((once.sending, nodes.sending), (once.arrival, nodes.arrival)):
+        # The traffic of this copy is numbered after that of those before it.
+        added = len(once.traffic) + (copy - 1) * len(each)
+        index = {flow: added + place if copy else flow for place, flow in enumerate(each)}
+        for numbered, mine in ((own.sending, nodes.sending), (own.arrival, nodes.arrival)):
             for (flow, machine), node in numbered.items():
-                if copy and node in shared:
-                    continue
-                mine[self._flow(copy, flow), machine] = here[node]
-                if numbered is once.arrival:
-                    nodes.n_before[here[node]] = 1  # the last of its messages
-
-    def _flow(self, copy: int, flow: int) -> int:
-        # The index of the traffic in this micro-batch.
-        if copy == 0:
-            return flow
-        n_before = len(self._once.traffic) + (copy - 1) * len(self._each)
-        return n_before + self._each[flow]
+                if not (copy and node in shared):
+                    mine[index.get(flow, flow), machine] = here[node]
+        for node in own.arrival.values():
+            nodes.n_before[here[node]] = 1  # the last of its messages
+    return Schedule(
+        tasks=once.tasks * n,
+        traffic=(*once.traffic, *[once.traffic[flow] for flow in each] * (n - 1)),
+        nodes=nodes,
+    )

@@ -10,15 +10,24 @@ host                          supervisor
   | <------------------ Release |   the job is over
 """
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
+from distbelief.errors import RemoteProtocolError
 from distbelief.protocol.fields import AnyMessage, Blob, Count, Name, Rate, Text
 
 
 CHUNK_BYTES_MAX = 1 << 19
 """Bytes of a file in one message."""
+
+JOB_SPEC: Final = "brief"
+"""The document that says what roles of the run need (see `cluster.bootstrap`)."""
+
+PROBE: Final = "probe"
+"""A document of zeros: by its chunks a host measures how fast they arrive."""
+
+PROBE_BYTES: Final = 8 * CHUNK_BYTES_MAX
 
 N_ASSIGNMENTS_MAX = 4096
 
@@ -88,17 +97,29 @@ class Release(AnyMessage, frozen=True):
 
 
 class FileRequest(AnyMessage, frozen=True):
-    """Host -> supervisor: send this part of a file. Also the other way round."""
+    """Host -> supervisor: send this part of a file."""
 
     document: Name
     offset: Count
 
 
 class FileChunk(AnyMessage, frozen=True):
-    """Supervisor -> host: a part of a file. Also the other way round."""
+    """Supervisor -> host: a part of a file."""
 
     document: Name
     offset: Count
     n_bytes: Count  # of the whole file
     content: Blob
-    error: Text | None = None  # why it cannot be sent
+
+    @classmethod
+    def of(cls, document: str, content: bytes, offset: int) -> "FileChunk":
+        """Return the chunk at this offset.
+
+        Raises:
+            RemoteProtocolError: the offset is behind the end.
+        """
+        n_bytes = len(content)
+        if offset > n_bytes:
+            raise RemoteProtocolError(f"offset {offset} of {document}: it has {n_bytes} bytes")
+        chunk = Blob(memoryview(content)[offset : offset + CHUNK_BYTES_MAX])
+        return cls(document=document, offset=offset, n_bytes=n_bytes, content=chunk)

@@ -23,6 +23,7 @@ import msgspec
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import Message
+from distbelief.roles.log_events import LogEvent
 
 
 Address = NewType("Address", str)  # "supervisor", "shard-0", "replica-1", "evaluator"
@@ -187,6 +188,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     level: str = "info"  # "debug", "info", "warning", "error"
+    event: LogEvent | None = None  # what is said, in fields
+
+    @classmethod
+    def of(cls, event: LogEvent) -> "Report":
+        return cls(text=event.text, level=event.level, event=event)
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,39 +47,37 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: Path, *, report: Callable[[str], None]) -> None:
-        self._directory = directory
-        self._report = report
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
+        self.directory = directory
+        self.report = report
 
     def save(self, role: str, snapshot: Snapshot) -> None:
-        """Store `snapshot`, then delete all but the last few of this role.
-
-        Raises:
-            StorageError: it cannot be stored; earlier ones are unchanged.
-        """
+        """Store `snapshot`, then delete all but the last few of this role."""
         label = snapshot.label
         if label == NEWEST:
             label = (self.labels(role) or [FIRST_LABEL])[-1]
         path = self.path(role, label)
         arrays = {name: np.ascontiguousarray(v) for name, v in snapshot.arrays.items()}
         facts = dict(snapshot.facts)
-        checksum = _checksum(label, arrays, facts)
+        facts |= _checksum(label, arrays, facts)
+
+        def fill(draft: Path) -> None:
+            try:
+                save_file(arrays, draft, metadata=facts)
+            except SafetensorError as error:
+                raise files.safetensors_error(error) from error
+
         try:
             files.make_directory(path.parent)
         except OSError as error:
             raise files.explained(error, path.parent, doing="make") from error
-        files.write_by(path, lambda temporary: _save(temporary, arrays, facts | checksum))
-        self._drop_old(role)
+        files.write_by(path, fill)
+        # Checksums are not read again: that would take as long as saving.
+        kept = [path for label in self.labels(role) if _opens(path := self.path(role, label))]
+        for path in kept[:-N_KEPT]:
+            path.unlink(missing_ok=True)
 
     def newest(self, role: str) -> Snapshot | None:
-        """Return the newest intact checkpoint of this role; None if it has none at all.
-
-        Raises:
-            StorageError: all of them are damaged, or one cannot be read.
-        """
+        """Return the newest intact checkpoint of this role; None if it has none at all."""
         damaged: list[tuple[Path, str]] = []
         for label in reversed(self.labels(role)):
             path = self.path(role, label)
@@ -91,7 +89,7 @@ class CheckpointStore:
                 damaged.append((path, str(error)))
                 continue
             for other, why in damaged:
-                self._report(
+                self.report(
                     f"checkpoint {other} is damaged and skipped ({why}); "
                     f"{path.name} is used instead{_cost(other, snapshot)}"
                 )
@@ -102,11 +100,7 @@ class CheckpointStore:
         return None
 
     def fault(self, role: str, label: str) -> str | None:
-        """Return what is wrong with the checkpoint of this label; None if it is intact.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Return what is wrong with the checkpoint of this label; None if it is intact."""
         try:
             _load(self.path(role, label), label)
         except FileNotFoundError:
@@ -119,11 +113,7 @@ class CheckpointStore:
         return self.fault(role, label) is None
 
     def labels(self, role: str) -> list[str]:
-        """Return the labels of this role, of damaged checkpoints too, oldest first.
-
-        Raises:
-            StorageError: the directory cannot be read.
-        """
+        """Return the labels of this role, of damaged checkpoints too, oldest first."""
         directory = self.path(role, "any").parent
         try:
             paths = list(directory.iterdir())
@@ -140,20 +130,7 @@ class CheckpointStore:
         for name in (role, label):
             if _NAME.fullmatch(name) is None:
                 raise LocalProtocolError(f"{name!r} cannot name a checkpoint file")
-        return self._directory / role / f"{label}{_SUFFIX}"
-
-    def _drop_old(self, role: str) -> None:
-        # Checksums are not read again: that would take as long as saving.
-        paths = [self.path(role, label) for label in self.labels(role)]
-        for path in [path for path in paths if _opens(path)][:-N_KEPT]:
-            path.unlink(missing_ok=True)
-
-
-def _save(path: Path, arrays: Mapping[str, Vector], facts: Mapping[str, str]) -> None:
-    try:
-        save_file(dict(arrays), path, metadata=dict(facts))
-    except SafetensorError as error:
-        raise files.safetensors_error(error) from error
+        return self.directory / role / f"{label}{_SUFFIX}"
 
 
 class _DamagedError(StorageError):
@@ -263,7 +240,11 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
         StorageError: a file cannot be renamed, or there is nothing to resume from.
     """
     agreed = agreed_label(store, shards)
-    lacking = {name: _newer(store, name, agreed) for name in shards}
+    of_shards = {name: store.labels(name) for name in shards}
+    lacking = {
+        name: labels if agreed is None else labels[labels.index(agreed) + 1 :]
+        for name, labels in of_shards.items()
+    }
     newer = {label for labels in lacking.values() for label in labels}
     if not newer:
         return ()
@@ -272,7 +253,13 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
     without = ", ".join(
         f"{store.path(name, newest)} ({why})" for name, why in faults.items() if why
     )
-    if agreed is None and not _is_first_round(store, lacking):
+    # A kill in the first round leaves intact files of some shards, and nothing damaged.
+    is_first_round = all(
+        label.isdigit() and int(label) == 1 and store.is_whole(name, label)
+        for name, labels in lacking.items()
+        for label in labels
+    )
+    if agreed is None and not is_first_round:
         raise StorageError(
             f"{store.directory} has no label with an intact checkpoint of every shard; "
             f"of the newest: {without}"
@@ -294,17 +281,3 @@ def set_aside(store: CheckpointStore, shards: Sequence[str]) -> tuple[str, ...]:
         f"{store.directory} as *{SET_ASIDE}"
     )
     return (notes,)
-
-
-# A kill in the first round leaves intact files of some shards, and nothing damaged.
-def _is_first_round(store: CheckpointStore, labels: Mapping[str, Sequence[str]]) -> bool:
-    return all(
-        label.isdigit() and int(label) == 1 and store.is_whole(name, label)
-        for name, of_one in labels.items()
-        for label in of_one
-    )
-
-
-def _newer(store: CheckpointStore, name: str, agreed: str | None) -> list[str]:
-    labels = store.labels(name)
-    return labels if agreed is None else labels[labels.index(agreed) + 1 :]

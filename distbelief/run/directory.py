@@ -8,8 +8,7 @@
     address                           job address with its secret, readable by its user only
 
 Nothing is overwritten: a new run takes the next free name (runs/demo, runs/demo.2, ...). One
-process
-at a time writes: it holds a lock on the file `lock`, which the system releases when it ends.
+process at a time writes: it holds a lock on the file `lock`, which the system releases at its end.
 """
 
 import fcntl
@@ -44,23 +43,25 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class RunDirectory:
-    """Files of one run. Made by `create` or `open`; `with` releases the lock.
-
-    Attributes:
-        path: As the user would write it.
-    """
+    """Files of one run. Made by `create` or `open`; `with` releases the lock."""
 
     def __init__(self, path: Path, *, lock: int | None) -> None:
-        self.path = path
+        self.path = path  # as the user would write it
         self._lock = lock
+        self.job_file = path / "job.toml"
+        self.plan_file = path / "plan.json"
+        self.status_file = path / "status.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.curve_file = path / "curve.png"
+        self.address_file = path / "address"
+        self.summary_file = path / "summary.json"
+        self.model_file = path / "model.safetensors"
+        self.snapshots = path / "snapshots"
+        self.logs = path / "logs"
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Self:
-        """Make a new run directory at `path`, or beside it if that is taken.
-
-        Raises:
-            StorageError: it cannot be made or written.
-        """
+        """Make a new run directory at `path`, or beside it if that is taken."""
         first = Path(path)
         for number in range(1, SIBLINGS_MAX):
             suffix = "" if number == 1 else f".{number}"
@@ -72,11 +73,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
-        """Open the directory of an earlier run, to resume it or only to read.
-
-        Args:
-            path: The run directory.
-            write: Whether to take the lock.
+        """Open the directory of an earlier run, to resume it (`write`) or only to read.
 
         Raises:
             JobError: there is no run directory at `path`.
@@ -94,11 +91,7 @@ class RunDirectory:
 
     @classmethod
     def take(cls, path: Path) -> Self:
-        """Lock this directory, whatever it contains.
-
-        Raises:
-            StorageError: another process has it, or it cannot be written.
-        """
+        """Lock this directory, whatever it contains."""
         return cls(path, lock=_lock(path))
 
     def __enter__(self) -> Self:
@@ -112,14 +105,6 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    @property
-    def job_file(self) -> Path:
-        return self.path / "job.toml"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
 
     @contextmanager
     def plan_kept(self) -> Iterator[None]:
@@ -139,56 +124,17 @@ class RunDirectory:
                     files.write(file, content)
             raise
 
-    @property
-    def status_file(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def curve_file(self) -> Path:
-        return self.path / "curve.png"
-
-    @property
-    def address_file(self) -> Path:
-        return self.path / "address"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def model_file(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def snapshots(self) -> Path:
-        return self.path / "snapshots"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
     def log_file(self, role: str) -> Path:
         return self.logs / f"{role}.log"
 
     def write(self, file: Path, content: str | bytes) -> None:
-        """Replace a file of this directory atomically.
-
-        Raises:
-            StorageError: it cannot be written; the old file is unchanged.
-        """
+        """Replace a file of this directory atomically."""
         files.write(file, content.encode() if isinstance(content, str) else content)
 
     def put_aside(self, *paths: Path) -> Path:
         """Move these files, if they exist, into a new directory `aside-N`; return it.
 
         An empty directory takes the place of `snapshots`.
-
-        Raises:
-            StorageError: they cannot be moved.
         """
         try:
             for number in range(1, SIBLINGS_MAX):
@@ -209,11 +155,7 @@ class RunDirectory:
         return place
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json atomically, without syncing: after a power loss it has no use.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Replace status.json atomically, without syncing: after a power loss it has no use."""
         temporary = self.status_file.with_suffix(files.TEMPORARY)
         try:
             temporary.write_bytes(msgspec.json.encode(status))
@@ -222,11 +164,7 @@ class RunDirectory:
             raise files.explained(error, self.status_file, doing="write") from error
 
     def read_status(self) -> Status | None:
-        """Return the last status written, or None if there is none yet.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Return the last status written, or None if there is none yet."""
         try:
             with self.status_file.open("rb") as file:
                 content = file.read(STATUS_BYTES_MAX)
@@ -251,16 +189,15 @@ class RunDirectory:
         finally:
             os.close(descriptor)
 
-    # Tries again if another process removes the directory at the same time.
     @classmethod
     def _taken(cls, path: Path) -> Self | None:
-        for _ in range(GONE_MAX):
+        for n_left in range(GONE_MAX, -1, -1):
             try:
                 return cls._take(path)
-            except StorageError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):
+            except StorageError as error:  # another process may have removed the directory
+                if not (n_left and isinstance(error.__cause__, FileNotFoundError)):
                     raise
-        return cls._take(path)
+        return None
 
     @classmethod
     def _take(cls, path: Path) -> Self | None:
@@ -290,11 +227,7 @@ class RunDirectory:
 
 
 def status_in(content: bytes, file: Path) -> Status:
-    """Decode the content of status.json; `file` is for messages.
-
-    Raises:
-        StorageError: it is damaged.
-    """
+    """Decode the content of status.json; `file` is for messages."""
     try:
         return msgspec.json.decode(content, type=Status)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -37,22 +37,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, view: JobView) -> Self:
-        return cls(
-            time=round(view.seconds, 3),
-            step=view.step,
-            samples=view.samples,
-            loss=view.loss,
-            held_out_loss=view.held_out_loss,
-            metric_name=view.metric_name,
-            metric=view.metric,
-            samples_per_second=view.samples_per_second,
-            staleness_mean=view.staleness_mean,
-            staleness_p95=view.staleness_p95,
-            staleness_max=view.staleness_max,
-            bytes_in=view.bytes_in,
-            bytes_out=view.bytes_out,
-            figures=view.figures,
-        )
+        shared = {name: getattr(view, name) for name in cls.__struct_fields__[1:]}
+        return msgspec.convert(shared | {"time": round(view.seconds, 3)}, cls)
 
 
 @final
@@ -68,15 +54,11 @@ class MetricsFile:
         self.open()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def open(self) -> None:
-        """Open the file; remove a cut last line.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Open the file; remove a cut last line."""
         try:
             # Unbuffered: bytes of a failed write must not appear later.
             self._file = self._path.open("a+b", buffering=0)
@@ -88,15 +70,12 @@ class MetricsFile:
             raise files.explained(error, self._path, doing="write") from error
 
     def append(self, measurement: Measurement) -> None:
-        """Write one line to the operating system.
-
-        Raises:
-            StorageError: it cannot be written; the file ends with the line before.
-        """
+        """Write one line to the operating system."""
         assert self._file is not None, "open() comes first"
         line = msgspec.json.encode(measurement) + b"\n"
         try:
-            _write_whole(self._file, line)
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._end)
@@ -110,13 +89,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Measurement]:
-    """Return the lines of a metrics.jsonl; none if there is no such file.
-
-    Cut or damaged lines are left out.
-
-    Raises:
-        StorageError: the file cannot be read.
-    """
+    """Return the whole lines of a metrics.jsonl; none if there is no such file."""
     try:
         return measurements_in(path.read_bytes())
     except FileNotFoundError:
@@ -134,11 +107,6 @@ def measurements_in(content: bytes) -> list[Measurement]:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
     return measurements
-
-
-def _write_whole(file: FileIO, line: bytes) -> None:
-    if file.write(line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _end_of_last_line(file: FileIO) -> int:

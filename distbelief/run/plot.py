@@ -15,11 +15,7 @@ from distbelief.run.metrics_file import Measurement
 
 
 def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -> bool:
-    """Draw the curve to `path`; return False if there is nothing to draw yet.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Draw the curve to `path`; return False if there is nothing to draw yet."""
     drawn = [m for m in measurements if m.loss is not None or m.metric is not None]
     if not drawn:
         return False

@@ -31,11 +31,7 @@ class Run:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained model, in evaluation mode.
-
-        Raises:
-            StorageError: the run ended before there was one.
-        """
+        """The trained model, in evaluation mode."""
         path = self.directory / "model.safetensors"
         if self.summary.model_error is not None:  # a file of an earlier session may exist
             raise StorageError(f"{self.directory}: {self.summary.model_error}")

@@ -1,9 +1,8 @@
 """Resumes a run, also with other numbers of shards and replicas.
 
 Unchanged, a run resumes exactly where it stood. With other shards its checkpoints are resharded.
-With
-other replicas, each begins after the same share of its own part of the data (`data.sharding`). A
-changed model, rule or algorithm is rejected, and so are other data once anything was trained.
+With other replicas, each begins after the same share of its own part of the data (`data.sharding`).
+A changed model, rule or algorithm is rejected, and so are other data once anything was trained.
 
     snapshots/cut.json, snapshots/shard-K/              checkpoint set of the run's start
     snapshots/cut-00012/cut.json, .../shard-K/          after resuming with other numbers
@@ -16,32 +15,35 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from typing_extensions import override
 
 from distbelief.config import toml
 from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
+from distbelief.core.vectors import Vector
 from distbelief.data.sharding import start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
+from distbelief.parameter_server.checkpoint import Resharding, ShardIdentity, restore, take
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
 from distbelief.parameter_server.replication import shard_of
 from distbelief.program.plan import Plan
+from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore, set_aside
 from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.reshard import Resharder
 from distbelief.run.summary import DataFacts, read_summary
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.supervisor.view import JobView
 from distbelief.worker.group import group_rank_of, member_name, rank_name
 
 
@@ -66,12 +68,11 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
         A rank that holds other tensors than before does not, though its name is the same: shards
         count progress per client.
         """
-        has_other_plan = None not in {self.plan, other.plan} and self.plan != other.plan
-        return self.numbers == other.numbers and not has_other_plan
-
-    @property
-    def numbers(self) -> tuple[int, int, int | None]:
-        return self.n_shards, self.n_replicas, self.n_machines
+        plans = {self.plan, other.plan} - {None}
+        bare, other_bare = (
+            msgspec.structs.replace(cut, plan=None, train=None) for cut in (self, other)
+        )
+        return bare == other_bare and len(plans) <= 1
 
     @property
     def replicas(self) -> list[str]:
@@ -79,15 +80,17 @@ class CheckpointSet(msgspec.Struct, frozen=True, kw_only=True):
             return [f"replica-{r}" for r in range(self.n_replicas)]
         return [rank_name(r, 0) for r in range(self.n_replicas)]
 
+    @override
+    def __str__(self) -> str:
+        ranks = f" of {self.n_machines} ranks" if self.n_machines else ""
+        return f"{self.n_shards} shards and {self.n_replicas} replicas{ranks}"
+
     def clients(self, places: Mapping[str, int]) -> dict[str, int]:
         """Return the data position of each client, given that of each of `replicas`."""
         if self.n_machines is None:
             return dict(places)
-        return {
-            rank_name(r, machine): places[name]
-            for r, name in enumerate(self.replicas)
-            for machine in range(self.n_machines)
-        }
+        numbered = [(r, place) for r, place in enumerate(places.values())]
+        return {rank_name(r, m): place for r, place in numbered for m in range(self.n_machines)}
 
 
 def mark_of(plan: Plan) -> str:
@@ -103,48 +106,59 @@ def newest_checkpoint_set(run: RunDirectory) -> tuple[Path, CheckpointSet | None
         JobFileError: the run is old, so its job file counts, and that is wrong.
         StorageError: cut.json is damaged or wrong, or all checkpoints are gone.
     """
-    made = max(_directories(run.snapshots), default=None)
-    directory = run.snapshots if made is None else made[1]
+    found = [(match, path) for path in run.snapshots.glob("cut-*/") if (match := _of_set(path))]
+    directory = max(found, default=(0, run.snapshots))[1]
     file = directory / _FILE
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        if run.job_file.is_file() and not any(directory.glob("*/*.safetensors")):
+        if not run.job_file.is_file():
+            return directory, None
+        if not any(directory.glob("*/*.safetensors")):
             raise StorageError(
                 f"{directory} has no checkpoints, but the run has begun: restore it, or "
                 "start again with --from-scratch (from_scratch=True)"
             ) from None
-        return directory, _set_of_job(run)
+        cluster, summary = load_job(run.job_file).cluster, None
+        with suppress(StorageError):  # only a second source
+            summary = read_summary(run)
+        train = None if summary is None else summary.train
+        return directory, CheckpointSet(
+            n_shards=cluster.shards, n_replicas=cluster.replicas, train=train
+        )
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
     cut = checkpoint_set_in(content, file, run)
-    beyond = _shards_beyond(directory, cut.n_shards)
+    shards = [m[1] for p in directory.glob("*/*") if (m := _SNAPSHOT.search(str(p)))]
+    beyond = sorted({int(k) for k in shards if int(k) >= cut.n_shards})
     if beyond:
-        names = ", ".join(beyond)
-        raise _damaged(
-            file, run, f"n_shards is {cut.n_shards}, but there are checkpoints of {names}"
-        )
+        names = ", ".join(f"shard-{k}" for k in beyond)
+        why = f"n_shards is {cut.n_shards}, but there are checkpoints of {names}"
+        raise _damaged(file, run, why)
     return directory, cut
 
 
-def checkpoint_set_in(content: bytes, file: Path, run: RunDirectory) -> CheckpointSet:
-    """Decode the content of cut.json; `file` and `run` are for messages.
+def _of_set(path: Path) -> int:
+    match = _DIRECTORY.fullmatch(path.name)
+    return 0 if match is None else int(match[1])
 
-    Raises:
-        StorageError: it is damaged.
-    """
+
+def checkpoint_set_in(content: bytes, file: Path, run: RunDirectory) -> CheckpointSet:
+    """Decode the content of cut.json; `file` and `run` are for messages."""
     try:
         return msgspec.json.decode(content, type=CheckpointSet)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _damaged(file, run, str(error)) from None
 
 
-def write_checkpoint_set(directory: Path, cut: CheckpointSet) -> None:
-    """Write cut.json into this directory.
+def _damaged(file: Path, run: RunDirectory, why: str) -> StorageError:
+    return StorageError(
+        f"{file} is damaged ({why}): if [cluster] in {run.job_file} has the last numbers of "
+        f"shards and replicas, remove {file.name}"
+    )
 
-    Raises:
-        StorageError: it cannot be written.
-    """
+
+def write_checkpoint_set(directory: Path, cut: CheckpointSet) -> None:
     files.write(directory / _FILE, msgspec.json.encode(cut))
 
 
@@ -161,11 +175,8 @@ def making_checkpoint_set(
 
     Yields:
         Where the block writes its checkpoints, and where they will be found.
-
-    Raises:
-        StorageError: it cannot be written; then the previous one stays in use.
     """
-    final_place = _directory(run.snapshots, number)
+    final_place = run.snapshots / f"cut-{number:05d}"
     place = final_place.with_suffix(files.TEMPORARY)
     try:
         for left in run.snapshots.glob(f"cut-*{files.TEMPORARY}"):
@@ -179,45 +190,6 @@ def making_checkpoint_set(
         raise files.explained(error, place, doing="write") from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _damaged(file: Path, run: RunDirectory, why: str) -> StorageError:
-    return StorageError(
-        f"{file} is damaged ({why}): if [cluster] in {run.job_file} has the last numbers of "
-        f"shards and replicas, remove {file.name}"
-    )
-
-
-def _shards_beyond(directory: Path, n_shards: int) -> list[str]:
-    found = {int(m[1]) for p in directory.glob("*/*") if (m := _SNAPSHOT.search(str(p)))}
-    return [f"shard-{k}" for k in sorted(found) if k >= n_shards]
-
-
-def _directory(snapshots: Path, number: int) -> Path:
-    return snapshots / f"cut-{number:05d}"
-
-
-def _directories(snapshots: Path) -> Iterator[tuple[int, Path]]:
-    if not snapshots.is_dir():
-        return
-    for path in snapshots.iterdir():
-        found = _DIRECTORY.fullmatch(path.name)
-        if found is not None and path.is_dir():
-            yield int(found[1]), path
-
-
-def _set_of_job(run: RunDirectory) -> CheckpointSet | None:
-    if not run.job_file.is_file():
-        return None
-    cluster = load_job(run.job_file).cluster
-    train = None
-    try:
-        summary = read_summary(run)
-    except StorageError:
-        summary = None  # only a second source
-    if summary is not None:
-        train = summary.train
-    return CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas, train=train)
 
 
 FIX: Final = (
@@ -257,23 +229,14 @@ def read_previous_run(
     """Return what the previous sessions left in this run directory.
 
     Each shard resumes from its newest intact checkpoint. A replica resumes at the lowest position
-    in its data that any shard knows.
-
-    Args:
-        run: The run.
-        store: The checkpoints of its shards.
-        n_shards: How many these are.
-        coordinator: The role that drives them, if there is one: it counts the samples.
-
-    Raises:
-        StorageError: a role has checkpoints, or had some, and none can be used.
+    in its data that any shard knows; a coordinator, which drives the shards, counts the samples.
     """
     incarnation, label = _coordinator_incarnation(store, coordinator), 1
     restored: dict[str, str] = {}
     missing: list[str] = []
     lost: list[str] = []  # error of each shard that cannot resume
     clocks: dict[str, int] = {}
-    clients: list[dict[str, _Client]] = []  # of each checkpoint
+    known: list[dict[str, int]] = []  # samples of each client, of each checkpoint
     for name in (f"shard-{k}" for k in range(n_shards)):
         try:
             numbers = [int(text) for text in store.labels(name) if text.isdigit()]
@@ -287,22 +250,26 @@ def read_previous_run(
             continue
         restored[name] = snapshot.label
         clocks[name] = _pushes(snapshot)
-        clients.append(_clients(snapshot))
-        incarnations = [client.incarnation for client in clients[-1].values()]
-        incarnations.append(int(snapshot.facts.get("incarnation", "0")))
-        incarnation = max([incarnation, *(n + 1 for n in incarnations)])
+        clients = _clients(snapshot)
+        known.append({client: c.samples for client, c in clients.items()})
+        own = int(snapshot.facts.get("incarnation", "0"))
+        incarnation = max([incarnation, own + 1, *(c.incarnation + 1 for c in clients.values())])
     if label > _SECOND:  # only a kill in the first round leaves shards without a checkpoint
         lost += [f"{name} has no checkpoint in {store.directory}" for name in missing]
     if lost:
         raise StorageError(f"{'; '.join(lost)}. {FIX}")
-    known = [{name: c.samples for name, c in of_one.items()} for of_one in clients]
-    replicas = {_replica(name) for of_one in known for name in of_one}
-    samples = {
-        name: 0 if missing else min(_position(of_one, name) for of_one in known)
-        for name in sorted(replicas - {""})
-    }
     if coordinator is not None:
-        samples = {coordinator: 0 if missing else _samples_seen(run)}
+        samples = {coordinator: 0}
+        with suppress(StorageError):
+            status = None if missing else run.read_status()
+            # As last shown; the coordinator itself reports the exact number when it begins.
+            samples[coordinator] = 0 if status is None else status.view.samples
+    else:
+        replicas = {_replica(name) for of_one in known for name in of_one}
+        samples = {
+            name: 0 if missing else min(_position(of_one, name) for of_one in known)
+            for name in sorted(replicas - {""})
+        }
     before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,
@@ -317,26 +284,14 @@ def read_previous_run(
 
 
 def _coordinator_incarnation(store: CheckpointStore, coordinator: str | None) -> int:
-    if coordinator is None:
-        return 1
     try:
-        snapshot = store.newest(coordinator)
+        snapshot = None if coordinator is None else store.newest(coordinator)
     except StorageError as error:
-        directory = store.directory / coordinator
         raise StorageError(
-            f"{error}. {FIX}. Or move {directory} away: then the run resumes from the "
-            "parameters of its shards, and the method starts again there"
+            f"{error}. {FIX}. Or move {store.directory}/{coordinator} away: then the run resumes "
+            "from the parameters of its shards, and the method starts again there"
         ) from None
     return 1 if snapshot is None else 1 + int(snapshot.facts.get("incarnation", "0"))
-
-
-def _samples_seen(run: RunDirectory) -> int:
-    # As last shown; the coordinator itself reports the exact number when it begins.
-    try:
-        status = run.read_status()
-    except StorageError:
-        return 0
-    return 0 if status is None else status.view.samples
 
 
 def _previous_totals(
@@ -358,36 +313,18 @@ def _previous_totals(
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
         view = replace(view, loss=None, metric=None, held_out_loss=None)
     lost = view.pushes_lost
-    if lost is not None:
-        lost += _newly_lost(view, clocks, n_shards=n_shards)
-    before = PreviousTotals(
-        seconds=view.seconds,
-        training_seconds=view.training_seconds,
-        step=view.step,
-        samples=samples,
-        clocks=clocks,
-        pushes_applied=view.pushes_applied,
-        pushes_lost=lost,
-        pushes_refused=view.pushes_refused,
-        bytes_in=view.bytes_in,
-        bytes_out=view.bytes_out,
-        restarts={role.name: role.restarts for role in view.roles if role.restarts},
-        loss=view.loss,
-        metric=view.metric,
-        held_out_loss=view.held_out_loss,
-        best_metric=view.best_metric,
-        best_metric_seconds=view.best_metric_seconds,
-        history=view.history,
-    )
-    return before, ()
-
-
-def _newly_lost(view: JobView, clocks: Mapping[str, int], *, n_shards: int) -> int:
     # Clocks of another number of shards count other pushes.
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
-    if len(shards) != n_shards:
-        return 0
-    return max(0, view.pushes_applied - min(clocks.values(), default=0))
+    if lost is not None and len(shards) == n_shards:
+        lost += max(0, view.pushes_applied - min(clocks.values(), default=0))
+    own: dict[str, object] = {
+        "samples": samples,
+        "clocks": clocks,
+        "pushes_lost": lost,
+        "restarts": {role.name: role.restarts for role in view.roles if role.restarts},
+    }
+    shared = {f.name: getattr(view, f.name) for f in fields(PreviousTotals) if f.name not in own}
+    return msgspec.convert(own | shared, PreviousTotals, from_attributes=True), ()
 
 
 def _replica(client: str) -> str:
@@ -399,18 +336,16 @@ def _replica(client: str) -> str:
 
 def _position(samples: Mapping[str, int], replica: str) -> int:
     # Not every shard has a part of every rank, but each has one of every replica.
-    known = [n for client, n in samples.items() if _replica(client) == replica]
-    return min(known, default=0)
+    return min((n for client, n in samples.items() if _replica(client) == replica), default=0)
 
 
 def _pushes(snapshot: Snapshot) -> int:
     text = snapshot.facts.get("clock", "")
-    clock = int(text) if text.isdecimal() else 0
     try:
         words = msgspec.json.decode(snapshot.facts.get("steps", ""), type=list[int])
         return StepCounts.read(np.array(words, np.int64), size=_SIZE_MAX).n_pushes
     except (msgspec.MsgspecError, RemoteProtocolError, OverflowError):
-        return clock  # an old format, without partial clients
+        return int(text) if text.isdecimal() else 0  # an old format, without partial clients
 
 
 def _clients(snapshot: Snapshot) -> dict[str, _Client]:
@@ -432,26 +367,34 @@ class Resumed:
     notes: tuple[str, ...] = ()  # lines for the user
 
 
-_CHANGED: Final = {
-    "model": "[model]: the checkpoints are of another model",
-    "rule": "[algorithm] rule: its state in the checkpoints is of another kind",
-    "algorithm": "[algorithm] name: the checkpoints are another algorithm's",
-}
-
-
 def check_same(job: Job, earlier: Job, *, directory: str) -> None:
-    """Reject changes that do not fit the checkpoints.
-
-    Raises:
-        JobError: naming what has changed, and both values.
-    """
-    for key, why in _CHANGED.items():
-        was, now = _of(earlier, key), _of(job, key)
-        if was != now:
+    """Reject changes that do not fit the checkpoints."""
+    was, now = (
+        {
+            "[model]: the checkpoints are of another model": each.model,
+            "[algorithm] rule: its state in the checkpoints is of another kind": getattr(
+                getattr(each.algorithm, "rule", None), "name", None
+            ),
+            "[algorithm] name: the checkpoints are another algorithm's": each.algorithm_name,
+        }
+        for each in (earlier, job)
+    )
+    for why in was:
+        if was[why] != now[why]:
             raise JobError(
                 f"--resume {directory}: the run cannot resume with a changed {why} "
-                f"(it was {was}, now {now}). Undo the change, or start a new run"
+                f"(it was {was[why]}, now {now[why]}). Undo the change, or start a new run"
             )
+
+
+def start_from_scratch(job: Job, run: RunDirectory) -> str:
+    """Move aside everything that a run has saved; return a line for the user."""
+    # Checkpoints last: while any are left, the run can still resume.
+    place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
+    cluster = job.cluster
+    cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
+    write_checkpoint_set(run.snapshots, cut)
+    return f"starting from scratch; earlier files are in {place}"
 
 
 def resume_run(
@@ -488,17 +431,21 @@ def resume_run(
     was = was or now
     store = CheckpointStore(directory, report=report)
     coordinator = coordinator_of(job)
-    notes = () if coordinator is None else _set_aside(store, was)
+    notes: tuple[str, ...] = ()
+    if coordinator is not None:
+        try:
+            notes = set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
+        except StorageError as error:
+            raise StorageError(f"{error}. {FIX}") from error
     previous = read_previous_run(run, store, n_shards=was.n_shards, coordinator=coordinator)
     notes += previous.notes
     if previous.trained:
-        _check_data(job, run, was=was.train, now=train)
+        _check_data(job, run, was=was.train or train, now=train)
     if coordinator is not None and was.n_shards == now.n_shards:
         was = now  # under a coordinator replicas have no data positions
     if not was.has_same_clients(now):
         if any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
-            change = _Change(job=job, run=run, was=was, now=now, n_samples=train.n_samples)
-            resumed = change.reshard(previous, store, layout=layout, report=report)
+            resumed = _reshard(job, run, was, now, previous=previous, store=store, layout=layout)
             return replace(resumed, notes=notes + resumed.notes)
         # Nothing was saved yet, so any numbers will do.
         previous = read_previous_run(run, store, n_shards=now.n_shards, coordinator=coordinator)
@@ -514,170 +461,170 @@ def resume_run(
     return Resumed(previous=previous, store=store, notes=notes)
 
 
-def start_from_scratch(job: Job, run: RunDirectory) -> str:
-    """Move aside everything that a run has saved; return a line for the user.
-
-    Raises:
-        StorageError: it cannot be moved.
-    """
-    # Checkpoints last: while any are left, the run can still resume.
-    place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
-    cluster = job.cluster
-    cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.replicas)
-    write_checkpoint_set(run.snapshots, cut)
-    return f"starting from scratch; earlier files are in {place}"
-
-
-def _set_aside(store: CheckpointStore, was: CheckpointSet) -> tuple[str, ...]:
-    try:
-        return set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
-    except StorageError as error:
-        raise StorageError(f"{error}. {FIX}") from error
+def _reshard(
+    job: Job,
+    run: RunDirectory,
+    was: CheckpointSet,
+    now: CheckpointSet,
+    *,
+    previous: PreviousRun,
+    store: CheckpointStore,
+    layout: Layout,
+) -> Resumed:
+    rule: object = getattr(job.algorithm, "rule", None)
+    why, names = "", ", ".join(previous.missing)
+    if names:
+        why = (
+            f"there is no intact one of {names} in {store.directory}. Restore it, "
+            f"or resume with {was}, where {names} starts from scratch"
+        )
+    elif not isinstance(rule, UpdateRule):
+        why = f"algorithm {job.algorithm_name!r} does not support resharding"
+    if why or not isinstance(rule, UpdateRule):
+        raise JobError(f"--resume {run.path}: its checkpoints cannot be resharded for {now}: {why}")
+    assert now.train is not None
+    samples = previous.before.samples
+    if was.n_replicas == now.n_replicas:
+        starts = tuple(samples.get(name, 0) for name in was.replicas)
+    else:
+        starts = start_positions(
+            sum(samples.values()), n_samples=now.train.n_samples, n_replicas=now.n_replicas
+        )
+    places = dict(zip(now.replicas, starts, strict=True))
+    resharder = Resharder(
+        source=store,
+        old=Layout.of(layout.tensors, n_shards=was.n_shards, dtype=layout.spec.dtype),
+        new=layout,
+        rule=rule,
+        incarnation=previous.incarnation,
+    )
+    with making_checkpoint_set(run, previous.label, now) as (written, kept):
+        fresh = CheckpointStore(written, report=store.report)
+        resharder.write(fresh, label=f"{previous.label:05d}", samples=now.clients(places))
+        read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
+        if read_back.missing or read_back.before.samples != places:
+            raise StorageError(
+                f"resharded checkpoints cannot be read back from {written}: check "
+                "the disk. The run is unchanged"
+            )
+    return Resumed(
+        previous=read_back,
+        store=CheckpointStore(kept, report=store.report),
+        notes=tuple(_notes(job, run, was, now, n_samples=sum(starts), directory=kept)),
+    )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Change:
-    """Changed numbers of shards, replicas or ranks."""
+class Resharder:
+    """Rewrites the newest checkpoints of S shards as those of S' shards; the old ones stay.
 
-    job: Job
-    run: RunDirectory
-    was: CheckpointSet
-    now: CheckpointSet
-    n_samples: int  # of the training data
+    Little more than one old and one new shard is in memory at a time.
+    """
 
-    def reshard(
-        self, previous: PreviousRun, store: CheckpointStore, *, layout: Layout, report: Report
-    ) -> Resumed:
-        self._check(previous, store)
-        rule: object = getattr(self.job.algorithm, "rule", None)
-        if not isinstance(rule, UpdateRule):
-            raise self._refusal(
-                f"algorithm {self.job.algorithm_name!r} does not support resharding"
-            )
-        resharder = Resharder(
-            source=store,
-            old=Layout.of(layout.tensors, n_shards=self.was.n_shards, dtype=layout.spec.dtype),
-            new=layout,
-            rule=rule,
-            incarnation=previous.incarnation,
+    source: CheckpointStore  # the old checkpoints
+    old: Layout  # their layout
+    new: Layout  # layout of the new shards
+    rule: UpdateRule  # update rule whose state they contain
+    incarnation: int  # above all in them; the new roles begin with it
+
+    def write(self, target: CheckpointStore, *, label: str, samples: Mapping[str, int]) -> None:
+        """Write the new shards' checkpoints, with the data position of each new client."""
+        last = self.incarnation - 1
+        clients = tuple(
+            SessionRecord(name=name, incarnation=last, samples=n) for name, n in samples.items()
         )
-        places = self._positions(previous.before.samples)
-        with making_checkpoint_set(self.run, previous.label, self.now) as (written, kept):
-            fresh = CheckpointStore(written, report=report)
-            clients = self.now.clients(places)
-            resharder.write(fresh, label=f"{previous.label:05d}", samples=clients)
-            read_back = read_previous_run(self.run, fresh, n_shards=self.now.n_shards)
-            if read_back.missing or read_back.before.samples != places:
-                raise StorageError(
-                    f"resharded checkpoints cannot be read back from {written}: check "
-                    "the disk. The run is unchanged"
+        paths: list[Path] = []
+        clocks: list[int] = []
+        steps: list[StepCounts] = []
+        for k in range(self.old.n_shards):
+            snapshot = self.source.newest(f"shard-{k}")
+            if snapshot is None:
+                raise StorageError(f"{self.source.directory} has no intact shard-{k}")
+            identity = ShardIdentity(index=k, layout=self.old, rule=self.rule)
+            state = restore(snapshot, identity=identity, incarnation=self.incarnation)
+            # Values are read again, in parts: not all of them are in memory at once.
+            clocks.append(state.clock)
+            steps.append(state.steps)
+            paths.append(self.source.path(f"shard-{k}", snapshot.label))
+        with ExitStack() as stack:
+            try:
+                opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
+            except (OSError, SafetensorError) as error:
+                raise StorageError(f"checkpoints cannot be read again: {error}") from error
+
+            def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
+                part: Vector = opened[shard_index].get_slice(array)[start:stop]
+                return part
+
+            for k in range(self.new.n_shards):
+                state = Resharding(self.old, self.new).shard(
+                    k, rule=self.rule, clocks=clocks, steps=steps, read=read
                 )
-        return Resumed(
-            previous=read_back,
-            store=CheckpointStore(kept, report=report),
-            notes=tuple(self._notes(sum(places.values()), kept)),
+                state = replace(state, incarnation=last, clients=clients)
+                identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
+                target.save(f"shard-{k}", take(label, state, identity=identity))
+                del state  # free them before the next one is made
+
+
+def _notes(
+    job: Job,
+    run: RunDirectory,
+    was: CheckpointSet,
+    now: CheckpointSet,
+    *,
+    n_samples: int,
+    directory: Path,
+) -> Iterator[str]:
+    if was.n_shards != now.n_shards:
+        yield (
+            f"shards: {was.n_shards} before, {now.n_shards} now; checkpoints are resharded "
+            f"into {directory}, and the old ones are kept"
         )
-
-    def _check(self, previous: PreviousRun, store: CheckpointStore) -> None:
-        if previous.missing:
-            names = ", ".join(previous.missing)
-            raise self._refusal(
-                f"there is no intact one of {names} in {store.directory}. Restore it, "
-                f"or resume with {_numbers(self.was)}, where {names} starts from scratch"
-            )
-
-    def _refusal(self, why: str) -> JobError:
-        return JobError(
-            f"--resume {self.run.path}: its checkpoints cannot be resharded for "
-            f"{_numbers(self.now)}: {why}"
+    if was.n_machines != now.n_machines:
+        yield (
+            f"ranks of each replica: {was.n_machines or 1} before, "
+            f"{now.n_machines or 1} now; each replica keeps its position in its data"
         )
-
-    def _positions(self, samples: Mapping[str, int]) -> dict[str, int]:
-        n_replicas = self.now.n_replicas
-        names = self.now.replicas
-        if self.was.n_replicas == n_replicas:
-            return {
-                name: samples.get(former, 0)
-                for name, former in zip(names, self.was.replicas, strict=True)
-            }
-        positions = start_positions(
-            sum(samples.values()), n_samples=self.n_samples, n_replicas=n_replicas
+    elif was.plan != now.plan and was.n_machines:
+        yield "plan: another one than before; each replica keeps its position in its data"
+    if was.n_replicas != now.n_replicas:
+        yield (
+            f"replicas: {was.n_replicas} before, {now.n_replicas} now; each skips its share "
+            f"of the {n_samples:,} samples so far in its new part of the data, so in this "
+            "pass some are read twice and some not"
         )
-        return dict(zip(names, positions, strict=True))
-
-    def _notes(self, samples: int, directory: Path) -> Iterator[str]:
-        was, now = self.was, self.now
-        if was.n_shards != now.n_shards:
-            yield (
-                f"shards: {was.n_shards} before, {now.n_shards} now; checkpoints are resharded "
-                f"into {directory}, and the old ones are kept"
-            )
-        if was.n_machines != now.n_machines:
-            yield (
-                f"ranks of each replica: {was.n_machines or 1} before, "
-                f"{now.n_machines or 1} now; each replica keeps its position in its data"
-            )
-        elif was.plan != now.plan and was.n_machines:
-            yield ("plan: another one than before; each replica keeps its position in its data")
-        if was.n_replicas != now.n_replicas:
-            yield (
-                f"replicas: {was.n_replicas} before, {now.n_replicas} now; each skips its share "
-                f"of the {samples:,} samples so far in its new part of the data, so in this "
-                "pass some are read twice and some not"
-            )
-        elif samples:
-            yield from _seed_note(self.job, self.run)
+    elif n_samples:
+        yield from _seed_note(job, run)
 
 
-def _check_data(job: Job, run: RunDirectory, *, was: DataFacts | None, now: DataFacts) -> None:
-    earlier = load_job(run.job_file).data.train
-    kept = was or now
-    knows_marks = None not in {kept.fingerprint, now.fingerprint}
+def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) -> None:
     pairs: list[tuple[object, object]] = [
-        (earlier, job.data.train),
-        (f"{kept.n_samples:,} samples", f"{now.n_samples:,} samples"),
-        (f"fingerprint {kept.fingerprint}", f"fingerprint {now.fingerprint}"),
+        (load_job(run.job_file).data.train, job.data.train),
+        (f"{was.n_samples:,} samples", f"{now.n_samples:,} samples"),
+        (f"fingerprint {was.fingerprint}", f"fingerprint {now.fingerprint}"),
     ]
+    knows_marks = None not in {was.fingerprint, now.fingerprint}
     for of, to in pairs if knows_marks else pairs[:-1]:
-        if of == to:
-            continue
-        fix = "Restore the data, or start a new run"
-        if run.model_file.is_file():
-            fix += f" (with model.initial={run.model_file} to keep what was learned)"
-        # The replicas' positions in the data would be of other samples.
-        raise JobError(
-            f"--resume {run.path}: [data.train] has changed: it was {_shown(of)}, now "
-            f"{_shown(to)}. {fix}"
-        )
+        if of != to:
+            fix = "Restore the data, or start a new run"
+            if run.model_file.is_file():
+                fix += f" (with model.initial={run.model_file} to keep what was learned)"
+            # The replicas' positions in the data would be of other samples.
+            raise JobError(
+                f"--resume {run.path}: [data.train] has changed: it was {_shown(of)}, now "
+                f"{_shown(to)}. {fix}"
+            )
+
+
+def _shown(part: object) -> str:
+    return part if isinstance(part, str) else toml.excerpt(msgspec.to_builtins(part), n_max=200)
 
 
 def _seed_note(job: Job, run: RunDirectory) -> Iterator[str]:
-    earlier = load_job(run.job_file)
-    was, now = (getattr(of.algorithm, "seed", None) for of in (earlier, job))
+    was, now = (getattr(of.algorithm, "seed", None) for of in (load_job(run.job_file), job))
     if was != now:
         yield (
             f"[algorithm] seed: {was} before, {now} now; replicas keep their positions in another "
             "order of the samples, so in this pass some are read twice and some not"
         )
-
-
-def _shown(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    return toml.excerpt(msgspec.to_builtins(part), n_max=200)
-
-
-def _numbers(cut: CheckpointSet) -> str:
-    ranks = f" of {cut.n_machines} ranks" if cut.n_machines else ""
-    return f"{cut.n_shards} shards and {cut.n_replicas} replicas{ranks}"
-
-
-def _of(job: Job, key: str) -> object:
-    match key:
-        case "model":
-            return job.model
-        case "rule":
-            return getattr(getattr(job.algorithm, "rule", None), "name", None)
-        case _:
-            return job.algorithm_name

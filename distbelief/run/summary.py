@@ -1,6 +1,8 @@
 """summary.json, and the final table: measured values only."""
 
 import platform
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Self, cast
 
@@ -47,7 +49,7 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Final values of one run; what was not measured is null.
+    """Final values of one run; what was not measured is null. Most are those of the last `JobView`.
 
     Attributes:
         name: Of the job.
@@ -136,80 +138,46 @@ def summarise(
     error: str | None = None,
     model_error: str | None = None,
 ) -> Summary:
-    """Return the summary of a job from its last view.
-
-    Args:
-        job: The job.
-        view: The last one.
-        directory: The run directory.
-        task: Sizes of model and data.
-        error: Why the job failed, if it did.
-        model_error: Why no model was written, if none was.
-    """
+    """Return the summary of a job from its last view."""
     seconds = view.training_seconds or view.seconds
+    algorithm = job.algorithm
     seeds = {"model": job.model.seed, "evaluation": job.evaluation.seed}
-    seed: object = getattr(job.algorithm, "seed", None)
+    seed: object = getattr(algorithm, "seed", None)
     if isinstance(seed, int):
         seeds["algorithm"] = seed
-    rule: object = getattr(getattr(job.algorithm, "rule", None), "name", None)
-    return Summary(
-        name=job.name,
-        directory=directory,
-        algorithm=job.algorithm_name,
-        rule=None if rule is None else str(rule),
-        n_replicas=job.cluster.replicas,
-        n_shards=job.cluster.shards,
-        shard_copies=job.cluster.shard_copies,
-        n_machines=task.n_machines,
-        stop_reason=view.stop_reason,
-        error=error,
-        model_error=model_error,
-        seconds=round(view.seconds, 3),
-        start_seconds=_start_seconds(view),
-        training_seconds=round(view.training_seconds, 3) or None,
-        step=view.step,
-        samples=view.samples,
-        samples_per_second=view.samples / seconds if seconds and view.samples else None,
-        loss=view.loss,
-        held_out_loss=view.held_out_loss,
-        metric_name=view.metric_name,
-        metric=view.metric,
-        best_metric=view.best_metric,
-        best_metric_seconds=view.best_metric_seconds,
-        staleness_mean=view.staleness_mean,
-        staleness_p95=view.staleness_p95,
-        staleness_max=view.staleness_max,
-        pushes_applied=view.pushes_applied,
-        pushes_refused=view.pushes_refused,
-        pushes_lost=view.pushes_lost,
-        restarts=sum(role.restarts for role in view.roles),
-        bytes_in=view.bytes_in,
-        bytes_out=view.bytes_out,
-        figures=view.figures,
-        n_parameters=task.n_parameters,
-        train=task.train,
-        test=task.test,
-        seeds=seeds,
-        versions=_versions(),
-        machine=f"{platform.machine()}, {platform.system()} {platform.release()}",
-        hosts=view.hosts,
-    )
+    before = view.seconds - view.training_seconds
+    own: dict[str, object] = {
+        "name": job.name,
+        "directory": directory,
+        "algorithm": job.algorithm_name,
+        "rule": getattr(getattr(algorithm, "rule", None), "name", None),
+        "n_replicas": job.cluster.replicas,
+        "n_shards": job.cluster.shards,
+        "shard_copies": job.cluster.shard_copies,
+        "error": error,
+        "model_error": model_error,
+        "seconds": round(view.seconds, 3),
+        "start_seconds": round(max(before, 0.0), 3) if view.training_seconds else None,
+        "training_seconds": round(view.training_seconds, 3) or None,
+        "samples_per_second": view.samples / seconds if seconds and view.samples else None,
+        "restarts": sum(role.restarts for role in view.roles),
+        "seeds": seeds,
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+    }
+    for name in Summary.__struct_fields__:
+        for source in (view, task):
+            if name not in own and hasattr(source, name):
+                own[name] = getattr(source, name)
+    return msgspec.convert(own, Summary, from_attributes=True)
 
 
 def summary_text(summary: Summary) -> str:
     return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
 
 
-def write_summary(run: RunDirectory, summary: Summary) -> None:
-    run.write(run.summary_file, summary_text(summary))
-
-
 def read_summary(run: RunDirectory) -> Summary | None:
-    """Return the summary of a run that has ended, or None.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Return the summary of a run that has ended, or None."""
     try:
         return msgspec.json.decode(run.summary_file.read_bytes(), type=Summary)
     except FileNotFoundError:
@@ -224,15 +192,16 @@ def final_table(summary: Summary) -> Group:
     top.add_column(overflow="fold")
     top.add_column(justify="right", overflow="fold")
     top.add_row(Text(_what(summary), "bold"), Text(_data(summary), "dim"))
-    return Group(Text(), top, _ValueTable(summary), Text(_end(summary)))
+    label = " + ".join(p.capitalize() for p in (summary.algorithm, summary.rule) if p)
+    return Group(Text(), top, _ValueTable(label, _values(summary)), Text(_end(summary)))
 
 
 class _ValueTable:
     """The values side by side, or below each other if that is too wide."""
 
-    def __init__(self, summary: Summary) -> None:
-        self._label = _label(summary)
-        self._values = _values(summary)
+    def __init__(self, label: str, values: Sequence[tuple[str, str]]) -> None:
+        self._label = label
+        self._values = values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console
@@ -258,13 +227,8 @@ def _what(summary: Summary) -> str:
     shards = _number(summary.n_shards, "shard")
     if summary.shard_copies > 1:
         shards += f" in {summary.shard_copies} copies"
-    parts = [summary.algorithm.capitalize(), f"{replicas} x {shards}"]
-    return ", ".join(parts + ([summary.rule.capitalize()] if summary.rule else []))
-
-
-def _label(summary: Summary) -> str:
-    parts = [summary.algorithm, summary.rule]
-    return " + ".join(part.capitalize() for part in parts if part)
+    rule = f", {summary.rule.capitalize()}" if summary.rule else ""
+    return f"{summary.algorithm.capitalize()}, {replicas} x {shards}{rule}"
 
 
 def _data(summary: Summary) -> str:
@@ -289,61 +253,35 @@ def _values(summary: Summary) -> list[tuple[str, str]]:
     return [(head, figure) for head, figure in figures if figure != formatting.DASH]
 
 
-def _start_seconds(view: JobView) -> float | None:
-    if not view.training_seconds:
-        return None
-    return round(max(view.seconds - view.training_seconds, 0.0), 3)
-
-
-def _took(summary: Summary) -> list[str]:
-    if not (summary.start_seconds and summary.training_seconds):
-        return []
-    training = formatting.duration(summary.training_seconds)
-    return [f"{training} of training, {formatting.duration(summary.start_seconds)} before"]
-
-
 def _end(summary: Summary) -> str:
-    parts: list[str] = []
-    if summary.error:
-        parts.append(f"failed: {summary.error}")
-    elif summary.stop_reason:
-        parts.append(f"ended: {summary.stop_reason}")
-    parts += _took(summary)
-    if summary.model_error and summary.model_error != summary.error:
-        parts.append(summary.model_error)
-    if summary.staleness_mean is not None:
-        staleness = formatting.staleness(summary.staleness_mean, summary.staleness_p95)
-        parts.append(f"staleness {staleness}")
-    parts += formatting.named(summary.figures)
     driven = bool(summary.figures)  # a coordinator repeats lost pushes
-    if summary.pushes_lost is None and not driven:
-        parts.append("pushes lost: unknown")
-    elif (summary.pushes_applied or summary.pushes_lost) and not driven:
-        least = "at least " if summary.pushes_lost else ""
-        parts.append(f"{least}{summary.pushes_lost:,} pushes lost")
-    if summary.pushes_refused:
-        parts.append(f"{summary.pushes_refused:,} refused")
-    parts += _incidents(summary)
-    parts.append(f"everything in {summary.directory}")
-    return "; ".join(parts)
-
-
-def _incidents(summary: Summary) -> list[str]:
-    parts = [_number(summary.restarts, "restart")] if summary.restarts else []
-    if summary.hosts:
-        parts.append(f"{_number(len(summary.hosts), 'host')} joined")
-    return parts
+    lost, mean = summary.pushes_lost, summary.staleness_mean
+    took = f"{formatting.duration(summary.training_seconds)} of training, "
+    took += f"{formatting.duration(summary.start_seconds)} before"
+    unsaved = summary.model_error if summary.model_error != summary.error else None
+    parts = [
+        summary.error and f"failed: {summary.error}",
+        not summary.error and summary.stop_reason and f"ended: {summary.stop_reason}",
+        summary.start_seconds and summary.training_seconds and took,
+        unsaved,
+        mean is not None and f"staleness {formatting.staleness(mean, summary.staleness_p95)}",
+        *formatting.named(summary.figures),
+        not driven and lost is None and "pushes lost: unknown",
+        not driven and lost == 0 and summary.pushes_applied and "0 pushes lost",
+        not driven and lost and f"at least {lost:,} pushes lost",
+        summary.pushes_refused and f"{summary.pushes_refused:,} refused",
+        summary.restarts and _number(summary.restarts, "restart"),
+        summary.hosts and f"{_number(len(summary.hosts), 'host')} joined",
+        f"everything in {summary.directory}",
+    ]
+    return formatting.joined("; ", parts)
 
 
 def _number(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def _versions() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # not installed, run from a checkout
-            continue
-    return versions
+        with suppress(metadata.PackageNotFoundError):  # not installed, run from a checkout
+            yield package, metadata.version(package)

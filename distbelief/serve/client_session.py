@@ -19,7 +19,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import all_copy_names
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
-from distbelief.serve.server import ServerAddress, listen_config_towards, parameter_specs
+from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.loop_worker import LEAVE, LoopWorker
@@ -49,33 +49,39 @@ class ClientSession:
         *,
         keys: str | Path | None = None,
     ) -> None:
-        name = f"worker-{secrets.token_hex(6)}"
         self.address = address
         self.closed = False
-        self.values = [_flat(parameter) for parameter in parameters]
-        layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
+        for parameter in parameters:
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        self.values = [parameter.detach().view(-1) for parameter in parameters]
         shards, backups = all_copy_names(address.n_shards, address.shard_copies)
-        memory = _memory(address)
+        memory: Memory = PrivateMemory(host="")
+        if address.memory and Path(address.memory).is_dir():  # this process sees it
+            memory = FileMemory(Path(address.memory))
         self.client = ParameterClient(
-            ClientConfig(pushes=True), layout=layout, shards=shards, memory=memory, backups=backups
+            ClientConfig(pushes=True),
+            layout=Layout.of(parameter_specs(parameters), n_shards=address.n_shards),
+            shards=shards,
+            memory=memory,
+            backups=backups,
         )
         self._log: list[str] = []
-        endpoint = address.place()
-        listen = listen_config_towards(endpoint, secret=address.secret, keys=keys)
+        listen = address.listen_config(keys)
         self._key = "" if listen.keys is None else listen.keys.public
         self._transport = listen.transport(
-            name=name, incarnation=1, run=address.run, log=self._note
+            name=f"worker-{secrets.token_hex(6)}", incarnation=1, run=address.run, log=self._note
         )
         try:
             self._transport.start()
         except TransportError as error:
-            if not endpoint.path:
+            if not listen.directory:
                 raise
             raise PeerLostError(
                 f"DownpourSGD: the server at {address.endpoint} cannot be reached: {error}"
             ) from None
         try:
-            self._transport.connect(SUPERVISOR, 1, str(endpoint), watched=True)
+            self._transport.connect(SUPERVISOR, 1, str(address.place()), watched=True)
         except BaseException:
             self._transport.close()
             raise
@@ -94,23 +100,16 @@ class ClientSession:
             JobError: the server does not allow this host's key.
             PeerLostError: the server does not answer in time.
         """
-        refused = False
 
         def is_decided() -> bool:
-            nonlocal refused
-            refused = refused or self._transport.is_refused(SUPERVISOR)
-            return refused or self._worker.has_joined
+            if not self._worker.has_joined and self._transport.is_refused(SUPERVISOR):
+                raise JobError(
+                    f"DownpourSGD: the server at {self.address.endpoint} does not allow this "
+                    f"host's key. On the server: distbelief keys allow {self._key} NAME"
+                )
+            return self._worker.has_joined
 
         self.wait(is_decided, "a first answer", timeout_seconds)
-        if refused and not self._worker.has_joined:
-            raise JobError(self._why_refused())
-
-    def _why_refused(self) -> str:
-        endpoint = self.address.endpoint
-        return (
-            f"DownpourSGD: the server at {endpoint} does not allow this host's key. "
-            f"On the server: distbelief keys allow {self._key} NAME"
-        )
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
         """Perform one command of the worker's role.
@@ -134,20 +133,18 @@ class ClientSession:
         server = f"DownpourSGD: server {self.address.endpoint}"
         if self.node.error is not None:
             raise PeerLostError(f"{server}: {self.node.error}")
+        hint = (
+            "Is it running, and is this the address that it prints now? A server in "
+            "another directory has another run=."
+        )
+        if self._transport.has_other_key(SUPERVISOR):
+            hint = (
+                "The process that listens there has not the key in the address: use the "
+                "address that the server prints now."
+            )
         raise PeerLostError(
             f"{server}: no answer within {timeout_seconds:g} s (waiting for {what}). "
-            + " ".join([self._hint(), *self._log[-1:]])
-        )
-
-    def _hint(self) -> str:
-        if not self._transport.has_other_key(SUPERVISOR):
-            return (
-                "Is it running, and is this the address that it prints now? A server in "
-                "another directory has another run=."
-            )
-        return (
-            "The process that listens there has not the key in the address: use the "
-            "address that the server prints now."
+            + " ".join([hint, *self._log[-1:]])
         )
 
     def close(self) -> None:
@@ -158,17 +155,3 @@ class ClientSession:
                 self.node.tell(Computed(name=LEAVE))
             self.node.close()
             self._transport.close()
-
-
-def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
-    if not parameter.is_contiguous():
-        parameter.data = parameter.data.contiguous()
-    return parameter.detach().view(-1)
-
-
-def _memory(address: ServerAddress) -> Memory:
-    # Shared memory only if this process sees the server's directory.
-    directory = Path(address.memory)
-    if address.memory and directory.is_dir():
-        return FileMemory(directory)
-    return PrivateMemory(host="")

@@ -8,21 +8,22 @@ serve` calls `serve` in its own process (`standalone`). If the directory has che
 server continues from them, with new incarnations of all roles.
 """
 
-import json
 import os
 import secrets
 import select
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import msgspec
+import torch
+from safetensors.torch import save_file
 
 from distbelief.config.job import (
     ClusterTable,
@@ -45,8 +46,9 @@ from distbelief.roles.role import SUPERVISOR, USER, Received
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import PreviousRun, read_previous_run
+from distbelief.serve.address import ServerAddress
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.transport.address import LOOPBACK, Endpoint
@@ -57,32 +59,60 @@ from distbelief.worker.config import DownpourSettings
 
 
 TICK_SECONDS: Final = 0.05
-END_SECONDS_MAX: Final = 3.0
 
 
 class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a parameter server."""
 
     tensors: tuple[TensorSpec, ...]
-    initial_file: str  # safetensors, with the initial values
     rule: UpdateRule
     n_shards: int
     shard_copies: int
-    shared_memory: bool  # with workers on this host
+    shared_memory: bool = True  # with workers on this host
     snapshot_every: float  # seconds between checkpoints
-    directory: str  # for checkpoints and logs
+    directory: str = ""  # for checkpoints, logs and the initial values
     keeps: bool = True  # False: remove the directory at the end
     run: str = ""  # name of the run; "": a random one
     reach: ListenConfig = ListenConfig()
+
+    @property
+    def initial_file(self) -> Path:
+        return Path(self.directory) / "initial.safetensors"
+
+    def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Write the initial values."""
+        values = {
+            spec.name: parameter.detach().contiguous().clone()
+            for spec, parameter in zip(self.tensors, parameters, strict=True)
+        }
+        files.write_by(self.initial_file, lambda path: save_file(values, path))
+
+    def address(self, endpoint: str, *, run: str, memory: str) -> ServerAddress:
+        """Return the address of the server that listens at this endpoint."""
+        place = Endpoint.parse(endpoint)
+        return ServerAddress(
+            endpoint=place.endpoint,
+            run=run,
+            key="" if self.reach.secret else place.key,
+            secret=self.reach.secret,
+            n_shards=self.n_shards,
+            shard_copies=self.shard_copies,
+            memory=memory,
+        )
 
 
 class ServerReady(msgspec.Struct, frozen=True, kw_only=True):
     """The line of output: where the server listens, or why it could not start."""
 
-    endpoint: str = ""
-    run: str = ""
-    memory: str = ""
+    address: str = ""
     error: str | None = None
+
+    def print(self) -> None:
+        sys.stdout.write(msgspec.json.encode(self).decode() + "\n")
+        sys.stdout.flush()
+
+
+Watch = Callable[[RoleRunner, Supervisor, ServerAddress], None]
 
 
 def main(path: str) -> int:
@@ -94,21 +124,18 @@ def main(path: str) -> int:
     try:
         error = serve(request, _watched_by_parent)
     except DistBeliefError as problem:
-        _print_ready(ServerReady(error=str(problem)))
+        ServerReady(error=str(problem)).print()
         return 1
     finally:
         if not request.keeps:  # the parent may have been killed before it could remove it
             shutil.rmtree(request.directory, ignore_errors=True)
     if error is not None:
-        _print_ready(ServerReady(error=error))
+        ServerReady(error=error).print()
     return 0
 
 
 def serve(
-    request: ServerRequest,
-    watch: Callable[[RoleRunner, Supervisor, ServerReady], None],
-    *,
-    tell: Callable[[str], None] | None = None,
+    request: ServerRequest, watch: Watch, *, tell: Callable[[str], None] | None = None
 ) -> str | None:
     """Run a parameter server until it ends; return its error, if any.
 
@@ -126,10 +153,7 @@ def serve(
 
 
 def _serve(
-    request: ServerRequest,
-    private: Path,
-    watch: Callable[[RoleRunner, Supervisor, ServerReady], None],
-    tell: Callable[[str], None] | None,
+    request: ServerRequest, private: Path, watch: Watch, tell: Callable[[str], None] | None
 ) -> str | None:
     directory = Path(request.directory)
     run = request.run or secrets.token_hex(16)
@@ -140,7 +164,6 @@ def _serve(
         return directory / f"{name}.log"
 
     lines = files.LineFile(log_of("supervisor"), tell=_warn_on_stderr)
-
     disk = Writer("disk", tell=lambda text: log("warning", text))
 
     def log(level: str, text: str) -> None:
@@ -157,8 +180,10 @@ def _serve(
     )
     with links:
         spec = directory / "spec.json"
+        address = request.address(links.endpoint, run=run, memory=memory)
+        own = str(Endpoint.parse(links.endpoint).seen_from(LOOPBACK))
         resolved = msgspec.structs.replace(request, run=run, reach=reach)
-        _write_private(spec, _role_spec(resolved, _own_endpoint(links.endpoint), memory))
+        files.write_private(spec, _role_spec(resolved, own, memory))  # it may contain a secret
         config = SupervisorConfig(
             roster=tuple(
                 (name, "shard")
@@ -175,33 +200,18 @@ def _serve(
         supervisor = Supervisor(config)
         with LocalLauncher(spec=spec, log_of=log_of) as launcher:
             node = RoleRunner(supervisor, transport=links, log=log, launcher=launcher)
-            ready = ServerReady(endpoint=links.endpoint, run=run, memory=memory)
             with disk:
-                watch(node, supervisor, ready)
+                watch(node, supervisor, address)
     return _outcome(node, supervisor, directory)
 
 
 def _outcome(node: RoleRunner, supervisor: Supervisor, directory: Path) -> str | None:
+    kept = f"{directory} has the state of the last checkpoint"
     if supervisor.interrupted:
-        return f"ended at once: {directory} has the state of the last checkpoint"
+        return f"ended at once: {kept}"
     if supervisor.error is None and node.error is not None:
-        return f"{node.error}: {directory} has the state of the last checkpoint"
+        return f"{node.error}: {kept}"
     return supervisor.error
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    # For this user only: with the run's secret, any process could push.
-    try:
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-        path.write_bytes(content)
-    except OSError as error:
-        raise files.explained(error, path, doing="write") from error
-
-
-def _own_endpoint(endpoint: str) -> str:
-    # The supervisor's endpoint for the server's own processes.
-    return str(Endpoint.parse(endpoint).seen_from(LOOPBACK))
 
 
 def _previous_run(request: ServerRequest, warn: Callable[[str], None]) -> PreviousRun:
@@ -212,32 +222,22 @@ def _previous_run(request: ServerRequest, warn: Callable[[str], None]) -> Previo
     return replace(previous, before=PreviousTotals(clocks=previous.before.clocks))
 
 
-def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
-    _Parent(node, supervisor, ready).watch()
-
-
-class _Parent:
+def _watched_by_parent(node: RoleRunner, supervisor: Supervisor, address: ServerAddress) -> None:
     # Reports to the parent process that the server is ready, and ends when it closes the pipe.
+    is_ready = is_stopping = False
 
-    def __init__(self, node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
-        self._node = node
-        self._supervisor = supervisor
-        self._ready: ServerReady | None = ready
-        self._stopping = False
-
-    def watch(self) -> None:
-        self._node.run(self._tick, tick_seconds=TICK_SECONDS)
-
-    def _tick(self) -> None:
-        serving = self._supervisor.status()[0] == "training"
-        if self._ready is not None and serving:
-            _print_ready(self._ready)
-            self._ready = None
+    def tick() -> None:
+        nonlocal is_ready, is_stopping
+        if not is_ready and supervisor.status()[0] == "training":
+            is_ready = True
+            ServerReady(address=str(address)).print()
         readable, _, _ = select.select([sys.stdin], [], [], 0)
-        if readable and not self._stopping and not os.read(sys.stdin.fileno(), 4096):
-            self._stopping = True
+        if readable and not is_stopping and not os.read(sys.stdin.fileno(), 4096):
+            is_stopping = True
             stop = Stop(reason="the server was closed")
-            self._node.post(Received(sender=USER, incarnation=0, message=stop))
+            node.post(Received(sender=USER, incarnation=0, message=stop))
+
+    node.run(tick, tick_seconds=TICK_SECONDS)
 
 
 def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
@@ -265,7 +265,7 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
         snapshots=str(Path(request.directory) / "snapshots"),
         layout=layout.spec,
         initials={},
-        initial_file=request.initial_file,
+        initial_file=str(request.initial_file),
         reach=request.reach,
     )
     return msgspec.json.encode(spec)
@@ -274,12 +274,6 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
 def _warn_on_stderr(text: str) -> None:
     with suppress(OSError):  # standard output is only for the line of JSON
         sys.stderr.write(f"parameter server: {text}. It continues without this log\n")
-
-
-def _print_ready(ready: ServerReady) -> None:
-    text = json.dumps(cast("object", msgspec.to_builtins(ready)))
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

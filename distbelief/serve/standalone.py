@@ -15,30 +15,26 @@ the same port. Model, rule and number of shards must be the same.
 import secrets
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
 from distbelief.core.writer import Writer
 from distbelief.errors import JobError
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.protocol import Stop
 from distbelief.roles.role import USER, Received
 from distbelief.run.directory import RunDirectory
-from distbelief.serve.server import ServerAddress, parameter_specs
-from distbelief.serve.server_process import ServerReady, ServerRequest, serve
+from distbelief.serve.address import ServerAddress
+from distbelief.serve.server_process import ServerRequest, serve
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
 from distbelief.transport.address import ANYWHERE, Endpoint, own_address
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 
 
@@ -47,27 +43,19 @@ PROGRESS_SECONDS: Final = 30.0  # between two lines of progress, if there were p
 Tell = Callable[[str], None]
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """The options of `distbelief serve`."""
-
-    model: torch.nn.Module  # its parameters are the initial ones
-    rule: UpdateRule
-    shards: int
-    shard_copies: int
-    shared_memory: bool  # with workers on this host
-    snapshot_every: float  # seconds between checkpoints
-    reach: ListenConfig
-
-
 def run_server(
-    options: ServeOptions, directory: Path, *, tell: Tell, from_scratch: bool = False
+    request: ServerRequest,
+    parameters: Sequence[torch.Tensor],
+    directory: Path,
+    *,
+    tell: Tell,
+    from_scratch: bool = False,
 ) -> str | None:
     """Run a server until Ctrl+C or SIGTERM; return its error, if any.
 
     Args:
-        options: The options.
+        request: What to serve; its directory and the name of its run are set here.
+        parameters: The initial ones.
         directory: For checkpoints and logs.
         tell: Prints a line for the user.
         from_scratch: Start again; earlier files are moved to a subdirectory.
@@ -77,12 +65,12 @@ def run_server(
         StorageError: a server runs in the directory, or the disk cannot be written.
         TransportError: the address cannot be bound.
     """
-    options.reach.check()
-    if options.reach.keys is not None:
+    request.reach.check()
+    if request.reach.keys is not None:
         # Read the keys now, so that an error in them comes before any file is written.
-        options.reach.keys.guard(log=lambda _level, _text: None)
+        request.reach.keys.guard(log=lambda _level, _text: None)
     with _open_directory(directory) as run:
-        request = _request(options, run, tell=tell, from_scratch=from_scratch)
+        request = _resolved(request, parameters, run, tell=tell, from_scratch=from_scratch)
         return serve(request, _Terminal(request, tell=tell).watch, tell=tell)
 
 
@@ -101,52 +89,39 @@ def _open_directory(directory: Path) -> RunDirectory:
     return RunDirectory.take(directory)
 
 
-def _request(
-    options: ServeOptions, run: RunDirectory, *, tell: Tell, from_scratch: bool
+def _resolved(
+    request: ServerRequest,
+    parameters: Sequence[torch.Tensor],
+    run: RunDirectory,
+    *,
+    tell: Tell,
+    from_scratch: bool,
 ) -> ServerRequest:
-    # A new request, or the stored one of this directory.
-    parameters = list(options.model.parameters())
-    specs = tuple(parameter_specs(parameters))
-    initial = run.path.absolute() / "initial.safetensors"
-    request = ServerRequest(
-        tensors=specs,
-        initial_file=str(initial),
-        rule=options.rule,
-        n_shards=options.shards,
-        shard_copies=options.shard_copies,
-        shared_memory=options.shared_memory,
-        snapshot_every=options.snapshot_every,
+    # With the name and the secret of an earlier run, so that the server's address stays the same.
+    request = msgspec.structs.replace(
+        request,
         directory=str(run.path.absolute()),
         run=secrets.token_hex(16),
-        reach=options.reach.pinned(),
+        reach=request.reach.pinned(),
     )
     file = run.path / "request.json"
     is_first = not file.is_file()
     if from_scratch and not is_first:
-        place = run.put_aside(initial, run.snapshots)
+        place = run.put_aside(request.initial_file, run.snapshots)
         tell(f"starting from scratch; earlier files are in {place}")
         is_first = True  # a new name of the run: workers of the earlier server cannot push
-    if not is_first:
+    if is_first:
+        request.write_initial(parameters)
+    else:
         before = _read(file)
         _check_same(request, before, directory=run.path)
-        request = _continued(request, before)
+        reach = request.reach
+        if reach.secret and before.reach.secret:
+            reach = msgspec.structs.replace(reach, secret=before.reach.secret)
+        request = msgspec.structs.replace(request, run=before.run or request.run, reach=reach)
         tell(f"continuing from the checkpoints in {run.path}")
-    else:
-        values = {
-            spec.name: parameter.detach().contiguous().clone()
-            for spec, parameter in zip(specs, parameters, strict=True)
-        }
-        files.write_by(initial, lambda path: save_file(values, path))
     files.write_private(file, msgspec.json.encode(request))  # it may contain a secret
     return request
-
-
-def _continued(request: ServerRequest, before: ServerRequest) -> ServerRequest:
-    # Name and secret of the run stay, so that the address of the server stays the same.
-    reach, secret = request.reach, before.reach.secret
-    if reach.secret and secret:
-        reach = msgspec.structs.replace(reach, secret=secret)
-    return msgspec.structs.replace(request, run=before.run or request.run, reach=reach)
 
 
 def _read(file: Path) -> ServerRequest:
@@ -162,8 +137,9 @@ def _read(file: Path) -> ServerRequest:
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
+    old_shapes, new_shapes = ([spec.shape for spec in each.tensors] for each in (before, now))
     for what, old, new in (
-        ("model", _shapes(before), _shapes(now)),
+        ("model", old_shapes, new_shapes),
         ("rule", before.rule, now.rule),
         ("number of shards", before.n_shards, now.n_shards),
     ):
@@ -172,10 +148,6 @@ def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -
                 f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
                 "Use the same, or name a new directory (--directory)"
             )
-
-
-def _shapes(request: ServerRequest) -> list[tuple[int, ...]]:
-    return [tuple(spec.shape) for spec in request.tensors]
 
 
 @final
@@ -191,7 +163,7 @@ class _Terminal:
         self._n_pushes = 0
         self._is_ready = False
 
-    def watch(self, node: RoleRunner, supervisor: Supervisor, ready: ServerReady) -> None:
+    def watch(self, node: RoleRunner, supervisor: Supervisor, address: ServerAddress) -> None:
         """Run the node until it ends."""
         with caught_signals() as caught:
 
@@ -201,7 +173,7 @@ class _Terminal:
 
             caught.tell = stop
             with self._screen:
-                error = node.run(lambda: self._tick(supervisor, ready))
+                error = node.run(lambda: self._tick(supervisor, address))
         if not (error or supervisor.error or supervisor.interrupted):
             self._report(f"ended; the parameters are saved in {self._request.directory}")
 
@@ -209,13 +181,13 @@ class _Terminal:
         # In a thread: a terminal that nobody reads must not block the server.
         self._screen.write(partial(self._print, text))
 
-    def _tick(self, supervisor: Supervisor, ready: ServerReady) -> None:
+    def _tick(self, supervisor: Supervisor, address: ServerAddress) -> None:
         now = time.monotonic()
         view = supervisor.view(now)
         supervisor.take_records()
         if not self._is_ready and view.phase == "training":
             self._is_ready = True
-            for line in self._address_lines(ready):
+            for line in self._address_lines(address):
                 self._report(line)
         for message in view.messages:
             if message.number > self._n_reported:
@@ -226,33 +198,25 @@ class _Terminal:
             pushes = formatting.count(view.pushes_applied)
             self._report(f"{_workers(view)}, {pushes} pushes applied")
 
-    def _address_lines(self, ready: ServerReady) -> list[str]:
+    def _address_lines(self, address: ServerAddress) -> list[str]:
         # The addresses, and a warning if they give access to strangers.
-        place = Endpoint.parse(ready.endpoint)
-        is_anywhere = place.host == ANYWHERE
-        request = self._request
-        address = ServerAddress(
-            endpoint=place.seen_from(own_address()).endpoint,
-            run=ready.run,
-            key="" if request.reach.secret else place.key,
-            secret=request.reach.secret,
-            n_shards=request.n_shards,
-            shard_copies=request.shard_copies,
-            memory="",
-        )
+        place = Endpoint.parse(address.endpoint)
+        endpoint = place.seen_from(own_address()).endpoint
+        here = msgspec.structs.replace(address, endpoint=endpoint)
+        reach = self._request.reach
         lines = []
-        if not request.reach.is_local:
-            lines = [f"workers on other hosts: {address}"]
-            if is_anywhere:
+        if not reach.is_local:
+            elsewhere = msgspec.structs.replace(here, memory="")
+            lines = [f"workers on other hosts: {elsewhere}"]
+            if place.host == ANYWHERE:
                 lines.append("(other IP addresses of this host work too)")
-        here = msgspec.structs.replace(address, memory=ready.memory)
         lines.append(f"workers on this host: {here}")
-        if request.reach.is_open:
+        if reach.is_open:
             lines.append(
                 "NOT SECURE: anyone who has this address can read and change the parameters. "
                 "Use keys instead: distbelief keys new"
             )
-        elif request.reach.secret:
+        elif reach.secret:
             lines.append("anyone who knows this address can push: keep it secret")
         return lines
 

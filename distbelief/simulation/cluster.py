@@ -17,7 +17,8 @@ from functools import partial
 from typing import assert_never
 
 from distbelief.roles.role import Address, Event, Received, Report, Role, Seconds
-from distbelief.simulation.driver import Driver
+from distbelief.simulation.driver import Builder, Counts, Driver, Observer, SimulatedProcess
+from distbelief.simulation.event_queue import RandomStreams
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -34,10 +35,8 @@ from distbelief.simulation.faults import (
     TornSnapshot,
 )
 from distbelief.simulation.machines import ClusterOptions, blocks_of
-from distbelief.simulation.processes import SimulatedProcess
 from distbelief.simulation.storage import Disk, HostMemory
 from distbelief.simulation.trace import Trace, Traffic
-from distbelief.simulation.world import Builder, Counts, Observer, RandomStreams, World
 
 
 N_EVENTS_MAX = 1_000_000  # of one `run`
@@ -65,16 +64,14 @@ class SimulatedCluster:
         options: ClusterOptions | None = None,
     ) -> None:
         options = ClusterOptions() if options is None else options
-        self._world = World.of(builders, seed=seed, options=options)
-        self._driver = Driver(self._world)
-        self._processes = self._driver.processes
+        self._driver = Driver(builders, seed=seed, options=options)
         # Network faults must act before the first message is sent; other faults need a
         # running process, so they come after the starts.
         of_network = [f for f in options.faults if isinstance(f, NetworkFault)]
         first = [partial(self._begin, fault) for fault in of_network if fault.at <= 0]
         names = builders if options.start is None else options.start
-        first += [partial(self._processes.start, name) for name in names]
-        self._world.event_queue.before_all(first)
+        first += [partial(self._driver.start, name) for name in names]
+        self._driver.event_queue.before_all(first)
         self._n_first = len(first)
         for fault in options.faults:
             if fault.at > 0 or fault not in of_network:
@@ -85,7 +82,7 @@ class SimulatedCluster:
     @property
     def now(self) -> Seconds:
         """Virtual seconds since the start."""
-        return self._world.event_queue.now
+        return self._driver.event_queue.now
 
     def run(self, *, until: Seconds | None = None, max_events: int = N_EVENTS_MAX) -> None:
         """Run all events that are due by `until`; None means all events.
@@ -93,14 +90,14 @@ class SimulatedCluster:
         Raises:
             SimulationFailed: a role or a check failed, or there are more than `max_events`.
         """
-        with blocks_of(self._world.options.block_bytes), _seldom_collecting():
-            event_queue = self._world.event_queue
+        with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
+            event_queue = self._driver.event_queue
             self._start()
             end = math.inf if until is None else until
             n_left = max_events
             while event_queue.next_time <= end and event_queue.next_time < math.inf:
                 if not n_left:
-                    raise self._world.failure(f"the run has not ended after {max_events} events")
+                    raise self._driver.failure(f"the run has not ended after {max_events} events")
                 n_left -= self._steps(min(n_left, N_EVENTS_TOGETHER), until=end)
             if until is not None and until > event_queue.now:
                 event_queue.advance(until)
@@ -118,18 +115,18 @@ class SimulatedCluster:
         Raises:
             SimulationFailed: it does not hold within `within` virtual seconds.
         """
-        with blocks_of(self._world.options.block_bytes), _seldom_collecting():
-            event_queue = self._world.event_queue
+        with blocks_of(self._driver.options.block_bytes), _seldom_collecting():
+            event_queue = self._driver.event_queue
             self._start()
             end = event_queue.now + within
             n_left = max_events
             while not condition():
                 if (next_time := event_queue.next_time) > end or next_time == math.inf:
-                    raise self._world.failure(
+                    raise self._driver.failure(
                         f"the condition of run_until does not hold by {end!r} s"
                     )
                 if not n_left:
-                    raise self._world.failure(
+                    raise self._driver.failure(
                         f"the condition of run_until does not hold after {max_events} events"
                     )
                 n_left -= self._steps(min(n_left, every), until=end)
@@ -141,13 +138,13 @@ class SimulatedCluster:
             self._steps(1, until=math.inf)
 
     def _steps(self, n_max: int, *, until: Seconds) -> int:
-        event_queue = self._world.event_queue
+        event_queue = self._driver.event_queue
         try:
             n = event_queue.steps(n_max, until=until)
         except AssertionError as error:  # of a check, or of the simulation itself
-            raise self._world.failure(f"an invariant is broken: {error}") from error
+            raise self._driver.failure(f"an invariant is broken: {error}") from error
         if event_queue.n_at_once > N_EVENTS_AT_ONCE:
-            raise self._world.failure(
+            raise self._driver.failure(
                 f"{N_EVENTS_AT_ONCE} events and no time has passed: roles answer each "
                 "other without end"
             )
@@ -163,63 +160,61 @@ class SimulatedCluster:
         return self._process(name).incarnation
 
     def is_alive(self, name: Address) -> bool:
-        process = self._processes.newest.get(name)
+        process = self._driver.newest.get(name)
         return process is not None and process.alive
 
     @property
     def alive(self) -> tuple[Address, ...]:
         """Roles whose newest incarnation runs."""
-        return tuple(name for name, process in self._processes.newest.items() if process.alive)
+        return tuple(name for name, process in self._driver.newest.items() if process.alive)
 
     @property
     def halted(self) -> Mapping[Address, str | None]:
         """Roles that have ended by themselves, with their error or None."""
         return {
-            name: process.error
-            for name, process in self._processes.newest.items()
-            if process.halted
+            name: process.error for name, process in self._driver.newest.items() if process.halted
         }
 
     @property
     def reports(self) -> Sequence[tuple[Address, Report]]:
         """The newest reports of all roles."""
-        return tuple(self._world.reports)
+        return tuple(self._driver.reports)
 
     def sent_to(self, outsider: Address) -> Sequence[Received]:
         """Return the newest messages to a name without a builder."""
-        return tuple(self._world.outside.get(outsider, ()))
+        return tuple(self._driver.outside.get(outsider, ()))
 
     @property
     def counts(self) -> Counts:
-        return self._world.counts
+        return self._driver.counts
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self._world.traffic)
+        return Traffic(self._driver.traffic)
 
     def busy(self, name: Address) -> Seconds:
         """Return how long the compute executor of `name` has worked, in all incarnations."""
-        return self._world.busy.get(name, 0.0)
+        return self._driver.busy.get(name, 0.0)
 
     @property
     def trace(self) -> Trace:
-        return self._world.trace
+        return self._driver.trace
 
     @property
     def disk(self) -> Disk:
         """The checkpoints of all roles."""
-        return self._world.disk
+        return self._driver.disk
 
     @property
     def streams(self) -> RandomStreams:
-        return self._world.streams
+        return self._driver.streams
 
     def memory(self, name: Address) -> HostMemory:
-        return self._processes.host_of(name)
+        return self._driver.memory_of(name)
 
     def watch(self, check: Callable[[], None]) -> None:
         """Call `check` after every event; it asserts invariants."""
-        self._world.checks.append(check)
+        self._driver.checks.append(check)
 
     def observe(self, observer: Observer) -> None:
         """Call `observer` with every event and the actions performed for it.
@@ -227,90 +222,86 @@ class SimulatedCluster:
         An event changes only the process that handles it. An observer can look at that one
         alone, at a fraction of the cost of looking at all.
         """
-        self._world.observers.append(observer)
+        self._driver.observers.append(observer)
 
     # --- intervention ---
 
     def post(self, name: Address, event: Event) -> None:
         """Deliver an event to `name` now, as if its driver had produced it."""
         deliver = partial(self._driver.deliver, self._process(name), event)
-        self._world.event_queue.at(self.now, deliver)
+        self._driver.event_queue.at(self.now, deliver)
 
     def kill(self, name: Address, *, tears: bool = False) -> None:
         """Kill `name` between two events; its files stay."""
         process = self._process(name)
         process.tears, process.restart_after = tears, None
-        self._processes.end(process, "killed")
+        self._driver.end(process, "killed")
 
     def restart(self, name: Address) -> None:
         """Start a new incarnation of `name`; a running one is killed."""
-        if name in self._processes.newest:
+        if name in self._driver.newest:
             self.kill(name)
-        self._processes.start(name)
+        self._driver.start(name)
 
     def inject(self, fault: Fault) -> None:
-        self._world.event_queue.at(fault.at, partial(self._begin, fault))
+        self._driver.event_queue.at(fault.at, partial(self._begin, fault))
 
     def _process(self, name: Address) -> SimulatedProcess:
         try:
-            return self._processes.newest[name]
+            return self._driver.newest[name]
         except KeyError:
-            started = ", ".join(self._processes.newest) or "none"
+            started = ", ".join(self._driver.newest) or "none"
             raise KeyError(f"{name!r} has not started; started roles: {started}") from None
 
     def _begin(self, fault: Fault) -> None:
-        event_queue, world = self._world.event_queue, self._world
+        driver, event_queue = self._driver, self._driver.event_queue
         match fault:
             case Drop() | Duplicate() | Delay() | CutOff():
-                self._driver.network.begin(fault)
+                driver.network.begin(fault)
             case Kill() | Pause() | Supersede():
-                process = self._processes.newest.get(fault.role)
+                process = driver.newest.get(fault.role)
                 if process is not None and process.alive:
                     self._begin_for(process, fault)
             case Outage():
                 self._begin_outage(fault)
             case Slow():
-                world.slow.append(fault)
-                event_queue.at(event_queue.now + fault.seconds, partial(world.slow.remove, fault))
+                driver.slow.append(fault)
+                event_queue.at(event_queue.now + fault.seconds, partial(driver.slow.remove, fault))
             case DiskFull():
-                world.disk.fill()
-                event_queue.at(event_queue.now + fault.seconds, world.disk.clear)
+                driver.disk.fill()
+                event_queue.at(event_queue.now + fault.seconds, driver.disk.clear)
             case TornSnapshot():
-                world.disk.tear_newest(fault.role)
+                driver.disk.tear_newest(fault.role)
             case _:
                 assert_never(fault)
 
     def _begin_outage(self, fault: Outage) -> None:
         back_at = self.now + fault.seconds
+        until = self._driver.away_until
         for name in fault.roles:
-            until = self._world.away_until
             until[name] = max(until.get(name, 0.0), back_at)
-            process = self._processes.newest.get(name)
+            process = self._driver.newest.get(name)
             if process is not None and process.alive:
                 process.tears = False
                 process.restart_after = fault.seconds if fault.restarts else None
-                self._processes.end(process, f"its machine is away until {back_at!r}")
+                self._driver.end(process, f"its machine is away until {back_at!r}")
 
     def _begin_for(self, process: SimulatedProcess, fault: Kill | Pause | Supersede) -> None:
         match fault:
             case Kill():
-                self._begin_kill(process, fault)
+                process.tears, process.restart_after = fault.tears, fault.restart_after
+                process.last_actions = fault.after_actions
+                if fault.after_actions is None:
+                    self._driver.end(process, "killed")
+                elif fault.restart_after is not None:
+                    at = self.now + fault.restart_after
+                    self._driver.event_queue.at(at, partial(self._disarm, process))
             case Pause():
-                self._processes.pause(process, fault.seconds)
+                self._driver.pause(process, fault.seconds)
             case Supersede():
-                self._processes.start(process.name)
+                self._driver.start(process.name)
             case _:
                 assert_never(fault)
-
-    def _begin_kill(self, process: SimulatedProcess, fault: Kill) -> None:
-        process.tears, process.restart_after = fault.tears, fault.restart_after
-        if fault.after_actions is None:
-            self._processes.end(process, "killed")
-            return
-        process.last_actions = fault.after_actions
-        if fault.restart_after is not None:
-            disarm = partial(self._disarm, process)
-            self._world.event_queue.at(self.now + fault.restart_after, disarm)
 
     def _disarm(self, process: SimulatedProcess) -> None:
         process.last_actions = process.restart_after = None

@@ -1,18 +1,28 @@
-"""The driver: delivers events to simulated processes and performs their actions.
+"""The driver: runs simulated processes, delivers their events and performs their actions.
 
 Compute, Persist -> Executors -> Computed, Persisted
 SetTimer -> Timers -> TimerFired
 Send -> MessageSizing -> Network -> Received
 Launch -> a new SimulatedProcess -> Started; when it ends, PeerLost to its launcher
+
+An older incarnation may still run when the next one starts, if the supervisor declared it dead
+while it was only paused. Its messages then carry the older incarnation number.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
+import msgspec
+
+from distbelief.core.memory import Memory
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles.role import (
+    SUPERVISOR,
     Action,
+    Address,
     AssignName,
     CancelTimer,
     Compute,
@@ -23,42 +33,178 @@ from distbelief.roles.role import (
     Executor,
     Exit,
     Launch,
+    PeerJoined,
+    PeerLost,
     Persist,
     Persisted,
     Received,
     Report,
+    Role,
     Seconds,
     Send,
     SetTimer,
     Snapshot,
+    Started,
     Terminate,
+    TimerFired,
     check_accepted,
 )
-from distbelief.simulation.cpu import Demand, Work
-from distbelief.simulation.machines import ONE
-from distbelief.simulation.network import Encoded, MessageSizing, Network, Packet, PassedOn
-from distbelief.simulation.processes import ProcessTable, SimulatedProcess
-from distbelief.simulation.storage import NO_SPACE, checksums, size_of
-from distbelief.simulation.world import HandledEvent, World
+from distbelief.simulation.cpu import Demand, EventLoop, Executors, Host, Work
+from distbelief.simulation.event_queue import Call, EventQueue, RandomStreams, Timers
+from distbelief.simulation.faults import Slow
+from distbelief.simulation.machines import (
+    ONE,
+    ClusterOptions,
+    CostScale,
+    Machine,
+    frame_scale,
+    scale_of,
+)
+from distbelief.simulation.network import (
+    Encoded,
+    MessageSizing,
+    Network,
+    Packet,
+    PassedOn,
+    Path,
+    Ports,
+    SwitchedNetwork,
+)
+from distbelief.simulation.storage import NO_SPACE, Disk, HostMemory, LentMemory, checksums, size_of
+from distbelief.simulation.trace import SimulationFailed, Trace
+
+
+Builder = Callable[[Memory], Role]
+
+
+class HandledEvent(msgspec.Struct, kw_only=True, eq=False):
+    """An event that a simulated process has handled, and the actions it performed."""
+
+    name: Address
+    incarnation: int
+    role: Role  # of that incarnation, which need not be the newest
+    event: Event
+    actions: Sequence[Action]  # only those performed: a kill may cut them short
+
+
+Observer = Callable[[HandledEvent], None]
+
+N_REMEMBERED = 100_000  # reports, and messages to each outsider
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Counts of messages so far."""
+
+    delivered: int = 0
+    lost: int = 0
+    refused: int = 0  # events dropped because of a RemoteProtocolError
+
+
+N_MISROUTED_MAX = 1000  # messages for a future incarnation; the limit of ZeroMQ's queues
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimulatedProcess:
+    """One incarnation of one role, with all state that is lost when it ends."""
+
+    name: Address
+    incarnation: int
+    role: Role
+    accepts: frozenset[type]  # by the role
+    machine: Machine
+    scale: CostScale
+    memory: LentMemory
+    executors: Executors
+    timers: Timers
+    launcher: "SimulatedProcess | None"
+    paths: dict[Address, Path] = field(default_factory=dict)
+    alive: bool = True
+    event_loop: EventLoop | None = None  # None if handling events takes no time
+    paused_until: Seconds | None = None
+    waiting: list[Event] = field(default_factory=list)  # while paused
+    handles_slowly: bool = False  # messages take time, although it has no event loop
+    handles_until: Seconds = 0.0  # when the messages received so far are handled
+    last_actions: int | None = None  # it dies after this many actions of the next event
+    tears: bool = False  # a checkpoint that its death interrupts stays, damaged
+    restart_after: Seconds | None = None  # after its death
+    halted: bool = False  # it ended by itself
+    error: str | None = None  # why it halted
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Launch:
+    name: Address
+    incarnation: int
+    launcher: SimulatedProcess
+    cancelled: str | None = None  # the reason
 
 
 class Driver:
     """Does for all simulated roles what `distbelief.transport.node` does for a real one."""
 
-    def __init__(self, world: World) -> None:
-        self.processes = ProcessTable(world, self.deliver, self._handle)
-        self._known = self.processes.known
-        self.network = Network(
-            world.event_queue, world.streams, deliver=self._arrive, lose=self._lose
+    def __init__(
+        self, builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions
+    ) -> None:
+        self.builders = dict(builders)
+        self.seed = seed
+        self.options = options
+        self.event_queue = EventQueue()
+        self.streams = RandomStreams.of(seed)
+        self.trace = Trace(
+            n_kept=options.n_lines_kept,
+            full=options.full_trace,
+            order_only=options.trace == "order",
         )
-        self._world = world
-        # Aliases: they are used for every event, and each attribute access costs time.
-        self._event_queue = world.event_queue
-        self._note = world.trace.event
-        self._observers, self._checks = world.observers, world.checks
-        self._counts = world.counts
-        run = f"simulation-{world.seed}"
-        self._sizing: MessageSizing = Encoded(run) if world.options.codec else PassedOn(run)
+        self.disk = Disk()
+        self.counts = Counts()
+        self.slow: list[Slow] = []  # active now
+        # Messages and bytes sent, by sender and receiver.
+        self.traffic: dict[tuple[Address, Address], list[float]] = {}
+        self.busy: dict[Address, Seconds] = {}  # of compute executors
+        self.away_until: dict[Address, Seconds] = {}  # outages
+        self.checks: list[Call] = []  # after every event
+        self.observers: list[Observer] = []
+        self.reports: deque[tuple[Address, Report]] = deque(maxlen=N_REMEMBERED)
+        # Messages to names without a builder: the test plays these roles itself.
+        self.outside: dict[Address, deque[Received]] = {}
+        self.newest: dict[Address, SimulatedProcess] = {}  # newest incarnation, running or ended
+        self.known: dict[tuple[Address, int], SimulatedProcess] = {}  # by role and incarnation
+        self.network = Network(
+            self.event_queue, self.streams, deliver=self._arrive, lose=self._lose
+        )
+        self._ports = Ports(options.fabric or SwitchedNetwork(cards={}))
+        self._hosts = {  # whose cores roles share
+            name: Host(self.event_queue, processor)
+            for name, processor in options.processors.items()
+        }
+        self._memories: dict[str, HostMemory] = {}
+        self._launches: list[_Launch] = []
+        self._misrouted: dict[Address, deque[Event]] = {}  # for future incarnations
+        self._incarnations: dict[Address, int] = {}
+        run = f"simulation-{seed}"
+        self._sizing: MessageSizing = Encoded(run) if options.codec else PassedOn(run)
+
+    def slowness(self, name: Address) -> float:
+        """Return the factor by which faults slow down the work of `name` now."""
+        slowness = 1.0
+        for fault in self.slow:
+            if fault.role == name:
+                slowness *= fault.factor
+        return slowness
+
+    def note(self, name: Address, incarnation: int, text: str) -> None:
+        """Add a line that is not an event to the trace."""
+        self.trace.note(self.event_queue.now, name, incarnation, f"-- {text}")
+
+    def _keep_for_test(self, name: Address, event: Received) -> None:
+        self.trace.event(self.event_queue.now, name, 0, event)
+        if name not in self.outside:
+            self.outside[name] = deque(maxlen=N_REMEMBERED)
+        self.outside[name].append(event)
+
+    def failure(self, reason: str) -> SimulationFailed:
+        return SimulationFailed(reason, seed=self.seed, now=self.event_queue.now, trace=self.trace)
 
     # --- events ---
 
@@ -75,38 +221,36 @@ class Driver:
         if process.paused_until is not None:
             process.waiting.append(event)
             return
-        now = self._event_queue.now
-        self._note(now, process.name, process.incarnation, event)
+        now = self.event_queue.now
+        self.trace.event(now, process.name, process.incarnation, event)
         try:
             try:
-                check_accepted(process.role, event, name=process.name)
+                if type(event) is Received and type(event.message) not in process.accepts:
+                    check_accepted(process.role, event, name=process.name)
                 actions = process.role.handle(event, now)
             except Exception as error:  # noqa: BLE001 - `_actions_after` distinguishes them
                 actions = self._actions_after(process, error)
             n_performed = self._perform_all(process, actions) if actions else 0
         except LocalProtocolError as error:  # from the codec or the event queue
             raise self._blame(process, error) from error
-        if self._observers:
-            self._observe(process, event, actions[:n_performed])
-        for check in self._checks:
+        if self.observers:
+            handled = HandledEvent(
+                name=process.name,
+                incarnation=process.incarnation,
+                role=process.role,
+                event=event,
+                actions=actions[:n_performed],
+            )
+            for observer in self.observers:
+                observer(handled)
+        for check in self.checks:
             check()
-
-    def _observe(self, process: SimulatedProcess, event: Event, actions: Sequence[Action]) -> None:
-        handled = HandledEvent(
-            name=process.name,
-            incarnation=process.incarnation,
-            role=process.role,
-            event=event,
-            actions=actions,
-        )
-        for observer in self._world.observers:
-            observer(handled)
 
     def _actions_after(self, process: SimulatedProcess, error: Exception) -> Sequence[Action]:
         match error:
             case RemoteProtocolError():
-                self._world.counts.refused += 1
-                self._world.note(process.name, process.incarnation, f"refused: {error}")
+                self.counts.refused += 1
+                self.note(process.name, process.incarnation, f"refused: {error}")
                 return ()
             case LocalProtocolError():
                 raise error  # a bug: end the run instead of restarting the role
@@ -116,7 +260,7 @@ class Driver:
                 raise self._blame(process, error) from error
 
     def _blame(self, process: SimulatedProcess, error: Exception) -> Exception:
-        return self._world.failure(
+        return self.failure(
             f"{process.name}#{process.incarnation} raised {type(error).__name__}: {error}"
         )
 
@@ -125,19 +269,19 @@ class Driver:
         receiver, incarnation = path.receiver, path.incarnation
         # Arrays that the sender lends are read as late as allowed: on arrival.
         event = self._sizing.received(packet.payload)
-        process = self._known.get((receiver, incarnation))
+        process = self.known.get((receiver, incarnation))
         if process is not None and process.alive:
-            self._counts.delivered += 1
+            self.counts.delivered += 1
             if process.handles_slowly:
                 self._deliver_in_sequence(process, event, packet.n_bytes)
             elif process.event_loop is None:
                 self._handle(process, event)
             else:
                 process.event_loop.add(event)
-        elif receiver not in self._world.builders:
-            self._world.keep_for_test(receiver, event)
+        elif receiver not in self.builders:
+            self._keep_for_test(receiver, event)
         elif self._is_misrouted():
-            self.processes.deliver_to_next(receiver, incarnation, event)
+            self.deliver_to_next(receiver, incarnation, event)
         else:
             self._lose(packet, "no such process")
 
@@ -146,7 +290,7 @@ class Driver:
     ) -> None:
         # A process without an event loop handles messages in sequence: the cost of a message
         # delays those behind it. Its own delay is already part of the link's latency.
-        event_queue, machine = self._event_queue, process.machine
+        event_queue, machine = self.event_queue, process.machine
         begins, now = process.handles_until, event_queue.now
         takes = machine.handling_seconds + n_bytes / machine.handling_bytes_per_second
         if begins <= now:
@@ -157,13 +301,13 @@ class Driver:
             event_queue.at(begins, partial(self._handle, process, event))
 
     def _is_misrouted(self) -> bool:
-        port_reuse = self._world.options.port_reuse
-        return bool(port_reuse and self._world.streams.faults.random() < port_reuse)
+        port_reuse = self.options.port_reuse
+        return bool(port_reuse and self.streams.faults.random() < port_reuse)
 
     def _lose(self, packet: Packet, reason: str) -> None:
-        self._world.counts.lost += 1
+        self.counts.lost += 1
         path = packet.path
-        self._world.note(path.receiver, path.incarnation, f"lost, from {path.sender}: {reason}")
+        self.note(path.receiver, path.incarnation, f"lost, from {path.sender}: {reason}")
 
     # --- actions ---
 
@@ -179,7 +323,7 @@ class Driver:
             if not process.alive:
                 return n_performed
         if n_last is not None:
-            self.processes.end(process, f"killed after {n_last} actions of this event")
+            self.end(process, f"killed after {n_last} actions of this event")
         return n_performed
 
     def _perform(self, process: SimulatedProcess, action: Action) -> None:
@@ -194,41 +338,32 @@ class Driver:
                 self._compute(process, action)
             case Persist():
                 self._persist(process, action.snapshot)
-            case _:
-                self._perform_rare(process, action)
-
-    def _perform_rare(
-        self,
-        process: SimulatedProcess,
-        action: Report | Connect | Launch | AssignName | Terminate | Exit,
-    ) -> None:
-        match action:
             case Report():
-                self._world.reports.append((process.name, action))
+                self.reports.append((process.name, action))
                 text = f"{action.level}: {action.text}"
-                self._world.note(process.name, process.incarnation, text)
+                self.note(process.name, process.incarnation, text)
             case Connect():
-                self.processes.connect(process, action.peer, action.incarnation)
+                self.connect(process, action.peer, action.incarnation)
             case Launch():
-                self.processes.launch(action.name, incarnation=action.incarnation, launcher=process)
+                self.launch(action.name, incarnation=action.incarnation, launcher=process)
             case AssignName():
                 pass  # simulated roles need no proof of identity
             case Terminate():
-                self.processes.terminate(action.name, f"terminated by {process.name}")
+                self.terminate(action.name, f"terminated by {process.name}")
             case Exit():
                 process.halted, process.error = True, action.error
-                self.processes.end(process, f"halted: {action.error or 'as planned'}")
+                self.end(process, f"halted: {action.error or 'as planned'}")
             case _:
                 assert_never(action)
 
     def _send(self, process: SimulatedProcess, action: Send) -> None:
         sizing, receiver = self._sizing, action.receiver
         payload = sizing.sent(action, sender=process.name, incarnation=process.incarnation)
-        path = process.paths.get(receiver) or self.processes.path(process, receiver)
+        path = process.paths.get(receiver) or self.path(process, receiver)
         if path is None:
-            self._counts.lost += 1
+            self.counts.lost += 1
             text = f"lost, not connected to {receiver}"
-            self._world.note(process.name, process.incarnation, text)
+            self.note(process.name, process.incarnation, text)
             return
         header, arrays = sizing.size
         n_bytes = header + round(arrays * path.frame_scale) if arrays else header
@@ -239,7 +374,7 @@ class Driver:
         if process.scale is not ONE:
             cost = process.scale.of(cost, action.executor)
 
-        def seconds() -> Seconds:
+        def demand() -> Demand:
             left = cost
             if action.remaining is not None:
                 part = action.remaining()
@@ -248,17 +383,14 @@ class Driver:
                     n_bytes=part * cost.n_bytes,
                     waiting=part * cost.waiting,
                 )
-            modelled = machine.seconds_of(left, self._world.streams.schedule)
-            return modelled * self._world.slowness(process.name)
-
-        def demand(seconds: Seconds) -> Demand:
+            modelled = machine.seconds_of(left, self.streams.schedule)
+            slowness = self.slowness(process.name)  # a slowed role leaves cores to others
             threads = machine.threads if action.executor is Executor.COMPUTE else 1
-            slowness = self._world.slowness(process.name)  # a slowed role leaves cores to others
-            return machine.demand(cost, seconds, threads / slowness)
+            return machine.demand(cost, modelled * slowness, threads / slowness)
 
         def end(seconds: Seconds) -> None:
             if action.executor is Executor.COMPUTE:
-                busy = self._world.busy
+                busy = self.busy
                 busy[process.name] = busy.get(process.name, 0.0) + seconds
             result: object = None
             failed: Exception | None = None
@@ -269,7 +401,7 @@ class Driver:
             result_event = Computed(name=action.name, result=result, error=failed, seconds=seconds)
             self._deliver_result(process, result_event)
 
-        process.executors.add(action.executor, Work(seconds=seconds, end=end, demand=demand))
+        process.executors.add(action.executor, Work(demand=demand, end=end))
 
     def _deliver_result(
         self, process: SimulatedProcess, result_event: Computed | Persisted
@@ -280,32 +412,293 @@ class Driver:
             process.event_loop.deliver_result(result_event)
 
     def _persist(self, process: SimulatedProcess, snapshot: Snapshot) -> None:
-        world = self._world
         sums: dict[str, int] = {}
 
         def begin() -> None:
             # Compared at the end: a role must not change arrays while they are written.
             sums.update(checksums(snapshot))
 
-        def seconds() -> Seconds:
+        def demand() -> Demand:
             n_bytes = size_of(snapshot) * process.scale.n_bytes
-            modelled = process.machine.seconds_to_save(n_bytes, world.streams.disk)
-            return modelled * world.slowness(process.name)
+            modelled = process.machine.seconds_to_save(n_bytes, self.streams.disk)
+            return Demand(seconds=modelled * self.slowness(process.name))
 
         def end(_: Seconds) -> None:
             if checksums(snapshot) != sums:
-                raise world.failure(
+                raise self.failure(
                     f"{process.name}#{process.incarnation} changed its arrays while they "
                     f"were being saved as {snapshot.label!r}"
                 )
-            error = NO_SPACE if world.disk.full else None
+            error = NO_SPACE if self.disk.full else None
             if error is None:
-                world.disk.save(process.name, snapshot)
+                self.disk.save(process.name, snapshot)
             self._deliver_result(process, Persisted(label=snapshot.label, error=error))
 
         def cut_short() -> None:
             if process.tears:
-                world.disk.save(process.name, snapshot, whole=False)
+                self.disk.save(process.name, snapshot, whole=False)
 
-        work = Work(seconds=seconds, begin=begin, end=end, cut_short=cut_short)
+        work = Work(demand=demand, begin=begin, end=end, cut_short=cut_short)
         process.executors.add(Executor.COMPUTE, work)
+
+    # --- processes ---
+
+    def memory_of(self, name: Address) -> HostMemory:
+        machine = self.options.machine_of(name)
+        host = machine.host if machine.shares_memory else ""
+        # Host "" shares nothing: each role gets a memory of its own.
+        key = host or f"/{name}"
+        if key not in self._memories:
+            n_bytes_max = self.options.host_bytes_max
+            self._memories[key] = HostMemory(host, n_bytes_max=n_bytes_max)
+        return self._memories[key]
+
+    # --- start ---
+
+    def start(
+        self,
+        name: Address,
+        *,
+        incarnation: int | None = None,
+        launcher: SimulatedProcess | None = None,
+    ) -> None:
+        """Start a new incarnation of `name`, by default with the next number."""
+        number = self._next_incarnation(name, incarnation)
+        before = self.newest.get(name)
+        if before is not None and not before.alive:
+            before.memory.release_all()
+        memory = self.memory_of(name).lend()
+        try:
+            role = self.builders[name](memory)
+        except DistBeliefError as error:
+            self._report_build_failure(name, number, launcher, error)
+            return
+        event_queue, options = self.event_queue, self.options
+        machine = options.machine_of(name)
+        host = self._hosts.get(machine.host)
+        handles = host is not None and machine.event_seconds > 0
+        host = host or Host(event_queue)
+        wake_seconds = machine.wake_seconds if handles else 0.0
+        process = SimulatedProcess(
+            name=name,
+            incarnation=number,
+            role=role,
+            accepts=role.accepts,
+            machine=machine,
+            scale=scale_of(options.scales, name),
+            handles_slowly=machine.handles_slowly,
+            memory=memory,
+            executors=Executors(host, wake_seconds=wake_seconds),
+            timers=Timers(event_queue, lambda timer: self._fire(process, timer)),
+            launcher=launcher,
+        )
+        if handles:
+            process.event_loop = EventLoop(
+                host,
+                event_seconds=machine.event_seconds,
+                wake_seconds=wake_seconds,
+                handle=partial(self._handle, process),
+                slowness=partial(self.slowness, name),
+            )
+        self.newest[name] = self.known[name, number] = process
+        if options.introduce and number > 1:
+            self._redirect_to_newest(name, number)
+        restored = self.disk.newest(name)
+        self.deliver(process, Started(incarnation=number, restored=restored))
+        for event in self._misrouted.pop(name, ()):
+            self.deliver(process, event)
+        if self.options.introduce:
+            self._introduce(process)
+
+    def _redirect_to_newest(self, name: Address, incarnation: int) -> None:
+        # Drop the paths to older incarnations, so that senders connect to the new one.
+        for process in self.known.values():
+            path = process.paths.get(name)
+            if path is not None and path.incarnation != incarnation:
+                del process.paths[name]
+
+    def launch(self, name: Address, *, incarnation: int, launcher: SimulatedProcess) -> None:
+        """Start an incarnation of `name` after the time that a process needs to start."""
+        launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
+        self._launches.append(launch)
+        event_queue = self.event_queue
+        begins = event_queue.now + self.options.launch_seconds
+        event_queue.at(begins, partial(self._finish_launch, launch))
+
+    def _finish_launch(self, launch: "_Launch") -> None:
+        name, number = launch.name, launch.incarnation
+        again = partial(self._finish_launch, launch)
+        if launch.cancelled is None and self._waits_for_machine(name, again):
+            return
+        self._launches.remove(launch)
+        if launch.cancelled is None:
+            self.start(name, incarnation=number, launcher=launch.launcher)
+        else:
+            self._report_loss(launch.launcher, name, number, launch.cancelled)
+
+    def _waits_for_machine(self, name: Address, call: Call) -> bool:
+        # True if the machine of `name` is in an outage; then `call` is made at its end.
+        event_queue = self.event_queue
+        back_at = self.away_until.get(name, 0.0)
+        if back_at <= event_queue.now:
+            return False
+        event_queue.at(back_at, call)
+        return True
+
+    def _next_incarnation(self, name: Address, wanted: int | None) -> int:
+        if name not in self.builders:
+            known = ", ".join(self.builders)
+            raise self.failure(f"there is no builder for {name!r}; there are builders for {known}")
+        last = self._incarnations.get(name, 0)
+        number = last + 1 if wanted is None else wanted
+        if number <= last:
+            raise self.failure(
+                f"{name} is launched as incarnation {number}, but had {last} already: "
+                "each start needs a higher number"
+            )
+        self._incarnations[name] = number
+        return number
+
+    def _report_build_failure(
+        self, name: Address, number: int, launcher: SimulatedProcess | None, error: Exception
+    ) -> None:
+        reason = f"could not be built: {error}"
+        if launcher is None:
+            raise self.failure(f"{name}#{number} {reason}") from error
+        self.note(name, number, reason)
+        self._report_loss(launcher, name, number, reason)
+
+    def _fire(self, process: SimulatedProcess, timer: str) -> None:
+        self.deliver(process, TimerFired(name=timer))
+
+    def _introduce(self, process: SimulatedProcess) -> None:
+        joined = PeerJoined(peer=process.name, incarnation=process.incarnation)
+        acquainted = self.options.acquainted
+        others = [other for other in self.newest.values() if other is not process]
+        for other in others:
+            if other.alive and (not acquainted or acquainted(process.name, other.name)):
+                self.deliver(other, joined)
+                known = PeerJoined(peer=other.name, incarnation=other.incarnation)
+                self.deliver(process, known)
+
+    # --- end ---
+
+    def end(self, process: SimulatedProcess, reason: str) -> None:
+        """End a process: by its own `Exit` (sent messages still leave), or by a kill."""
+        if not process.alive:
+            return
+        self.note(process.name, process.incarnation, reason)
+        process.alive = False
+        process.timers.close()
+        process.executors.close(cut_short=not process.halted)
+        if process.event_loop is not None:
+            process.event_loop.close()
+        process.waiting.clear()
+        if not process.halted:
+            for path in process.paths.values():
+                path.broken_at = self.event_queue.now
+        if self.newest[process.name] is not process:
+            process.memory.release_all()
+        if process.launcher is not None:
+            self._report_loss(process.launcher, process.name, process.incarnation, reason)
+        if process.restart_after is not None and not process.halted:
+            event_queue = self.event_queue
+            event_queue.at(event_queue.now + process.restart_after, partial(self._restart, process))
+
+    def _restart(self, process: SimulatedProcess) -> None:
+        if self._waits_for_machine(process.name, partial(self._restart, process)):
+            return
+        if self.newest[process.name] is process:
+            self.start(process.name)
+
+    def terminate(self, name: Address, reason: str) -> None:
+        """Kill all incarnations of `name`, the oldest first, and cancel its launches."""
+        for launch in self._launches:
+            if launch.name == name:
+                launch.cancelled = reason
+        for process in list(self.known.values()):
+            if process.name == name:
+                self.end(process, reason)
+
+    def _report_loss(
+        self, launcher: SimulatedProcess, name: Address, incarnation: int, reason: str
+    ) -> None:
+        lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
+        event_queue = self.event_queue
+        event_queue.at(
+            event_queue.now + self.options.notice_seconds, partial(self.deliver, launcher, lost)
+        )
+
+    # --- pause ---
+
+    def pause(self, process: SimulatedProcess, seconds: Seconds) -> None:
+        """Stop a process for `seconds`: its events wait, its work ends later."""
+        event_queue = self.event_queue
+        until = event_queue.now + seconds
+        stands_until = event_queue.now if process.paused_until is None else process.paused_until
+        if not process.alive or until <= stands_until:
+            return
+        self.note(process.name, process.incarnation, f"paused until {until!r}")
+        process.executors.hold(held=True)
+        if process.event_loop is not None:
+            process.event_loop.hold(held=True)
+        process.paused_until = until
+        event_queue.at(until, partial(self._resume, process))
+
+    def _resume(self, process: SimulatedProcess) -> None:
+        if process.paused_until is None or process.paused_until > self.event_queue.now:
+            return  # paused again, for longer
+        process.paused_until = None
+        process.executors.hold(held=False)
+        if process.event_loop is not None:
+            process.event_loop.hold(held=False)
+        waiting, process.waiting = process.waiting, []
+        self.event_queue.before_all(partial(self.deliver, process, event) for event in waiting)
+
+    # --- connections ---
+
+    def deliver_to_next(self, name: Address, incarnation: int, event: Event) -> None:
+        """Deliver a message for an ended incarnation to the next one (see `port_reuse`)."""
+        newest = self.newest.get(name)
+        if newest is not None and newest.alive and newest.incarnation > incarnation:
+            self.deliver(newest, event)
+        else:
+            held = self._misrouted.setdefault(name, deque(maxlen=N_MISROUTED_MAX))
+            held.append(event)
+
+    def connect(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
+        """Connect a process to this incarnation of `peer`."""
+        path = process.paths.get(peer)
+        if path is None or path.incarnation != incarnation:
+            path = process.paths[peer] = self._new_path(process, peer, incarnation)
+        return path
+
+    def _new_path(self, process: SimulatedProcess, peer: Address, incarnation: int) -> Path:
+        options, ends = self.options, (process.name, peer)
+        path = Path(
+            options.link_of(process.name, peer),
+            sender=process.name,
+            receiver=peer,
+            incarnation=incarnation,
+        )
+        ports = self._ports.between(process.machine.host, options.machine_of(peer).host)
+        if ports:
+            path.use_ports(ports, self._ports.network)
+        path.add_latency(options.machine_of(peer).handling_seconds)
+        path.frame_scale = frame_scale(options.scales, process.name, peer)
+        path.traffic = self.traffic.setdefault(ends, [0, 0])
+        return path
+
+    def path(self, process: SimulatedProcess, receiver: Address) -> Path | None:
+        """Return the connection to `receiver`, or None if there is none."""
+        introduced = self.options.introduce
+        known = process.paths.get(receiver)
+        if known is not None:
+            return known
+        if receiver not in self.builders:
+            return self.connect(process, receiver, 0)
+        if not introduced and receiver != SUPERVISOR:
+            return None
+        newest = self.newest.get(receiver)
+        # 1: the receiver starts at the same time, but after its peer.
+        return self.connect(process, receiver, newest.incarnation if newest else 1)

@@ -14,9 +14,9 @@ from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.replication import shard_of
 from distbelief.roles.role import Address, Cost, Executor, Seconds
-from distbelief.simulation.cpu import Demand, EventCost, Processor
+from distbelief.simulation.cpu import Demand, Processor
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.topology import WITHIN_HOST, Link, SwitchedNetwork
+from distbelief.simulation.network import WITHIN_HOST, Link, SwitchedNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,10 @@ class Machine:
     # Cost of each message for the process that receives it; messages are handled in sequence.
     handling_seconds: Seconds = 0.0
     handling_bytes_per_second: float = math.inf
-    # Cost of each event of any kind, in time of a core of a host with a processor. If set, it
-    # replaces the two values above.
-    handling: EventCost | None = None
+    # Core time of each event of any kind, on a host with a processor. If set, it replaces the
+    # two values above.
+    event_seconds: Seconds = 0.0
+    wake_seconds: Seconds = 0.0  # until a sleeping thread continues; only with event_seconds
 
     def __post_init__(self) -> None:
         for name in (
@@ -53,7 +54,14 @@ class Machine:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Machine.{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("overhead_seconds", "jitter", "spread", "handling_seconds"):
+        for name in (
+            "overhead_seconds",
+            "jitter",
+            "spread",
+            "handling_seconds",
+            "event_seconds",
+            "wake_seconds",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"Machine.{name} is {getattr(self, name)}; it must be finite and at least 0"
@@ -61,7 +69,7 @@ class Machine:
 
     @property
     def handles_slowly(self) -> bool:
-        return self.handling is None and (
+        return not self.event_seconds and (
             self.handling_seconds > 0 or self.handling_bytes_per_second < math.inf
         )
 

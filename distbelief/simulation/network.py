@@ -1,14 +1,21 @@
-"""The network: carries messages along paths, subject to faults, and computes their sizes.
+"""The network: links and switched networks, messages in transit, faults, message sizes.
 
-It guarantees what ZeroMQ over TCP does: messages of one path arrive whole and in order, if at
-all, except where a fault changes that. A path has its own link, or a route through a fabric
-that paths share. Messages travel in one of two forms:
+sent     departs = all bytes have left     arrives
+ |---------- serialization ----------|--- latency ---|      a link: as over TCP, messages
+         (after earlier messages)                           leave and arrive in order
+
+sender's card --> [switches] --> receiver's card -- latency --> arrived      a switched network
+
+A path guarantees what ZeroMQ over TCP does: its messages arrive whole and in order, if at all,
+except where a fault changes that. Messages travel in one of two forms:
 
 * `Encoded`: each message is encoded to frames and decoded, as between real processes. No array
   is shared by accident, and a message that cannot be encoded fails.
 * `PassedOn`: the message object travels, only its array is copied. This is faster.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,10 +38,239 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.codec import Codec, Frame
 from distbelief.roles.role import Address, Received, Seconds, Send
-from distbelief.simulation.event_queue import EventQueue
+from distbelief.simulation.event_queue import EventQueue, RandomStreams, draws
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, MessageFault, NetworkFault
-from distbelief.simulation.topology import Path, Port
-from distbelief.simulation.world import RandomStreams, draws
+
+
+# Each port of the fabric (one direction of a card or switch) has a bandwidth. A message passes
+# at the speed of the slowest port; it is not stored on the way. At the sender's card the flows
+# take turns, one message each: with blocks of about 1 MiB that is fair. Switches and receiving
+# cards serve messages in order of arrival. A small message does not wait behind large ones of
+# other flows, except on a slow port.
+
+SMALL_BYTES: Final = 4096  # largest message that slips in between the packets of larger ones
+
+# Bytes per second (1 Mbit/s). On a slower port, where 4096 bytes take more than 33 ms, only
+# smaller messages slip in.
+NARROW: Final = 125_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The network card of one host; the values hold for each direction."""
+
+    bytes_per_second: float
+    overhead_seconds: Seconds = 0.0  # additional time for each message
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not 0 <= self.overhead_seconds < math.inf:
+            raise ValueError(
+                f"{self}: bytes_per_second must be above 0, overhead_seconds 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uplink:
+    """The link of a switch that all traffic into, or out of, a group of hosts shares."""
+
+    hosts: frozenset[str]
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchedNetwork:
+    """The network cards and switches that all flows share."""
+
+    cards: Mapping[str, Card]  # by host
+    uplinks: tuple[Uplink, ...] = ()  # of groups of hosts, inner groups first
+    # Bytes per second between two hosts, where that is less than their cards have.
+    links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    latency_seconds: Seconds = 0.0  # from the end of sending to the arrival
+    jitter: float = 0.0  # a latency is drawn from [1, 1 + jitter] times the value above
+
+    def __post_init__(self) -> None:
+        for name in ("latency_seconds", "jitter"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"SwitchedNetwork.{name} is {getattr(self, name)}; use 0 or more")
+
+
+@final
+class Port:
+    """One direction of one card, switch or link."""
+
+    __slots__ = (
+        "bytes_per_second",
+        "free_at",
+        "overhead_seconds",
+        "queues",
+        "small_bytes",
+        "turns",
+        "woken",
+    )
+
+    def __init__(
+        self, bytes_per_second: float, overhead_seconds: Seconds = 0.0, *, has_flows: bool = True
+    ) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.overhead_seconds = overhead_seconds
+        # Of a link that belongs to one flow alone, every message waits for those before it.
+        narrow = min(1.0, bytes_per_second / NARROW)
+        self.small_bytes = SMALL_BYTES * narrow if has_flows else -1.0
+        self.free_at: Seconds = 0.0
+        # Waiting packets by flow, and the order of the flows; only at a sender's card.
+        self.queues: dict[Path, deque[Packet]] = {}
+        self.turns: deque[Path] = deque()
+        self.woken = False  # a call for the time when it is free is scheduled
+
+    def wait(self, packet: "Packet") -> None:
+        """Add a packet to the queue of its flow."""
+        queue = self.queues.get(packet.path)
+        if queue is None:
+            queue = self.queues[packet.path] = deque()
+            self.turns.append(packet.path)
+        queue.append(packet)
+
+    def next(self) -> "Packet":
+        """Remove and return the next packet; the flows take turns."""
+        flow = self.turns.popleft()
+        queue = self.queues[flow]
+        packet = queue.popleft()
+        if queue:
+            self.turns.append(flow)
+        else:
+            del self.queues[flow]
+        return packet
+
+
+@final
+class Ports:
+    """The ports of a switched network."""
+
+    def __init__(self, network: SwitchedNetwork) -> None:
+        self.network = network
+        self._known: dict[tuple[object, ...], Port] = {}
+
+    def between(self, sender: str, receiver: str) -> tuple[Port, ...]:
+        """Return the ports from one host to another; none if they do not use the network."""
+        network, cards = self.network, self.network.cards
+        if sender == receiver or sender not in cards or receiver not in cards:
+            return ()
+        ports = [self._card("out", sender)]
+        rate = network.links.get((sender, receiver))
+        if rate is not None:
+            ports.append(self._port(("link", sender, receiver), rate))
+        for index, up in enumerate(network.uplinks):
+            if (sender in up.hosts) is not (receiver in up.hosts):
+                way = "out" if sender in up.hosts else "in"
+                ports.append(self._port((way, index), up.bytes_per_second))
+        return (*ports, self._card("in", receiver))
+
+    def _card(self, way: str, host: str) -> Port:
+        card = self.network.cards[host]
+        return self._port(("card", way, host), card.bytes_per_second, card.overhead_seconds)
+
+    def _port(self, key: tuple[object, ...], rate: float, overhead: Seconds = 0.0) -> Port:
+        if key not in self._known:
+            self._known[key] = Port(rate, overhead)
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction of a connection between two roles."""
+
+    latency_seconds: Seconds = 100e-6
+    bytes_per_second: float = 1.25e8  # 1 Gbit/s
+    jitter: float = 0.5  # a latency is drawn from [1, 1 + jitter] times this one
+
+    def __post_init__(self) -> None:
+        if self.latency_seconds < 0 or self.jitter < 0 or not self.bytes_per_second > 0:
+            raise ValueError(
+                f"{self}: latency and jitter must be at least 0, bytes_per_second above 0"
+            )
+
+
+# Half a round trip of 64 bytes over ZeroMQ on loopback, and its throughput.
+WITHIN_HOST = Link(latency_seconds=40e-6, bytes_per_second=5e9)
+
+
+@final
+class Path:
+    """A connection to one incarnation of its receiver: a link, or a way through ports."""
+
+    __slots__ = (
+        "_arrives_last",
+        "_jitter",
+        "_latency_seconds",
+        "broken_at",
+        "card",
+        "frame_scale",
+        "incarnation",
+        "ports",
+        "receiver",
+        "sender",
+        "traffic",
+    )
+
+    def __init__(self, link: Link, *, sender: Address, receiver: Address, incarnation: int) -> None:
+        self.card: Port | None = None  # of the sender, where flows take turns
+        self.ports: tuple[Port, ...] = (Port(link.bytes_per_second, has_flows=False),)
+        self.frame_scale = 1.0  # factor for the arrays in its messages
+        self.traffic: list[float] = [0, 0]  # messages and bytes sent between the two roles
+        self._latency_seconds = link.latency_seconds
+        self._jitter = link.jitter
+        self.sender = sender
+        self.receiver = receiver
+        self.incarnation = incarnation  # of the receiver
+        self.broken_at: Seconds = math.inf  # when the sender was killed
+        self._arrives_last: Seconds = 0.0
+
+    def use_ports(self, ports: tuple[Port, ...], network: SwitchedNetwork) -> None:
+        self.card, self.ports = ports[0], ports
+        self._latency_seconds, self._jitter = network.latency_seconds, network.jitter
+
+    def add_latency(self, seconds: Seconds) -> None:
+        """Add to the latency of each message."""
+        self._latency_seconds += seconds
+
+    def pass_through(self, n_bytes: float, now: Seconds) -> tuple[Seconds, Seconds]:
+        """Send `n_bytes`; return when they have left the sender, and when they have passed."""
+        # A small message does not wait, but uses bandwidth. On a slow port, where it is not
+        # small, it waits for that port only: it has not blocked the later ports until then.
+        begins, departs, ends = now, 0.0, 0.0
+        for port in self.ports:  # without max(): this loop is hot
+            takes = port.overhead_seconds + n_bytes / port.bytes_per_second
+            free_at = port.free_at
+            ended = begins + takes
+            if free_at <= begins:
+                port.free_at = ended
+            else:
+                port.free_at = free_at + takes
+                if n_bytes > SMALL_BYTES:
+                    begins, ended = free_at, port.free_at
+                elif n_bytes > port.small_bytes:
+                    ended = port.free_at
+            if ended > ends:  # noqa: PLR1730 -- as above
+                ends = ended
+            if not departs:
+                departs = ends
+        return departs, ends
+
+    def arrive(
+        self, departs: Seconds, chance: float, *, delay: Seconds = 0.0, overtaken: bool = False
+    ) -> Seconds:
+        """Return when a message that left at `departs` arrives: after all earlier ones.
+
+        `chance`, in [0, 1), determines its latency. Later messages arrive after it, unless
+        it may be `overtaken`.
+        """
+        latency = self._latency_seconds * (1 + self._jitter * chance)
+        arrives = departs + latency + delay
+        if arrives < self._arrives_last:
+            return self._arrives_last
+        if not overtaken:
+            self._arrives_last = arrives
+        return arrives
 
 
 class Packet(msgspec.Struct, eq=False):  # twice as fast to create as a dataclass
@@ -81,19 +317,17 @@ class Network:
         traffic = path.traffic
         traffic[0] += 1
         traffic[1] += n_bytes
-        route, now = path.route, self._event_queue.now
-        if route is None:
-            departs = passed = path.depart(n_bytes, now)
-        else:
-            card = route.card
-            # Small messages slip in between the packets of large ones; see `Route`.
-            if (card.free_at > now or card.turns) and (
-                n_bytes > card.small_bytes or path in card.queues
-            ):
-                card.wait(path, Packet(path, payload, n_bytes))
-                self._wake(card)
-                return
-            departs, passed = route.pass_through(n_bytes, now)
+        card, now = path.card, self._event_queue.now
+        # Small messages slip in between the packets of large ones.
+        if (
+            card is not None
+            and (card.free_at > now or card.turns)
+            and (n_bytes > card.small_bytes or path in card.queues)
+        ):
+            card.wait(Packet(path, payload, n_bytes))
+            self._wake(card)
+            return
+        departs, passed = path.pass_through(n_bytes, now)
         self._go(Packet(path, payload, n_bytes, departs), passed)
 
     def _wake(self, card: Port) -> None:
@@ -106,10 +340,7 @@ class Network:
         card.woken = False
         if card.free_at <= self._event_queue.now:  # small messages may have used the card since
             packet = card.next()
-            assert isinstance(packet, Packet)
-            assert packet.path.route is not None
-            now, route = self._event_queue.now, packet.path.route
-            packet.departs, passed = route.pass_through(packet.n_bytes, now)
+            packet.departs, passed = packet.path.pass_through(packet.n_bytes, self._event_queue.now)
             self._go(packet, passed)
         self._wake(card)
 

@@ -20,7 +20,7 @@ from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Card, SwitchedNetwork, Uplink
+from distbelief.simulation.network import Card, SwitchedNetwork, Uplink
 
 
 Place = int | tuple[int, int]  # a machine; or the first of several, and their number

@@ -219,36 +219,36 @@ class Trace:
 
     def event(self, now: Seconds, name: Address, incarnation: int, event: Event) -> None:
         """Record an event just before the role handles it."""
-        if self._order_only:
-            who = ""
-            if type(event) is Received:
-                kind, who = type(event.message).__name__, event.sender
-            else:
-                kind = type(event).__name__
-                if isinstance(event, (TimerFired, Computed)):
-                    who = event.name
-            self._happened.append((now, name, incarnation, kind, who))
-            if len(self._happened) >= N_TOGETHER:
-                self._flush()
+        if not self._order_only:
+            self.note(now, name, incarnation, event_text(event))
             return
-        self.note(now, name, incarnation, event_text(event))
+        who = ""
+        if type(event) is Received:
+            kind, who = type(event.message).__name__, event.sender
+        else:
+            kind = type(event).__name__
+            if isinstance(event, (TimerFired, Computed)):
+                who = event.name
+        self._happened.append((now, name, incarnation, kind, who))
+        if len(self._happened) >= N_TOGETHER:
+            self._flush()
 
     def note(self, now: Seconds, name: Address, incarnation: int, text: str) -> None:
         """Record something that happened to a role and is not an event."""
         if self._order_only:
-            self._note_order((now, name, incarnation, text, ""))
-            return
-        line = f"{now!r} {name}#{incarnation} {text}"
-        self._n_lines += 1
-        self._pending.append(line)
-        if len(self._pending) >= N_TOGETHER:
+            self._happened.append((now, name, incarnation, text, ""))
+        else:
+            line = f"{now!r} {name}#{incarnation} {text}"
+            self._n_lines += 1
+            self._pending.append(line)
+            kept = self._last.get(name)
+            if kept is None:
+                kept = self._last[name] = deque(maxlen=self._n_kept)
+            kept.append((self._n_lines, line))
+            if self._lines is not None:
+                self._lines.append(line)
+        if len(self._happened) + len(self._pending) >= N_TOGETHER:
             self._flush()
-        kept = self._last.get(name)
-        if kept is None:
-            kept = self._last[name] = deque(maxlen=self._n_kept)
-        kept.append((self._n_lines, line))
-        if self._lines is not None:
-            self._lines.append(line)
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:
         return {name: tuple(line for _, line in rows) for name, rows in self._kept().items()}
@@ -262,11 +262,6 @@ class Trace:
             rows = kept.setdefault(name, deque(maxlen=self._n_kept))
             rows.append((index, f"{now!r} {name}#{incarnation} {what} {who}".rstrip()))
         return kept
-
-    def _note_order(self, happened: "_Happened") -> None:
-        self._happened.append(happened)
-        if len(self._happened) >= N_TOGETHER:
-            self._flush()
 
     def table(self) -> str:
         """Return the last lines of all roles as a table, ordered by time."""

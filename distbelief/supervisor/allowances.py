@@ -1,4 +1,4 @@
-"""Bounds on how far each replica may train, so that together they stop where [stop] says.
+"""Which replicas may train, and how far, so that together they stop where [stop] says.
 
     left   samples of the job that are not trained yet, as far as replicas have reported
     held   what one replica may still train: its bound less what it has reported
@@ -13,11 +13,11 @@ self-scheduling: Polychronopoulos and Kuck 1987).
 
 from typing import Final, final
 
-from distbelief.protocol import StartTraining
-from distbelief.roles.role import Address
+from distbelief.protocol import Progress, StartTraining
+from distbelief.roles.role import Address, Send
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
-from distbelief.supervisor.stop_rules import StopRules
 
 
 # A replica holds at least what it trains in this time, up to its share. With many replicas,
@@ -28,38 +28,55 @@ AHEAD_SECONDS_EACH: Final = 0.01
 
 @final
 class Allowances:
-    """The bounds of all replicas.
+    """The bounds of all replicas; none if [stop] says no number of samples."""
 
-    Args:
-        members: All roles of the job.
-        metrics: Their reported progress.
-        stop: The rules; without a number of samples there are no bounds.
-        batch_size: Samples of one step; bounds rise by whole batches.
-    """
-
-    def __init__(
-        self, members: Membership, metrics: JobMetrics, *, stop: StopRules | None, batch_size: int
-    ) -> None:
+    def __init__(self, members: Membership, metrics: JobMetrics, config: SupervisorConfig) -> None:
         self._members = members
         self._metrics = metrics
         # A coordinator hands out the work itself.
         driven = members.coordinator is not None
-        self._total = None if stop is None or driven else stop.total_samples
-        self._batch_size = batch_size
+        self._total = None if config.stop is None or driven else config.stop.total_samples
+        self._batch_size = config.batch_size
+        self._warm_start_left = config.warm_start_steps  # of replica 0, over all its incarnations
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
 
-    def begin(self, record: RoleRecord) -> StartTraining:
+    @property
+    def warm_start_is_over(self) -> bool:
+        # "Warmstarting model training with only a single replica before unleashing the other
+        # replicas" makes more replicas usable (Dean et al. 2012, section 4.1).
+        replicas = self._members.of("replica")
+        # Without replica 0 nobody would ever end the warm start.
+        return self._warm_start_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
+
+    def progressed(self, record: RoleRecord, message: Progress) -> None:
+        """Count steps of replica 0; `record` is as it was before the message."""
+        if record.index == 0:
+            self._warm_start_left -= max(0, message.step - record.step)
+
+    def release(self) -> list[Send]:
+        """Return `StartTraining` for every role that may begin and has not been asked to."""
+        replicas = self._members.of("replica")
+        first = self._members.of("coordinator")
+        sends: list[Send] = []
+        for record in first + (replicas if self.warm_start_is_over else replicas[:1]):
+            if record.introduced_at is None or record.begun or not record.is_alive:
+                continue
+            record.begun = True
+            sends.append(Send(receiver=record.name, message=self._begin(record)))
+        return sends
+
+    def _begin(self, record: RoleRecord) -> StartTraining:
         """Return `StartTraining` for a new incarnation, which holds nothing yet."""
         self._bounds.pop(record.name, None)
         self._raise_bound(record)
-        return self._message(record)
+        return StartTraining(samples=self._bounds.get(record.name))
 
     def after_progress(self, record: RoleRecord) -> StartTraining | None:
         """Return the new bound of a replica that has reported progress, if it rose."""
         if not (record.begun and self._raise_bound(record)):
             return None
-        return self._message(record)
+        return StartTraining(samples=self._bounds.get(record.name))
 
     def repeat(self, record: RoleRecord) -> StartTraining | None:
         """Return the request to repeat at a role's heartbeat, if it has not arrived."""
@@ -68,18 +85,15 @@ class Allowances:
         bound = self._bounds.get(record.name)
         if bound is not None and self._samples(record) >= bound:
             # A replica at its bound waits and does not report again: its last report may be lost.
-            self._metrics.has_trained(record.name, self._samples(record))
+            self._metrics.samples_of[record.name] = self._samples(record)
         self._raise_bound(record)
         heard = record.counters.get("samples_allowed")
         if record.progressed and heard == self._bounds.get(record.name):
             return None
-        return self._message(record)
-
-    def _message(self, record: RoleRecord) -> StartTraining:
         return StartTraining(samples=self._bounds.get(record.name))
 
     def _samples(self, record: RoleRecord) -> int:
-        reported = self._metrics.samples_of(record.name)
+        reported = self._metrics.samples_of.get(record.name, 0)
         reported_now = record.counters.get("samples", 0.0)
         return max(reported, int(reported_now)) if 0.0 <= reported_now < 2.0**53 else reported
 
@@ -127,5 +141,5 @@ class Allowances:
                 self._bounds.pop(record.name, None)
             samples = self._samples(record)
             bound = self._bounds.get(record.name, samples)
-            held += max(bound, samples) - self._metrics.samples_of(record.name)
+            held += max(bound, samples) - self._metrics.samples_of.get(record.name, 0)
         return self._left - held

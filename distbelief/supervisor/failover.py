@@ -18,8 +18,10 @@ from typing import Final, final
 from distbelief.parameter_server.push_history import Lost, lost_after, n_lost
 from distbelief.parameter_server.replication import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
+from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Address, Seconds, Send
 from distbelief.supervisor.membership import Membership, RoleRecord
+from distbelief.supervisor.rounds import Checkpoints
 
 
 # How long a primary stays without a backup after BackupUnresponsive: a backup that comes and goes
@@ -71,16 +73,7 @@ class PrimaryElection:
             first: First term: above all of the run that this one resumes, and above the incarnation
                 of every checkpoint of the shard.
             takeover_seconds: Silence of the primary after which an in-sync backup takes over.
-
-        Raises:
-            ValueError: an argument is out of range.
         """
-        if first < 1:
-            raise ValueError(f"first is {first}; terms are counted from 1")
-        if not takeover_seconds > 0:
-            raise ValueError(f"takeover_seconds is {takeover_seconds}; use more than 0")
-        if copies[0] == copies[1]:
-            raise ValueError(f"both copies are called {copies[0]!r}; use two names")
         self._copies = copies
         self._takeover_seconds = takeover_seconds
         self._heard: dict[Address, Seconds] = {}  # last heartbeat of each copy that is present
@@ -94,7 +87,7 @@ class PrimaryElection:
 
     def joined(self, copy: Address, incarnation: int, now: Seconds) -> Decision:
         """Note a new incarnation of this copy; an earlier one, if any, is over."""
-        before = self.lost(copy, now)
+        before = self.lost(copy)
         self._heard[copy] = now
         self._incarnations[copy] = incarnation
         if self.primary is None:
@@ -102,10 +95,8 @@ class PrimaryElection:
         after = self._choose_backup(now)
         return after if after.sends else before
 
-    def lost(self, copy: Address, now: Seconds) -> Decision:
+    def lost(self, copy: Address) -> Decision:
         """Note that this copy's incarnation is over; an in-sync backup takes over."""
-        del now
-        self._check(copy)
         self._heard.pop(copy, None)
         if copy == self.backup:
             assert self.primary is not None
@@ -119,7 +110,6 @@ class PrimaryElection:
 
     def silent(self, copy: Address, now: Seconds) -> Decision:
         """Let the backup take over from a silent primary, if it is in sync and answers."""
-        self._check(copy)
         if copy != self.primary or self.backup is None or not self.in_sync:
             return _NOTHING  # no other copy can take over; a primary reports its own mute backup
         if not self._answers(self.backup, now):
@@ -132,7 +122,6 @@ class PrimaryElection:
 
     def heard(self, copy: Address, counters: Mapping[str, float], now: Seconds) -> Decision:
         """Note a heartbeat of this copy's present incarnation."""
-        self._check(copy)
         if copy not in self._heard:
             return _NOTHING
         self._heard[copy] = now
@@ -147,7 +136,6 @@ class PrimaryElection:
 
     def backup_unresponsive(self, copy: Address, term: int, now: Seconds) -> Decision:
         """Let a primary acknowledge alone because its backup of that term does not answer."""
-        self._check(copy)
         if copy != self.primary or copy not in self._heard:
             return _NOTHING
         self._heard[copy] = now
@@ -192,17 +180,6 @@ class PrimaryElection:
         )
         return Decision(sends=(Send(receiver=self.primary, message=lead),))
 
-    def _check(self, copy: Address) -> None:
-        if copy not in self._copies:
-            raise ValueError(
-                f"{copy!r} is not a copy of this shard; use {self._copies[0]!r} or "
-                f"{self._copies[1]!r}"
-            )
-
-
-PRIMARY: Final = "primary"
-BACKUP: Final = "backup"
-SYNCING: Final = "syncing"
 
 TAKEOVER_SECONDS: Final = 1.0  # silence after which the other copy takes over
 
@@ -248,11 +225,9 @@ class ShardFailover:
         clocks: Pushes in the checkpoints that shards begin from; 0 for the others.
     """
 
-    def __init__(
-        self, members: Membership, *, first: int = 1, clocks: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, members: Membership, *, first: int, clocks: Mapping[str, int]) -> None:
         self._members = members
-        self._elections: dict[Address, PrimaryElection] = {}
+        self._elections: dict[Address, PrimaryElection] = {}  # of shards with two copies
         self._push_counts: dict[Address, _PushCount] = {}
         # Whether the primary went on as a backup in sync, or began from a checkpoint.
         self._was_in_sync: dict[Address, bool] = {}
@@ -260,8 +235,7 @@ class ShardFailover:
         for record in members.of("shard"):
             if record.name != record.shard:
                 continue
-            clock = (clocks or {}).get(record.shard, 0)
-            self._push_counts[record.shard] = _PushCount(seen=clock)
+            self._push_counts[record.shard] = _PushCount(seen=clocks.get(record.shard, 0))
             other = members.get(other_copy(record.name))
             if other is not None:
                 self._elections[record.shard] = PrimaryElection(
@@ -322,62 +296,71 @@ class ShardFailover:
     def copy_role(self, record: RoleRecord) -> str | None:
         """Return "primary", "backup" or "syncing" for one of two copies, else None."""
         election = self._elections.get(record.shard)
-        if election is None:
+        if election is None or record.name not in {election.primary, election.backup}:
             return None
         if election.primary == record.name:
-            return PRIMARY
-        if election.backup != record.name:
-            return None
-        return BACKUP if election.in_sync else SYNCING
+            return "primary"
+        return "backup" if election.in_sync else "syncing"
 
     def joined(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
         election = self._elections.get(record.shard)
-        if election is None:
-            return []
-        return election.joined(record.name, record.incarnation, now).sends
+        return election.joined(record.name, record.incarnation, now).sends if election else ()
 
     def heartbeat(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
         election = self._elections.get(record.shard)
-        if election is None:
-            return []
-        return election.heard(record.name, record.counters, now).sends
+        return election.heard(record.name, record.counters, now).sends if election else ()
 
-    def lost(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
+    def lost(self, record: RoleRecord) -> Sequence[Send]:
         election = self._elections.get(record.shard)
         if election is None:
-            return []
+            return ()
         was_primary = election.primary == record.name
-        sends = election.lost(record.name, now).sends
+        sends = election.lost(record.name).sends
         if was_primary:
             self._was_in_sync[record.shard] = election.primary is not None
         return sends
 
-    def handle_report(
+    def reported(
         self, record: RoleRecord, message: BackupUnresponsive | BackupInSync, now: Seconds
-    ) -> Sequence[Send]:
-        """Handle the report of a copy about the other one."""
-        election = self._elections.get(record.shard)
+    ) -> tuple[LogEvent | None, Sequence[Send]]:
+        """Handle what a copy reports of the other one; return what is new of it."""
+        election, event = self._elections.get(record.shard), None
         if election is None:
-            return []
+            return None, ()
+        is_of_now = message.term == election.term
         match message:
-            case BackupUnresponsive():
-                return election.backup_unresponsive(record.name, message.term, now).sends
             case BackupInSync():
-                return election.backup_in_sync(record.name, message.term, now).sends
+                if is_of_now and record.name == election.backup and not election.in_sync:
+                    event = LogEvent("backup_in_sync", role=record.name)
+                return event, election.backup_in_sync(record.name, message.term, now).sends
+            case BackupUnresponsive():
+                if is_of_now and record.name == election.primary and election.backup:
+                    event = LogEvent("backup_unresponsive", role=record.name, other=election.backup)
+                return event, election.backup_unresponsive(record.name, message.term, now).sends
 
-    def report_text(self, record: RoleRecord, message: BackupUnresponsive | BackupInSync) -> str:
-        """Return a log text for this message, or ""; call it before `handle_report`."""
-        election = self._elections.get(record.shard)
-        if election is None or message.term != election.term:
-            return ""
-        match message:
-            case BackupInSync() if record.name == election.backup and not election.in_sync:
-                return f"{record.label} is in sync: it holds every acknowledged push"
-            case BackupUnresponsive() if record.name == election.primary and election.backup:
-                other = election.backup.replace("-", " ")
-                return f"{other} does not answer {record.label}, which continues without a backup"
-            case _:
-                return ""
+    def restart_event(
+        self, record: RoleRecord, why: str, checkpoints: Checkpoints, now: Seconds
+    ) -> LogEvent:
+        """Return the log event of a role that is restarted, with what is lost by that."""
+        what, other, detail, n = "role_restarted", "", "", 0
+        survivor, coordinator = self.survivor(record), self._members.coordinator
+        if survivor is not None:
+            other = survivor.name
+            if survivor.end is not None:
+                what = "other_copy_dead"
+            elif not self.answers(survivor, now):
+                what = "other_copy_silent"
+            else:
+                what = "backup_takes_over" if self.was_primary(record) else "primary_alone"
+        elif record.kind == "shard" and coordinator is not None:
+            what, detail = "run_restored", checkpoints.describe(coordinator.name, now)
+        elif record.kind == "shard":
+            what, detail = "shard_restored", checkpoints.describe(record.shard, now)
+            if self.is_primary(record):
+                n = checkpoints.n_since(record.shard, record.counters.get("clock", 0.0))
+                what = "shard_restored_with_loss" if n else what
+        name, incarnation = record.name, record.incarnation
+        return LogEvent(what, name, incarnation, reason=why, other=other, detail=detail, n=n)
 
     def tick(self, now: Seconds) -> tuple[list[Send], list[RoleRecord]]:
         """Return what to send, and the silent primaries to kill."""

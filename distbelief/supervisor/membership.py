@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Literal, final
 
 from distbelief.parameter_server.replication import shard_of
-from distbelief.protocol import Join, PeerEntry
+from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import Address, Seconds
 from distbelief.worker.group import group_rank_of
 
@@ -98,19 +98,16 @@ class RoleRecord:
     progressed: bool = False  # the first `Progress` came
     step: int = 0
 
-    @property
-    def shard(self) -> Address:
-        return shard_of(self.name)
+    shard: Address = field(init=False)  # of which it is a copy; for other roles its own name
+    group: str = field(init=False)  # of which it is a rank; for other roles its own name
+    trains: bool = field(init=False)
 
-    @property
-    def group(self) -> str:
+    def __post_init__(self) -> None:
+        self.shard = shard_of(self.name)
         place = group_rank_of(self.name)
-        return self.name if place is None else place.group
-
-    @property
-    def trains(self) -> bool:
+        self.group = self.name if place is None else place.group
         of_replica = self.kind == "machine" and self.group.startswith("replica")
-        return of_replica or self.kind in {"replica", "coordinator"}
+        self.trains = of_replica or self.kind in {"replica", "coordinator"}
 
     def needs(self, other: "RoleRecord") -> bool:
         """Return whether these two roles talk to each other.
@@ -138,9 +135,8 @@ class RoleRecord:
         return presence is not Presence.FINISHED and presence is not Presence.LEFT_OUT
 
     @property
-    def is_at_work(self) -> bool:
-        works = self.begun and (self.progressed or self.state == "computing")
-        return works and self.presence is Presence.PRESENT
+    def has_trained(self) -> bool:
+        return self.progressed or self.counters.get("samples", 0.0) > 0
 
     @property
     def has_joined(self) -> bool:
@@ -149,20 +145,11 @@ class RoleRecord:
     def total(self, counter: str) -> float:
         return self.past.get(counter, 0.0) + self.counters.get(counter, 0.0)
 
-    def hear(self, now: Seconds) -> Seconds:
-        """Note that a message came; return how long there was none."""
-        silence = now - self.heard_at
-        self.heard_at = now
-        self.presence = Presence.PRESENT
-        return silence
-
     def join(self, message: Join) -> bool:
         """Store its endpoint; return whether it changed."""
+        name, incarnation = self.name, self.incarnation
         entry = PeerEntry(
-            name=self.name,
-            incarnation=self.incarnation,
-            endpoint=message.endpoint,
-            host=message.host,
+            name=name, incarnation=incarnation, endpoint=message.endpoint, host=message.host
         )
         news = entry != self.entry
         self.entry, self.pid = entry, message.pid
@@ -192,13 +179,7 @@ class RoleRecord:
 
 @final
 class Membership:
-    """All roles of a job, in roster order, then guests.
-
-    Args:
-        roster: Name and kind of each role.
-        incarnation: The first one of each role; a resumed run continues the numbers.
-        admits_guests: Whether names that are not in the roster may join.
-    """
+    """All roles of a job, in roster order, then guests."""
 
     def __init__(
         self,
@@ -260,23 +241,14 @@ class Membership:
     def leave(self, record: RoleRecord) -> None:
         del self._records[record.name]
 
-    def entries_for(self, record: RoleRecord) -> tuple[PeerEntry, ...]:
-        return tuple(
-            other.entry
-            for other in self
-            if record.needs(other)
-            and other.entry is not None
-            and other.presence is Presence.PRESENT
-        )
-
-    def gone_for(self, record: RoleRecord) -> tuple[Address, ...]:
-        """Return the ranks of this role's group that will not come back."""
-        if record.kind not in {"replica", "evaluator", "machine"}:
-            return ()
-        ended = (other for other in self if not other.is_alive)
-        return tuple(
-            other.name for other in ended if other is not record and other.group == record.group
-        )
+    def peers_of(self, record: RoleRecord) -> Peers:
+        """Return the roles that this one needs, and the ranks of its group that are gone."""
+        needed = [other for other in self if other.has_joined and record.needs(other)]
+        gone: list[Address] = []
+        if record.kind in {"replica", "evaluator", "machine"}:
+            gone = [other.name for other in self.ranks_with(record) if not other.is_alive]
+        entries = tuple(other.entry for other in needed if other.entry is not None)
+        return Peers(entries=entries, gone=tuple(gone))
 
     def add_delay(self, seconds: Seconds) -> None:
         """Shift all clocks by a time in which the supervisor itself was suspended."""

@@ -7,17 +7,14 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import final
 
-from distbelief.core import formatting
 from distbelief.protocol import EvaluationDone, Progress
+from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Report, Seconds
 from distbelief.supervisor.membership import Rate, RoleRecord
 from distbelief.supervisor.stop_rules import Reached
 from distbelief.supervisor.view import HISTORY_MAX, MESSAGES_MAX, Message, Point
-
-
-Level = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +63,14 @@ class JobMetrics:
         self.history: list[Point] = list(before.history)
         self.messages: deque[Message] = deque(maxlen=MESSAGES_MAX)
         self._n_messages = 0
-        self._samples = dict(before.samples)
+        self.samples_of = dict(before.samples)  # of each replica
         self._loss_sum = 0.0
         self._n_in_sum = 0
         self._rate = Rate()
 
     @property
     def samples(self) -> int:
-        return sum(self._samples.values())
-
-    def samples_of(self, name: str) -> int:
-        return self._samples.get(name, 0)
-
-    def has_trained(self, name: str, samples: int) -> None:
-        self._samples[name] = samples  # its last report was lost
+        return sum(self.samples_of.values())
 
     @property
     def samples_per_second(self) -> float | None:
@@ -92,10 +83,9 @@ class JobMetrics:
 
     def training_seconds(self, now: Seconds) -> Seconds:
         """Return how long replicas have trained, previous sessions included."""
-        if self.training_since is None:
-            return self.before.training_seconds
         end = now if self.ended_at is None else self.ended_at
-        return self.before.training_seconds + end - self.training_since
+        since = end if self.training_since is None else self.training_since
+        return self.before.training_seconds + end - since
 
     def reached(self, now: Seconds) -> Reached:
         return Reached(
@@ -112,7 +102,7 @@ class JobMetrics:
         if self.training_since is None:
             began = now - message.seconds_computing - message.seconds_waiting
             self.training_since = max(began, self.started_at)
-        before = self._samples.get(record.name, 0)
+        before = self.samples_of.get(record.name, 0)
         n_new = message.samples - before if record.progressed else 0
         weight = max(n_new, 1)
         if record.kind == "coordinator":
@@ -123,7 +113,7 @@ class JobMetrics:
         if math.isfinite(message.loss):  # nothing is learned from a step with another loss
             self._loss_sum += weight * message.loss
             self._n_in_sum += weight
-        self._samples[record.name] = message.samples
+        self.samples_of[record.name] = message.samples
         self.step += max(0, message.step - record.step)
         record.step = message.step
         record.rate.add(now, message.samples)
@@ -157,11 +147,16 @@ class JobMetrics:
             del self.history[1:-1:2]  # every other one; first and last stay
         return point
 
-    def report(self, text: str, now: Seconds, level: Level = "info") -> Report:
+    def log(self, event: LogEvent, now: Seconds) -> Report:
         """Store a message for the user; return it as a log line."""
-        text = formatting.without_control_characters(text)  # may contain text from other processes
+        report = Report.of(event)
         self._n_messages += 1
         self.messages.append(
-            Message(number=self._n_messages, seconds=self.seconds(now), text=text, level=level)
+            Message(
+                number=self._n_messages,
+                seconds=self.seconds(now),
+                text=report.text,
+                level=event.level,
+            )
         )
-        return Report(text=text, level=level)
+        return report

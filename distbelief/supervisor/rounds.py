@@ -5,38 +5,38 @@ may be lost; a role answers a repeated request again.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
+from distbelief.core.reliable import Backoff
 from distbelief.protocol import CheckpointSaved, Evaluate, EvaluationDone, SaveCheckpoint
 from distbelief.roles.role import FIRST_LABEL, Address, Seconds
 
 
-REPEAT_SECONDS = 2.0  # until an unanswered request is repeated
+REPEAT_SECONDS: Final = 2.0  # until an unanswered request is repeated
+
+
+def _asked(now: Seconds) -> Backoff:
+    backoff = Backoff(first=REPEAT_SECONDS, longest=REPEAT_SECONDS)
+    backoff.start(now)
+    return backoff
 
 
 @final
 class Evaluations:
-    """Requests to the evaluator.
-
-    Args:
-        every: Seconds between two; infinity without an evaluator.
-    """
+    """Requests to the evaluator, one every so many seconds."""
 
     def __init__(self, *, every: Seconds) -> None:
         self._every = every
         self._next_at: Seconds = math.inf
         self._n_requests = 0
-        self._asked: Evaluate | None = None
-        self._asked_at: Seconds = 0.0
-        self._said_at: Seconds = 0.0
+        self._pending: Evaluate | None = None
+        self._backoff = _asked(0.0)
 
     @property
     def waits(self) -> bool:
-        return self._asked is not None
-
-    def waited(self, now: Seconds) -> Seconds:
-        return now - self._asked_at if self.waits else 0.0
+        return self._pending is not None
 
     def begin(self, now: Seconds) -> None:
         self._next_at = now + self._every  # the first one comes a period after training begins
@@ -50,32 +50,31 @@ class Evaluations:
     def ask(self, now: Seconds, *, whole: bool) -> Evaluate:
         """Return a new request, which replaces an unanswered one."""
         self._n_requests += 1
-        self._asked = Evaluate(request=self._n_requests, whole=whole)
-        self._asked_at = self._said_at = now
+        self._pending = Evaluate(request=self._n_requests, whole=whole)
+        self._backoff.start(now)
         self._next_at = now + self._every
-        return self._asked
+        return self._pending
 
-    def repeat(self, now: Seconds, *, at_once: bool = False) -> Evaluate | None:
+    def repeat(self, now: Seconds) -> Evaluate | None:
         """Return the unanswered request, if it is time to repeat it."""
-        if self._asked is None or not (at_once or now - self._said_at >= REPEAT_SECONDS):
+        if self._pending is None or now < self._backoff.due:
             return None
-        self._said_at = now
-        return self._asked
+        self._backoff.repeat(now)
+        return self._pending
 
-    def answered(self, message: EvaluationDone) -> Evaluate | None:
-        """Return the request that this answers, if it is pending."""
-        asked = self._asked
-        if asked is None or message.request != asked.request:
-            return None
-        self._asked = None
-        return asked
+    def answered(self, message: EvaluationDone) -> bool:
+        """Return whether this answers the pending request."""
+        if self._pending is None or message.request != self._pending.request:
+            return False
+        self._pending = None
+        return True
 
     def give_up(self) -> None:
-        self._asked = None
+        self._pending = None
 
 
 @dataclass(slots=True, kw_only=True)
-class _Snapshot:
+class _Newest:
     """The newest checkpoint of one shard."""
 
     label: str
@@ -85,12 +84,9 @@ class _Snapshot:
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    label: str
-    begun_at: Seconds
-    waiting: set[Address]
-    retry_seconds: Seconds = 0.0
-    last: bool = False
-    said_at: dict[Address, Seconds] = field(default_factory=dict)
+    request: SaveCheckpoint
+    waiting: dict[Address, Backoff]
+    retry_until: Seconds
     errors: dict[Address, str] = field(default_factory=dict)
 
 
@@ -109,36 +105,30 @@ class Checkpoints:
         self._resumed = first > 1
         self._next_at: Seconds = math.inf
         self._round: _Round | None = None
-        self._newest: dict[Address, _Snapshot] = {}
+        self._newest: dict[Address, _Newest] = {}
 
     @property
     def has_begun(self) -> bool:
         return self._next_at < math.inf
 
     @property
-    def waits(self) -> bool:
-        return self._round is not None and bool(self._round.waiting)
-
-    @property
     def waiting(self) -> list[Address]:
+        """The roles that have not answered."""
         return sorted(self._round.waiting) if self._round else []
 
     @property
     def errors(self) -> dict[Address, str]:
         return {} if self._round is None else self._round.errors
 
-    def waited(self, now: Seconds) -> Seconds:
-        return now - self._round.begun_at if self._round and self.waits else 0.0
-
     def begin(self, now: Seconds) -> None:
         self._next_at = now + self._every
 
     def is_due(self, now: Seconds) -> bool:
-        return not self.waits and now >= self._next_at
+        return now >= self._next_at and not self.waiting
 
     def ask(
         self,
-        shards: set[Address],
+        shards: Iterable[Address],
         now: Seconds,
         *,
         retry_seconds: Seconds = 0.0,
@@ -152,55 +142,52 @@ class Checkpoints:
             retry_seconds: How long a failed save is repeated: a full disk may recover.
             last: Whether nothing changes after it.
         """
-        label = f"{self._number:05d}"
+        request = SaveCheckpoint(label=f"{self._number:05d}", last=last)
         self._number += 1
         self._round = _Round(
-            label=label, begun_at=now, waiting=set(shards), retry_seconds=retry_seconds, last=last
+            request=request,
+            waiting={shard: _asked(now) for shard in shards},
+            retry_until=now + retry_seconds,
         )
-        self._round.said_at = dict.fromkeys(shards, now)
         self._next_at = now + self._every
-        return SaveCheckpoint(label=label, last=last)
+        return request
 
     def repeat(
         self, shard: Address, now: Seconds, *, at_once: bool = False
     ) -> SaveCheckpoint | None:
         """Return the request to this role, if it is time to repeat it."""
-        asked = self._round
-        if asked is None or shard not in asked.waiting:
+        backoff = None if self._round is None else self._round.waiting.get(shard)
+        if self._round is None or backoff is None or (now < backoff.due and not at_once):
             return None
-        if not at_once and now - asked.said_at[shard] < REPEAT_SECONDS:
-            return None
-        asked.said_at[shard] = now
-        return SaveCheckpoint(label=asked.label, last=asked.last)
+        backoff.repeat(now)
+        return self._round.request
 
     def answered(self, shard: Address, message: CheckpointSaved, now: Seconds) -> str | None:
         """Store an answer; return its error if that is new."""
         if message.error is None:
             known = self._newest.get(shard)
             label = message.label or (known.label if known else FIRST_LABEL)
-            self._newest[shard] = _Snapshot(label=label, clock=message.clock, at=now)
+            self._newest[shard] = _Newest(label=label, clock=message.clock, at=now)
         asked = self._round
-        if asked is None or message.label != asked.label or shard not in asked.waiting:
+        if asked is None or message.label != asked.request.label or shard not in asked.waiting:
             return None
         known_error = asked.errors.pop(shard, None)
         if message.error is not None:
             asked.errors[shard] = message.error
-            if now - asked.begun_at < asked.retry_seconds:
-                asked.said_at[shard] = now  # `repeat` waits a moment
-                return None if message.error == known_error else message.error
-        asked.waiting.discard(shard)
+        if message.error is not None and now < asked.retry_until:
+            asked.waiting[shard].start(now)
+        else:
+            del asked.waiting[shard]
         return None if message.error == known_error else message.error
 
-    def give_up(self) -> list[Address]:
-        """End the round; return the roles that have not answered."""
-        waiting = self.waiting
+    def give_up(self) -> None:
+        """End the round."""
         self._round = None
-        return waiting
 
     def forget(self, shard: Address) -> None:
         """Stop waiting for this role, which is gone."""
         if self._round is not None:
-            self._round.waiting.discard(shard)
+            self._round.waiting.pop(shard, None)
 
     def describe(self, shard: Address, now: Seconds) -> str:
         """Return what this shard restarts from: "checkpoint 00412 (4.1 s old)"."""

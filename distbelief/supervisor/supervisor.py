@@ -4,35 +4,31 @@
     Heartbeat, Progress, EvaluationDone, CheckpointSaved ... until a rule of [stop] is met
     Stop to replicas -> SaveCheckpoint, Evaluate(whole) -> Stop to the others -> Exit
 
-It never sees a parameter. Every request is repeated at the role's heartbeats until it is done,
-and every wait has a bound. If all replicas are lost, a shard cannot be kept alive, or the user's
-code fails, the job fails; any other loss is survived.
+* It never sees a parameter. Every request is repeated at the role's heartbeats until it is done,
+  and every wait has a bound.
+* Every start of a role is a new incarnation; messages of an older one are ignored.
+* A silent role is reported at once; longer silence counts as death, and its process is killed.
+* A dead replica is restarted and, after too many restarts, left out: the others train on (DB-12).
+  A dead shard restarts from its newest checkpoint, or its other copy takes over.
+* If all replicas are lost, a shard cannot be kept alive, or the user's code fails, the job fails.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
+from distbelief import protocol as wire
 from distbelief.core import formatting
+from distbelief.core.reliable import Silence
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    BackupInSync,
-    BackupUnresponsive,
-    CheckpointSaved,
-    EvaluationDone,
-    Failed,
-    Finished,
-    Heartbeat,
-    Join,
-    Message,
-    Progress,
-    Stop,
-)
+from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import (
+    HOST,
     USER,
     Action,
     Address,
+    Connect,
     Event,
+    Exit,
     PeerLost,
     Received,
     Seconds,
@@ -42,379 +38,96 @@ from distbelief.roles.role import (
     TimerFired,
     message_types,
 )
-from distbelief.supervisor import liveness
 from distbelief.supervisor.allowances import Allowances
-from distbelief.supervisor.liveness import Heartbeats, RestartPolicy
+from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.failover import ShardFailover
+from distbelief.supervisor.hosts import ClusterConfig
+from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
-from distbelief.supervisor.shutdown import Shutdown
-from distbelief.supervisor.state import JobState, ShutdownStage, SupervisorConfig, listed
-from distbelief.supervisor.view import JobView, Phase, RoleView
+from distbelief.supervisor.metrics import JobMetrics
+from distbelief.supervisor.rounds import Checkpoints, Evaluations
+from distbelief.supervisor.scheduler import (
+    HostToSupervisor,
+    PlacementPolicy,
+    ReplicasAnywhere,
+    Scheduler,
+)
+from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
+from distbelief.supervisor.view import JobView, Phase
 
 
-COUNT_MAX: Final = 2.0**53
-"""Largest float up to which every integer is exact."""
+TICK_SECONDS: Final = 0.25
+N_RECORDS_MAX: Final = 1024
+INTRODUCE_SECONDS: Final = 5.0  # between two `Peers` to one role: messages may be lost
+LAST_MESSAGES_SECONDS: Final = 0.1  # they may come after the news that their process has ended
+LAST_SAVE_SECONDS: Final = 10.0  # for repeating a failed save of the last checkpoint
 
+_TICK: Final = "supervisor:tick"
+_DEADLINE: Final = "supervisor:deadline"
+_LOST: Final = "supervisor:lost:"
+_RESTORING: Final = "starting"  # state of a shard without values yet: its clock is 0
 
-def role_view(
-    record: RoleRecord, now: Seconds, *, copy_role: str | None, restarts_before: int = 0
-) -> RoleView:
-    """Return one role's row of the view.
-
-    Args:
-        record: The role.
-        now: The present.
-        copy_role: Its state as one of two copies of a shard: "primary", ...
-        restarts_before: Restarts in previous sessions of the run.
-    """
-    state = record.presence.value
-    if record.presence is Presence.PRESENT:
-        state = copy_role or record.state or state
-    elif record.presence is Presence.LAUNCHED and record.restarts:
-        state = "restarting"
-    heard = record.presence is Presence.PRESENT
-    return RoleView(
-        name=record.name,
-        state=state,
-        rate=record.rate.per_second if record.is_alive else None,
-        last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
-        restarts=restarts_before + record.restarts,
-        pid=record.pid if record.is_alive else None,
-        # JSON has no NaN.
-        counters={k: v for k, v in record.counters.items() if math.isfinite(v)},
-    )
-
-
-def staleness(shards: Iterable[RoleRecord]) -> tuple[float | None, ...]:
-    """Return mean, p95 and maximum of the staleness over shards that have applied pushes.
-
-    The mean is weighted by pushes. The p95 is that of the worst shard: shards do not report their
-    distributions.
-    """
-    reported = [shard.counters for shard in shards if shard.counters.get("pushes_applied")]
-    if not reported:
-        return None, None, None
-    n_pushes = sum(counters["pushes_applied"] for counters in reported)
-    weighted = sum(
-        counters["pushes_applied"] * counters.get("staleness_mean", 0.0) for counters in reported
-    )
-    return (
-        weighted / n_pushes,
-        max(counters.get("staleness_p95", 0.0) for counters in reported),
-        max(counters.get("staleness_max", 0.0) for counters in reported),
-    )
-
-
-def total(records: Iterable[RoleRecord], counter: str) -> int:
-    # Roles report these numbers: negative, infinite or NaN ones are dropped.
-    reported = (record.total(counter) for record in records)
-    return int(sum(n for n in reported if 0.0 <= n <= COUNT_MAX))
-
-
-def figures_of(job: JobState) -> dict[str, float]:
-    """Return the coordinator's counters that the algorithm wants shown; empty without one."""
-    coordinator = job.members.coordinator
-    counters = {} if coordinator is None else coordinator.counters
-    return {
-        name: counters[name]
-        for name in job.config.fields
-        if math.isfinite(counters.get(name, math.nan))
-    }
-
-
-def _by_shard(members: Membership) -> Iterable[list[RoleRecord]]:
-    found: dict[Address, list[RoleRecord]] = {}
-    for record in members.of("shard"):
-        found.setdefault(record.shard, []).append(record)
-    return found.values()
-
-
-def _applied(job: JobState) -> int:
-    if job.members.coordinator is None:
-        return job.failover.pushes_applied
-    # Under a coordinator the clocks count its commands: pushes wait for their commit.
-    taken = (total(copies, "pushes_applied") for copies in _by_shard(job.members))
-    return job.metrics.before.pushes_applied + min(taken, default=0)
-
-
-def view_of(job: JobState, *, phase: Phase, now: Seconds) -> JobView:
-    """Return the view of the whole job at one moment."""
-    metrics, members, failover = job.metrics, job.members, job.failover
-    before = metrics.before
-    # Losses are known from two sides, and neither sees all of them: replicas miss pushes of
-    # their present incarnation, shards' clocks fall behind what they reported. Take the larger.
-    missed = total(members.training, "pushes_lost")
-    lost = max(missed, failover.pushes_lost)
-    if members.coordinator is not None:
-        lost = 0  # a push that is lost is repeated until the sum is complete
-    # One push goes to several shards and is refused if any of them refuses it, so the true
-    # number is at least that of the shard that refused most.
-    refused = (total(copies, "pushes_refused") for copies in _by_shard(members))
-    stop = job.config.stop
-    reached = metrics.reached(now)
-    shards = members.of("shard")
-    # Traffic is taken from the clients' counters: a shard does not see reads from shared memory,
-    # and its own counters include replication to the backup.
-    clients = [record for record in members if record.kind != "shard"]
-    stale = members.coordinator is None  # else every chunk is computed at the requested point
-    mean, p95, largest = staleness([r for r in shards if failover.is_primary(r) and stale])
-    return JobView(
-        now=now,
-        seconds=metrics.seconds(now),
-        training_seconds=metrics.training_seconds(now),
-        phase=phase,
-        stop_reason=job.shutdown.reason,
-        error=None if job.shutdown.interrupted else job.shutdown.error,
-        samples=metrics.samples,
-        total_samples=None if stop is None else stop.total_samples,
-        eta_seconds=None if stop is None else stop.eta_seconds(reached),
-        progress=None if stop is None else stop.progress(reached),
-        step=metrics.step,
-        samples_per_second=metrics.samples_per_second,
-        loss=metrics.loss,
-        metric_name=metrics.metric_name,
-        metric=metrics.metric,
-        held_out_loss=metrics.held_out_loss,
-        best_metric=metrics.best_metric,
-        best_metric_seconds=metrics.best_metric_seconds,
-        staleness_mean=mean,
-        staleness_p95=p95,
-        staleness_max=largest,
-        bytes_in=before.bytes_in + total(clients, "bytes_out"),
-        bytes_out=before.bytes_out + total(clients, "bytes_in"),
-        pushes_applied=_applied(job),
-        pushes_refused=before.pushes_refused + max(refused, default=0),
-        pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
-        figures=figures_of(job),
-        roles=tuple(
-            role_view(
-                record,
-                now,
-                copy_role=failover.copy_role(record),
-                restarts_before=before.restarts.get(record.name, 0),
-            )
-            for record in members
-        ),
-        history=tuple(metrics.history),
-        messages=tuple(metrics.messages),
-    )
-
-
-@final
-class WarmStartPhase:
-    """Lets replica 0 train alone for some steps before the other replicas begin.
-
-    "Warmstarting model training with only a single replica before unleashing the other replicas"
-    makes more replicas usable (Dean et al. 2012, section 4.1).
-
-    Args:
-        members: All roles of the job.
-        allowances: Bounds of how far replicas may train.
-        n_steps: Steps of replica 0, over all its incarnations, before the others begin.
-    """
-
-    def __init__(self, members: Membership, allowances: Allowances, *, n_steps: int) -> None:
-        self._members = members
-        self._allowances = allowances
-        self._n_left = n_steps
-
-    @property
-    def is_over(self) -> bool:
-        replicas = self._members.of("replica")
-        # Without replica 0 nobody would ever end the warm start.
-        return self._n_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
-
-    def progressed(self, record: RoleRecord, message: Progress) -> None:
-        """Count steps of replica 0; `record` is as it was before the message."""
-        if record.index == 0:
-            self._n_left -= max(0, message.step - record.step)
-
-    def release(self) -> list[Action]:
-        """Return `StartTraining` for every role that may begin and has not been asked to."""
-        replicas = self._members.of("replica")
-        actions: list[Action] = []
-        first = self._members.of("coordinator")
-        for record in first + (replicas if self.is_over else replicas[:1]):
-            if record.introduced_at is None or record.begun or not record.is_alive:
-                continue
-            record.begun = True
-            begin = self._allowances.begin(record)
-            actions.append(Send(receiver=record.name, message=begin))
-        return actions
-
-
-@final
-class JobPhases:
-    """Decides when training begins, whether it stalls, and why it ends.
-
-        starting --replica 0 trains--> warm start --the rest begin--> training
-               any of them --a reason--> stopping, saving --> done, failed, interrupted
-
-    A reason is: a rule of [stop] is met; the driver asks for it (`request_stop`); the coordinator
-    has finished; no replica is left. `Shutdown` does what follows.
-    """
-
-    def __init__(self, job: JobState) -> None:
-        self._config = job.config
-        self._members = job.members
-        self._failover = job.failover
-        self._metrics = job.metrics
-        self._evaluations = job.evaluations
-        self._checkpoints = job.checkpoints
-        self._shutdown_state = job.shutdown
-        self._warm_start = WarmStartPhase(
-            job.members, job.allowances, n_steps=job.config.warm_start_steps
-        )
-        self._progress_at: Seconds = 0.0
-        self._requested_end: str | None = None
-
-    @property
-    def present(self) -> Phase:
-        ending = self._shutdown_state
-        match ending.stage:
-            case ShutdownStage.OVER if ending.interrupted:
-                return "interrupted"
-            case ShutdownStage.OVER:
-                return "done" if ending.error is None else "failed"
-            case ShutdownStage.KEEP:
-                return "saving"
-            case ShutdownStage.DRAIN | ShutdownStage.CLOSE:
-                return "stopping"
-            case _:
-                return self._running_phase
-
-    @property
-    def _running_phase(self) -> Phase:
-        replicas = self._replicas
-        if any(r.is_at_work for r in [*self._members.of("coordinator"), *replicas]):
-            return "training" if self._warm_start.is_over else "warm start"
-        if self._config.stop is None and self._failover.all_have_primary:
-            return "training"  # a standalone parameter server that is ready
-        alive = [replica for replica in replicas if replica.is_alive]
-        if alive and all(r.presence is Presence.WAITING for r in alive):
-            return "waiting for hosts"
-        return "resuming" if self._metrics.samples else "starting"
-
-    @property
-    def _replicas(self) -> list[RoleRecord]:
-        return self._members.of("replica")
-
-    def request_stop(self, reason: str) -> None:
-        self._requested_end = self._requested_end or reason
-
-    def note_activity(self, now: Seconds) -> None:
-        self._progress_at = now
-
-    def add_delay(self, seconds: Seconds) -> None:
-        self._progress_at += seconds
-
-    def progressed(self, record: RoleRecord, message: Progress, now: Seconds) -> None:
-        """Note steps of a replica or of the coordinator; `record` is as it was before."""
-        if self._metrics.training_since is None:
-            self._evaluations.begin(now)
-            self._checkpoints.begin(now)
-        self._warm_start.progressed(record, message)
-        self.note_activity(now)
-        self._metrics.progress(record, message, now)
-        record.progressed = True
-        if self._shutdown_state.stage is ShutdownStage.RUN:
-            self.end_if_due(now)
-
-    def report_stall(self, now: Seconds) -> list[Action]:
-        """Return a warning that names the replicas if none has taken a step for long."""
-        waited = now - self._progress_at
-        if self._config.stop is None or waited < self._config.stall_seconds:
-            return []
-        self.note_activity(now)  # warn once per period
-        begun = [replica for replica in self._replicas if replica.begun]
-        states = listed(f"{r.label}: {r.state or 'starting'}" for r in begun)
-        if not states:
-            return []
-        text = f"no step in the last {waited:.0f} s ({states})"
-        return [self._metrics.report(text, now, "warning")]
-
-    def advance(self, now: Seconds) -> list[Action]:
-        """Start the roles that may begin; end the job if no replica is left."""
-        actions = self._warm_start.release()
-        self._follow_coordinator(now)
-        self._end_without_replicas(now)
-        return actions
-
-    def end_if_due(self, now: Seconds) -> None:
-        """End the job if the driver asked for that or a rule of [stop] is met."""
-        if self._requested_end is not None:
-            self._shutdown_state.begin(self._requested_end, now)
-        if self._config.stop is not None:
-            reason = self._config.stop.reason(self._metrics.reached(now))
-            if reason is not None:
-                self._shutdown_state.begin(reason, now)
-
-    def _follow_coordinator(self, now: Seconds) -> None:
-        coordinator = self._members.coordinator
-        if coordinator is None:
-            return
-        if coordinator.begun and self._metrics.training_since is None:
-            self._metrics.training_since = self._progress_at = now
-            self._evaluations.begin(now)
-            self._checkpoints.begin(now)
-        if coordinator.has_finished:
-            # The job ends with its coordinator, whose counters say whether it succeeded.
-            verdict = self._config.verdict(coordinator.counters)
-            error = verdict.reason if verdict.failed else None
-            self._shutdown_state.begin(verdict.reason, now, error=error)
-
-    def _end_without_replicas(self, now: Seconds) -> None:
-        replicas = self._replicas
-        if not replicas or any(replica.is_alive for replica in replicas):
-            return
-        if any(replica.presence is Presence.FINISHED for replica in replicas):
-            self._shutdown_state.begin("every replica has taken all its steps", now)
-            return
-        whys = {r.failure for r in replicas if r.failure}
-        error = "every replica is lost" + (f": {listed(sorted(whys))}" if whys else "")
-        self._shutdown_state.begin(error, now, error=error)
-
-
-TICK_SECONDS = 0.25
-N_RECORDS_MAX = 1024
-
-_TICK = "supervisor:tick"
-_DEADLINE = "supervisor:deadline"
-
-
-SupervisorMessage = (
-    Join
-    | Heartbeat
-    | Finished
-    | Failed
-    | Progress
-    | EvaluationDone
-    | CheckpointSaved
-    | BackupUnresponsive
-    | BackupInSync
-    | Stop
+RoleToSupervisor = (
+    wire.Join
+    | wire.Heartbeat
+    | wire.Finished
+    | wire.Failed
+    | wire.Progress
+    | wire.EvaluationDone
+    | wire.CheckpointSaved
+    | wire.BackupUnresponsive
+    | wire.BackupInSync
+    | wire.Stop
 )
 
 
 @final
 class Supervisor:
-    """The role `supervisor`: a pure state machine, events in, actions out."""
+    """The role `supervisor`: a pure state machine, events in, actions out.
 
-    accepts: Final = message_types(SupervisorMessage)
+    Args:
+        config: Of the job.
+        cluster: How it uses hosts that join; None: all roles run on this host.
+        policy: Decides which host runs a role.
+    """
 
-    def __init__(self, config: SupervisorConfig) -> None:
+    accepts: Final = message_types(RoleToSupervisor | HostToSupervisor)
+
+    def __init__(
+        self,
+        config: SupervisorConfig,
+        cluster: ClusterConfig | None = None,
+        *,
+        policy: PlacementPolicy | None = None,
+    ) -> None:
         self._config = config
-        self._job = JobState.open(config)
-        self._members = self._job.members
-        self._failover = self._job.failover
-        self._metrics = self._job.metrics
-        self._evaluations = self._job.evaluations
-        self._checkpoints = self._job.checkpoints
-        self._shutdown_state = self._job.shutdown
-        self._heartbeats = Heartbeats(self._job)
-        self._shutdown = Shutdown(self._job, heartbeats=self._heartbeats)
-        self._restart_policy = RestartPolicy(self._job, heartbeats=self._heartbeats)
-        self._phases = JobPhases(self._job)
-        self._tick_at: Seconds = 0.0
+        self.members = Membership(
+            config.roster, incarnation=config.first_incarnation, admits_guests=config.admits_guests
+        )
+        self.failover = ShardFailover(
+            self.members, first=config.first_incarnation, clocks=config.before.clocks
+        )
+        self.metrics = JobMetrics(
+            metric_name=config.metric_name,
+            higher_is_better=config.higher_is_better,
+            before=config.before,
+        )
+        self.evaluations = Evaluations(every=config.evaluate_every)
+        self.checkpoints = Checkpoints(every=config.snapshot_every, first=config.first_label)
+        self.shutdown = Shutdown()
+        self.allowances = Allowances(self.members, self.metrics, config)
+        self.scheduler = Scheduler(
+            self.members,
+            self.metrics,
+            self.shutdown,
+            stable_seconds=config.stable_seconds,
+            on_end=self._ended,
+            cluster=cluster,
+            policy=policy or ReplicasAnywhere(),
+        )
+        self._has_begun = False
+        self._clock = Silence()  # our own tick, and the progress of all replicas
+        self._requested_end: str | None = None
         self._report_at: Seconds = 0.0
         self._records: list[JobView] = []
 
@@ -423,250 +136,696 @@ class Supervisor:
         match event:
             case Started():
                 actions = self._start(now)
+            case Received(sender=sender) if sender.startswith(HOST):
+                actions = self.scheduler.receive(event, now)
             case Received():
                 actions = self._receive(event, now)
             case TimerFired(name=name) if name == _TICK:
                 actions = self._tick(now)
-            case TimerFired(name=name) if name.startswith(liveness.TIMER):
-                role = Address(name.removeprefix(liveness.TIMER))
-                actions = self._restart_policy.confirm_death(role, now)
+            case TimerFired(name=name) if name.startswith(_LOST):
+                actions = self._confirm_death(Address(name.removeprefix(_LOST)), now)
             case PeerLost():
-                actions = self._restart_policy.process_ended(event, now)
+                self.scheduler.ended_here(event.peer, event.incarnation)
+                actions = self._ended(event.peer, event.incarnation, event.reason, now)
             case _:
                 actions = []
-        return [*actions, *self._advance(now)]
+        actions += self._begin_if_due(now)
+        actions += self._advance(now)
+        return [*actions, *self.scheduler.place(now)]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return the phase, and the samples and steps of all replicas."""
-        metrics = self._metrics
-        return self._phases.present, {
-            "samples": float(metrics.samples),
-            "steps": float(metrics.step),
-        }
+        metrics = self.metrics
+        return self.phase, {"samples": float(metrics.samples), "steps": float(metrics.step)}
 
     @property
-    def job(self) -> JobState:
-        return self._job
+    def _runs(self) -> bool:
+        return self.shutdown.stage is ShutdownStage.RUN
 
     @property
     def interrupted(self) -> bool:
-        return self._shutdown_state.interrupted
+        return self.shutdown.interrupted
 
     @property
     def error(self) -> str | None:
-        return self._shutdown_state.error
+        return self.shutdown.error
 
     def request_stop(self, reason: str) -> None:
-        self._phases.request_stop(reason)
+        """End the job at the next tick."""
+        self._requested_end = self._requested_end or reason
 
     def take_records(self) -> list[JobView]:
         """Return the views to append to the metrics file, and forget them."""
         records, self._records = self._records, []
         return records
 
-    def view(self, now: Seconds) -> JobView:
-        return view_of(self._job, phase=self._phases.present, now=now)
+    def _log(self, now: Seconds, event: LogEvent) -> Action:
+        return self.metrics.log(event, now)
+
+    # --- start and tick
 
     def _start(self, now: Seconds) -> list[Action]:
-        self._metrics.started_at = now
-        self._phases.note_activity(now)
-        self._report_at = now + self._config.report_every
-        return [*self._heartbeats.launch_all(now), self._next_tick(now)]
+        self.metrics.started_at = now
+        for record in self.members:
+            record.presence = Presence.WAITING
+        return [*self.scheduler.start(now), self._set_tick(now)]
 
-    def _next_tick(self, now: Seconds) -> SetTimer:
-        self._tick_at = now + TICK_SECONDS
-        return SetTimer(name=_TICK, at=self._tick_at)
-
-    def _tick(self, now: Seconds) -> list[Action]:
-        late = now - self._tick_at
-        if late > TICK_SECONDS:  # this process was suspended: the roles may not be silent at all
-            self._members.add_delay(late)
-            self._shutdown_state.add_delay(late)
-            self._phases.add_delay(late)
-        actions: list[Action] = [self._next_tick(now)]
-        stage = self._shutdown_state.stage
-        if stage < ShutdownStage.CLOSE:
-            actions += self._replace_silent_primaries(now)
-        if stage < ShutdownStage.CLOSE or not self._shutdown_state.interrupted:
-            reports, dead = self._heartbeats.silent(now)
-            actions += reports
-            for record, why in dead:
-                actions += self._restart_policy.handle_death(record, why, now)
-        if self._shutdown_state.stage is ShutdownStage.RUN:
-            actions += self._due_requests(now)
-            actions += self._phases.report_stall(now)
-            self._phases.end_if_due(now)
-        if now >= self._report_at and self._metrics.training_since is not None:
-            self._record(now)
+    def _begin_if_due(self, now: Seconds) -> list[Action]:
+        if self._has_begun or not self._runs:
+            return []
+        self._has_begun, actions = self.scheduler.may_begin(now)
+        if self._has_begun:
+            self.metrics.started_at = now
+            self._clock.heard(now)
+            self._report_at = now + self._config.report_every
+            for record in self.members:
+                record.begin_incarnation(record.incarnation, now)
+                self.scheduler.launch(record)
         return actions
 
-    def _replace_silent_primaries(self, now: Seconds) -> list[Action]:
-        if self._shutdown_state.interrupted:
-            return []
-        sends, deposed = self._failover.tick(now)
-        actions: list[Action] = [*sends]
-        for record in deposed:
-            why = f"silent for {now - record.heard_at:.1f} s"
-            actions += self._restart_policy.handle_death(record, why, now)
+    def _set_tick(self, now: Seconds) -> Action:
+        return SetTimer(name=_TICK, at=self._clock.expect(now + TICK_SECONDS))
+
+    def _tick(self, now: Seconds) -> list[Action]:
+        late = self._clock.woke(now)
+        if late > TICK_SECONDS:  # this process was suspended: the roles may not be silent at all
+            self.members.add_delay(late)
+            self.shutdown.add_delay(late)
+        actions: list[Action] = [self._set_tick(now)]
+        actions += self.scheduler.tick(now, late=late if late > TICK_SECONDS else 0.0)
+        if self.shutdown.stage < ShutdownStage.CLOSE and not self.shutdown.interrupted:
+            sends, demoted = self.failover.tick(now)
+            actions += sends
+            for record in demoted:
+                why = f"silent for {now - record.heard_at:.1f} s"
+                actions += self._handle_death(record, why, now)
+        if self.shutdown.stage < ShutdownStage.CLOSE or not self.shutdown.interrupted:
+            actions += self._check_silence(now)
+        if self._runs:
+            actions += self._due_requests(now)
+            actions += self._report_stall(now)
+            self._end_if_due(now)
+        if now >= self._report_at and self.metrics.training_since is not None:
+            self._record(now)
         return actions
 
     def _due_requests(self, now: Seconds) -> list[Action]:
         actions: list[Action] = []
-        evaluator = self._members.evaluator
+        evaluator = self.members.evaluator
         if evaluator is not None and evaluator.has_joined:
-            request = self._evaluations.due(now)
+            request = self.evaluations.due(now)
             if request is not None:
                 actions.append(Send(receiver=evaluator.name, message=request))
-        if self._failover.all_have_primary:
-            if self._config.stop is None and not self._checkpoints.has_begun:
-                self._checkpoints.begin(now)  # a standalone server gets no Progress
-            if self._checkpoints.is_due(now):
-                actions += self._shutdown.save(now)
+        if self.failover.all_have_primary:
+            if self._config.stop is None and not self.checkpoints.has_begun:
+                self.checkpoints.begin(now)  # a standalone server gets no Progress
+            if self.checkpoints.is_due(now):
+                actions += self._save(now)
         return actions
+
+    def _report_stall(self, now: Seconds) -> list[Action]:
+        waited = self._clock.stalled(now)
+        if self._config.stop is None or waited < self._config.stall_seconds:
+            return []
+        self._clock.heard(now)  # warn once per period
+        states = ", ".join(
+            f"{record.label}: {record.state or 'starting'}"
+            for record in self.members.of("replica")
+            if record.begun
+        )
+        event = LogEvent("stalled", seconds=waited, detail=states)
+        return [self._log(now, event)] if states else []
 
     def _record(self, now: Seconds) -> None:
         self._report_at = now + self._config.report_every
-        self._metrics.close_interval(now)
+        self.metrics.close_interval(now)
         self._records.append(self.view(now))
         del self._records[:-N_RECORDS_MAX]
 
+    # --- messages
+
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
+        message = event.message
         if event.sender == USER:
-            return self._user(event.message, now)
-        record = self._members.admit(event.sender, event.incarnation, now)
+            return self._user(message, now)
+        record = self.members.admit(event.sender, event.incarnation, now)
         if record is None:
             raise RemoteProtocolError(
-                f"{event.sender} is not a member of the job: {type(event.message).__name__} ignored"
+                f"{event.sender} is not a member of the job: {type(message).__name__} ignored"
             )
         if event.incarnation != record.incarnation or not record.is_alive:
             return []  # from an earlier incarnation
-        return [*self._heartbeats.heard(record, now), *self._dispatch(record, event.message, now)]
+        if isinstance(message, wire.Failed):
+            host = self.scheduler.to_blame(record, message)
+            if host is not None:
+                return self.scheduler.reject(host, f"{record.label} there: {message.error}", now)
+        return [*self._heard(record, now), *self._dispatch(record, message, now)]
 
-    def _user(self, message: Message, now: Seconds) -> list[Action]:
-        if not isinstance(message, Stop):
+    def _user(self, message: wire.Message, now: Seconds) -> list[Action]:
+        if not isinstance(message, wire.Stop):
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
-        if self._shutdown_state.interrupted:  # a second Ctrl+C: end at once
-            return self._shutdown.halt(now)
-        if self._config.stop is None and self._shutdown_state.stage is ShutdownStage.RUN:
-            self._shutdown_state.begin(message.reason, now)  # the normal end of a standalone server
+        if self.interrupted:  # a second Ctrl+C: end at once
+            return self._halt(now)
+        if self._config.stop is None and self._runs:
+            self.shutdown.begin(message.reason, now)  # the normal end of a standalone server
         else:
-            self._shutdown_state.interrupt(message.reason, now)
-        return [self._metrics.report(f"{message.reason}: stopping", now)]
+            self.shutdown.interrupt(message.reason, now)
+        return [self._log(now, LogEvent("stopping", reason=message.reason))]
 
-    def _dispatch(self, record: RoleRecord, message: Message, now: Seconds) -> list[Action]:
+    def _dispatch(self, record: RoleRecord, message: wire.Message, now: Seconds) -> list[Action]:
         match message:
-            case Join():
-                return self._heartbeats.joined(record, message, now)
-            case Heartbeat():
-                before = record.counters.get("samples", 0.0)
-                actions = self._heartbeats.heartbeat(record, message, now)
-                if record.trains and record.counters.get("samples", 0.0) > before:
-                    self._phases.note_activity(now)  # a large batch makes progress without a step
-                return [*actions, *self._repeated_requests(record, now)]
-            case Finished():
-                return self._finished(record, message, now)
-            case Failed():
-                return self._failed(record, message, now)
-            case _:
-                return self._dispatch_work(record, message, now)
-
-    def _dispatch_work(self, record: RoleRecord, message: Message, now: Seconds) -> list[Action]:
-        match message:
-            case Progress():
-                return self._progressed(record, message, now)
-            case EvaluationDone():
-                self._evaluated(record, message, now)
-            case CheckpointSaved():
-                return self._saved(record, message, now)
-            case BackupUnresponsive() | BackupInSync():
-                return self._paired(record, message, now)
+            case wire.Join():
+                actions = self._joined(record, message, now)
+            case wire.Heartbeat():
+                actions = self._heartbeat(record, message, now)
+            case wire.Finished():
+                actions = self._finished(record, message, now)
+            case wire.Failed():
+                actions = self._failed(record, message, now)
+            case wire.Progress() if record.kind in {"replica", "coordinator"}:
+                actions = self._progressed(record, message, now)
+            case wire.EvaluationDone() if record.kind == "evaluator":
+                actions = self._evaluated(message, now)
+            case wire.CheckpointSaved() if record.kind in {"shard", "coordinator"}:
+                error = self.checkpoints.answered(record.shard, message, now)
+                event = LogEvent("not_saved", record.name, reason=error or "")
+                actions = [self._log(now, event)] if error else []
+            case wire.BackupUnresponsive() | wire.BackupInSync() if record.kind == "shard":
+                news, sends = self.failover.reported(record, message, now)
+                actions = [*sends, *([self._log(now, news)] if news else [])]
             case _:
                 raise RemoteProtocolError(
-                    f"{record.name} sent the supervisor {type(message).__name__}"
+                    f"{record.name} sent the supervisor {type(message).__name__}, which is not for "
+                    f"a {record.kind} to send"
                 )
-        return []
+        return actions
 
-    def _repeated_requests(self, record: RoleRecord, now: Seconds) -> list[Action]:
-        messages: list[Message | None] = []
-        if record.stopped:
-            messages.append(self._shutdown.stop_message())
-        elif record.begun:
-            messages.append(self._job.allowances.repeat(record))
-        is_primary = record.kind == "shard" and self._failover.is_primary(record)
-        if is_primary or record.kind == "coordinator":
-            messages.append(self._checkpoints.repeat(record.shard, now))
-        elif record.kind == "evaluator":
-            messages.append(self._evaluations.repeat(now))
-        return [Send(receiver=record.name, message=m) for m in messages if m]
-
-    def _progressed(self, record: RoleRecord, message: Progress, now: Seconds) -> list[Action]:
-        if record.kind not in {"replica", "coordinator"}:
-            raise RemoteProtocolError(f"{record.name} sent Progress, but does not train")
-        self._phases.progressed(record, message, now)
-        begin = None
-        if self._shutdown_state.stage is ShutdownStage.RUN:
-            begin = self._job.allowances.after_progress(record)
+    def _progressed(self, record: RoleRecord, message: wire.Progress, now: Seconds) -> list[Action]:
+        if self.metrics.training_since is None:
+            self._begin_rounds(now)
+        self.allowances.progressed(record, message)
+        self._clock.heard(now)
+        self.metrics.progress(record, message, now)
+        record.progressed = True
+        if self._runs:
+            self._end_if_due(now)
+        begin = self.allowances.after_progress(record) if self._runs else None
         return [Send(receiver=record.name, message=begin)] if begin else []
 
-    def _evaluated(self, record: RoleRecord, message: EvaluationDone, now: Seconds) -> None:
-        if record.kind != "evaluator":
-            raise RemoteProtocolError(f"{record.name} sent EvaluationDone, but does not evaluate")
-        if self._evaluations.answered(message) is None:
-            return
-        self._metrics.measured(message, now)
-        if self._shutdown_state.stage is ShutdownStage.RUN:
-            self._record(now)
-            self._phases.end_if_due(now)
+    def _begin_rounds(self, now: Seconds) -> None:
+        self.evaluations.begin(now)
+        self.checkpoints.begin(now)
 
-    def _saved(self, record: RoleRecord, message: CheckpointSaved, now: Seconds) -> list[Action]:
-        error = self._checkpoints.answered(record.shard, message, now)
-        if error is None:
-            return []
-        text = f"{record.label} could not save its checkpoint: {error}"
-        return [self._metrics.report(text, now, "error")]
+    def _evaluated(self, message: wire.EvaluationDone, now: Seconds) -> list[Action]:
+        if self.evaluations.answered(message):
+            self.metrics.measured(message, now)
+            if self._runs:
+                self._record(now)
+                self._end_if_due(now)
+        return []
 
-    def _paired(
-        self, record: RoleRecord, message: BackupUnresponsive | BackupInSync, now: Seconds
-    ) -> list[Action]:
-        if record.kind != "shard":
-            raise RemoteProtocolError(
-                f"{record.name} sent {type(message).__name__}, but is no shard"
-            )
-        text = self._failover.report_text(record, message)
-        actions = self._failover.handle_report(record, message, now)
-        return [*actions, *([self._metrics.report(text, now)] if text else [])]
-
-    def _finished(self, record: RoleRecord, message: Finished, now: Seconds) -> list[Action]:
+    def _finished(self, record: RoleRecord, message: wire.Finished, now: Seconds) -> list[Action]:
+        moves = self.scheduler.finished(record, now)
+        if moves is not None:
+            return moves
         record.counters.update(message.counters)
         record.has_finished = True
-        self._failover.count(record)
-        return self._heartbeats.finished(record, now)
+        self.failover.count(record)
+        return self._end_role(record, now)
 
-    def _failed(self, record: RoleRecord, message: Failed, now: Seconds) -> list[Action]:
+    def _failed(self, record: RoleRecord, message: wire.Failed, now: Seconds) -> list[Action]:
         error = formatting.without_control_characters(message.error)
         record.failure = error
-        if message.culprit_is_job and record.kind != "guest":
-            reason = f"{record.label}: {error}"
-            self._shutdown_state.begin(reason, now, error=reason)
-            why = f"failed: {error}"
-            actions = self._heartbeats.leave_out(record, why, now)
-            if record.kind == "shard":
-                was_primary = self._failover.was_primary(record)
-                actions += self._restart_policy.replace(record, why, now, was_primary=was_primary)
-            self._restart_policy.cancel_requests(record)
+        if not message.culprit_is_job or record.kind == "guest":
+            return []  # its process ends now; the launcher reports that (PeerLost)
+        reason = f"{record.label}: {error}"
+        self.shutdown.begin(reason, now, error=reason)
+        failed = LogEvent("role_failed", record.name, record.incarnation, reason=error)
+        actions = self._leave_out(record, failed, now)
+        if record.kind == "shard":
+            was_primary = self.failover.was_primary(record)
+            actions += self._take_over(record, f"failed: {error}", now, was_primary=was_primary)
+        self._cancel_requests(record)
+        return actions
+
+    # --- membership and heartbeats
+
+    def _joined(self, record: RoleRecord, message: wire.Join, now: Seconds) -> list[Action]:
+        if not (message.endpoint + message.host).isascii():
+            raise RemoteProtocolError(f"{record.name} joins from {message.endpoint!a}")
+        if not record.join(message):
+            return self._introduce(record, now)
+        connect = Connect(
+            peer=record.name,
+            incarnation=record.incarnation,
+            endpoint=message.endpoint,
+            host=message.host,
+        )
+        # Those of a first incarnation were shown before the start.
+        warnings = message.warnings if record.restarts else ()
+        # The primary is chosen first: clients wait for it.
+        promotions = self.failover.joined(record, now)
+        return [
+            connect,
+            *(self._log(now, LogEvent("role_warns", record.name, reason=w)) for w in warnings),
+            *self._notify_peers(record, now),
+            *self._introduce(record, now),
+            *promotions,
+        ]
+
+    def _introduce(self, record: RoleRecord, now: Seconds) -> list[Action]:
+        if (
+            record.kind != "shard"
+            and record.introduced_at is None
+            and not self.failover.all_have_primary
+        ):
+            return []  # a client waits until all shards are there
+        record.introduced_at = now
+        return [Send(receiver=record.name, message=self.members.peers_of(record))]
+
+    def _notify_peers(self, record: RoleRecord, now: Seconds) -> list[Action]:
+        actions: list[Action] = []
+        for other in self.members:
+            if other.has_joined and record.needs(other):
+                actions += self._introduce(other, now)
+        return actions
+
+    def _heard(self, record: RoleRecord, now: Seconds) -> list[Action]:
+        was_away = record.presence is Presence.AWAY
+        silence = now - record.heard_at
+        record.heard_at, record.presence = now, Presence.PRESENT
+        actions: list[Action] = []
+        if record.silence_reported:
+            record.silence_reported = False
+            event = LogEvent("role_back", record.name, seconds=silence)
+            actions.append(self._log(now, event))
+        return [*actions, *(self._notify_peers(record, now) if was_away else [])]
+
+    def _heartbeat(self, record: RoleRecord, message: wire.Heartbeat, now: Seconds) -> list[Action]:
+        samples = record.counters.get("samples", 0.0)
+        record.state = formatting.without_control_characters(message.state)
+        record.counters = message.counters
+        if record.trains and record.counters.get("samples", 0.0) > samples:
+            self._clock.heard(now)  # a large batch makes progress without a step
+        self._count(record, now)
+        actions: list[Action] = []
+        if record.has_joined:
+            actions.append(Send(receiver=record.name, message=wire.HeartbeatAck()))
+            actions += self.failover.heartbeat(record, now)
+            at = record.introduced_at
+            if at is not None and now - at >= INTRODUCE_SECONDS:
+                actions += self._introduce(record, now)
+        return [*actions, *self._repeated_requests(record, now)]
+
+    def _count(self, record: RoleRecord, now: Seconds) -> None:
+        counter = "pushes_applied" if record.kind == "shard" else "samples"
+        if record.kind == "shard" and record.state != _RESTORING:
+            self.failover.count(record)
+        # Under a coordinator replicas send no Progress.
+        driven = record.kind == "replica" and self.members.coordinator is not None
+        if driven or (record.kind == "shard" and counter in record.counters):
+            record.rate.add(now, record.counters.get(counter, 0.0))
+
+    def _repeated_requests(self, record: RoleRecord, now: Seconds) -> list[Action]:
+        messages: list[wire.Message | None] = []
+        if record.stopped:
+            messages.append(self._stop_message())
+        elif record.begun:
+            messages.append(self.allowances.repeat(record))
+        is_primary = record.kind == "shard" and self.failover.is_primary(record)
+        if is_primary or record.kind == "coordinator":
+            messages.append(self.checkpoints.repeat(record.shard, now))
+        elif record.kind == "evaluator":
+            messages.append(self.evaluations.repeat(now))
+        return [Send(receiver=record.name, message=m) for m in messages if m]
+
+    def _check_silence(self, now: Seconds) -> list[Action]:
+        actions: list[Action] = []
+        dead: list[tuple[RoleRecord, str]] = []
+        for record in list(self.members):
+            # A primary whose backup cannot take over holds what nobody else has. So if both copies
+            # are silent, the backup is killed first.
+            alone = self.failover.is_irreplaceable(record, now)
+            dead_after = self._config.dead_seconds * (2 if alone else 1)
+            why = self._config.cause_of_death(record, now, dead_after=dead_after)
+            if why is not None:
+                dead.append((record, why))
+            elif record.presence is Presence.PRESENT:
+                actions += self._report_if_silent(record, now, dead_after=dead_after)
+        for record, why in dead:
+            actions += self._handle_death(record, why, now)
+        return actions
+
+    def _report_if_silent(
+        self, record: RoleRecord, now: Seconds, *, dead_after: Seconds
+    ) -> list[Action]:
+        silence, is_guest = now - record.heard_at, record.kind == "guest"
+        limit = self._config.dead_seconds if is_guest else self._config.silent_seconds
+        if record.silence_reported or silence <= limit:
+            return []
+        if is_guest:
+            record.presence = Presence.AWAY
+            away = LogEvent("guest_away", record.name, seconds=silence)
+            return [self._log(now, away), *self._notify_peers(record, now)]
+        record.silence_reported = True
+        event = LogEvent(
+            "role_silent", record.name, record.incarnation, seconds=silence, limit=dead_after
+        )
+        return [self._log(now, event)]
+
+    # --- deaths
+
+    def _ended(
+        self, name: Address, incarnation: int, reason: str, now: Seconds, *, at_once: bool = False
+    ) -> list[Action]:
+        """Handle the end of a process; its last messages may still come, unless `at_once`."""
+        record = self.members.get(name)
+        if record is None or incarnation != record.incarnation or not record.is_alive:
+            return []
+        record.end = reason
+        if at_once or self.interrupted or self.shutdown.stage >= ShutdownStage.CLOSE:
+            return self._confirm_death(name, now)
+        return [SetTimer(name=f"{_LOST}{name}", at=now + LAST_MESSAGES_SECONDS)]
+
+    def _confirm_death(self, name: Address, now: Seconds) -> list[Action]:
+        record = self.members.get(name)
+        if record is None or record.end is None or not record.is_alive:
+            return []
+        why = f"failed ({record.failure})" if record.failure else record.end
+        return self._handle_death(record, why, now)
+
+    def _handle_death(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
+        """Handle the death of a role: restart it unless the job no longer needs it."""
+        stage = self.shutdown.stage
+        if self.interrupted or (stage >= ShutdownStage.CLOSE and record.end):
+            return self._end_role(record, now)
+        if stage >= ShutdownStage.CLOSE or (record.trains and stage is not ShutdownStage.RUN):
+            event = LogEvent("role_died_at_end", record.name, reason=why)
+            ended = self.scheduler.terminate(record.name)
+            return [self._log(now, event), *ended, *self._end_role(record, now)]
+        was_primary = self.failover.was_primary(record)
+        actions = self._restart(record, why, now)
+        if record.kind == "shard":
+            actions += self._take_over(record, why, now, was_primary=was_primary)
+        if not record.is_alive:
+            self._cancel_requests(record)
+            if record.kind == "coordinator":
+                self._fail("the coordinator", record, why, now)
+        return actions
+
+    def _restart(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
+        """Start a new incarnation of a dead role, or leave it out if it died too often."""
+        config = self._config
+        stable = record.was_stable(config.stable_seconds)
+        n_max = config.restarts_max(record.kind, trains=record.trains)
+        if record.restarts_in_a_row >= n_max and not (stable and n_max):
+            event = LogEvent(
+                "role_left_out",
+                record.name,
+                record.incarnation,
+                reason=why,
+                n=record.restarts_in_a_row,
+                limit=config.stable_seconds,
+            )
+            return self._leave_out(record, event, now)
+        record.restarts_in_a_row = 1 + (0 if stable else record.restarts_in_a_row)
+        record.restarts += 1
+        event = self.failover.restart_event(record, why, self.checkpoints, now)
+        reported = self._log(now, event)
+        # Copies of a shard share their incarnation numbers: they restore each other's
+        # checkpoints, which must always come from a lower incarnation.
+        copies = [record, *self.failover.copies(record.shard)]
+        ended = self.scheduler.terminate(record.name)  # the process may only be silent
+        record.begin_incarnation(1 + max(copy.incarnation for copy in copies), now)
+        self.scheduler.launch(record)
+        return [reported, *ended, *self._notify_peers(record, now)]
+
+    def _leave_out(self, record: RoleRecord, event: LogEvent, now: Seconds) -> list[Action]:
+        """Continue without this role, and without the ranks of its model-parallel group."""
+        actions: list[Action] = [self._log(now, event)]
+        group = [r for r in self.members.ranks_with(record) if r.is_alive]
+        if group:
+            names = tuple(other.name for other in group)
+            event = LogEvent("group_left_out", record.name, roles=names)
+            actions.append(self._log(now, event))
+        for each in (record, *group):
+            each.presence = Presence.LEFT_OUT
+            actions += self.scheduler.terminate(each.name)
+            actions += self._notify_peers(each, now)
+        return actions
+
+    def _end_role(self, record: RoleRecord, now: Seconds) -> list[Action]:
+        """Handle the planned end of a role."""
+        record.presence = Presence.FINISHED
+        if record.kind == "guest":
+            self.members.leave(record)
+        actions = self._notify_peers(record, now)
+        if record.kind == "shard" and not self.failover.is_primary(record):
+            actions += self.failover.lost(record)  # its primary need not wait for it
+        return actions
+
+    def _take_over(
+        self, record: RoleRecord, why: str, now: Seconds, *, was_primary: bool
+    ) -> list[Action]:
+        """Let the other copy of a shard take over from a dead one, if there is another."""
+        actions: list[Action] = [*self.failover.lost(record)]
+        primary = self.failover.primary(record.shard)
+        if was_primary and primary is not None and primary is not record:
+            save = self.checkpoints.repeat(record.shard, now, at_once=True)
+            actions += [Send(receiver=primary.name, message=save)] if save else []
+        if record.is_alive:
             return actions
-        return []  # its process ends now; the launcher reports that (PeerLost)
+        others = [copy for copy in self.failover.copies(record.shard) if copy.is_alive]
+        if not others:
+            self._fail(record.shard.replace("-", " "), record, why, now)
+        elif primary is None and others[0].has_joined:
+            # It is out of sync: only a new incarnation, with a checkpoint, can become primary.
+            why = f"is not in sync, and {record.label} will not come back"
+            actions += self._handle_death(others[0], why, now)
+        return actions
+
+    def _fail(self, what: str, record: RoleRecord, why: str, now: Seconds) -> None:
+        error = (
+            f"{what} cannot be kept alive after {record.restarts_in_a_row} restarts, none of which "
+            f"lasted {self._config.stable_seconds:g} s: it {why}"
+        )
+        self.shutdown.begin(error, now, error=error)
+
+    def _cancel_requests(self, record: RoleRecord) -> None:
+        """Cancel requests to a role that is gone for good."""
+        if record.kind in {"evaluator", "machine"} and not record.trains:
+            self.evaluations.give_up()
+        if not any(copy.is_alive for copy in self.failover.copies(record.shard)):
+            self.checkpoints.forget(record.shard)
+
+    # --- phases: when training begins, and why it ends
 
     def _advance(self, now: Seconds) -> list[Action]:
-        ending = self._shutdown_state
         actions: list[Action] = []
-        if ending.stage is ShutdownStage.RUN:
-            actions += self._phases.advance(now)
-        if ending.stage is not ShutdownStage.RUN:
-            before = ending.stage
-            actions += self._shutdown.pursue(now)
-            if before <= ShutdownStage.KEEP < ending.stage:
+        if self._runs:
+            actions += self.allowances.release()
+            self._follow_coordinator(now)
+            self._end_without_replicas(now)
+        if not self._runs:
+            before = self.shutdown.stage
+            actions += self._pursue_shutdown(now)
+            if before <= ShutdownStage.KEEP < self.shutdown.stage:
                 self._record(now)  # the last point of the curve
-        if ShutdownStage.RUN < ending.stage < ShutdownStage.OVER:
-            actions.append(SetTimer(name=_DEADLINE, at=ending.deadline))
+        if ShutdownStage.RUN < self.shutdown.stage < ShutdownStage.OVER:
+            actions.append(SetTimer(name=_DEADLINE, at=self.shutdown.deadline))
         return actions
+
+    def _follow_coordinator(self, now: Seconds) -> None:
+        coordinator = self.members.coordinator
+        if coordinator is None:
+            return
+        if coordinator.begun and self.metrics.training_since is None:
+            self.metrics.training_since = now
+            self._clock.heard(now)
+            self._begin_rounds(now)
+        if coordinator.has_finished:
+            # The job ends with its coordinator, whose counters say whether it succeeded.
+            verdict = self._config.verdict(coordinator.counters)
+            error = verdict.reason if verdict.failed else None
+            self.shutdown.begin(verdict.reason, now, error=error)
+
+    def _end_without_replicas(self, now: Seconds) -> None:
+        replicas = self.members.of("replica")
+        if not replicas or any(replica.is_alive for replica in replicas):
+            return
+        if any(replica.presence is Presence.FINISHED for replica in replicas):
+            self.shutdown.begin("every replica has taken all its steps", now)
+            return
+        whys = sorted({r.failure for r in replicas if r.failure})
+        error = ": ".join(["every replica is lost", *([", ".join(whys)] if whys else [])])
+        self.shutdown.begin(error, now, error=error)
+
+    def _end_if_due(self, now: Seconds) -> None:
+        """End the job if the driver asked for that or a rule of [stop] is met."""
+        if self._requested_end is not None:
+            self.shutdown.begin(self._requested_end, now)
+        if self._config.stop is not None:
+            reason = self._config.stop.reason(self.metrics.reached(now))
+            if reason is not None:
+                self.shutdown.begin(reason, now)
+
+    # --- shutdown: what is asked of each role, and when the next stage begins
+
+    def _pursue_shutdown(self, now: Seconds) -> list[Action]:
+        steps = {
+            ShutdownStage.DRAIN: self._drain,
+            ShutdownStage.KEEP: self._keep,
+            ShutdownStage.CLOSE: self._close,
+        }
+        actions: list[Action] = []
+        before = ShutdownStage.RUN
+        while self.shutdown.stage > before:
+            before = self.shutdown.stage
+            actions += steps[before](now) if before in steps else []
+        return actions
+
+    def _drain(self, now: Seconds) -> list[Action]:
+        # Every rank gets a Stop: one that is still being built ends at once.
+        actions = self._stop([*self.members.of("coordinator"), *self.members.training], now)
+        evaluator = self.members.evaluator
+        if self.interrupted and evaluator is not None:
+            actions += self._stop([evaluator], now)
+        left = [replica for replica in self.members.training if replica.is_alive]
+        if left and now < self.shutdown.deadline:
+            return actions
+        actions += self._kill(left, "its last step and push", now)
+        self.shutdown.enter(ShutdownStage.KEEP, now)
+        return [*actions, *self._begin_keep(now)]
+
+    def _begin_keep(self, now: Seconds) -> list[Action]:
+        self.evaluations.give_up()
+        self.checkpoints.give_up()
+        if self.members.of("replica") and self.metrics.training_since is None:
+            return []  # nothing has changed
+        coordinator = self.members.coordinator
+        if coordinator is not None and not coordinator.has_finished:
+            # The shards may hold a trial point of a line search, so no checkpoint is taken.
+            event = LogEvent("ended_early")
+            if not self.interrupted:
+                self.shutdown.error = self.shutdown.error or event.text
+            return [self._log(now, event)]
+        actions = self._save(now)
+        evaluator = self.members.evaluator
+        if (
+            evaluator is not None
+            and evaluator.is_alive
+            and not evaluator.stopped
+            and self.shutdown.error is None
+        ):
+            request = self.evaluations.ask(now, whole=True)
+            actions.append(Send(receiver=evaluator.name, message=request))
+        return actions
+
+    def _save(self, now: Seconds) -> list[Action]:
+        """Begin a round of checkpoints; a shard that is down is asked when it is back."""
+        # Only the coordinator knows when the shards hold a point to resume from.
+        coordinator = self.members.coordinator
+        if coordinator is not None and coordinator.is_alive:
+            save = self.checkpoints.ask([coordinator.name], now)
+            return [Send(receiver=coordinator.name, message=save)]
+        shards = sorted({shard.shard for shard in self.members.of("shard") if shard.is_alive})
+        last = self.shutdown.stage is ShutdownStage.KEEP
+        retry = LAST_SAVE_SECONDS if last and not self.interrupted else 0.0
+        save = self.checkpoints.ask(shards, now, retry_seconds=retry, last=last)
+        primaries = [self.failover.primary(name) for name in shards]
+        return [Send(receiver=r.name, message=save) for r in primaries if r is not None]
+
+    def _keep(self, now: Seconds) -> list[Action]:
+        late = self.checkpoints.waiting
+        waiting = [*late, *([Address("evaluator")] * self.evaluations.waits)]
+        if waiting and now < self.shutdown.deadline:
+            return []
+        actions: list[Action] = []
+        if waiting:
+            actions.append(self._log(now, LogEvent("no_answer", roles=tuple(waiting))))
+            self.evaluations.give_up()
+        # A job whose last checkpoint is not on disk has failed.
+        unsaved = self.checkpoints.errors | dict.fromkeys(late, "it did not answer in time")
+        if unsaved and not self.interrupted:
+            name, why = min(unsaved.items())
+            text = f"the last checkpoint of {name.replace('-', ' ')} could not be saved: {why}"
+            self.shutdown.error = self.shutdown.error or text
+        self.shutdown.enter(ShutdownStage.CLOSE, now)
+        return actions
+
+    def _close(self, now: Seconds) -> list[Action]:
+        actions = self._stop(list(self.members), now)
+        ours = [r for r in self.members if r.is_alive and r.kind != "guest"]
+        if ours and now < self.shutdown.deadline:
+            return actions
+        if not self.interrupted:
+            actions += self._kill(ours, "its end", now)
+        return [*actions, *self._halt(now)]
+
+    def _stop_message(self) -> wire.Stop:
+        return wire.Stop(reason=(self.shutdown.reason or "the job ends")[:1024])
+
+    def _stop(self, records: Sequence[RoleRecord], now: Seconds) -> list[Action]:
+        actions: list[Action] = []
+        for record in records:
+            if not record.is_alive or record.stopped:
+                continue
+            if record.has_joined:
+                record.stopped = True
+                actions.append(Send(receiver=record.name, message=self._stop_message()))
+            elif record.kind != "guest":
+                actions += self.scheduler.terminate(record.name)
+                actions += self._end_role(record, now)
+        return actions
+
+    def _kill(self, records: Sequence[RoleRecord], what: str, now: Seconds) -> list[Action]:
+        actions: list[Action] = []
+        for record in records:
+            actions += self.scheduler.terminate(record.name)
+            if not self.interrupted:
+                event = LogEvent("role_killed", record.name, detail=what)
+                actions.append(self._log(now, event))
+            actions += self._end_role(record, now)
+        return actions
+
+    def _halt(self, now: Seconds) -> list[Action]:
+        """End the job at once: kill what is left."""
+        actions: list[Action] = []
+        for record in self.members:
+            if record.is_alive and record.kind != "guest":
+                actions += self.scheduler.terminate(record.name)
+        self.shutdown.stage = ShutdownStage.OVER
+        self.metrics.ended_at = now
+        error = "interrupted" if self.interrupted else self.error
+        return [*actions, *self.scheduler.releases(), Exit(error=error)]
+
+    # --- view
+
+    @property
+    def phase(self) -> Phase:
+        if not self._runs:
+            return self.shutdown.phase
+        replicas = self.members.of("replica")
+        for record in [*self.members.of("coordinator"), *replicas]:
+            works = record.begun and (record.progressed or record.state == "computing")
+            if works and record.presence is Presence.PRESENT:
+                return "training" if self.allowances.warm_start_is_over else "warm start"
+        if self._config.stop is None and self._has_begun and self.failover.all_have_primary:
+            return "training"  # a standalone parameter server that is ready
+        alive = [replica for replica in replicas if replica.is_alive]
+        if alive and all(r.presence is Presence.WAITING for r in alive):
+            return "waiting for hosts"
+        return "resuming" if self.metrics.samples else "starting"
+
+    def view(self, now: Seconds) -> JobView:
+        """Return the view of the whole job at one moment."""
+        return job_view(
+            self._config,
+            self.members,
+            self.failover,
+            self.metrics,
+            self.shutdown,
+            self.scheduler.hosts,
+            phase=self.phase,
+            now=now,
+        )

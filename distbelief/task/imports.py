@@ -3,16 +3,18 @@
 This is the only way user code enters a process: no pickled object, no source text.
 """
 
+import ast
 import importlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from traceback import extract_tb
 from typing import Protocol, cast
 
+from distbelief.core.formatting import nearest
 from distbelief.errors import JobError
 
 
@@ -44,10 +46,8 @@ def resolve(path: str, *, table: str = "job") -> Importable:
     for part in name.split("."):
         owner = found
         if not hasattr(owner, part):
-            raise JobError(
-                f"[{table}] {module_name} has no {name!r}"
-                f"{_nearest(part, [n for n in dir(owner) if not n.startswith('_')])}"
-            )
+            known = [n for n in dir(owner) if not n.startswith("_")]
+            raise JobError(f"[{table}] {module_name} has no {name!r}. {nearest(part, known)}")
         found = getattr(owner, part)
     if not callable(found):
         raise JobError(
@@ -58,16 +58,7 @@ def resolve(path: str, *, table: str = "job") -> Importable:
 
 
 def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> object:
-    """Call the factory of this path with keyword arguments and return the result.
-
-    Args:
-        path: Import path of the factory.
-        arguments: By name, as in the job file.
-        table: "model", "data.train" or "data.test".
-
-    Raises:
-        JobError: it does not exist, does not take these arguments, or fails.
-    """
+    """Call the factory of this path with keyword arguments and return the result."""
     factory = resolve(path, table=table)
     _check_arguments(factory, arguments, path=path, table=f"{table}.arguments")
     try:
@@ -80,28 +71,77 @@ def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> o
         ) from error
 
 
+def installed_imports(names: Iterable[str], directories: Sequence[str]) -> tuple[str, ...]:
+    """Return the installed modules that these modules of the user import at their top.
+
+    No code of the user runs: the sources are only parsed, those of the user's other modules too.
+    """
+    places = [*directories, *sys.path]
+    found: list[str] = []
+    waiting = dict.fromkeys(names)
+    seen: set[str] = set()
+    while waiting:
+        name, _ = waiting.popitem()
+        top = name.partition(".")[0]
+        if name in seen or top == _PACKAGE.name or top in sys.stdlib_module_names:
+            continue
+        seen.add(name)
+        spec = _find(name, places)
+        if spec is None or spec.origin is None:
+            continue
+        if spec.origin.startswith(_INSTALLED):
+            found.append(name)
+        else:
+            waiting |= dict.fromkeys(_imports_of(Path(spec.origin)))
+    return tuple(reversed(found))
+
+
+def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
+    spec: ModuleSpec | None = None
+    below: Sequence[str] | None = places
+    for end in range(1, name.count(".") + 2):
+        if below is None:
+            return None
+        spec = PathFinder.find_spec(".".join(name.split(".")[:end]), list(below))
+        if spec is None:
+            return None
+        below = spec.submodule_search_locations
+    return spec
+
+
+def _imports_of(source: Path) -> Iterable[str]:
+    try:
+        statements = ast.parse(source.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # the role that imports it reports that
+        return
+    for statement in statements:
+        match statement:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
+                yield module
+            case _:
+                pass
+
+
 def _module(name: str, *, table: str) -> object:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or name
-        if name == missing or name.startswith(f"{missing}."):
-            raise JobError(
-                f"[{table}] there is no module {missing!r}"
-                + ("" if missing == name else f" (of {name!r})")
-                + f"; searched: {_searched()}. Start from the directory that holds it, "
-                "or install it"
-            ) from None
-        raise JobError(
-            f"[{table}] module {name} needs {missing!r}, which is not installed{place(error)}"
-        ) from error
-    except SyntaxError as error:  # its text has file and line
-        raise JobError(
-            f"[{table}] importing {name} failed: {type(error).__name__}: {error}"
-        ) from error
     except (Exception, SystemExit) as error:  # user code may raise anything
+        missing = str(getattr(error, "name", None) or name)
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{missing}."):
+            raise JobError(
+                f"[{table}] there is no module {missing!r} (of {name!r}); searched: "
+                f"{_searched()}. Start from the directory that holds it, or install it"
+            ) from None
+        if isinstance(error, ModuleNotFoundError):
+            raise JobError(
+                f"[{table}] module {name} needs {missing!r}, which is not installed{place(error)}"
+            ) from error
+        where = "" if isinstance(error, SyntaxError) else place(error)  # its text has file and line
         raise JobError(
-            f"[{table}] importing {name} failed: {type(error).__name__}: {error}{place(error)}"
+            f"[{table}] importing {name} failed: {type(error).__name__}: {error}{where}"
         ) from error
 
 
@@ -133,24 +173,13 @@ def _check_arguments(
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         for name in arguments:
             if name not in named:
+                hint = nearest(name, named, only_close=True)
                 raise JobError(
-                    f"[{table}] {path} takes no argument {name!r} ({takes})"
-                    f"{_nearest(name, list(named), only_close=True)}"
+                    f"[{table}] {path} takes no argument {name!r} ({takes}). {hint}".rstrip(". ")
                 )
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise JobError(f"[{table}] {path} needs the argument {name!r} ({takes}): give it")
-
-
-def _nearest(name: str, known: list[str], *, only_close: bool = False) -> str:
-    match get_close_matches(name, known, n=1):
-        case [nearest]:
-            return f". Did you mean {nearest!r}?"
-        case _ if only_close or not known:
-            return ""
-        case _:
-            few = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
-            return f" (it has {few})"
 
 
 def place(error: BaseException) -> str:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from math import prod
-from types import TracebackType
 from typing import Final, Protocol, Self, cast, final
 
 import numpy as np
@@ -41,9 +40,6 @@ def initials_of(module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial
     Args:
         module: As its factory made it.
         names: Of parameters and buffers, as `named_parameters` has them.
-
-    Raises:
-        JobError: a tensor is not constant and its layer's rule is unknown.
     """
     return {name: _initial(module, name) for name in names}
 
@@ -53,9 +49,12 @@ def _initial(module: nn.Module, name: str) -> Initial:
     owner = module.get_submodule(owner_name)
     tensor = getattr(owner, own_name)
     assert isinstance(tensor, torch.Tensor), name
-    constant = _constant_value(tensor)
-    if constant is not None:
-        return Initial(distribution="constant", value=constant)
+    values = tensor.detach().reshape(-1)
+    first = float(values[0]) if len(values) else 0.0
+    # A single drawn number would look constant: one element counts only if it is an integer.
+    is_plain = len(values) > 1 or first.is_integer()
+    if is_plain and bool((values == first).all()):
+        return Initial(distribution="constant", value=first)
     bound = _bound(owner, own_name, tensor)
     if bound is not None:
         return Initial(distribution="uniform", low=-bound, high=bound)
@@ -65,18 +64,6 @@ def _initial(module: nn.Module, name: str) -> Initial:
         f"[model] initial = 'seed' does not know how {type(owner).__name__} draws "
         f"{name!r}: use initial = 'module', or a .safetensors file"
     )
-
-
-def _constant_value(tensor: torch.Tensor) -> float | None:
-    if tensor.numel() == 0:
-        return 0.0
-    low, high = float(tensor.detach().min()), float(tensor.detach().max())
-    return low if low == high and _is_plain(tensor) else None
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    # A single drawn number would look constant: one element counts only if it is an integer.
-    return tensor.numel() > 1 or float(tensor.detach().reshape(-1)[0]).is_integer()
 
 
 def _bound(owner: nn.Module, name: str, tensor: torch.Tensor) -> float | None:
@@ -95,9 +82,13 @@ def _bound(owner: nn.Module, name: str, tensor: torch.Tensor) -> float | None:
             return None
 
 
-_UNKNOWN: Final = "filled in a way that shards cannot repeat"
-_EMPTY: Final = "never given any values"
-_CAST: Final = "cast to another type after it was drawn"
+_FIX: Final = "Let its constructor use one function of torch.nn.init on the whole tensor"
+_UNKNOWN: Final = f"filled in a way that shards cannot repeat. {_FIX}"
+_EMPTY: Final = f"never given any values. {_FIX}"
+_CAST: Final = (
+    "cast to another type after it was drawn. Make its layer in that type (dtype={dtype}) rather "
+    "than cast the module, as by double()"
+)
 
 _Numbers = tuple[float, ...]
 _Entered = AbstractContextManager[object]
@@ -128,24 +119,11 @@ class Recording:
             self._stack.enter_context(cast("_Entered", mode))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def initials(self, module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial]:
-        """Return how each of these tensors of `module` is drawn.
-
-        Args:
-            module: Built within this recording.
-            names: Of parameters and buffers.
-
-        Raises:
-            JobError: a tensor is drawn in a way that shards cannot repeat.
-        """
+        """Return how each of these tensors of `module` is drawn."""
         tensors: dict[str, torch.Tensor] = {}
         tensors.update(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
@@ -154,9 +132,9 @@ class Recording:
             recorded = self._recorder.of(tensors[name])
             if isinstance(recorded, str):
                 raise JobError(
-                    f"[model] initial = 'seed': tensor {name!r} is {recorded}. "
-                    f"{_fix(recorded, tensors[name])}, or use initial = 'module', or a "
-                    ".safetensors file"
+                    f"[model] initial = 'seed': tensor {name!r} is "
+                    f"{recorded.format(dtype=tensors[name].dtype)}, or use initial = 'module', or "
+                    "a .safetensors file"
                 )
             found[name] = recorded
         return found
@@ -172,15 +150,6 @@ def recorded_initials(spec: ModelSpec, names: Sequence[str]) -> Mapping[str, Ini
     with Recording() as recording:
         module = build_model(spec)
     return recording.initials(module, names)
-
-
-def _fix(recorded: str, tensor: torch.Tensor) -> str:
-    if recorded != _CAST:
-        return "Let its constructor use one function of torch.nn.init on the whole tensor"
-    return (
-        f"Make its layer in that type (dtype={tensor.dtype}) rather than cast the "
-        "module, as by double()"
-    )
 
 
 @final

@@ -5,13 +5,13 @@ sizes.
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from typing import Final, cast
 
 import torch
 from torch.nn import functional
 
+from distbelief.core.formatting import nearest
 from distbelief.errors import JobError
 from distbelief.task.imports import resolve
 
@@ -24,10 +24,6 @@ def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss of a logistic classifier for each class against all others.
 
     Summed over classes, as Dean et al. 2012 (section 5) train their image model.
-
-    Args:
-        outputs: (n_samples, n_classes, ...) scores.
-        targets: (n_samples, ...) labels.
     """
     classes = torch.arange(outputs.shape[1], device=outputs.device)
     classes = classes.view(1, -1, *(1,) * (outputs.ndim - 2))
@@ -84,11 +80,7 @@ METRICS: Final[dict[str, Metric]] = {"accuracy": accuracy, "mse": mean_squared_e
 
 
 def loss_function(name: str) -> Loss:
-    """Return the loss of this name or import path.
-
-    Raises:
-        JobError: it does not exist; suggests the closest name.
-    """
+    """Return the loss of this name or import path."""
     if ":" in name:
         return cast("Loss", resolve(name, table="algorithm"))
     found = LOSSES.get(name) or LOSSES.get(name.removesuffix("_loss"))
@@ -98,11 +90,7 @@ def loss_function(name: str) -> Loss:
 
 
 def metric_function(name: str) -> Metric:
-    """Return the metric of this name or import path.
-
-    Raises:
-        JobError: it does not exist; suggests the closest name.
-    """
+    """Return the metric of this name or import path."""
     if ":" in name:
         return cast("Metric", resolve(name, table="evaluation"))
     found = METRICS.get(name)
@@ -135,11 +123,10 @@ def usual_metric(loss: str, *, labels: bool = True) -> str:
 
 
 def _unknown(name: str, known: list[str], *, what: str, table: str) -> JobError:
-    nearest = get_close_matches(name, known, n=1)
-    hint = f". Did you mean {nearest[0]!r}?" if nearest else ""
+    hint = nearest(name, known, only_close=True)
     return JobError(
         f"[{table}] there is no {what} {name!r} (there are {', '.join(sorted(known))}, "
-        f"or an import path 'package.module:function'){hint}"
+        f"or an import path 'package.module:function'). {hint}".rstrip(". ")
     )
 
 

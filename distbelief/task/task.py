@@ -27,7 +27,6 @@ from distbelief.task import dry_run
 from distbelief.task.imports import call_factory, place, resolve
 from distbelief.task.losses import (
     CLASS_LOSSES,
-    LOSSES,
     Loss,
     Metric,
     loss_function,
@@ -47,30 +46,27 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @override
     def __str__(self) -> str:
-        kind = " of whole numbers"
+        kinds = ("numbers", "whole numbers")
         return (
-            f"input {list(self.input_shape)}{kind if self.input_is_integer else ''}, "
-            f"target {list(self.target_shape)}{kind if self.target_is_integer else ''}"
+            f"input {list(self.input_shape)} of {kinds[self.input_is_integer]}, "
+            f"target {list(self.target_shape)} of {kinds[self.target_is_integer]}"
         )
+
+    @property
+    def input_spec(self) -> InputSpec:
+        # No layer uses the number of values.
+        return InputSpec(shape=self.input_shape, n_values=1 if self.input_is_integer else None)
 
 
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
-    """Return the description of a data set's first sample.
-
-    Raises:
-        JobError: it cannot be read.
-    """
+    """Return the description of a data set's first sample."""
     inputs, targets = read_batch(dataset, [0], table=table)
     return Sample(
         input_shape=tuple(inputs.shape[1:]),
-        input_is_integer=not _is_number(inputs),
+        input_is_integer=not inputs.is_floating_point(),
         target_shape=tuple(targets.shape[1:]),
-        target_is_integer=not _is_number(targets),
+        target_is_integer=not targets.is_floating_point(),
     )
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 SEED_MAX: Final = 2**63 - 1  # torch takes no more
@@ -97,9 +93,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        if self.initial in {"module", "seed"}:
-            return
-        if not self.initial.endswith(".safetensors"):
+        if self.initial not in {"module", "seed"} and not self.initial.endswith(".safetensors"):
             raise ValueError(
                 f"initial is {self.initial!r}; use 'module', 'seed', or the path of a "
                 ".safetensors file"
@@ -181,15 +175,8 @@ class BuildContext:
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
 
     def train_data(self) -> Dataset:
-        """Return the training data, built here unless it exists already.
-
-        Raises:
-            JobError: it cannot be built, or its size differs from that of the job.
-        """
-        existing = self.datasets.get("data.train")
-        if existing is not None:
-            return existing
-        dataset = build_dataset(self.task.train)
+        """Return the training data, built here unless it exists already."""
+        dataset = self.datasets.get("data.train") or build_dataset(self.task.train)
         if self.n_train is not None and len(dataset) != self.n_train:
             raise JobError(
                 f"[data.train] has {len(dataset):,} samples here but {self.n_train:,} "
@@ -198,17 +185,10 @@ class BuildContext:
         return dataset
 
     def test_data(self) -> Dataset:
-        """Return the held-out data, built here unless it exists already.
-
-        Raises:
-            JobError: there is none, or it cannot be built.
-        """
+        """Return the held-out data, built here unless it exists already."""
         if self.task.test is None:
             raise JobError("an evaluator needs held-out data: give [data.test]")
-        existing = self.datasets.get("data.test")
-        if existing is not None:
-            return existing
-        return build_dataset(self.task.test, table="data.test")
+        return self.datasets.get("data.test") or build_dataset(self.task.test, table="data.test")
 
 
 # --- objects ---
@@ -225,15 +205,10 @@ def build_model(spec: ModelSpec) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         module = call_factory(spec.factory, spec.arguments, table="model")
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        raise JobError(
-            f"[model] {spec.factory} returned the class {module.__name__}, not an "
-            f"nn.Module: let it return {module.__name__}(...)"
-        )
     if not isinstance(module, nn.Module):
         raise JobError(
             f"[model] {spec.factory} returned {dry_run.shown(module)}, not an nn.Module: "
-            "let it return the model"
+            "let it return the model, as in Net(...)"
         )
     # The layout needs all shapes before the first forward pass.
     for name, parameter in module.named_parameters():
@@ -249,8 +224,7 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
     """Return the data set that the factory makes.
 
     Raises:
-        JobError: the factory cannot be found or called, or its result has no length or no
-            items, or is empty.
+        JobError: the factory fails, or its result has no length or no items, or is empty.
     """
     dataset = call_factory(spec.factory, spec.arguments, table=table)
     if isinstance(dataset, type) or not isinstance(dataset, Dataset):
@@ -267,10 +241,23 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
         ) from error
     if n_samples == 0:
         raise JobError(
-            f"[{table}] {spec.factory} returned a data set of 0 samples: check its "
-            "[" + table + ".arguments]"
+            f"[{table}] {spec.factory} returned a data set of 0 samples: check [{table}.arguments]"
         )
     return dataset
+
+
+def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
+    """Return the training data, and the held-out data if there are any, by table."""
+    datasets = {"data.train": build_dataset(task.train)}
+    if task.test is not None:
+        datasets["data.test"] = build_dataset(task.test, table="data.test")
+    return datasets
+
+
+def prepare_data(task: TaskSpec) -> None:
+    prepare(task.train, table="data.train")
+    if task.test is not None:
+        prepare(task.test, table="data.test")
 
 
 def prepare(spec: DataSpec, *, table: str) -> None:
@@ -290,12 +277,7 @@ def build_loss(task: TaskSpec) -> Loss:
 
 
 def metric_name(task: TaskSpec, sample: Sample | None = None) -> str:
-    """Return the metric's name or import path, chosen by the loss if left open.
-
-    Args:
-        task: The task.
-        sample: Description of the data; needed for a user's own loss.
-    """
+    """Return the metric's name or import path, chosen by loss and sample if left open."""
     if task.metric is not None:
         return task.metric
     labels = sample is None or sample.target_is_integer
@@ -327,26 +309,17 @@ def capture_task(
         inputs: Of the model.
         targets: Shape of the targets, if not the usual one.
         soft: Whether the targets of a classification loss are probabilities.
-
-    Raises:
-        JobError: the model cannot be built or captured.
     """
     module = _build_on_meta(task.model)
     module.train()
-    graph = append_loss(capture(module, inputs), _loss(task.loss), targets=targets, soft=soft)
-    return Captured(
-        graph=graph, modules=modules_of(graph, module, _loss(task.loss)), specs=specs_of(module)
-    )
+    # torch's losses have layers of their own in the graph; a user's function is one layer.
+    loss = loss_function(task.loss) if ":" in task.loss else task.loss
+    graph = append_loss(capture(module, inputs), loss, targets=targets, soft=soft)
+    return Captured(graph=graph, modules=modules_of(graph, module, loss), specs=specs_of(module))
 
 
 def capture_for(task: TaskSpec, sample: Sample) -> Captured:
-    """Return the layer graph of a task for such samples, on the meta device.
-
-    Raises:
-        JobError: the model cannot be built or captured, does not take the samples, or needs
-            tensors that are not saved with it.
-    """
-    n_values = 1 if sample.input_is_integer else None  # no layer uses the number of values
+    """Return the layer graph of a task for such samples, on the meta device."""
     # Ranks exchange targets as floating-point numbers unless a named loss takes labels.
     loss = task.loss.removesuffix("_loss")
     if ":" in task.loss and sample.target_is_integer:
@@ -364,11 +337,20 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
         )
     captured = capture_task(
         task,
-        inputs=[InputSpec(shape=sample.input_shape, n_values=n_values)],
+        inputs=[sample.input_spec],
         targets=sample.target_shape,
         soft=loss in CLASS_LOSSES and not sample.target_is_integer,
     )
-    _refuse_unsaved(task, captured)
+    saved = {spec.name for spec in captured.specs}
+    for layer in captured.graph.layers:
+        for use in layer.tensors.values():
+            if use.name not in saved:
+                raise JobError(
+                    f"[model] {task.model.factory}: {use.name!r}, which layer "
+                    f"{layer.name!r} needs, is not saved with the model, so ranks cannot "
+                    "get it from the shards: register it by register_buffer without "
+                    "persistent=False, or use one process per replica (partitions = 1)"
+                )
     return captured
 
 
@@ -384,19 +366,6 @@ def _build_on_meta(spec: ModelSpec) -> nn.Module:
             "have no values: compute such numbers in Python, or use one process per "
             "replica (partitions = 1)"
         ) from error
-
-
-def _refuse_unsaved(task: TaskSpec, captured: Captured) -> None:
-    saved = {spec.name for spec in captured.specs}
-    for layer in captured.graph.layers:
-        for use in layer.tensors.values():
-            if use.name not in saved:
-                raise JobError(
-                    f"[model] {task.model.factory}: {use.name!r}, which layer "
-                    f"{layer.name!r} needs, is not saved with the model, so ranks cannot "
-                    "get it from the shards: register it by register_buffer without "
-                    "persistent=False, or use one process per replica (partitions = 1)"
-                )
 
 
 def modules_of(graph: LayerGraph, module: nn.Module, loss: str | Loss) -> dict[str, nn.Module]:
@@ -432,9 +401,3 @@ def specs_of(module: nn.Module) -> list[TensorSpec]:
 def input_names(graph: LayerGraph) -> list[str]:
     """Return the names of the inputs: the model's first, then the targets."""
     return [layer.name for layer in graph.layers if layer.kind == INPUT]
-
-
-def _loss(name: str) -> str | Loss:
-    # torch's losses have layers of their own in the graph; a user's function is one layer.
-    known = name in LOSSES or name.removesuffix("_loss") in LOSSES
-    return name if known or ":" not in name else loss_function(name)

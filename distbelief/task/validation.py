@@ -1,10 +1,13 @@
 """Checks a task before any process starts; each mistake becomes a JobError of one sentence."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 
 from distbelief.data.dataset import Batch, Dataset, read_batch
 from distbelief.errors import JobError
-from distbelief.graph.capture import InputSpec, evaluation_difference
+from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run
 from distbelief.task.task import (
     DataSpec,
@@ -14,98 +17,80 @@ from distbelief.task.task import (
     build_loss,
     build_metric,
     build_model,
+    datasets_of,
     metric_name,
     sample_of,
 )
 
 
-def check(task: TaskSpec, batch_size: int) -> None:
+def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | None = None) -> None:
     """Try one training batch forward and backward, and evaluate one test batch.
 
-    It builds model and data, so call it in a process of its own, before the job starts.
-
-    Raises:
-        JobError: what is wrong, its value and the fix.
+    It builds the model, so call it in a process of its own, before the job starts.
     """
-    module = build_model(task.model)
-    dataset = build_dataset(task.train)
-    loss = build_loss(task)
-    indices = range(min(batch_size, len(dataset)))
-    inputs, targets = read_batch(dataset, indices, table="data.train")
-    dry_run.train(
-        module,
-        inputs,
-        targets,
-        loss=loss,
-        names=dry_run.Names(
-            model=task.model.factory, loss=task.loss, data="data.train", indices=indices
-        ),
-    )
-    if task.test is None:
-        return
-    dataset = build_dataset(task.test, table="data.test")
-    indices = range(min(batch_size, len(dataset)))
-    inputs, targets = read_batch(dataset, indices, table="data.test")
-    sample = sample_of(dataset, table="data.test")
-    dry_run.evaluate(
-        module,
-        inputs,
-        targets,
-        loss=loss,
-        metric=build_metric(task, sample),
-        names=dry_run.Names(
-            model=task.model.factory,
-            loss=task.loss,
-            data="data.test",
-            metric=metric_name(task, sample),
-            indices=indices,
-        ),
-    )
+    module, loss = build_model(task.model), build_loss(task)
+    for table, dataset in (datasets or datasets_of(task)).items():
+        indices = range(min(batch_size, len(dataset)))
+        inputs, targets = read_batch(dataset, indices, table=table)
+        names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
+        if table == "data.train":
+            dry_run.train(module, inputs, targets, loss=loss, names=names)
+            continue
+        sample = sample_of(dataset, table=table)
+        dry_run.evaluate(
+            module,
+            inputs,
+            targets,
+            loss=loss,
+            metric=build_metric(task, sample),
+            names=replace(names, metric=metric_name(task, sample)),
+        )
 
 
-def check_data(task: TaskSpec, batch_size: int, *, n_readers: int = 2) -> Sample:
+def check_data(
+    task: TaskSpec,
+    batch_size: int,
+    *,
+    n_readers: int = 2,
+    datasets: Mapping[str, Dataset] | None = None,
+) -> Sample:
     """Read a batch of the training and of the test data; return the description of a sample.
 
     Args:
         task: The task.
         batch_size: Samples read at once.
         n_readers: Ranks of a replica; several must read the same samples.
+        datasets: The data, by table, if they are built already.
 
     Raises:
         JobError: data cannot be read, differ in shape, or are drawn at random; or the metric
             does not exist.
     """
-    sample = _sample(task.train, batch_size, n_readers, table="data.train")
+    samples: dict[str, Sample] = {}
+    for table, dataset in (datasets or datasets_of(task)).items():
+        spec = task.train if table == "data.train" else task.test
+        assert spec is not None
+        batch = _first_batch(dataset, batch_size, table=table)
+        if n_readers > 1:
+            _check_repeatable(spec, dataset, batch, table=table)
+        samples[table] = sample_of(dataset, table=table)
+    train = samples["data.train"]
     if task.test is not None:
-        other = _sample(task.test, batch_size, n_readers, table="data.test")
-        if other != sample:
+        if samples["data.test"] != train:
             raise JobError(
-                f"samples of [data.train] are {sample}, and those of [data.test] "
-                f"{other}: they must be alike"
+                f"samples of [data.train] are {train}, and those of [data.test] "
+                f"{samples['data.test']}: they must be alike"
             )
-        build_metric(task, sample)
-    return sample
-
-
-def _sample(spec: DataSpec, batch_size: int, n_readers: int, *, table: str) -> Sample:
-    dataset = build_dataset(spec, table=table)
-    batch = _first_batch(dataset, batch_size, table=table)
-    if n_readers > 1:
-        _check_repeatable(spec, dataset, batch, table=table)
-    return sample_of(dataset, table=table)
+        build_metric(task, train)
+    return train
 
 
 def _check_repeatable(spec: DataSpec, dataset: Dataset, batch: Batch, *, table: str) -> None:
     # One rank reads the inputs, another their targets or the other half of an image: all must see
     # the same draw.
-    n_samples = len(batch[0])
     rebuilt = build_dataset(spec, table=table)
-    others = {
-        "it is read": _first_batch(dataset, n_samples, table=table),
-        f"{spec.factory} is called": _first_batch(rebuilt, n_samples, table=table),
-    }
-    for when, other in others.items():
-        row = _first_difference(batch, other)
+    for when, source in (("it is read", dataset), (f"{spec.factory} is called", rebuilt)):
+        row = _first_difference(batch, _first_batch(source, len(batch[0]), table=table))
         if row is not None:
             raise JobError(
                 f"[{table}] sample {row} differs each time {when}, but every rank of a "
@@ -130,16 +115,10 @@ def _first_difference(batch: Batch, other: Batch) -> int | None:
 
 
 def check_evaluation(task: TaskSpec, sample: Sample) -> None:
-    """Check that the layer graph of a task's model is the same in evaluation mode.
-
-    Raises:
-        JobError: the model computes something else in evaluation mode.
-    """
+    """Check that the layer graph of a task's model is the same in evaluation mode."""
     with torch.device("meta"):
         module = build_model(task.model)
-    n_values = 1 if sample.input_is_integer else None
-    spec = InputSpec(shape=sample.input_shape, n_values=n_values)
-    difference = evaluation_difference(module, [spec])
+    difference = evaluation_difference(module, [sample.input_spec])
     if difference is not None:
         raise JobError(
             f"{type(module).__name__} computes something else in evaluation mode than "

@@ -20,24 +20,15 @@ from typing import Final, Protocol, final
 
 import zmq
 
-from distbelief.errors import RemoteProtocolError, TransportError
+from distbelief.errors import TransportError
 from distbelief.transport.address import ENDPOINT_CHARACTERS_MAX, Endpoint
 from distbelief.transport.keys import KeyPair
 
 
-Inbox = zmq.Socket[bytes]
-OutgoingSocket = zmq.Socket[bytes]
-
-_CURVE_BYTES: Final = 33  # overhead of a MESSAGE command, RFC 26
-_SHORT_MAX: Final = 255  # longer commands have a length field of 8 bytes instead of 1, RFC 23
-_HANDSHAKE_SECONDS_MAX: Final = 5.0
+Socket = zmq.Socket[bytes]
 
 REFUSED: Final = b"400"  # the peer does not try again
 NOT_NOW: Final = b"300"  # the peer tries again after a while
-
-
-class NotIntroducedError(RemoteProtocolError):
-    """The sender may not use this name yet, or no longer; not a violation."""
 
 
 @final
@@ -53,36 +44,15 @@ class Verdict:
     def admitted(self) -> bool:
         return self.status == b"200"
 
-    def reply(self, request: Sequence[bytes]) -> list[bytes]:
-        """Return the frames of the ZAP reply to this request (RFC 27)."""
-        text = b"OK" if self.admitted else b"not admitted"
-        return [*request[:2], self.status, text, self.user.encode(), b""]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a message came from."""
-
-    user: str = ""  # User-Id: the sender's public key; "" without keys
-    connection: int = -1  # file descriptor of the connection
-
 
 class Authenticator(Protocol):
-    """Decides about the connections and messages of one transport."""
+    """Decides about the connections of one transport."""
 
     @property
     def encrypts(self) -> bool:
         """Whether messages are encrypted (CURVE), so that they may leave this host."""
 
-    @property
-    def watch_seconds(self) -> float:
-        """Interval at which `watch` must be called."""
-
-    def wire_bytes(self, n_bytes: int) -> int:
-        """Return the size of a frame of `n_bytes` bytes on the network."""
-
-    def listen(self, inbox: Inbox, endpoint: str) -> str:
+    def listen(self, inbox: Socket, endpoint: str) -> str:
         """Prepare the socket before it is bound; return its public key, or "".
 
         Raises:
@@ -92,7 +62,7 @@ class Authenticator(Protocol):
     def address(self, endpoint: str) -> str:
         """Return the address that ZeroMQ binds or connects to for this endpoint."""
 
-    def dial(self, outbox: OutgoingSocket, peer: str, endpoint: Endpoint) -> None:
+    def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         """Prepare a socket before it connects.
 
         Raises:
@@ -102,59 +72,12 @@ class Authenticator(Protocol):
     def judge(self, request: Sequence[bytes]) -> Verdict:
         """Accept or reject a connection request (RFC 27)."""
 
-    def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
-        """Return the source of a message; None: drop the message unread."""
-
-    def check(self, source: Source, sender: str) -> None:
-        """Check that a message from this source may name this sender.
-
-        Raises:
-            RemoteProtocolError: It may not.
-        """
-
-    def offended(self, source: Source, why: str) -> None:
-        """Record an invalid message from this source; its connection may be closed."""
-
-    def assign_name(self, name: str, to: str) -> None:
-        """Give the name to the key that has the name `to`, and to no other key."""
-
-    def drained(self) -> None:
-        """Record that no message waits to be read now."""
-
-    def watch(self, port: int) -> None:
-        """Check all connections to this port if the interval has passed."""
-
     def close(self) -> None:
-        """Release the port and what else is held open."""
-
-
-class TrustingAuth:
-    """Base of the authenticators that trust all members of the run alike."""
-
-    watch_seconds: Final = float("inf")
-
-    def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
-        del part, n_bytes
-        return NOWHERE
-
-    def check(self, source: Source, sender: str) -> None:
-        pass
-
-    def offended(self, source: Source, why: str) -> None:
-        pass
-
-    def assign_name(self, name: str, to: str) -> None:
-        pass
-
-    def drained(self) -> None:
-        pass
-
-    def watch(self, port: int) -> None:
-        pass
+        """Release what is held open."""
 
 
 @final
-class RunAuth(TrustingAuth):
+class RunAuth:
     """Accepts peers that hold the run's key pair; all members share it.
 
     Both sides of a connection prove that they hold the secret key and neither sends it: a stranger
@@ -166,25 +89,20 @@ class RunAuth(TrustingAuth):
     def __init__(self, pair: KeyPair) -> None:
         self._pair = pair
 
-    def wire_bytes(self, n_bytes: int) -> int:
-        return curve_bytes(n_bytes)
-
-    def listen(self, inbox: Inbox, endpoint: str) -> str:
+    def listen(self, inbox: Socket, endpoint: str) -> str:
         del endpoint
-        self._pair.serve(inbox, handshake_seconds_max=_HANDSHAKE_SECONDS_MAX)
+        self._pair.serve(inbox)
         return self._pair.public
 
     def address(self, endpoint: str) -> str:
         return endpoint
 
-    def dial(self, outbox: OutgoingSocket, peer: str, endpoint: Endpoint) -> None:
+    def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         if endpoint.key != self._pair.public:
             raise TransportError(
                 f"cannot connect to {peer} at {endpoint}: it does not have the key of this run"
             )
-        # CURVE: only a holder of the same secret key can answer.
-        seconds = _HANDSHAKE_SECONDS_MAX
-        self._pair.dial(outbox, endpoint.key, handshake_seconds_max=seconds)
+        self._pair.dial(outgoing, endpoint.key)  # only a holder of the same key can answer
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
         # RFC 27: the sixth frame is the mechanism, the seventh the public key.
@@ -196,22 +114,13 @@ class RunAuth(TrustingAuth):
         pass
 
 
-NOWHERE: Final = Source()
-
-
-def curve_bytes(n_bytes: int) -> int:
-    """Return the size of an encrypted frame of `n_bytes` bytes on the network."""
-    command = n_bytes + _CURVE_BYTES
-    return command + (2 if command <= _SHORT_MAX else 9)
-
-
 _OTHERS: Final = 0o077  # permissions of everybody but the owner
 _NAME: Final = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _CLOSED: Final = -1
 
 
 @final
-class DirectoryAuth(TrustingAuth):
+class DirectoryAuth:
     """Trusts every process that can enter the directory in which all members listen.
 
         ipc://DIRECTORY/.NAME.INCARNATION
@@ -229,11 +138,7 @@ class DirectoryAuth(TrustingAuth):
         self._descriptor = _CLOSED
         self._own = ""  # name of the listening socket
 
-    def wire_bytes(self, n_bytes: int) -> int:
-        # The few bytes that ZeroMQ adds are never limited.
-        return n_bytes
-
-    def listen(self, inbox: Inbox, endpoint: str) -> str:
+    def listen(self, inbox: Socket, endpoint: str) -> str:
         del inbox
         if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
             raise TransportError(
@@ -252,14 +157,12 @@ class DirectoryAuth(TrustingAuth):
     def address(self, endpoint: str) -> str:
         name = self._name_in(endpoint)
         base = Path(f"/proc/self/fd/{self._descriptor}")
-        if not base.is_dir():  # macOS
-            base = self._directory
-        return f"ipc://{base}/{name}"
+        return f"ipc://{base if base.is_dir() else self._directory}/{name}"  # macOS: no /proc
 
-    def dial(self, outbox: OutgoingSocket, peer: str, endpoint: Endpoint) -> None:
+    def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None:
         """Do nothing: only the same user can listen in the directory."""
 
-    def judge(self, request: object) -> Verdict:
+    def judge(self, request: Sequence[bytes]) -> Verdict:
         # ZeroMQ asks only about peers that claim a key or a password.
         del request
         return Verdict(status=REFUSED, remark="rejected a peer from the network")
@@ -289,28 +192,23 @@ def open_private(directory: Path) -> int:
     Raises:
         TransportError: It does not exist, is another user's, or others may enter it.
     """
+    descriptor = _CLOSED
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(directory, flags)
+    except FileNotFoundError:
+        why = "it does not exist; the process that made it has ended"
     except OSError as error:
-        raise TransportError(
-            f"cannot use {directory} for sockets: {_why(directory, error)}"
-        ) from None
-    status = os.fstat(descriptor)
-    mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid == os.geteuid() and not mode & _OTHERS:
-        return descriptor
-    os.close(descriptor)
-    if status.st_uid != os.geteuid():
-        why = f"it belongs to another user (uid {status.st_uid}), not to you"
+        why = str(error.strerror)
+        if directory.is_symlink():
+            why = "it is a symbolic link, which may lead anywhere"
     else:
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid == os.geteuid() and not mode & _OTHERS:
+            return descriptor
+        os.close(descriptor)
         why = f"other users may enter it (mode {mode:04o}): chmod 700 {directory}"
+        if status.st_uid != os.geteuid():
+            why = f"it belongs to another user (uid {status.st_uid}), not to you"
     raise TransportError(f"cannot use {directory} for sockets: {why}")
-
-
-def _why(directory: Path, error: OSError) -> str:
-    if directory.is_symlink():
-        return "it is a symbolic link, which may lead anywhere"
-    if isinstance(error, FileNotFoundError):
-        return "it does not exist; the process that made it has ended"
-    return str(error.strerror)

@@ -10,6 +10,7 @@ TCP, another                none          an error
 
 import ipaddress
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -17,9 +18,8 @@ import msgspec
 
 from distbelief.errors import JobError
 from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
-from distbelief.transport.curve_auth import CurveAuth, Permissions
+from distbelief.transport.curve_auth import CurveAuth, PeerLimits, Permissions
 from distbelief.transport.keys import KeyFiles, KeyPair
-from distbelief.transport.limits import PeerLimits
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -43,7 +43,7 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def public(self) -> str:
-        return self._pair(KeyFiles(Path(self.directory))).public
+        return self._pair().public
 
     def pinned(self) -> Self:
         """Return a copy for child processes that keeps using the present key after a rotation.
@@ -54,7 +54,7 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, own_key=self.public)
 
     def guard(
-        self, *, log: Callable[[str, str], None], caps: PeerLimits | None = None
+        self, *, log: Callable[[str, str], None], limits: PeerLimits | None = None
     ) -> CurveAuth:
         """Return the authenticator of one transport.
 
@@ -62,35 +62,29 @@ class KeyConfig(msgspec.Struct, frozen=True, kw_only=True):
             JobError: There is no key, or others could read it.
         """
         files = KeyFiles(Path(self.directory))
-        pair = self._pair(files)
+        pair = self._pair()
         files.allowed()  # reports a broken allow-list at the start
-
-        def warn(text: str) -> None:
-            log("warning", text)
-
+        # Keys that need not be on the allow-list, and their roles, by what this side speaks as.
+        trusted: dict[str, dict[str, tuple[str, ...]]] = {
+            "worker": {self.server_key: ("server",)},
+            # The same user's training loops on this host use the same key.
+            "server": {pair.public: ("server", "worker")},
+            "job": {pair.public: ("job",)},
+            "host": {pair.public: ("guest",), self.server_key: ("job",)},
+        }
+        warn = partial(log, "warning")
         permissions = Permissions(
             files,
-            trusted=self._trusted(pair),
+            trusted=trusted[self.role],
             warn=warn,
             is_of_job=self.role in {"job", "host"},
             believes=self.believes,
         )
-        return CurveAuth(pair, permissions, warn=warn, caps=caps)
+        return CurveAuth(pair, permissions, warn=warn, limits=limits)
 
-    def _pair(self, files: KeyFiles) -> KeyPair:
+    def _pair(self) -> KeyPair:
+        files = KeyFiles(Path(self.directory))
         return files.pair_of(self.own_key) if self.own_key else files.pair()
-
-    def _trusted(self, pair: KeyPair) -> dict[str, tuple[str, ...]]:
-        # Keys that need not be on the allow-list, and their roles.
-        match self.role:
-            case "worker":
-                return {self.server_key: ("server",)}
-            case "server":  # the same user's training loops on this host use the same key
-                return {pair.public: ("server", "worker")}
-            case "job":
-                return {pair.public: ("job",)}
-            case "host":
-                return {pair.public: ("guest",), self.server_key: ("job",)}
 
 
 class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,20 +153,14 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         self.check()
         bind = f"tcp://{self.host}:{port or '*'}"
-        if not self.host:
+        guard: Authenticator
+        if self.keys is not None:
+            guard = self.keys.guard(log=log)
+        elif self.host:
+            guard = RunAuth(KeyPair.parse(self.secret))
+        else:
+            guard = DirectoryAuth(Path(self.directory))
             bind = f"ipc://{self.directory}/.{name}.{incarnation}"
         return ZmqTransport(
-            name=name,
-            incarnation=incarnation,
-            run=run,
-            bind=bind,
-            guard=self._authenticator(log),
-            log=log,
+            name=name, incarnation=incarnation, run=run, bind=bind, guard=guard, log=log
         )
-
-    def _authenticator(self, log: Callable[[str, str], None]) -> Authenticator:
-        if self.keys is not None:
-            return self.keys.guard(log=log)
-        if self.host:
-            return RunAuth(KeyPair.parse(self.secret))
-        return DirectoryAuth(Path(self.directory))

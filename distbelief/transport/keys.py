@@ -16,12 +16,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Never, Self, final
+from typing import Final, Self, final
 
 import zmq
-from typing_extensions import override
 from zmq.utils import z85
 
 from distbelief.core import files
@@ -30,105 +29,11 @@ from distbelief.errors import JobError
 
 KEY_BYTES: Final = 32
 KEY_PATTERN: Final = "[0-9a-f]{64}"
-
-
-@final
-class SecretKey:
-    """A secret key of 32 bytes; only key files and sockets get its bytes."""
-
-    def __init__(self, value: bytes) -> None:
-        if len(value) != KEY_BYTES:
-            raise ValueError(f"a secret key has {KEY_BYTES} bytes, not {len(value)}")
-        self._value = value
-
-    def reveal(self) -> bytes:
-        """Return the bytes, for a socket or a key file."""
-        return self._value
-
-    @override
-    def __repr__(self) -> str:
-        return "SecretKey(...)"
-
-    @override
-    def __reduce__(self) -> Never:
-        raise TypeError("a secret key is not copied")
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyPair:
-    """The key pair of one user on one host; `public` has 64 hexadecimal digits."""
-
-    public: str
-    secret: SecretKey
-
-    @classmethod
-    def new(cls) -> Self:
-        """Return a new pair from the system's source of randomness."""
-        _, secret = zmq.curve_keypair()
-        return cls.of(SecretKey(z85.decode(secret)))
-
-    @classmethod
-    def of(cls, secret: SecretKey) -> Self:
-        public = zmq.curve_public(z85.encode(secret.reveal()))
-        return cls(public=z85.decode(public).hex(), secret=secret)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the pair of a secret key in hexadecimal digits.
-
-        Raises:
-            JobError: The text is not a key; the message does not show it.
-        """
-        if re.fullmatch(KEY_PATTERN, text) is None:
-            raise JobError(
-                f"the run's secret must have {KEY_BYTES * 2} hexadecimal digits: "
-                "copy the whole address"
-            )
-        return cls.of(SecretKey(bytes.fromhex(text)))
-
-    def serve(self, socket: "zmq.Socket[bytes]", *, handshake_seconds_max: float) -> None:
-        """Require a key from all clients of a socket; call it before binding."""
-        socket.curve_server = True
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
-        socket.handshake_ivl = round(1000 * handshake_seconds_max)
-
-    def dial(
-        self, socket: "zmq.Socket[bytes]", server_key: str, *, handshake_seconds_max: float
-    ) -> None:
-        """Accept only the server with this key; call it before connecting."""
-        socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self.public))
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
-        socket.handshake_ivl = round(1000 * handshake_seconds_max)
-
-
-def new_secret() -> str:
-    """Return a new secret key for one run, for `KeyPair.parse`."""
-    return KeyPair.new().secret.reveal().hex()
-
-
-def public_key(text: str) -> str:
-    """Parse a public key that a user gave.
-
-    Raises:
-        JobError: The text is not a public key.
-    """
-    key = text.strip().lower()
-    if re.fullmatch(KEY_PATTERN, key) is None:
-        raise JobError(
-            f"{text[:80]!r} is not a public key: use the 64 hexadecimal digits that "
-            "`distbelief keys show` prints on its host"
-        )
-    return key
-
+HANDSHAKE_SECONDS_MAX: Final = 5.0  # to prove a key
 
 # Of a training loop; of a server or supervisor and its shards; of a host that joins a job.
 ROLES: Final = ("worker", "server", "host")
-
-# Default directory of this user's keys.
-DIRECTORY: Final = Path("~/.distbelief/keys")
-
+DIRECTORY: Final = Path("~/.distbelief/keys")  # this user's keys, by default
 N_ALLOWED_MAX: Final = 4096
 
 _SECRET: Final = "secret.key"  # noqa: S105 -- a file name
@@ -148,6 +53,71 @@ _BYTE_ORDER_MARK: Final = "\ufeff"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """The key pair of one user on one host."""
+
+    public: str  # 64 hexadecimal digits
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return a new pair from the system's source of randomness."""
+        return cls.of(z85.decode(zmq.curve_keypair()[1]))
+
+    @classmethod
+    def of(cls, secret: bytes) -> Self:
+        return cls(public=z85.decode(zmq.curve_public(z85.encode(secret))).hex(), secret=secret)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the pair of a secret key in hexadecimal digits.
+
+        Raises:
+            JobError: The text is not a key; the message does not show it.
+        """
+        if re.fullmatch(KEY_PATTERN, text) is None:
+            raise JobError(
+                f"the run's secret must have {KEY_BYTES * 2} hexadecimal digits: "
+                "copy the whole address"
+            )
+        return cls.of(bytes.fromhex(text))
+
+    def serve(self, socket: "zmq.Socket[bytes]") -> None:
+        """Require a key from all clients of a socket; call it before binding."""
+        socket.curve_server = True
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+        socket.handshake_ivl = round(1000 * HANDSHAKE_SECONDS_MAX)
+
+    def dial(self, socket: "zmq.Socket[bytes]", server_key: str) -> None:
+        """Accept only the server with this key; call it before connecting."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self.public))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+        socket.handshake_ivl = round(1000 * HANDSHAKE_SECONDS_MAX)
+
+
+def new_secret() -> str:
+    """Return a new secret key for one run, for `KeyPair.parse`."""
+    return KeyPair.new().secret.hex()
+
+
+def public_key(text: str) -> str:
+    """Parse a public key that a user gave.
+
+    Raises:
+        JobError: The text is not a public key.
+    """
+    key = text.strip().lower()
+    if re.fullmatch(KEY_PATTERN, key) is None:
+        raise JobError(
+            f"{text[:80]!r} is not a public key: use the 64 hexadecimal digits that "
+            "`distbelief keys show` prints on its host"
+        )
+    return key
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
     """An entry of the allow-list; `name` is the user's own label."""
 
@@ -155,21 +125,24 @@ class Allowed:
     roles: tuple[str, ...]
     name: str
 
+    @property
+    def line(self) -> str:
+        return f"{self.key} {','.join(self.roles)} {self.name}"
+
 
 @final
 class KeyFiles:
-    """The key files of one directory."""
+    """The key files of one directory.
+
+    Every method raises JobError if a file is missing, invalid or open to other users, and
+    StorageError if it cannot be read or written.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def make(self) -> str:
-        """Create the directory and this host's key; return the public key.
-
-        Raises:
-            JobError: There is a key already.
-            StorageError: The files cannot be written.
-        """
+        """Create the directory and this host's key; return the public key."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -182,19 +155,11 @@ class KeyFiles:
         return self._write_secret(_SECRET)
 
     def pair(self) -> KeyPair:
-        """Return the present key pair.
-
-        Raises:
-            JobError: There is none, or others could read it.
-        """
+        """Return the present key pair."""
         return self._read_secret(_SECRET)
 
     def pair_of(self, public: str) -> KeyPair:
-        """Return the present or the former pair, whichever has this public key.
-
-        Raises:
-            JobError: Neither has it, or others could read them.
-        """
+        """Return the present or the former pair, whichever has this public key."""
         for name in (_SECRET, _FORMER):
             if self._path(name).exists():
                 pair = self._read_secret(name)
@@ -219,9 +184,6 @@ class KeyFiles:
         """Replace the present key by the next one and return it.
 
         The present key is kept as the former one: a running job needs it to restart its processes.
-
-        Raises:
-            JobError: No key rotation has begun.
         """
         following = self.next_pair()
         if following is None:
@@ -238,24 +200,21 @@ class KeyFiles:
     # --- allow-list ---
 
     def allowed(self) -> tuple[Allowed, ...]:
-        """Return the allow-list.
-
-        Raises:
-            JobError: Others could write it, or a line is invalid.
-        """
+        """Return the allow-list."""
         path = self._path(_ALLOWED)
-        if not path.exists():
-            return ()
-        return entries_in(_read(path), path=path)
+        return entries_in(_read(path), path=path) if path.exists() else ()
 
     def allow(self, entry: Allowed) -> None:
-        """Add a key to the allow-list, or change its roles.
-
-        Raises:
-            JobError: A role or the name is invalid.
-        """
-        _check(entry)
-        _parsed(_line(entry), path=self._path(_ALLOWED))
+        """Add a key to the allow-list, or change its roles."""
+        for role in entry.roles:
+            if role not in ROLES:
+                raise JobError(f"unknown role {role[:80]!r}: use {', '.join(ROLES)}")
+        if re.fullmatch(_NAME, entry.name) is None:
+            raise JobError(
+                f"invalid name {entry.name[:80]!r}: use letters, digits and . _ @ -, "
+                "at most 64 characters"
+            )
+        _parsed(entry.line, path=self._path(_ALLOWED))
         with self._alone():
             others = [known for known in self.allowed() if known.key != entry.key]
             if len(others) >= N_ALLOWED_MAX:
@@ -263,11 +222,7 @@ class KeyFiles:
             self._write_allowed([*others, entry])
 
     def revoke(self, which: str) -> tuple[Allowed, ...]:
-        """Remove a key, or all keys of a name, and return the removed entries.
-
-        Raises:
-            JobError: There is no such key or name.
-        """
+        """Remove a key, or all keys of a name, and return the removed entries."""
         with self._alone():
             entries = self.allowed()
             gone = tuple(entry for entry in entries if which in {entry.key, entry.name})
@@ -308,8 +263,7 @@ class KeyFiles:
 
     def _write_secret(self, name: str) -> str:
         pair = KeyPair.new()
-        text = pair.secret.reveal().hex().encode() + b"\n"
-        files.write_private(self._path(name), text)
+        files.write_private(self._path(name), pair.secret.hex().encode() + b"\n")
         return pair.public
 
     def _read_secret(self, name: str) -> KeyPair:
@@ -317,7 +271,7 @@ class KeyFiles:
         return pair_in(_read(path), path=path)
 
     def _write_allowed(self, entries: Iterable[Allowed]) -> None:
-        text = "".join(f"{_line(entry)}\n" for entry in entries)
+        text = "".join(f"{entry.line}\n" for entry in entries)
         files.write_private(self._path(_ALLOWED), text.encode())
 
 
@@ -350,22 +304,7 @@ def pair_in(content: bytes, *, path: Path) -> KeyPair:
             f"{path} holds no key: restore it, or move it away and make a new one "
             "with `distbelief keys new`"
         )
-    return KeyPair.of(SecretKey(bytes.fromhex(text)))
-
-
-def _line(entry: Allowed) -> str:
-    return f"{entry.key} {','.join(entry.roles)} {entry.name}"
-
-
-def _check(entry: Allowed) -> None:
-    for role in entry.roles:
-        if role not in ROLES:
-            raise JobError(f"unknown role {role[:80]!r}: use {', '.join(ROLES)}")
-    if re.fullmatch(_NAME, entry.name) is None:
-        raise JobError(
-            f"invalid name {entry.name[:80]!r}: use letters, digits and . _ @ -, "
-            "at most 64 characters"
-        )
+    return KeyPair.of(bytes.fromhex(text))
 
 
 def _parsed(line: str, *, path: Path) -> Allowed:

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -33,7 +33,6 @@ from distbelief.errors import (
     StorageError,
     TransportError,
 )
-from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import (
     Action,
     Address,
@@ -104,8 +103,7 @@ Task = Callable[[], Event]  # raises nothing
 class WorkExecutors:
     """The threads that do a role's work: one for each executor, one task at a time in each."""
 
-    def __init__(self, name: str, *, now: Callable[[], Seconds], wake: Callable[[], None]) -> None:
-        self._now = now
+    def __init__(self, name: str, *, wake: Callable[[], None]) -> None:
         self._wake = wake  # called in an executor's thread when a result is ready
         self._results: deque[Event] = deque()
         self._running: dict[Executor, str] = {}
@@ -129,9 +127,6 @@ class WorkExecutors:
         """Run `task` after all tasks added to this executor before."""
         self._tasks[executor].put((name, task))
 
-    def compute(self, action: Compute) -> None:
-        self.add(action.executor, action.name, partial(self._compute, action))
-
     def results(self) -> Iterator[Event]:
         """Yield and remove the results that are ready."""
         for _ in range(len(self._results)):
@@ -142,11 +137,11 @@ class WorkExecutors:
         self._ending = True
         for tasks in self._tasks.values():
             tasks.put(None)
-        deadline = self._now() + seconds_max
+        deadline = time.monotonic() + seconds_max
         unfinished = []
         for executor, thread in self._threads.items():
             if thread.ident is not None:  # started
-                thread.join(max(0.0, deadline - self._now()))
+                thread.join(max(0.0, deadline - time.monotonic()))
             work = self._running.get(executor)
             if thread.is_alive() and work is not None:  # an idle thread ends soon
                 unfinished.append(f"{work} ({executor.value})")
@@ -159,17 +154,6 @@ class WorkExecutors:
             # A waiting thread must keep nothing alive: a task may hold a whole batch.
             del item, task, self._running[executor]
             self._wake()
-
-    def _compute(self, action: Compute) -> Computed:
-        started_at = self._now()
-        result: object = None
-        failed: BaseException | None = None
-        try:
-            result = action.work()
-        except BaseException as error:  # noqa: BLE001 -- reported to the role
-            failed = error
-        seconds = self._now() - started_at
-        return Computed(name=action.name, result=result, error=failed, seconds=seconds)
 
 
 class Timers:
@@ -277,19 +261,10 @@ class RoleRunner:
         self._n_posted_dropped = 0
         self._n_rejected = 0
         self._waker = Waker()
-        self._executors = WorkExecutors(self._name, now=self._now, wake=self._waker.wake)
+        self._executors = WorkExecutors(self._name, wake=self._waker.wake)
         self._started = False
-        self._halted = False
-        self._error: str | None = None
-
-    @property
-    def halted(self) -> bool:
-        return self._halted
-
-    @property
-    def error(self) -> str | None:
-        """Why the role ended, if not as planned."""
-        return self._error
+        self.halted = False
+        self.error: str | None = None  # why the role ended, if not as planned
 
     def run(
         self, on_tick: Callable[[], None] | None = None, *, tick_seconds: Seconds = 0.25
@@ -302,18 +277,18 @@ class RoleRunner:
         """
         with self:
             self._start()
-            next_tick = self._now()
-            while not self._halted:
+            next_tick = time.monotonic()
+            while not self.halted:
                 wait = WAIT_SECONDS_MAX
                 if on_tick:
-                    if next_tick <= self._now():
+                    if next_tick <= time.monotonic():
                         on_tick = self._tick(on_tick)
-                        next_tick = self._now() + tick_seconds
-                    wait = next_tick - self._now()
+                        next_tick = time.monotonic() + tick_seconds
+                    wait = next_tick - time.monotonic()
                 self._poll_once(wait)
             if on_tick:
                 self._tick(on_tick)  # the display shows the end
-        return self._error
+        return self.error
 
     def pump(self, until: Callable[[], bool], *, timeout_seconds: Seconds) -> bool:
         """Run the role in this thread until `until()` holds; return whether it does.
@@ -321,10 +296,10 @@ class RoleRunner:
         Also returns after the timeout and when the role has ended (see `error`).
         """
         self._start()
-        deadline = self._now() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         while not until():
-            left = deadline - self._now()
-            if self._halted or left <= 0:
+            left = deadline - time.monotonic()
+            if self.halted or left <= 0:
                 return False
             self._poll_once(left)
         return True
@@ -352,14 +327,14 @@ class RoleRunner:
             Whether the role handled it: a role that has ended does not.
         """
         self._start()
-        if not self._halted:
+        if not self.halted:
             self._poll_once(0.0)
         self._deliver(event)
-        return not self._halted
+        return not self.halted
 
     def close(self) -> None:
         """Stop the executors; wait at most `JOIN_SECONDS_MAX` for running work."""
-        self._halted = True
+        self.halted = True
         for work in self._executors.close(seconds_max=JOIN_SECONDS_MAX):
             self._log(
                 "warning",
@@ -380,12 +355,8 @@ class RoleRunner:
 
     # --- the loop ---
 
-    @staticmethod
-    def _now() -> Seconds:
-        return time.monotonic()
-
     def _start(self) -> None:
-        if self._started or self._halted:
+        if self._started or self.halted:
             return
         self._started = True
         self._waker.start()
@@ -405,7 +376,7 @@ class RoleRunner:
 
     def _poll_once(self, seconds_max: Seconds) -> None:
         # Waits for something to happen, then handles a bounded share of it.
-        wait = min(seconds_max, WAIT_SECONDS_MAX, self._timers.next_at - self._now())
+        wait = min(seconds_max, WAIT_SECONDS_MAX, self._timers.next_at - time.monotonic())
         if self._posted:
             wait = 0.0
         fds = [self._waker.fileno()]
@@ -415,38 +386,38 @@ class RoleRunner:
         if self._waker.fileno() in ready:
             self._waker.clear()
         self._deliver_due()
-        self._deliver_all(self._executors.results())
+        events = list(self._executors.results())
         if self._launcher and self._launcher.fileno() in ready:
-            self._deliver_all(self._launcher.events())
-        self._deliver_all(self._take_posted())
-        self._deliver_all(map(_received, self._transport.receive()))
-
-    def _take_posted(self) -> list[Event]:
+            events += self._launcher.events()
         if self._n_posted_dropped:
             self._log("warning", f"{self._n_posted_dropped} posted events were dropped")
             self._n_posted_dropped = 0
-        return [self._posted.popleft() for _ in range(len(self._posted))]
+        events += [self._posted.popleft() for _ in range(len(self._posted))]
+        for event in events:
+            self._deliver(event)
+        for envelope in self._transport.receive():
+            self._deliver(
+                Received(
+                    sender=Address(envelope.sender),
+                    incarnation=envelope.incarnation,
+                    message=envelope.message,
+                )
+            )
 
     def _deliver_due(self) -> None:
-        now = self._now()
+        now = time.monotonic()
         for _ in range(len(self._timers)):  # bounds timers that set themselves again
             name = self._timers.pop_due(now)
             if name is None:
                 return
             self._deliver(TimerFired(name=name))
 
-    def _deliver_all(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self._deliver(event)
-            if self._halted:
-                return
-
     def _deliver(self, event: Event) -> None:
-        if self._halted:
+        if self.halted:
             return
         try:
             check_accepted(self._role, event, name=self._name)
-            for action in self._role.handle(event, self._now()):
+            for action in self._role.handle(event, time.monotonic()):
                 self._perform(action)
         except RemoteProtocolError as error:
             self._n_rejected += 1
@@ -462,7 +433,7 @@ class RoleRunner:
         self._log("error", f"{self._name} failed: {error}")
         if trace:
             self._log("error", trace)
-        self._halted, self._error = True, error
+        self.halted, self.error = True, error
 
     def _tick(self, on_tick: Callable[[], None]) -> Callable[[], None] | None:
         # Returns None after an error: then `on_tick` is not called again.
@@ -484,7 +455,7 @@ class RoleRunner:
             case CancelTimer():
                 self._timers.cancel(action.name)
             case Compute():
-                self._executors.compute(action)
+                self._executors.add(action.executor, action.name, partial(_compute, action))
             case Persist():
                 task = partial(_persist, self._store, self._name, action.snapshot)
                 self._executors.add(Executor.COMPUTE, f"saving {action.snapshot.label}", task)
@@ -498,7 +469,10 @@ class RoleRunner:
             case Report():
                 self._log(action.level, action.text)
             case Connect():
-                self._connect(action)
+                try:
+                    self._transport.connect(action.peer, action.incarnation, action.endpoint)
+                except TransportError as error:  # the role limits how long it waits for a peer
+                    self._log("error", str(error))
             case Launch():
                 self._launch(action)
             case AssignName():
@@ -506,15 +480,9 @@ class RoleRunner:
             case Terminate():
                 self._required_launcher().terminate(action.name)
             case Exit():
-                self._halted, self._error = True, action.error
+                self.halted, self.error = True, action.error
             case _:
                 assert_never(action)
-
-    def _connect(self, action: Connect) -> None:
-        try:
-            self._transport.connect(action.peer, action.incarnation, action.endpoint)
-        except TransportError as error:
-            self._log("error", str(error))  # the role itself limits how long it waits for a peer
 
     def _launch(self, action: Launch) -> None:
         try:
@@ -531,10 +499,16 @@ class RoleRunner:
         return self._launcher
 
 
-def _received(envelope: Envelope) -> Received:
-    return Received(
-        sender=Address(envelope.sender), incarnation=envelope.incarnation, message=envelope.message
-    )
+def _compute(action: Compute) -> Computed:
+    started_at = time.monotonic()
+    result: object = None
+    failed: BaseException | None = None
+    try:
+        result = action.work()
+    except BaseException as error:  # noqa: BLE001 -- reported to the role
+        failed = error
+    seconds = time.monotonic() - started_at
+    return Computed(name=action.name, result=result, error=failed, seconds=seconds)
 
 
 def _persist(store: CheckpointStorage | None, role: Address, snapshot: Snapshot) -> Persisted:

@@ -1,13 +1,11 @@
 """Batch plans (which samples a step takes) and the readers that prefetch them.
 
-`Prefetcher` reads whole batches for a replica in one process. In a model-parallel group each
-rank has a `BatchPlan`, equal on all ranks, and a `SliceReader` for the input regions it needs.
+Each rank of a group has a `BatchPlan`, equal on all ranks, and a reader of what it needs of a
+batch: a `SliceReader` of the input regions of its partition, or the executor of a whole model.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Final, Protocol, final
 
@@ -21,75 +19,6 @@ from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.roles.role import Action, Compute, Cost, Executor
 from distbelief.task.dry_run import check_labels, class_counts
-from distbelief.worker.local_executor import Batch, LocalExecutor
-
-
-N_BATCHES_HELD = 2  # of the current step and of the next one
-
-
-@final
-class Prefetcher:
-    """Reads the batches of one incarnation of a replica, each once, ahead of their steps.
-
-    Args:
-        data_shard: The replica's part of the data.
-        trainer: Reads the samples.
-        batch_size: Samples of each batch.
-        n_batches_max: None: unbounded.
-    """
-
-    def __init__(
-        self,
-        data_shard: DataShard,
-        trainer: LocalExecutor,
-        *,
-        batch_size: int,
-        n_batches_max: int | None,
-    ) -> None:
-        self._cursor = BatchCursor(data_shard)
-        self._trainer = trainer
-        self._batch_size = batch_size
-        self._n_left = n_batches_max
-        self._position = 0  # after the last batch asked for
-        self._reading = False
-        self._held: deque[Batch] = deque()
-        self._bytes_per_sample = 0.0  # once a batch has come
-
-    def start(self, position: int) -> None:
-        self._position = position
-
-    @property
-    def next(self) -> Batch | None:
-        return self._held[0] if self._held else None
-
-    def take(self) -> Batch:
-        """Return and drop the batch of the finished step."""
-        return self._held.popleft()
-
-    def read_ahead(self) -> Sequence[Action]:
-        if self._reading or len(self._held) >= N_BATCHES_HELD or self._n_left == 0:
-            return []
-        # Counted when asked for, so that no batch beyond the last step is read.
-        if self._n_left is not None:
-            self._n_left -= 1
-        self._reading = True
-        indices = self._cursor.batch(self._position, self._batch_size)
-        work = partial(self._trainer.read, self._position, indices)
-        self._position += len(indices)
-        return [
-            Compute(
-                name="replica:read",
-                work=work,
-                cost=Cost(n_bytes=2.0 * self._bytes_per_sample * len(indices)),
-                executor=Executor.DATA,
-            )
-        ]
-
-    def have_read(self, result: object) -> None:
-        assert isinstance(result, Batch), result
-        self._reading = False
-        self._held.append(result)
-        self._bytes_per_sample = result.n_bytes / result.n_samples
 
 
 N_KEPT: Final = 4  # steps: the current one, those after it, and one before
@@ -207,7 +136,7 @@ def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:
     return [stop - start for start, stop in pairwise([0, *ends])]
 
 
-READ: Final = "machine:read"
+READ: Final = "replica:read"
 N_AHEAD: Final = 2  # slices read or held: of the current step and the next
 
 
@@ -218,14 +147,28 @@ class BatchSlice:
 
     generation: int  # generation of the group in which it was read
     step: int
+    samples: BatchIndices = BatchIndices(position=0, indices=np.empty(0, dtype=np.int64))
     # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     targets: torch.Tensor | None = None  # (n_samples, ...), whole, where they are needed
 
 
+class Reader(Protocol):
+    """Reads what one rank needs of a batch, in the data executor."""
+
+    @property
+    def reads_nothing(self) -> bool: ...
+
+    def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice: ...
+
+    def read_bytes(self, n_samples: int) -> float:
+        """Return roughly how many bytes reading so many samples moves."""
+        ...
+
+
 @final
 class SliceReader:
-    """Reads batch slices, in the data executor.
+    """Reads the input regions that a partition needs.
 
     Args:
         dataset: Of pairs (input, target).
@@ -290,29 +233,47 @@ class SliceReader:
                 value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
             ]
         targets = batch[1] if self._keeps_targets else None
-        return BatchSlice(generation=generation, step=step, inputs=found, targets=targets)
+        return BatchSlice(
+            generation=generation, step=step, samples=samples, inputs=found, targets=targets
+        )
+
+    def read_bytes(self, n_samples: int) -> float:
+        return 1e3 * n_samples
 
 
 @final
 class SlicePrefetch:
-    """Reads the batch slices of a generation, each once, one step ahead."""
+    """Reads the batch slices of a generation, each once, one step ahead.
 
-    def __init__(self, reader: SliceReader, plan: BatchPlan) -> None:
-        self._reader = reader
+    Args:
+        reader: None: steps need nothing but the indices.
+        plan: The samples of the steps.
+    """
+
+    def __init__(self, reader: Reader | None, plan: BatchPlan) -> None:
+        self._reader = None if reader is None or reader.reads_nothing else reader
         self._plan = plan
         self._held: dict[int, BatchSlice] = {}
         self._generation = 0
         self._next = 0
         self._reading = False
 
-    def begin(self, generation: int) -> None:
+    def begin(self, generation: int, position: int) -> None:
+        self._plan.start(position)
         self._generation, self._next = generation, 0
         self._held.clear()
 
+    def has(self, step: int) -> bool:
+        return self._reader is None or step in self._held
+
     def take(self, step: int) -> BatchSlice | None:
-        if self._reader.reads_nothing:
-            return BatchSlice(generation=self._generation, step=step)
+        if self._reader is None:
+            samples = self._plan.batch(step)
+            return BatchSlice(generation=self._generation, step=step, samples=samples)
         return self._held.pop(step, None)
+
+    def put_back(self, batch_slice: BatchSlice) -> None:
+        self._held[batch_slice.step] = batch_slice
 
     def read_ahead(self, step: int, *, stop: int) -> list[Action]:
         """Start reading one more slice, unless one is being read.
@@ -322,7 +283,7 @@ class SlicePrefetch:
             stop: Steps from here on will not be taken.
         """
         wanted = min(step + N_AHEAD, stop)
-        if self._reading or self._reader.reads_nothing or self._next >= wanted:
+        if self._reading or self._reader is None or self._next >= wanted:
             return []
         generation, number, reader = self._generation, self._next, self._reader
         samples = self._plan.batch(number)
@@ -334,7 +295,7 @@ class SlicePrefetch:
             Compute(
                 name=READ,
                 work=lambda: reader.read(generation, number, samples),
-                cost=Cost(n_bytes=1e3 * len(samples.indices)),
+                cost=Cost(n_bytes=reader.read_bytes(len(samples.indices))),
                 executor=Executor.DATA,
             )
         ]

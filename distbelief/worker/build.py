@@ -5,7 +5,7 @@ program and allocates the regions that it keeps; their values come from the shar
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from distbelief.core.vectors import Vector
-from distbelief.data.dataset import Dataset
-from distbelief.data.sharding import DataShard
+from distbelief.data.sharding import DataShard, Indices
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import (
@@ -38,15 +37,13 @@ from distbelief.parameter_server.replication import all_copy_names, copy_names, 
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.reliable import ReliableSender
-from distbelief.roles.role import Address, Role
+from distbelief.roles.role import Address, Cost, Role
 from distbelief.task import dry_run
 from distbelief.task.initializers import reader
+from distbelief.task.losses import Loss, Metric
 from distbelief.task.task import (
     BuildContext,
     RosterEntry,
-    Sample,
-    TaskSpec,
     build_loss,
     build_metric,
     build_model,
@@ -62,20 +59,15 @@ from distbelief.worker.batches import (
     TrainingPlan,
 )
 from distbelief.worker.config import DownpourConfig, DownpourSettings
-from distbelief.worker.evaluator import (
-    EvaluationObjective,
-    Evaluator,
-    EvaluatorConfig,
-    Score,
-    held_out,
-)
-from distbelief.worker.gradients import RankTrainer
-from distbelief.worker.group import EVALUATORS, GroupRank, Objective, group_rank_of, member_names
-from distbelief.worker.group_leader import GroupLeader
-from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.partition import PartitionWorker, RankConfig
-from distbelief.worker.replica import TrainingObjective
+from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
+from distbelief.worker.gradients import Items, Trainer
+from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
+from distbelief.worker.local_executor import FlatModel, LocalEvaluator, LocalExecutor, WholeSteps
+from distbelief.worker.objective import Objective
+from distbelief.worker.replica import RankConfig, Replica
 from distbelief.worker.steps import StepRunner
+from distbelief.worker.training import TrainingObjective
+from distbelief.worker.transfers import RankLink
 
 
 # --- roster and roles without a plan ---
@@ -145,30 +137,172 @@ def build_evaluator(context: BuildContext) -> Role:
     task = context.task
     dataset = context.test_data()
     sample = sample_of(dataset, table="data.test")
-    return Evaluator(
-        EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed),
+    loss, metric = build_loss(task), build_metric(task, sample)
+    names = dry_run.Names(
+        model=task.model.factory, loss=task.loss, data="data.test", metric=metric_name(task, sample)
+    )
+    model = FlatModel(build_model(task.model))
+    return whole_evaluator(
+        LocalEvaluator(model, dataset, loss=loss, metric=metric, names=names),
         client=build_client(context, pushes=False),
-        model=FlatModel(build_model(task.model)),
-        dataset=dataset,
-        loss=build_loss(task),
-        metric=build_metric(task, sample),
-        names=dry_run.Names(
-            model=task.model.factory,
-            loss=task.loss,
-            data="data.test",
-            metric=metric_name(task, sample),
-        ),
+        kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
+        score=score_of(loss, metric),
     )
 
 
-def build_client(context: BuildContext, *, pushes: bool) -> ParameterClient:
+def whole_evaluator(
+    executor: LocalEvaluator,
+    *,
+    client: ParameterClient,
+    kinds: Sequence[Indices],
+    score: Score,
+    chunk: int = CHUNK,
+) -> Replica:
+    batch_plan, model = EvaluationPlan(kinds, chunk=chunk), executor.model
+    return Replica(
+        RankConfig(group=EVALUATORS),
+        client=client,
+        executor=WholeSteps(
+            executor.run,
+            # Forward only: a third of a training step.
+            cost=lambda n_samples: Cost(flops=model.flops(n_samples) / 3.0),
+            follows_install=False,
+        ),
+        slices=SlicePrefetch(None, batch_plan),
+        objective=EvaluationObjective(
+            client=client, values=model.values, batch_plan=batch_plan, score=score
+        ),
+        leader=leader_on_request(n_ranks=1),
+    )
+
+
+def leader_on_request(*, n_ranks: int, plan: str = "") -> GroupLeader:
+    """Return a leader that grants no step: each request is a generation of its own."""
+    leader = GroupLeader(n_ranks, plan=plan, limit=0)
+    leader.begin(0.0)
+    return leader
+
+
+def whole_replica(
+    config: DownpourConfig,
+    *,
+    client: ParameterClient,
+    executor: LocalExecutor,
+    data_shard: DataShard,
+    await_begin: bool = True,
+) -> Replica:
+    """Return a replica that trains a model which its process holds as a whole."""
+    model = executor.model
+    batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
+    # The executor clips, by torch's own function.
+    trainer = Trainer(
+        Items(values=model.values, averages=model.averages),
+        config.policy,
+        clip_norm=None,
+        n_ranks=1,
+        is_whole=True,
+    )
+    objective = TrainingObjective(config, client=client, trainer=trainer)
+    return Replica(
+        RankConfig(group="replica"),
+        client=client,
+        executor=WholeSteps(
+            executor.run,
+            cost=lambda n: Cost(flops=model.flops(n), n_bytes=objective.step_bytes),
+            follows_install=True,
+        ),
+        slices=SlicePrefetch(executor, batch_plan),
+        objective=objective,
+        leader=training_leader(config, batch_plan, await_begin=await_begin),
+    )
+
+
+def training_leader(
+    config: DownpourConfig,
+    batch_plan: TrainingPlan,
+    *,
+    await_begin: bool,
+    n_ranks: int = 1,
+    plan: str = "",
+) -> GroupLeader:
+    leader = GroupLeader(
+        n_ranks,
+        plan=plan,
+        steps_max=config.max_steps,
+        samples_max=config.max_samples,
+        n_steps=batch_plan.n_steps,
+    )
+    # Without a supervisor nobody else would send `StartTraining`.
+    if not await_begin:
+        leader.begin(0.0)
+    return leader
+
+
+def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
+    """Return the replica of this index of an unpartitioned model."""
+    context = with_data(context)
+    module = build_model(context.task.model)
+    module.train()
+    return whole_replica(
+        replica_config(config, context),
+        client=build_client(context, pushes=True),
+        executor=local_executor(
+            FlatModel(module), context, clip_norm=config.clip_norm, seed=(config.seed, index)
+        ),
+        data_shard=data_shard_of(index, config=config, context=context),
+        await_begin=context.await_begin,
+    )
+
+
+def with_data(context: BuildContext) -> BuildContext:
+    """Return the context with its training data built, so that it is built once."""
+    return replace(context, datasets={**context.datasets, "data.train": context.train_data()})
+
+
+def local_executor(
+    model: FlatModel,
+    context: BuildContext,
+    *,
+    seed: tuple[int, int],
+    clip_norm: float | None = None,
+    loss: Loss | None = None,
+) -> LocalExecutor:
+    task = context.task
+    return LocalExecutor(
+        model,
+        context.train_data(),
+        loss=loss or build_loss(task),
+        names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
+        clip_norm=clip_norm,
+        seed=seed,
+    )
+
+
+def data_shard_of(index: int, *, config: DownpourSettings, context: BuildContext) -> DataShard:
+    n_samples, n_replicas = len(context.train_data()), context.n_replicas
+    return DataShard(n_samples, replica_index=index, n_replicas=n_replicas, seed=config.seed)
+
+
+def replica_config(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
+    # A job overshoots its end by what is not reported yet; but the supervisor should get at most
+    # 200 reports a second from all replicas together.
+    seconds = max(0.05, 0.005 * context.n_replicas)
+    return replace(config.of_replica(), progress_seconds=seconds)
+
+
+def build_client(
+    context: BuildContext, *, pushes: bool, flow: Dataflow | None = None
+) -> ParameterClient:
+    """Return a client of all shards, or of those that hold what a rank keeps."""
+    layout = layout_of(context)
     shards, backups = all_copy_names(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes),
-        layout=layout_of(context),
+        layout=layout,
         shards=shards,
         memory=context.memory,
         backups=backups,
+        selection=None if flow is None else PartialView(layout, flow.items),
     )
 
 
@@ -256,54 +390,57 @@ def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuild:
-    """What differs between ranks that train and ranks that evaluate."""
+    """What differs between ranks with different objectives."""
 
-    flow: Dataflow
-    dtype: torch.dtype
+    flow: Dataflow  # its operations and the items that it keeps
+    dtype: torch.dtype  # of these items
     client: ParameterClient
-    batch_plan: BatchPlan
     reader: SliceReader
-    objective: Objective
-    leader: GroupLeader
-    training: bool
-    micro_batches: int
-    seed: tuple[int, ...]
-    seed_gradient: Seed = mean_over_samples
 
 
-def assemble(rank: GroupRank, split: Split, parts: RankBuild) -> PartitionWorker:
-    flow, batch_plan = parts.flow, parts.batch_plan
-    n_machines = split.plan.cluster.n_machines
-    streams = _streams(rank, flow, n_machines)
-    return PartitionWorker(
+def assemble(  # noqa: PLR0913 -- one call describes a rank
+    rank: GroupRank,
+    split: Split,
+    parts: RankBuild,
+    *,
+    batch_plan: BatchPlan,
+    objective: Objective,
+    leader: GroupLeader,
+    seed: tuple[int, ...],
+    training: bool = True,
+    seed_gradient: Seed = mean_over_samples,
+) -> Replica:
+    flow, n_ranks = parts.flow, split.plan.cluster.n_machines
+    names = member_names(rank.group, n_ranks)
+    peers = {peer for _, peer in (*flow.sent, *flow.received)}
+    executor = PartitionExecutor(
+        flow,
+        dtype=parts.dtype,
+        modules=split.modules,
+        device=split.device,
+        seed_gradient=seed_gradient,
+    )
+    return Replica(
         RankConfig(
-            group=rank.group, machine=rank.machine, n_machines=n_machines, plan=split.fingerprint
+            group=rank.group, machine=rank.machine, n_machines=n_ranks, plan=split.fingerprint
         ),
         client=parts.client,
-        runner=StepRunner(
-            PartitionExecutor(
-                flow,
-                dtype=parts.dtype,
-                modules=split.modules,
-                device=split.device,
-                seed_gradient=parts.seed_gradient,
-            ),
-            streams=streams,
+        executor=StepRunner(
+            executor,
+            links={peer: RankLink(names[peer]) for peer in sorted(peers)},
             batch_plan=batch_plan,
-            micro_batches=parts.micro_batches,
-            training=parts.training,
-            seed=parts.seed,
+            micro_batches=split.plan.micro_batches if training else 1,
+            training=training,
+            seed=seed,
         ),
-        streams=streams,
-        batch_plan=batch_plan,
         slices=SlicePrefetch(parts.reader, batch_plan),
-        objective=parts.objective,
+        objective=objective,
         shapes=[region.shape for _, region in flow.items],
-        leader=parts.leader if rank.machine == 0 else None,
+        leader=leader if rank.machine == 0 else None,
     )
 
 
-def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> PartitionWorker:
+def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> Replica:
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
     n_machines = plan.cluster.n_machines
@@ -317,9 +454,9 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     outputs = frozenset(compiled.graph.outputs)
     flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
     dtype = dtype_of(context)
-    client = client_of(flow, context, pushes=False)
-    config = EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed)
-    batch_plan = EvaluationPlan(held_out(len(dataset), config), chunk=plan.batch)
+    client = build_client(context, pushes=False, flow=flow)
+    kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
+    batch_plan = EvaluationPlan(kinds, chunk=plan.batch)
     reader = SliceReader(
         dataset,
         graph=graph,
@@ -330,43 +467,19 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     )
     objective = EvaluationObjective(
         client=client,
-        sizes=[region.n_elements for _, region in flow.items],
-        dtype=dtype,
+        values=zeros_of(flow, dtype),
         batch_plan=batch_plan,
-        score=_score(task, context.sample),
+        score=score_of(build_loss(task), build_metric(task, context.sample)),
     )
-    # No step before the first request: each evaluation is a generation of its own.
-    leader = GroupLeader(n_machines, plan=split.fingerprint, limit=0)
-    leader.begin(0.0)
     return assemble(
         rank,
         split,
-        RankBuild(
-            flow=flow,
-            dtype=dtype,
-            client=client,
-            batch_plan=batch_plan,
-            reader=reader,
-            objective=objective,
-            leader=leader,
-            training=False,
-            micro_batches=1,
-            seed=(context.seed,),
-        ),
-    )
-
-
-def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> ParameterClient:
-    """Return a client of the shards that hold what the rank keeps."""
-    layout = layout_of(context)
-    shards, backups = all_copy_names(context.n_shards, context.shard_copies)
-    return ParameterClient(
-        ClientConfig(pushes=pushes),
-        layout=layout,
-        shards=shards,
-        memory=context.memory,
-        backups=backups,
-        selection=PartialView(layout, flow.items),
+        RankBuild(flow=flow, dtype=dtype, client=client, reader=reader),
+        batch_plan=batch_plan,
+        objective=objective,
+        leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        seed=(context.seed,),
+        training=False,
     )
 
 
@@ -375,36 +488,21 @@ def dtype_of(context: BuildContext) -> torch.dtype:
     return torch.float64 if is_double else torch.float32
 
 
-def _streams(rank: GroupRank, flow: Dataflow, n_machines: int) -> dict[int, ReliableSender]:
-    names = member_names(rank.group, n_machines)
-    peers = {peer for _, peer in (*flow.sent, *flow.received)}
-    return {peer: ReliableSender(names[peer]) for peer in sorted(peers)}
+def zeros_of(flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return one flat tensor per item; their values come from the shards."""
+    return [torch.zeros(region.n_elements, dtype=dtype) for _, region in flow.items]
 
 
-def _score(task: TaskSpec, sample: Sample | None) -> Score:
-    loss, metric = build_loss(task), build_metric(task, sample)
-
-    def judge(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+def score_of(loss: Loss, metric: Metric) -> Score:
+    def score(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
         return float(loss(outputs, targets)), float(metric(outputs, targets))
 
-    return judge
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaParts:
-    """The parts of one rank of a replica, for any algorithm."""
-
-    flow: Dataflow  # its operations and the items that it keeps
-    dtype: torch.dtype  # of these items
-    client: ParameterClient
-    dataset: Dataset
-    reader: SliceReader
+    return score
 
 
 def replica_parts(
     rank: GroupRank, *, context: BuildContext, split: Split, batch: tuple[str, int]
-) -> ReplicaParts:
+) -> RankBuild:
     """Return the parts of a rank.
 
     Args:
@@ -428,11 +526,10 @@ def replica_parts(
         {spec.name for spec in layout_of(context).tensors},
     )
     dtype, dataset = dtype_of(context), context.train_data()
-    return ReplicaParts(
+    return RankBuild(
         flow=flow,
         dtype=dtype,
-        client=client_of(flow, context, pushes=True),
-        dataset=dataset,
+        client=build_client(context, pushes=True, flow=flow),
         reader=SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
@@ -454,59 +551,35 @@ def _training_rank(
     rank: GroupRank, *, config: DownpourSettings, context: BuildContext, split: Split
 ) -> Role:
     assert rank.replica is not None
+    context = with_data(context)
     batch = "batch_size", config.batch_size
     parts = replica_parts(rank, context=context, split=split, batch=batch)
     flow = parts.flow
-    data_shard = DataShard(
-        len(parts.dataset),
-        replica_index=rank.replica,
-        n_replicas=context.n_replicas,
-        seed=config.seed,
-    )
+    data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = TrainingPlan(data_shard, batch_size=config.batch_size)
-    replica_config = _replica_config(config, context)
-    n_machines = split.plan.cluster.n_machines
-    objective = TrainingObjective(
-        replica_config,
-        client=parts.client,
-        trainer=RankTrainer(
-            replica_config,
-            sizes=[region.n_elements for _, region in flow.items],
-            trained=flow.trained,
-            counts=flow.counts,
-            dtype=parts.dtype,
-            n_ranks=n_machines,
-        ),
+    of_replica = replica_config(config, context)
+    n_ranks = split.plan.cluster.n_machines
+    trainer = Trainer(
+        Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
+        of_replica.policy,
+        clip_norm=of_replica.clip_norm,
+        n_ranks=n_ranks,
+        is_whole=False,
+    )
+    objective = TrainingObjective(of_replica, client=parts.client, trainer=trainer)
+    leader = training_leader(
+        of_replica,
+        batch_plan,
         await_begin=context.await_begin,
-    )
-    leader = GroupLeader(
-        n_machines,
+        n_ranks=n_ranks,
         plan=split.fingerprint,
-        steps_max=replica_config.max_steps,
-        n_steps=batch_plan.n_steps,
     )
-    # Without a supervisor nobody else would send `StartTraining`.
-    if not context.await_begin:
-        leader.begin(0.0)
     return assemble(
         rank,
         split,
-        RankBuild(
-            flow=flow,
-            dtype=parts.dtype,
-            client=parts.client,
-            batch_plan=batch_plan,
-            reader=parts.reader,
-            objective=objective,
-            leader=leader,
-            training=True,
-            micro_batches=split.plan.micro_batches,
-            seed=(config.seed, rank.replica),
-        ),
+        parts,
+        batch_plan=batch_plan,
+        objective=objective,
+        leader=leader,
+        seed=(config.seed, rank.replica),
     )
-
-
-def _replica_config(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
-    # The supervisor gets at most 200 reports a second from all replicas together.
-    seconds = max(0.05, 0.005 * context.n_replicas)
-    return replace(config.of_replica(), progress_seconds=seconds)

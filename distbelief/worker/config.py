@@ -7,6 +7,7 @@ import msgspec
 
 from distbelief.parameter_server.optimizers import Constant, Schedule, UpdateRule
 from distbelief.roles.role import Seconds
+from distbelief.worker.policy import Async
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +15,7 @@ class DownpourConfig:
     """How one replica trains."""
 
     batch_size: int  # samples of one step
-    n_fetch: int = 1  # steps between fetches
-    n_push: int = 1  # steps between pushes
-    blocking: bool = False  # fetch only once every push is applied
-    overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
+    policy: Async = field(default_factory=Async)  # when it fetches and pushes
     learning_rate: float = 0.0  # of the shards' rule, for messages and local steps
     local_learning_rate: float | None = None  # of local steps; None: `learning_rate`
     # Of the shards' rule; local steps follow it.
@@ -27,16 +25,12 @@ class DownpourConfig:
     max_samples: int | None = None  # samples of all incarnations together; None: until a Stop
     progress_seconds: Seconds = 0.5  # least time between reports to the supervisor
     non_finite_limit: int = 10  # gradients in a row that may be NaN or infinite
-    seed: int = 0  # of the order of samples and of the model's random numbers
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "n_fetch", "n_push", "non_finite_limit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-        for name in ("max_steps", "max_samples"):
+        for name in ("batch_size", "non_finite_limit", "max_steps", "max_samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; use 1 or more, or leave it out")
+                raise ValueError(f"{name} is {value}; use 1 or more")
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ValueError(
                 f"clip_norm is {self.clip_norm}; use a number above 0, or leave it out"
@@ -44,52 +38,10 @@ class DownpourConfig:
         if self.progress_seconds < 0.0:
             raise ValueError(f"progress_seconds is {self.progress_seconds}; use 0 or more")
 
-    @property
-    def checks_every_gradient(self) -> bool:
-        # A bad gradient must not spoil a sum, or the local copy of the parameters.
-        return self.n_fetch > 1 or self.n_push > 1
-
-    @property
-    def keeps_local_steps(self) -> bool:
-        # With n_fetch = n_push = 1 there is no local step to keep.
-        return self.checks_every_gradient and not self.overwrite_local_steps
-
-    @property
-    def awaits_pushes(self) -> bool:
-        # With a push in flight it is unknown whether the fetched parameters contain it, and so
-        # whether its local steps must be repeated.
-        return self.blocking or self.keeps_local_steps
-
-    def may_fetch_during(self, step: int) -> bool:
-        """Return whether the next fetch may begin while this step is computed."""
-        if self.blocking:
-            return False
-        return not (self.keeps_local_steps and self.pushes_at(step))
-
-    def fetches_at(self, step: int) -> bool:
-        # Steps 0, n_fetch, 2 n_fetch, ... (DB-6).
-        return step % self.n_fetch == 0
-
-    def pushes_at(self, step: int) -> bool:
-        # Steps 0, n_push, 2 n_push, ... (DB-6).
-        return step % self.n_push == 0
-
-    def is_over_at(self, step: int, *, position: int = 0) -> bool:
-        """Return whether this step is beyond the end, at this position in the data."""
-        if self.max_samples is not None and position >= self.max_samples:
-            return True
-        return self.max_steps is not None and step >= self.max_steps
-
-    def local_rate(self, step: int, *, clock: int) -> float | None:
-        """Return the rate of this step's local step; None if a fetch follows."""
-        # That fetch overwrites the local step, or repeats it with the others.
-        return None if self.fetches_at(step + 1) else self.rate(clock)
-
     def rate(self, clock: int) -> float:
         """Return the rate of local steps from parameters of this clock."""
-        rate = self.local_learning_rate
-        if rate is None:
-            rate = self.learning_rate
+        local = self.local_learning_rate
+        rate = self.learning_rate if local is None else local
         return rate * self.schedule.factor(clock)
 
 
@@ -162,15 +114,16 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             local = 0.0
         return DownpourConfig(
             batch_size=self.batch_size,
-            n_fetch=self.n_fetch,
-            n_push=self.n_push,
-            blocking=self.blocking,
-            overwrite_local_steps=self.overwrite_local_steps,
+            policy=Async(
+                n_fetch=self.n_fetch,
+                n_push=self.n_push,
+                blocking=self.blocking,
+                overwrite_local_steps=self.overwrite_local_steps,
+            ),
             learning_rate=self.rule.learning_rate,
             local_learning_rate=local,
             schedule=self.rule.schedule,
             clip_norm=self.clip_norm,
             max_steps=self.max_steps,
             non_finite_limit=self.non_finite_limit,
-            seed=self.seed,
         )

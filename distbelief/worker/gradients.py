@@ -1,7 +1,7 @@
-"""The work of one rank's training steps: accrue gradients, local steps, norm, clipping.
+"""The work of training steps: sum gradients, take local steps, reduce the norm, clip.
 
-`worker.replica.TrainingObjective` decides when. If a push follows every step, gradients go
-into the push buffers while the backward pass of earlier layers still runs.
+`worker.training.TrainingObjective` decides when. Where gradients come during the backward pass
+and a push follows every step, they go into the push buffers while earlier layers still run.
 
     square      a rank's sum of squares, in float64
     norm        the root of their sum, added in the order of ranks
@@ -21,38 +21,40 @@ import torch
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.roles.role import Cost
-from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourConfig
-from distbelief.worker.group import Install, LocalNorm
+from distbelief.worker.batches import BatchSlice
+from distbelief.worker.objective import Install, LocalNorm
+from distbelief.worker.policy import Async
 
 
 @final
-class GradientAccumulator:
+class GradientSum:
     """Gradients of several steps, summed until they are pushed.
 
     Args:
         n_items: Tensors that a rank keeps.
+        shares_memory: Whether two gradients of a step may share memory.
     """
 
-    def __init__(self, n_items: int) -> None:
+    def __init__(self, n_items: int, *, shares_memory: bool = True) -> None:
         # One per item; None without a gradient.
         self.sums: list[torch.Tensor | None] = [None] * n_items
         self.n_gradients = 0
         self.clocks: tuple[int, ...] = ()  # of the shards, when the oldest gradient was computed
         self.stop = 0  # samples up to the end of the newest gradient
+        self._shares_memory = shares_memory
         self._owned: set[int] = set()  # sums whose memory is not shared
 
     def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Add the gradients of a step and take their memory. Runs in the compute executor."""
         for item, gradient in gradients.items():
-            accrued = self.sums[item]
-            if accrued is None:
+            total = self.sums[item]
+            if total is None:
                 self.sums[item] = gradient
-            elif item in self._owned:
-                accrued.add_(gradient)
+            elif item in self._owned or not self._shares_memory:
+                total.add_(gradient)
             else:
                 # The first one may share memory with another gradient, so copy once.
-                self.sums[item] = accrued + gradient
+                self.sums[item] = total + gradient
                 self._owned.add(item)
 
     def count(self, stop: int, *, clocks: tuple[int, ...]) -> None:
@@ -64,6 +66,10 @@ class GradientAccumulator:
     def fetched_clocks(self, clocks: Sequence[int]) -> tuple[int, ...]:
         # A restarted shard counts on from an older clock, so take the smaller one.
         return tuple(map(min, self.clocks, clocks))
+
+    @property
+    def is_finite(self) -> bool:
+        return is_finite(dict(enumerate(each for each in self.sums if each is not None)))
 
     def drop(self) -> None:
         self.sums[:] = [None] * len(self.sums)
@@ -85,10 +91,8 @@ def sum_of_squares(gradients: Gradients) -> float:
     return total if math.isfinite(total) else math.nan
 
 
-def clip(gradients: Gradients, square: float, *, norm_max: float | None) -> None:
-    """Scale gradients in place if the norm over all ranks is beyond the bound."""
-    if norm_max is None:
-        return
+def clip(gradients: Gradients, square: float, *, norm_max: float) -> None:
+    """Replace gradients by shorter ones if the norm over all ranks is beyond the bound."""
     factor = norm_max / (math.sqrt(square) + _EPSILON)
     if factor < 1.0:
         for item, gradient in gradients.items():
@@ -102,13 +106,20 @@ def is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
 
 
 def bad_sample(batch_slice: BatchSlice) -> int | None:
-    """Return the index within the batch of the first sample with NaN or infinity."""
-    for regions in batch_slice.inputs.values():
-        for part in regions:
-            bad = ~part.isfinite()
-            if bool(bad.any()):
-                return int(bad.nonzero()[0][0])
+    """Return the index in the data set of the first sample with NaN or infinity."""
+    parts = [part for regions in batch_slice.inputs.values() for part in regions]
+    targets = batch_slice.targets
+    for part in parts if targets is None else [*parts, targets]:
+        bad = ~part.isfinite()
+        if bool(bad.any()):
+            return int(batch_slice.samples.indices[int(bad.nonzero()[0][0])])
     return None
+
+
+def blame_of(sample: int | None) -> str | None:
+    if sample is None:
+        return None
+    return f"[data.train] sample {sample} has NaN or infinite values: fix or remove such samples"
 
 
 @final
@@ -130,13 +141,10 @@ class Step:
     counts: bool  # whether its gradient is needed: the shards do not have it yet
     draft: PushDraft | None  # the push that takes the gradients at once, if there is one
     local_rate: float | None  # of the local step; None: no local step
-    batch: BatchIndices
     batch_slice: BatchSlice
-    # By item, unless `draft` takes them.
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: Gradients = field(default_factory=dict)  # unless `draft` takes them
     staged: PushResult | None = None
-    # Running averages after the step, by item.
-    after: dict[int, torch.Tensor] = field(default_factory=dict)
+    after: dict[int, torch.Tensor] = field(default_factory=dict)  # running averages after the step
 
     @property
     def put(self) -> Put:
@@ -144,83 +152,104 @@ class Step:
 
 
 @final
-class RankTrainer:
-    """Does the work of one rank's steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """The tensors that a replica, or one rank of it, keeps."""
+
+    values: Sequence[torch.Tensor]  # flat
+    trained: frozenset[int] = frozenset()  # with a gradient; the others are pushed as they are
+    counts: Mapping[int, int] = field(default_factory=dict)  # running average -> its step counter
+    averages: Sequence[int] = ()  # changed in place by a step
+
+    @property
+    def n_bytes(self) -> float:
+        return float(sum(value.nbytes for value in self.values))
+
+
+@final
+class Trainer:
+    """Does the work of training steps.
 
     Args:
-        config: When to push, step and clip.
-        sizes: Elements of each item.
-        trained: Items with a gradient; the others are pushed as they are.
-        counts: By item of a running average, the item that counts its steps.
-        dtype: Of all items.
+        items: What is trained.
+        policy: When to push and step.
+        clip_norm: Bound of each gradient's norm, if it is clipped here.
         n_ranks: Ranks of the replica.
+        is_whole: Gradients come at the end of a step, and share no memory.
     """
 
     def __init__(
-        self,
-        config: DownpourConfig,
-        *,
-        sizes: Sequence[int],
-        trained: frozenset[int],
-        counts: Mapping[int, int],
-        dtype: torch.dtype,
-        n_ranks: int,
+        self, items: Items, policy: Async, *, clip_norm: float | None, n_ranks: int, is_whole: bool
     ) -> None:
-        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]  # one flat tensor per item
-        self.accrued = GradientAccumulator(len(sizes))  # the gradients since the last push
-        self._config = config
-        self._trained = trained
-        self._counts = counts
+        self.items = items
+        self.total = GradientSum(len(items.values), shares_memory=not is_whole)
+        self.drafts = not (is_whole or policy.sums_gradients or clip_norm is not None)
+        self._values = items.values
+        self._policy = policy
+        self._clip_norm = clip_norm
         self._reduces_norm = n_ranks > 1
         self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
         self._gains: dict[int, torch.Tensor] | None = None  # their local changes, during a fetch
 
     def drop(self) -> None:
-        self.accrued.drop()
+        self.total.drop()
         self._sent.clear()
         self._gains = None
 
     def staged(self, staged: PushResult) -> None:
-        self.accrued.drop()
+        # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
+        self.total.drop()
         if staged.finite:
-            self._sent.clear()
+            self._sent = {item: self._values[item].clone() for item in self._sent_again}
+
+    @property
+    def _sent_again(self) -> Sequence[int]:
+        return self.items.averages if self._sent else ()
 
     def installing(self, work: Install, *, rate: float) -> Install:
-        """Wrap the work of an install so that local steps at `rate` are repeated after it."""
+        """Wrap the work of an install so that what is not pushed yet is repeated after it."""
 
         def install() -> FetchResult:
             if self._gains is None:  # after a torn install the values are a mixture
-                self._gains = {item: self.values[item] - sent for item, sent in self._sent.items()}
+                self._gains = {item: self._values[item] - sent for item, sent in self._sent.items()}
             installed = work()
             if not installed.torn:
-                self._put_back(rate)
+                self._repeat(rate)
             return installed
 
         return install
 
-    def _put_back(self, rate: float) -> None:
+    def _repeat(self, rate: float) -> None:
         gains, self._gains = self._gains or {}, None
+        for item in {*gains, *self.items.averages}:
+            self._sent[item] = self._values[item].clone()
         for item, gain in gains.items():
-            self._sent[item].copy_(self.values[item])
-            self.values[item].add_(gain)
-        for value, accrued in zip(self.values, self.accrued.sums, strict=True):
-            if accrued is not None and rate:
-                value.add_(accrued, alpha=-rate)
+            # A change that is not finite comes from a skipped sample.
+            if bool(gain.isfinite().all()):
+                self._values[item].add_(gain)
+        self._step({i: total for i, total in enumerate(self.total.sums) if total is not None}, rate)
+
+    def _step(self, gradients: Mapping[int, torch.Tensor], rate: float) -> None:
+        if gradients and rate:
+            values = [self._values[item] for item in gradients]
+            torch._foreach_add_(values, list(gradients.values()), alpha=-rate)
 
     def close(self, step: Step, step_result: StepResult) -> LocalNorm | Closed:
         """Return the local part of the norm reduction; with one rank, finish the step at once."""
         step.after = self._after(step_result)
         if step.draft is not None:
-            for item, value in enumerate(self.values):
-                if item not in self._trained:
+            for item, value in enumerate(self._values):
+                if item not in self.items.trained:
                     step.draft.put(item, step.after.get(item, value))
             step.staged = step.draft.finish()
             square = 0.0 if step.staged.finite else math.nan
         else:
             square = self._square(step)
+        if step_result.loss is not None and not math.isfinite(step_result.loss):
+            square = math.nan
         # A rank without parameters has no gradient that would show a bad sample.
-        looks = not (math.isfinite(square) and self.values)
-        sample = _bad(step) if looks else None
+        looks = not (math.isfinite(square) and self._values)
+        sample = bad_sample(step.batch_slice) if looks else None
         if not self._reduces_norm:
             return self._settle(step, square, sample)
         n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
@@ -229,48 +258,32 @@ class RankTrainer:
 
     def _square(self, step: Step) -> float:
         # Without clipping only finiteness matters, and that only if someone uses it.
-        clips, gradients = self._config.clip_norm is not None, step.gradients
-        if clips:
-            return sum_of_squares(gradients)
-        looks = self._reduces_norm or self._config.checks_every_gradient
-        return 0.0 if not looks or is_finite(gradients) else math.nan
+        if self._clip_norm is not None:
+            return sum_of_squares(step.gradients)
+        looks = self._reduces_norm or self._policy.sums_gradients
+        return 0.0 if not looks or is_finite(step.gradients) else math.nan
 
     def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
         if not math.isfinite(square):
-            return Closed(is_finite=False, staged=step.staged, blame=_blame(sample))
+            return Closed(is_finite=False, staged=step.staged, blame=blame_of(sample))
         # A running average that is not finite comes from a bad sample and is dropped.
         if is_finite(step.after):
             for item, value in step.after.items():
-                if item not in self._sent and self._config.keeps_local_steps:
-                    self._sent[item] = self.values[item].clone()
-                self.values[item].copy_(value)
+                if item not in self._sent and self._policy.keeps_local_steps:
+                    self._sent[item] = self._values[item].clone()
+                self._values[item].copy_(value)
         if step.staged is None and step.counts:
-            clip(step.gradients, square, norm_max=self._config.clip_norm)
-            self._accrue(step)
+            if self._clip_norm is not None:
+                clip(step.gradients, square, norm_max=self._clip_norm)
+            self._step(step.gradients, step.local_rate or 0.0)
+            self.total.add(step.gradients)
+            step.gradients.clear()
         return Closed(is_finite=True, staged=step.staged)
 
     def _after(self, step_result: StepResult) -> dict[int, torch.Tensor]:
         after = {item: value.reshape(-1) for item, value in step_result.averages.items()}
         # BatchNorm counts the steps of its averages in a tensor of its own.
-        for item, count in self._counts.items():
+        for item, count in self.items.counts.items():
             if item in step_result.averages:
-                after[count] = self.values[count] + 1
+                after[count] = self._values[count] + 1
         return after
-
-    def _accrue(self, step: Step) -> None:
-        if step.local_rate is not None:
-            for item, gradient in step.gradients.items():
-                self.values[item].add_(gradient, alpha=-step.local_rate)
-        self.accrued.add(step.gradients)
-        step.gradients.clear()
-
-
-def _bad(step: Step) -> int | None:
-    row = bad_sample(step.batch_slice)
-    return None if row is None else int(step.batch.indices[row])
-
-
-def _blame(sample: int | None) -> str | None:
-    if sample is None:
-        return None
-    return f"[data.train] sample {sample} has NaN or infinite values: fix or remove such samples"

@@ -1,372 +1,29 @@
-"""A rank's view of its model-parallel group: objective, state, shutdown, names, norm reduction.
+"""A group of ranks, each of which computes one partition of a model: their names, their leader.
 
-Rank M of replica R is called "replica-R.M"; rank 0 of a group leads it (`group_leader`). The
-ranks that evaluate form a group too: "evaluator" (which the supervisor asks), "evaluator.1",
-"evaluator.2", ...
+Rank M of replica R is called "replica-R.M". The ranks that evaluate form a group too:
+"evaluator" (which the supervisor asks), "evaluator.1", "evaluator.2", ...
 
-Norm reduction: each rank reports the sum of squares of its part of the gradient, the leader
-adds them, and every rank decides by the sum whether the step counts and how it is clipped.
+    leader (on rank 0)         every rank (itself too)
+      | StartEpoch ----------->  |   new generation: drop the current step
+      | <------------ RankReady  |   all my pushes up to this sample are applied
+      | GrantSteps ----------->  |   begin at this position, take two steps
+      | <------------ StepsDone  |   one is done; its gradient has this sum of squares here
+      | GrantSteps ----------->  |   one more; the gradient of the finished one has this norm
+      | GrantSteps (last) ---->  |   no more after these
+      | <---- StepsDone (ended)  |   and all my pushes are applied
+
+No rank exits before all have ended; a rank lost for good means that the others can only end.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
-from functools import partial
-from typing import Final, Protocol, final
+from typing import Final, final
 
-import torch
-
-from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.protocol import (
-    Evaluate,
-    Finished,
-    GrantSteps,
-    RankReady,
-    StartEpoch,
-    StartTraining,
-    StepsDone,
-    Stop,
-)
-from distbelief.roles.role import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Compute,
-    Computed,
-    Cost,
-    Exit,
-    Report,
-    Seconds,
-    Send,
-)
-from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.group_leader import GroupLeader, Outgoing
-
-
-# Copies fetched parameters into the tensors of an objective; runs in the compute executor.
-Install = Callable[[], FetchResult]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalNorm:
-    """One rank's part of a decision that all ranks of a step take together."""
-
-    square: float  # sum of squares of the local gradient; NaN if it is not finite
-    # Work that finishes the step, given the sum over all ranks and the index of a bad sample if a
-    # rank has found one.
-    settle: Callable[[float, int | None], object]
-    cost: Cost  # of that work
-    # Index in the data set of a sample with NaN or infinite values found here.
-    sample: int | None = None
-
-
-class Objective(Protocol):
-    """What the steps of a rank are for: training, evaluation, or a sum over a large batch."""
-
-    @property
-    def values(self) -> Sequence[torch.Tensor]:
-        """Flat tensors, one per item; fetched parameters are copied into them."""
-        ...
-
-    @property
-    def pushed(self) -> int | None:
-        """Number of samples in the pushes that its shards have; None if it never pushes."""
-        ...
-
-    @property
-    def all_pushes_applied(self) -> bool:
-        """Whether all its pushes are applied."""
-        ...
-
-    def may_fetch(self, *, ahead: bool) -> bool:
-        """Return whether a fetch may begin; `ahead`: while a step is running."""
-        ...
-
-    def begin(self, position: int, now: Seconds) -> None:
-        """A generation begins at this position in the data."""
-        ...
-
-    def drop(self) -> None:
-        """Drop the current step and everything accrued; no work is running."""
-        ...
-
-    def fetches_at(self, step: int) -> bool: ...
-
-    def installing(self, work: Install) -> Install:
-        """Wrap the work of an install with what must happen before and after it."""
-        ...
-
-    def fetched(self, seconds: Seconds) -> bool:
-        """A fetch is installed; return whether it is the version wanted."""
-        ...
-
-    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
-        """A step begins; return the function that takes its gradients, as work."""
-        ...
-
-    def close(self, step_result: StepResult) -> object:
-        """Use the result of a step, as work.
-
-        Returns:
-            The first argument of `closed`; or a `LocalNorm`, and then `closed` gets the result of
-            its `settle`.
-        """
-        ...
-
-    def closed(
-        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
-    ) -> Sequence[Action]:
-        """A step is finished."""
-        ...
-
-    def work(self, *, final: bool) -> Sequence[Action]:
-        """Return work to do before the next step, or before the end."""
-        ...
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it must wait although there is no work to do now."""
-        ...
-
-    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Work that `work` returned is done."""
-        ...
-
-    def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
-        """The leader received a command of the supervisor."""
-        ...
-
-    def report(
-        self, leader: GroupLeader, now: Seconds, *, final: bool
-    ) -> tuple[Sequence[Action], Outgoing]:
-        """Return what the leader sends to the supervisor, and to its ranks."""
-        ...
-
-    @property
-    def clock(self) -> float | None:
-        """Mean clock of the parameters in use; None if there are none."""
-        ...
-
-    def figures(self) -> Mapping[str, float]: ...
-
-
-class Phase(Enum):
-    """Where in a generation a rank is; the values are its state in status tables."""
-
-    ALONE = "waiting for its leader"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-    RUNNING = "running"
-    ENDED = "finishing"
-
-
-@dataclass(slots=True)
-class _Sums:
-    loss: float = 0.0
-    samples: int = 0
-    no_loss: int = 0
-
-
-@final
-class GroupState:
-    """What one rank knows of the current generation.
-
-    Args:
-        name: Of the rank.
-        plan: Hash of its plan.
-    """
-
-    def __init__(self, name: str, *, plan: str) -> None:
-        self.generation = 0  # 0 before the first
-        self.phase = Phase.ALONE
-        self.n_generations = 0  # generations so far
-        self.granted = 0  # steps of this generation that the rank may take
-        self.is_last = False  # no more steps will be granted
-        self.has_ended = False  # the leader knows that all steps are done
-        self.n_reduced = 0  # steps whose gradient norm is reduced over all ranks
-        self.square = 0.0  # squared norm of the last of them
-        self.sample: int | None = None  # index of a bad sample in that step, if a rank reported one
-        self._name = name
-        self._plan = plan
-        self._sums = _Sums()
-
-    def is_over(self, step: int) -> bool:
-        return self.is_last and step >= self.granted
-
-    def start_epoch(self, message: StartEpoch) -> bool:
-        """Apply the leader's message; return whether a new generation begins.
-
-        Raises:
-            RemoteProtocolError: it belongs to an earlier generation.
-            JobError: the leader has another plan.
-        """
-        self._check(message)
-        if message.plan != self._plan:
-            raise JobError(
-                f"the leader of {self._name} has plan {message.plan}, {self._name} has "
-                f"{self._plan}: start all ranks of a replica with one plan"
-            )
-        # The leader repeats this message until it is answered.
-        if message.generation == self.generation:
-            return False
-        self.generation, self.phase = message.generation, Phase.GATHERING
-        self.n_generations += 1
-        self.granted, self.is_last, self.has_ended = 0, False, False
-        self.n_reduced, self.square, self.sample = 0, 0.0, None
-        self._sums = _Sums()
-        return True
-
-    def commit_token(self, message: GrantSteps) -> bool:
-        """Apply the leader's message; return whether the first step may begin now.
-
-        Raises:
-            RemoteProtocolError: it belongs to another generation, or came too early.
-        """
-        self._check(message)
-        ready = self.phase not in {Phase.ALONE, Phase.GATHERING}
-        if message.generation > self.generation or not ready:
-            raise RemoteProtocolError(
-                f"{self._name} was granted steps of generation {message.generation} before it "
-                "was ready"
-            )
-        # Messages may be repeated or arrive late, so values only grow.
-        self.granted = max(self.granted, message.steps)
-        self.is_last |= message.is_last
-        self.has_ended |= message.ended
-        if message.agreed > self.n_reduced:
-            self.n_reduced, self.square = message.agreed, message.square
-            self.sample = message.sample
-        begins = self.phase is Phase.GATHERED
-        if begins:
-            self.phase = Phase.RUNNING
-        return begins
-
-    def add(self, step_result: StepResult, n_samples: int) -> None:
-        # Only the rank that holds the loss layer knows the loss.
-        if step_result.loss is None:
-            return
-        sums = self._sums
-        if math.isfinite(step_result.loss):
-            sums.loss += step_result.loss
-            sums.samples += n_samples
-        else:
-            sums.no_loss += n_samples
-
-    def ready_message(self, pushed: int | None) -> RankReady:
-        return RankReady(generation=self.generation, pushes=pushed is not None, samples=pushed or 0)
-
-    def steps_message(
-        self, steps: int, *, clock: float | None, square: float, sample: int | None = None
-    ) -> StepsDone:
-        return StepsDone(
-            generation=self.generation,
-            steps=steps,
-            loss=self._sums.loss,
-            samples=self._sums.samples,
-            no_loss=self._sums.no_loss,
-            clock=-1.0 if clock is None else clock,
-            ended=self.phase is Phase.ENDED,
-            square=square,
-            sample=sample,
-        )
-
-    def _check(self, message: StartEpoch | GrantSteps) -> None:
-        if message.generation < self.generation:
-            raise RemoteProtocolError(
-                f"{self._name} was sent {type(message).__name__} of generation "
-                f"{message.generation}, after generation {self.generation} had begun"
-            )
-
-
-# A rank that has ended exits after this time without any message of its leader.
-END_SECONDS: Final = 30.0
-
-
-@final
-class RankShutdown:
-    """Decides when one rank may exit: after its last step, when no other rank needs it.
-
-    Args:
-        names: Of all ranks of the group.
-        state: Of the rank.
-        objective: Sends the last report to the supervisor.
-        leader: Only on rank 0.
-        metrics: Returns the counters for the final message.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[Address],
-        *,
-        state: GroupState,
-        objective: Objective,
-        leader: GroupLeader | None,
-        metrics: Callable[[], Mapping[str, float]],
-    ) -> None:
-        self.is_gone = False
-        self._names = names
-        self._state = state
-        self._objective = objective
-        self._leader = leader
-        self._metrics = metrics
-        self._ended_at: Seconds = 0.0
-        self._stopped_at: Seconds | None = None
-        self._is_orphan = False
-
-    def end(self, now: Seconds) -> None:
-        self._ended_at = now
-
-    def stop(self, now: Seconds) -> None:
-        if self._stopped_at is None:
-            self._stopped_at = now
-
-    def leader_lost(self) -> None:
-        self._is_orphan = True
-
-    def is_left(self, now: Seconds, *, is_idle: bool) -> bool:
-        """Return whether there is nothing left to wait for.
-
-        Either the leader has exited for good, or the whole group had ended before this
-        incarnation of the rank started.
-        """
-        if self._is_orphan:
-            return is_idle and self._objective.all_pushes_applied
-        is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
-        return is_late and self._state.phase is Phase.ALONE
-
-    def leave(self, now: Seconds) -> list[Action]:
-        # Another rank may still have to repeat a step, and needs this one for it.
-        if not self._may_go(now):
-            return []
-        actions: list[Action] = []
-        if self._leader is not None:
-            last, _ = self._objective.report(self._leader, now, final=True)
-            actions += last
-        return [*actions, *self._missing_report(), *self.go()]
-
-    def go(self) -> list[Action]:
-        self.is_gone = True
-        finished = Finished(counters=dict(self._metrics()))
-        return [Send(receiver=SUPERVISOR, message=finished), Exit()]
-
-    def _may_go(self, now: Seconds) -> bool:
-        others = self._leader is None or self._leader.all_ended
-        done = others and self._state.has_ended
-        return done or (self._leader is None and now - self._ended_at > END_SECONDS)
-
-    def _missing_report(self) -> list[Action]:
-        if self._leader is None or not self._leader.missing:
-            return []
-        names = ", ".join(self._names[m] for m in sorted(self._leader.missing))
-        text = f"ended without {names}: no message from there"
-        return [Report(text=text, level="warning")]
+from distbelief.core.reliable import Silence
+from distbelief.errors import RemoteProtocolError
+from distbelief.protocol import ChunkOrder, GrantSteps, Message, RankReady, StartEpoch, StepsDone
+from distbelief.roles.role import Address, Seconds
 
 
 EVALUATORS: Final = "evaluator"
@@ -415,50 +72,370 @@ def group_rank_of(name: str) -> GroupRank | None:
     return GroupRank(match[1] or match[3], int(match[2] or match[4] or 0))
 
 
-SETTLE: Final = "machine:settle"
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupProgress:
+    """What a group has done in the current generation."""
+
+    steps: int = 0
+    position: int = 0  # in the data, of its first step
+    loss: float = 0.0  # sum over `samples`
+    samples: int = 0  # those with a finite loss
+    no_loss: int = 0  # those without
+
+
+# Generation k of the leader's incarnation i is i << 32 | k, so that all are distinct.
+GENERATION_BITS: Final = 32
+
+# A rank may be this many steps ahead of the slowest, so that computing and waiting overlap.
+AHEAD: Final = 2
+
+# After a Stop, the group ends without the ranks that report nothing for this time.
+STOP_SECONDS: Final = 20.0
+
+Outgoing = list[tuple[int, Message]]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A computed step that waits for the norm reduction."""
+class GroupLeader:
+    """Coordinates the ranks of one group.
 
-    local: LocalNorm  # this rank's part of the decision
-    step_result: StepResult
-    batch: BatchIndices
+    Args:
+        n_machines: Ranks of the group, rank 0 included.
+        plan: Hash of the plan.
+        steps_max: Steps of all generations, repeated ones counted once; None: unbounded.
+        samples_max: Data position at which the last step has begun; None: unbounded.
+        n_steps: Number of steps from one data position to another.
+        limit: Steps of the first generation; None: unbounded.
+    """
 
+    def __init__(
+        self,
+        n_machines: int,
+        *,
+        plan: str = "",
+        steps_max: int | None = None,
+        samples_max: int | None = None,
+        n_steps: Callable[[int, int], int] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self._n_ranks = n_machines
+        self._plan = plan
+        self._ahead = AHEAD if n_machines > 1 else 1
+        self._steps_max = steps_max
+        self._samples_max = samples_max
+        self._n_steps = n_steps
+        self._first_position: int | None = None  # of the first generation
+        self.generation = 0
+        self._is_begun = False
+        self._samples_allowed: int | None = None  # pause after so many
+        self.is_stopping = False
+        self.n_begun: int | None = None  # steps that have begun, if the leader is the only rank
+        self._last_step: int | None = None  # of this generation, after a Stop
+        self._running = False  # all ranks are ready and have their position
+        self._silence = Silence()  # of the group: since it made progress
+        self._incarnations: dict[int, int] = {}
+        self._ready: dict[int, RankReady] = {}
+        self._done: dict[int, StepsDone] = {}
+        self._ended: set[int] = set()
+        self._released: set[int] = set()  # ended ranks that may exit
+        self._missing: set[int] = set()
+        self._n_reduced = 0  # steps of this generation that all ranks have computed
+        self._square = 0.0  # of the gradient of the last of them
+        self._sample: int | None = None  # a bad sample, if that is not finite
+        self._n_before = 0  # steps of earlier generations
+        self._position = 0  # of this generation's first step
+        self._wanted_position: int | None = None
+        self._limit = limit
+        self._order: ChunkOrder | None = None
 
-@final
-class NormReduction:
-    """Holds the computed step of one rank until its gradient norm is reduced over all ranks."""
+    # ----------------------------------------------------------------------- commands
 
-    def __init__(self, state: GroupState) -> None:
-        self.square = 0.0  # the last local sum of squares, which the rank reports
-        self.sample: int | None = None  # the last bad sample found here, if any
-        self._state = state
-        self._pending: PendingStep | None = None
+    def start(self, incarnation: int, now: Seconds) -> Outgoing:
+        self.generation = incarnation << GENERATION_BITS
+        return self.new_generation(now, limit=self._limit)
+
+    def new_generation(
+        self,
+        now: Seconds,
+        *,
+        position: int | None = None,
+        limit: int | None = None,
+        order: ChunkOrder | None = None,
+    ) -> Outgoing:
+        """Start a new generation: ask all ranks to drop their step and report ready.
+
+        Args:
+            now: The time.
+            position: Where to begin; None: where the shortest of the ranks' pushes end.
+            limit: Steps of this generation; None: unbounded.
+            order: The chunk to compute instead of the next samples. If a rank is lost the
+                chunk is dropped: the next generation has none.
+        """
+        self._n_before += self.steps
+        self.generation += 1
+        self._running = False
+        self._n_reduced, self._square, self._sample = 0, 0.0, None
+        self._last_step = 0 if self.is_stopping else None
+        self._wanted_position, self._limit, self._order = position, limit, order
+        self._silence.start(now)
+        self._ready.clear()
+        self._done.clear()
+        # Released ranks may have exited already.
+        self._ended &= self._released
+        return self._start_epoch()
+
+    def begin(self, now: Seconds, *, samples: int | None = None) -> Outgoing:
+        """Allow steps once all ranks are ready, up to a number of samples if one is given."""
+        granted = self.granted
+        self._is_begun, self._samples_allowed = True, samples
+        if self._running:
+            return self._grant_all() if self.granted > granted else []
+        return self._grant_if_ready(now)
+
+    def stop(self, now: Seconds) -> Outgoing:
+        """Grant no further steps."""
+        if not self.is_stopping:
+            # Granted steps may have begun.
+            self._last_step = self.granted if self.n_begun is None else self.n_begun
+        self.is_stopping = True
+        self._silence.start(now)
+        return self._grant_all() if self._running else self._grant_if_ready(now)
+
+    # ------------------------------------------------------------------------- events
+
+    def joined(self, rank: int, incarnation: int, now: Seconds) -> Outgoing:
+        """A rank has started, or has restarted as a new incarnation."""
+        known = self._incarnations.get(rank, 0)
+        if incarnation <= known:
+            return []
+        self._incarnations[rank] = incarnation
+        if not known:
+            return self._start_epoch({rank})
+        self._missing.discard(rank)
+        self._ended.discard(rank)
+        self._released.discard(rank)
+        return self.new_generation(now, position=self._wanted_position, limit=self._limit)
+
+    def lost(self, rank: int, now: Seconds) -> Outgoing:
+        """A rank is lost for good: the group can take no further step."""
+        if rank in self._released or rank in self._missing:
+            return []
+        # If the last step was done anyway, nothing is repeated.
+        are_taken = self._running and self.is_last and self.steps >= self.granted
+        self._missing.add(rank)
+        self.is_stopping = True
+        return self._grant_all() if are_taken else self.new_generation(now)
+
+    def hear(self, rank: int, incarnation: int, message: Message, now: Seconds) -> Outgoing:
+        """Handle a message of a rank.
+
+        Raises:
+            RemoteProtocolError: the leader does not accept this message.
+        """
+        out = self.joined(rank, incarnation, now)
+        # A late message of an earlier incarnation.
+        if incarnation < self._incarnations[rank]:
+            return out
+        match message:
+            case RankReady():
+                return [*out, *self._on_rank_ready(rank, message, now)]
+            case StepsDone():
+                return [*out, *self._on_steps_done(rank, message, now)]
+            case _:
+                raise RemoteProtocolError(f"rank {rank} sent its leader {type(message).__name__}")
+
+    def remind(self, now: Seconds) -> Outgoing:
+        """Repeat unanswered messages; after a Stop, end without ranks that stay silent."""
+        if self.is_stopping and self._silence.stalled(now) > STOP_SECONDS:
+            if self._running and not self.all_ended:
+                return self.new_generation(now)  # one without steps
+            if not self._running:
+                self._missing |= self.waiting_for
+                return self._grant_if_ready(now)
+        return [] if self._running else self._start_epoch()
+
+    def _on_rank_ready(self, rank: int, message: RankReady, now: Seconds) -> Outgoing:
+        if message.generation == self.generation and self._running:
+            return [(rank, self._grant_for(rank))]  # the grant was lost
+        if message.generation == self.generation:
+            self._ready.setdefault(rank, message)
+            return self._grant_if_ready(now)
+        # It reports for an earlier generation, or has just started.
+        return [] if rank in self._ready else self._start_epoch({rank})
+
+    def _on_steps_done(self, rank: int, message: StepsDone, now: Seconds) -> Outgoing:
+        if message.generation != self.generation or not self._running:
+            return []
+        before, granted = self._done.get(rank), self.granted
+        if before is not None and message.steps < before.steps:
+            return []
+        self._done[rank] = message
+        self._silence.start(now)
+        if message.ended:
+            self._ended.add(rank)
+            if self._all_taken and not self._released:
+                return self._grant_all()
+            return [(rank, self._grant_for(rank))]
+        if self._reduce() or self.granted > granted:
+            return self._grant_all()
+        # A repeated report means that the grant was lost.
+        repeated = before is not None and message.steps == before.steps
+        return [(rank, self._grant_for(rank))] if repeated else []
+
+    def _reduce(self) -> bool:
+        if self.steps <= self._n_reduced:
+            return False
+        self._n_reduced = self.steps
+        # In the order of ranks, never of arrival: floating-point sums must not vary.
+        messages = [self._done[rank] for rank in sorted(self._done)]
+        self._square = sum((message.square for message in messages), start=0.0)
+        seen = (message.sample for message in messages)
+        self._sample = next((sample for sample in seen if sample is not None), None)
+        return True
+
+    # ------------------------------------------------------------------------- state
 
     @property
-    def is_open(self) -> bool:
-        return self._pending is not None
+    def steps(self) -> int:
+        if not self._running:
+            return 0
+        taken = [
+            self._done[rank].steps if rank in self._done else 0
+            for rank in range(self._n_ranks)
+            if rank not in self._missing
+        ]
+        return min(taken)
 
-    def start(self, pending: PendingStep) -> None:
-        self.square, self.sample = pending.local.square, pending.local.sample
-        self._pending = pending
+    @property
+    def granted(self) -> int:
+        if not (self._running and self._is_begun):
+            return 0
+        limits = [self.steps + self._ahead]
+        bounds = (
+            self._limit,
+            self._last_step,
+            self.steps_bound,
+            self._steps_to(self._samples_max),
+            self._steps_to(self._samples_allowed),
+        )
+        return min(limits + [bound for bound in bounds if bound is not None])
 
-    def drop(self) -> None:
-        self._pending = None
+    @property
+    def steps_bound(self) -> int | None:
+        """Steps of this generation that `steps_max` leaves."""
+        return None if self._steps_max is None else max(self._steps_max - self._n_before, 0)
 
-    def when_reduced(self, step: int) -> Sequence[Compute]:
-        """Return the work that finishes the step, once the leader has sent the sum."""
-        pending = self._pending
-        if pending is None or self._state.n_reduced < step:
+    def _steps_to(self, position: int | None) -> int | None:
+        if position is None or self._n_steps is None:
+            return None
+        return self._n_steps(self._position, position)
+
+    @property
+    def is_held(self) -> bool:
+        pauses = self._samples_allowed is not None and self._running
+        return pauses and self.steps >= self.granted
+
+    @property
+    def is_last(self) -> bool:
+        if self._steps_max is not None and self._n_before + self.granted >= self._steps_max:
+            return True
+        end = self._steps_to(self._samples_max) if self._running else None
+        return self.is_stopping or (end is not None and self.granted >= end)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._running and self.steps == self._limit
+
+    @property
+    def clock(self) -> float:
+        clocks = [s.clock for s in self._done.values() if s.clock >= 0]
+        return sum(clocks) / len(clocks) if clocks else 0.0
+
+    @property
+    def is_running(self) -> bool:
+        return self._running
+
+    @property
+    def waiting_for(self) -> frozenset[int]:
+        here = {*self._ready, *self._released, *self._missing}
+        return frozenset(range(self._n_ranks)) - here
+
+    @property
+    def slowest(self) -> int | None:
+        here = set(range(self._n_ranks)) - self._missing
+        taken = {m: self._done[m].steps if m in self._done else 0 for m in here}
+        return min(taken, key=lambda m: (taken[m], m)) if self._running else None
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self._released | self._missing) == self._n_ranks
+
+    @property
+    def _all_taken(self) -> bool:
+        return len(self._ended | self._missing) == self._n_ranks
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return frozenset(self._missing - self._ended)
+
+    @property
+    def square(self) -> float:
+        return self._square
+
+    def generation_done(self) -> GroupProgress:
+        """Return what the group did in this generation; the loss may be a step ahead."""
+        # In the order of ranks, never of arrival: floating-point sums must not vary.
+        messages = [self._done[rank] for rank in sorted(self._done)]
+        return GroupProgress(
+            steps=self.steps,
+            position=self._position,
+            loss=sum(message.loss for message in messages),
+            samples=sum(message.samples for message in messages),
+            no_loss=sum(message.no_loss for message in messages),
+        )
+
+    # --------------------------------------------------------------------------- messages
+
+    def _start_epoch(self, ranks: frozenset[int] | set[int] | None = None) -> Outgoing:
+        wanted = self.waiting_for if ranks is None else ranks
+        message = StartEpoch(generation=self.generation, plan=self._plan, order=self._order)
+        return [(rank, message) for rank in sorted(wanted)]
+
+    def _grant_if_ready(self, now: Seconds) -> Outgoing:
+        ready = self._is_begun or self.is_stopping
+        if self._running or not ready or self.waiting_for:
             return []
-        state = self._state
-        work = partial(pending.local.settle, state.square, state.sample)
-        return [Compute(name=SETTLE, work=work, cost=pending.local.cost)]
+        self._running = True
+        self._silence.start(now)
+        pushed = [message.samples for message in self._ready.values() if message.pushes]
+        # Unpushed work is repeated: begin where the rank that has pushed least left off; ranks that
+        # have pushed more push nothing until they are past that point.
+        if self._wanted_position is not None:
+            self._position = self._wanted_position
+        elif pushed:
+            self._position = min(pushed)
+        if self._first_position is None:
+            self._first_position = self._position
+        elif self._n_steps is not None:  # steps that were not pushed are repeated
+            self._n_before = self._n_steps(self._first_position, self._position)
+        return self._grant_all()
 
-    def take(self) -> PendingStep:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        return pending
+    def _grant_all(self) -> Outgoing:
+        here = sorted(set(range(self._n_ranks)) - self._missing)
+        return [(rank, self._grant_for(rank)) for rank in here]
+
+    def _grant_for(self, rank: int) -> GrantSteps:
+        # If one rank exited early, the others could not repeat a step when one restarts.
+        if self._all_taken:
+            self._released.add(rank)
+        return GrantSteps(
+            generation=self.generation,
+            position=self._position,
+            steps=self.granted,
+            is_last=self.is_last,
+            ended=rank in self._released,
+            agreed=self._n_reduced,
+            square=self._square,
+            sample=self._sample,
+        )

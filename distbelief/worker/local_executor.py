@@ -1,32 +1,33 @@
-"""Runs the steps of a replica that holds the whole model: read, step, stage a push, install.
+"""Steps on a model that one process holds as a whole: for training and for evaluation.
 
-In the terms of Algorithm 1.1 of Dean et al. 2012:
-
-    step    g := gradient of the mini-batch
-            parameters := parameters - alpha * g      unless a fetch follows
-            accrued := accrued + g
-    push    buffers := accrued; accrued := 0          the role then sends the buffers
-    fetch   parameters := the shards' - alpha * accrued
+`FlatModel` is a module as flat tensors. `LocalExecutor` computes gradients with it, and
+`LocalEvaluator` outputs; `WholeSteps` makes either the step executor of a replica, where each
+step is one piece of work.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import replace
+from functools import partial
+from typing import Final, final
 
-import numpy as np
 import torch
 from torch import nn
 
 from distbelief.data.dataset import Dataset, read_batch
-from distbelief.data.sharding import Indices
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
+from distbelief.execution.executor import Put, StepResult
+from distbelief.graph.region import Region
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import TensorSpec
+from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.initializers import initials_of
 from distbelief.task.losses import Loss, Metric
+from distbelief.worker.batches import BatchIndices, BatchSlice, step_seed
+from distbelief.worker.objective import STEP, Close, StepOutcome
 
+
+INPUTS: Final = ""  # the only input of a whole model, as of a batch slice
 
 # The tensors of a module keep their memory, so the flat views made here serve every fetch.
 # Gradients are fresh after each backward pass: they are handed on without a copy.
@@ -47,8 +48,7 @@ class FlatModel:
     Attributes:
         module: The user's model; this object owns its tensors from now on.
         values: Flat views of all tensors, in the order of `specs()`.
-        accrued: Sum of the gradients since `drop_accrued`, in the same order; None where
-            there is none. The list object never changes.
+        averages: Items that a step changes in place: running averages.
         n_parameters: Number of trained elements.
     """
 
@@ -71,14 +71,11 @@ class FlatModel:
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
         self._buffers = _owners_of_buffers(module)
-        self._averages = [
+        self.averages = [
             index
             for index, tensor in enumerate(self._tensors)
             if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
         ]
-        self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
-        self._gains: dict[int, torch.Tensor] | None = None  # their local changes, during a fetch
-        self.accrued: list[torch.Tensor | None] = [None] * len(self._tensors)
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
     def specs(self) -> list[TensorSpec]:
@@ -145,65 +142,6 @@ class FlatModel:
         """Scale the gradient down to this 2-norm if it is longer."""
         torch.nn.utils.clip_grad_norm_([self._tensors[index] for index in self._trained], norm_max)
 
-    def is_finite(self) -> bool:
-        # One pass over the sums; checking each element takes forty times as long.
-        sums = [gradient.sum() for gradient in self.gradients if gradient is not None]
-        return not sums or bool(torch.stack(sums).sum().isfinite())
-
-    def step(self, rate: float) -> None:
-        self._step_by(self.gradients, rate)
-
-    def accrue(self) -> None:
-        """Add the gradient to `accrued`; the first one is taken without a copy."""
-        for index, gradient in enumerate(self.gradients):
-            if gradient is None:
-                continue
-            accrued = self.accrued[index]
-            if accrued is None:
-                self.accrued[index] = gradient
-            else:
-                accrued.add_(gradient)
-
-    def drop_accrued(self) -> None:
-        self.accrued[:] = [None] * len(self.accrued)
-
-    def before_fetch(self) -> None:
-        if self._gains is None:  # after a torn install the values are a mixture
-            self._gains = {index: self.values[index] - sent for index, sent in self._sent.items()}
-
-    def after_fetch(self, rate: float) -> None:
-        """Repeat what is not pushed yet: steps of -rate * `accrued`, and changes of averages."""
-        gains, self._gains = self._gains or {}, None
-        self._sent = {index: self.values[index].clone() for index in self._averages}
-        for index, gain in gains.items():
-            # A change that is not finite comes from a skipped sample.
-            if bool(gain.isfinite().all()):
-                self.values[index].add_(gain)
-        self._step_by(self.accrued, rate)
-
-    def averages_are_sent(self) -> None:
-        for index, sent in self._sent.items():
-            sent.copy_(self.values[index])
-
-    def _step_by(self, gradients: Sequence[torch.Tensor | None], rate: float) -> None:
-        pairs = [
-            (value, gradient)
-            for value, gradient in zip(self.values, gradients, strict=True)
-            if gradient is not None
-        ]
-        if pairs and rate:
-            values, moves = zip(*pairs, strict=True)
-            torch._foreach_add_(list(values), list(moves), alpha=-rate)
-
-    def measure(
-        self, inputs: torch.Tensor, targets: torch.Tensor, *, loss: Loss, metric: Metric
-    ) -> tuple[float, float]:
-        """Return loss and metric of this batch in evaluation mode."""
-        self.module.eval()
-        with torch.no_grad():
-            outputs = self.module(inputs)
-            return float(loss(outputs, targets)), float(metric(outputs, targets))
-
     def _keep_buffers(self) -> None:
         # Forward may bind a buffer to a new tensor: copy the new values into the old one.
         for owner, name, tensor in self._buffers:
@@ -238,44 +176,9 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return gradient.detach().reshape(-1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The samples of one step."""
-
-    position: int  # samples that this replica consumed before them
-    indices: Indices  # (n_samples,) in the data set
-    inputs: torch.Tensor  # (n_samples, ...)
-    targets: torch.Tensor  # (n_samples, ...)
-
-    @property
-    def n_samples(self) -> int:
-        return len(self.indices)
-
-    @property
-    def n_bytes(self) -> int:
-        return self.inputs.nbytes + self.targets.nbytes
-
-
-@final
-class Attempt:
-    """One attempt at a step; a torn fetch cancels it."""
-
-    def __init__(self) -> None:
-        self.is_torn = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The result of a step."""
-
-    loss: float  # mean over the batch
-    is_finite: bool  # the gradient is finite and has accrued
-    blame: str | None = None  # otherwise, a sentence on the bad sample if one was found
-
-
 @final
 class LocalExecutor:
-    """Does the work of one replica's steps.
+    """Computes gradients of a whole model.
 
     Args:
         model: The local copy of the parameters.
@@ -283,7 +186,6 @@ class LocalExecutor:
         loss: f(outputs, targets) -> mean.
         names: How messages call model, data and loss.
         clip_norm: Bound of each gradient's 2-norm, if any.
-        always_check: Check every gradient, not only the sum that is pushed.
         seed: Of the model's own random numbers, one stream per position.
     """
 
@@ -294,102 +196,185 @@ class LocalExecutor:
         *,
         loss: Loss,
         names: dry_run.Names,
-        clip_norm: float | None,
-        always_check: bool,
         seed: tuple[int, int],
+        clip_norm: float | None = None,
     ) -> None:
         self.model = model
         self._dataset = dataset
         self._loss = loss
         self._names = names
         self._clip_norm = clip_norm
-        self._always_check = always_check
         self._seed = seed
+        self._bytes_per_sample = 0.0  # once a batch has been read
 
-    def read(self, position: int, indices: Indices) -> Batch:
-        inputs, targets = read_batch(self._dataset, [int(i) for i in indices])
-        return Batch(position=position, indices=indices, inputs=inputs, targets=targets)
+    # --- reading ---
 
-    def install(
-        self, work: Callable[[], FetchResult], attempt: Attempt, *, rate: float | None
-    ) -> FetchResult:
-        """Copy fetched parameters into the model; cancel the attempt if the fetch was torn.
+    reads_nothing: Final = False
 
-        Args:
-            work: Copies.
-            attempt: At the step that this fetch is for.
-            rate: Of the local steps that are not pushed yet and are repeated; None: they are
-                overwritten.
-        """
-        if rate is not None:
-            self.model.before_fetch()
-        installed = work()
-        attempt.is_torn = bool(installed.torn)
-        if rate is not None and not attempt.is_torn:
-            self.model.after_fetch(rate)
-        return installed
+    def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
+        inputs, targets = read_batch(self._dataset, [int(index) for index in samples.indices])
+        self._bytes_per_sample = (inputs.nbytes + targets.nbytes) / len(samples.indices)
+        return BatchSlice(
+            generation=generation,
+            step=step,
+            samples=samples,
+            inputs={INPUTS: [inputs]},
+            targets=targets,
+        )
 
-    def step(self, batch: Batch, attempt: Attempt, *, local_rate: float | None) -> Outcome | None:
-        """Compute the gradient, step locally at `local_rate`, accrue; None if the fetch was torn.
+    def read_bytes(self, n_samples: int) -> float:
+        return 2.0 * self._bytes_per_sample * n_samples
+
+    # --- steps ---
+
+    def run(self, batch: BatchSlice, put: Put) -> StepResult:
+        loss = self.gradient(batch)
+        for item, gradient in enumerate(self.model.gradients):
+            if gradient is not None:
+                put(item, gradient)
+        return StepResult(loss=len(batch.samples.indices) * loss, averages={}, outputs=())
+
+    def gradient(self, batch: BatchSlice) -> float:
+        """Compute the gradient of a batch; return its loss.
 
         Raises:
             JobError: the user's model, loss or data fails on this batch.
         """
-        if attempt.is_torn:
-            return None
-        loss = self._gradient(batch)
-        is_finite = bool(np.isfinite(loss))
-        if is_finite and self._always_check:
-            is_finite = self.model.is_finite()
-        if is_finite:
-            if local_rate is not None:
-                self.model.step(local_rate)
-            self.model.accrue()
-            return Outcome(loss=loss, is_finite=True)
-        names = replace(self._names, indices=[int(index) for index in batch.indices])
-        blame = dry_run.bad_sample(batch.inputs, batch.targets, names=names)
-        return Outcome(loss=loss, is_finite=False, blame=blame)
-
-    def push(self, stage: Callable[[], PushResult]) -> PushResult:
-        """Stage the accrued gradients and start a new sum."""
-        staged = stage()
-        # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
-        self.model.drop_accrued()
-        if staged.finite:
-            self.model.averages_are_sent()
-        return staged
-
-    def _gradient(self, batch: Batch) -> float:
-        torch.default_generator.manual_seed(self._seed_at(batch.position))
-        model = self.model
+        (inputs,), targets, model = batch.inputs[INPUTS], batch.targets, self.model
+        assert targets is not None
+        torch.default_generator.manual_seed(step_seed(self._seed, batch.samples.position))
         try:
-            loss = model.gradient(batch.inputs, batch.targets, self._loss)
+            loss = model.gradient(inputs, targets, self._loss)
             if self._clip_norm is not None:
                 model.clip(self._clip_norm)
         except MemoryError as error:
             raise JobError(
-                f"out of memory in a step of {batch.n_samples} samples: use a smaller batch_size"
+                f"out of memory in a step of {len(inputs)} samples: use a smaller batch_size"
             ) from error
         except DistBeliefError:
             raise
         except Exception as error:  # model and loss are the user's
+            indices = [int(index) for index in batch.samples.indices]
+            names = replace(self._names, indices=indices)
             # Raises a clearer JobError if the dry run can find the cause.
-            self._explain(batch)
+            dry_run.train(model.module, inputs, targets, loss=self._loss, names=names)
             raise JobError(
-                f"[model] {self._names.model} failed on samples "
-                f"{batch.indices[0]}, ...: {type(error).__name__}: {error}"
+                f"[model] {names.model} failed on samples {indices[0]}, ...: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return loss
 
-    def _explain(self, batch: Batch) -> None:
-        dry_run.train(
-            self.model.module,
-            batch.inputs,
-            batch.targets,
-            loss=self._loss,
-            names=replace(self._names, indices=[int(index) for index in batch.indices]),
-        )
 
-    def _seed_at(self, position: int) -> int:
-        sequence = np.random.SeedSequence((*self._seed, position))
-        return int(sequence.generate_state(1, np.uint64)[0])
+@final
+class LocalEvaluator:
+    """Computes outputs of a whole model; each step reads its own samples.
+
+    Args:
+        model: The local copy of the parameters.
+        dataset: The held-out samples.
+        loss: f(outputs, targets) -> mean.
+        metric: f(outputs, targets) -> mean.
+        names: How messages call them.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        dataset: Dataset,
+        *,
+        loss: Loss,
+        metric: Metric,
+        names: dry_run.Names,
+    ) -> None:
+        self.model = model
+        self._dataset = dataset
+        self._loss = loss
+        self._metric = metric
+        self._names = names
+
+    def run(self, batch: BatchSlice, put: Put) -> StepResult:
+        """Compute outputs and, beside them, give the targets."""
+        del put
+        indices = [int(index) for index in batch.samples.indices]
+        inputs, targets = read_batch(self._dataset, indices, table="data.test")
+        module = self.model.module
+        module.eval()
+        try:
+            with torch.no_grad():
+                outputs = module(inputs)
+        except Exception:  # all of it is user code: a dry run finds the cause
+            names = replace(self._names, indices=indices)
+            dry_run.evaluate(
+                module, inputs, targets, loss=self._loss, metric=self._metric, names=names
+            )
+            raise
+        whole = Region.of()
+        found = (("outputs", whole, outputs), ("targets", whole, targets))
+        return StepResult(loss=None, averages={}, outputs=found)
+
+
+@final
+class WholeSteps:
+    """The step executor of a replica that holds the whole model.
+
+    Args:
+        run: Computes one step.
+        cost: Of a step of so many samples.
+        follows_install: Queue a step's work behind the install of its parameters.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[BatchSlice, Put], StepResult],
+        *,
+        cost: Callable[[int], Cost],
+        follows_install: bool,
+    ) -> None:
+        self.follows_install = follows_install
+        self.awaited = None
+        self.generation = 0
+        self.step = 0
+        self._compute = run
+        self._cost = cost
+        self._open: Compute | None = None
+        self._is_running = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def begin(self, generation: int) -> None:
+        self.generation, self.step = generation, 0
+        self.cancel()
+
+    def place(self, now: Seconds) -> list[Action]:
+        del now
+        return []
+
+    def open(
+        self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
+    ) -> None:
+        del parameters  # the module's own tensors
+        work = partial(self._run, self.generation, batch_slice, put, close)
+        cost = self._cost(len(batch_slice.samples.indices))
+        self._open = Compute(name=STEP, work=work, cost=cost)
+
+    def cancel(self) -> None:
+        self._open, self._is_running = None, False
+
+    def chain(self) -> list[Compute]:
+        if self._open is None or self._is_running:
+            return []
+        self._is_running = True
+        return [self._open]
+
+    def _run(self, generation: int, batch_slice: BatchSlice, put: Put, close: Close) -> StepOutcome:
+        found = self._compute(batch_slice, put)
+        return StepOutcome(generation=generation, sends=(), found=found, closed=close(found))
+
+    def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
+        del now
+        if result.generation == self.generation:
+            self.cancel()
+            self.step += 1
+        return []

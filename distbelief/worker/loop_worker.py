@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from distbelief.core.reliable import Silence
 from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
@@ -70,12 +71,12 @@ class LoopWorker:
     accepts: Final = message_types(LoopMessage)
 
     def __init__(self, *, client: ParameterClient, join: Join) -> None:
-        self.client = client  # the same
+        self.client = client
         self.stopped: str | None = None  # why the server has ended, once it has sent Stop
         self._join = join
         self._incarnation = 0
         self._incarnations: dict[Address, int] = {}  # of the peers
-        self._heard_at: Seconds = 0.0  # from the server
+        self._server = Silence()
 
     @property
     def has_joined(self) -> bool:
@@ -117,16 +118,18 @@ class LoopWorker:
     def _heartbeat(self, now: Seconds) -> Sequence[Action]:
         state, counters = self.status()
         heartbeat = Heartbeat(state=state, counters=dict(counters))
-        is_silent = now - self._heard_at > SILENCE_SECONDS_MAX
+        # The role runs only while the loop calls it: its own pauses are no silence of the server.
+        self._server.woke(now)
+        is_silent = self._server.silent(now) > SILENCE_SECONDS_MAX
         return [
             *([Send(receiver=SUPERVISOR, message=self._join)] if is_silent else []),
             Send(receiver=SUPERVISOR, message=heartbeat),
-            SetTimer(name=BEAT, at=now + BEAT_SECONDS),
+            SetTimer(name=BEAT, at=self._server.expect(now + BEAT_SECONDS)),
         ]
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
         if event.sender == SUPERVISOR:
-            self._heard_at = now
+            self._server.heard(now)
         match event.message:
             case Peers():
                 return self._update_peers(event.message, now)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final, cast, final
 
 from distbelief.config.job import PATIENCE_SECONDS
+from distbelief.core.reliable import Silence
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.protocol import (
     Failed,
@@ -86,8 +87,7 @@ class JobMemberConfig:
         if not 0 < self.heartbeat_seconds < self.patience_seconds:
             raise ValueError(
                 f"heartbeat_seconds is {self.heartbeat_seconds} and patience_seconds "
-                f"{self.patience_seconds}; use more than 0, and a patience "
-                "of several heartbeats"
+                f"{self.patience_seconds}; use more than 0, and a patience of several heartbeats"
             )
 
     @property
@@ -120,8 +120,7 @@ class JobMember:
         self._peers: dict[str, PeerEntry] | None = None
         self._gone: set[str] = set()  # peers that are lost for good
         self._early: deque[Event] = deque(maxlen=N_EARLY_MAX)
-        self._heard_at: Seconds = 0.0
-        self._heartbeat_at: Seconds = 0.0  # when the timer is due
+        self._silence = Silence()  # of the supervisor
         self._reported_failure = False
         self._save_by: Seconds | None = None  # once the supervisor is lost
         self._warnings: list[str] = []
@@ -164,17 +163,15 @@ class JobMember:
 
     def _start(self, event: Started, now: Seconds) -> list[Action]:
         self._started = event
-        self._heard_at = self._heartbeat_at = now
+        self._silence.start(now)
         return [Compute(name=BUILD, work=self._build), *self._heartbeat(now)]
 
     def _heartbeat(self, now: Seconds) -> list[Action]:
-        # Time in which this process itself was paused does not count as silence.
-        self._heard_at += max(0.0, now - self._heartbeat_at)
-        self._heartbeat_at = now + self._config.heartbeat_seconds
+        self._silence.woke(now)
         state, counters = self.status()
         heartbeat = Heartbeat(state=state[:128], counters=dict(counters))
         joins = [] if self._peers is not None else [self._join()]
-        timer = SetTimer(name=TIMER, at=self._heartbeat_at)
+        timer = SetTimer(name=TIMER, at=self._silence.expect(now + self._config.heartbeat_seconds))
         return [*joins, _to_supervisor(heartbeat), timer, *self._end_if_silent(now)]
 
     def _end_if_silent(self, now: Seconds) -> Sequence[Action]:
@@ -184,7 +181,7 @@ class JobMember:
             text = f"the last checkpoint was not saved in {SAVE_SECONDS_MAX:.0f} s"
             return [Exit(error=text)]
         # The supervisor may be paused or wait for a disk, so the role works on for minutes.
-        silent = now - self._heard_at
+        silent = self._silence.silent(now)
         if silent <= self._config.patience_seconds:
             return []
         text = f"no message from the supervisor for {silent:.1f} s"
@@ -212,7 +209,7 @@ class JobMember:
         return _to_supervisor(join)
 
     def _supervised(self, event: Received, now: Seconds) -> Sequence[Action]:
-        self._heard_at = max(self._heard_at, now)
+        self._silence.heard(now)
         match event.message:
             case HeartbeatAck():
                 return []
@@ -228,17 +225,19 @@ class JobMember:
         after = {entry.name: entry for entry in message.entries}
         self._peers = after
         connects: list[Action] = []
+        left = "it is no longer a member of the job"
         events: list[Event] = [
-            PeerLost(
-                peer=Address(name),
-                incarnation=entry.incarnation,
-                reason="it is no longer a member of the job",
-            )
+            PeerLost(peer=Address(name), incarnation=entry.incarnation, reason=left)
             for name, entry in before.items()
             if name not in after and name not in message.gone
         ]
         events += [
-            _lost_for_good(name, before.get(name))
+            PeerLost(
+                peer=Address(name),
+                incarnation=before[name].incarnation if name in before else 0,
+                reason="it has ended",
+                for_good=True,
+            )
             for name in message.gone
             if name not in self._gone
         ]
@@ -306,15 +305,6 @@ class JobMember:
             text = f"{type(error).__name__}: {text}"
         failed = Failed(error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError))
         return [_to_supervisor(failed), Exit(error=text)]
-
-
-def _lost_for_good(name: str, entry: PeerEntry | None) -> PeerLost:
-    return PeerLost(
-        peer=Address(name),
-        incarnation=0 if entry is None else entry.incarnation,
-        reason="it has ended",
-        for_good=True,
-    )
 
 
 def _to_supervisor(message: Join | Heartbeat | Finished | Failed) -> Send:

@@ -1,38 +1,56 @@
-"""The model replica of Downpour SGD: Algorithm 1.1 of Dean et al. 2012 as a state machine.
+"""The replica: a role that takes steps on a model, whole or one rank of a partition of it.
 
-    step                 0        1        2        3        ...    n_fetch = n_push = 2
-    fetch                x                 x                        DB-6
-    push                 x                 x                        DB-6
-    gradients pushed     g0                g1 + g2                  DB-7: raw, summed
-    local step                             (x)      x               DB-9
+    gathering     a new generation: drop the current step, wait for pushes
+    gathered      the leader knows
+    running       take the granted steps, one after the other
+    ended         the last step is done and every push is applied
 
-Paper to code: alpha is `local_learning_rate`, accrued gradients are `FlatModel.accrued`.
-`Replica` holds the whole model in one process. `TrainingObjective` does the same for one
-rank of a model-parallel group: each rank fetches, steps and pushes the regions it keeps.
+It joins a step executor (the whole model, or one rank's partition) and an objective (train,
+evaluate, or sum over a chunk). A step starts once its samples and parameters are here. With a
+partition, its operations run as their inputs arrive, and the objective uses the result after a
+reduction of the gradient norm over all ranks. A whole model is a group of one rank, which sends
+no group message. Messages carry the generation: those of an earlier one are rejected, those of a
+later step are kept.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Final, assert_never, final
+from typing import Final, final
 
-from distbelief.data.sharding import DataShard
+import torch
+
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
+from distbelief.execution.executor import StepResult
+from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.link import ShardReply
-from distbelief.protocol import Evaluate, Finished, Message, StartTraining, Stop
+from distbelief.protocol import (
+    Evaluate,
+    Finished,
+    GrantSteps,
+    RankReady,
+    StartEpoch,
+    StartTraining,
+    StepsDone,
+    Stop,
+    TransferAck,
+    TransferBlock,
+)
 from distbelief.roles.role import (
     SUPERVISOR,
     Action,
-    Address,
     Compute,
     Computed,
     Cost,
     Event,
     Exit,
+    PeerJoined,
+    PeerLost,
     Received,
+    Report,
     Seconds,
     Send,
     SetTimer,
@@ -40,590 +58,731 @@ from distbelief.roles.role import (
     TimerFired,
     message_types,
 )
-from distbelief.worker.batches import BatchIndices, BatchSlice, Prefetcher
-from distbelief.worker.config import DownpourConfig
-from distbelief.worker.gradients import Closed, RankTrainer, Step
-from distbelief.worker.group import Install, LocalNorm
-from distbelief.worker.group_leader import GroupLeader, Outgoing
-from distbelief.worker.local_executor import Attempt, Batch, LocalExecutor, Outcome
-from distbelief.worker.metrics import Counters, ProgressReporter, TrainingMetrics
+from distbelief.worker.batches import READ, BatchIndices, BatchSlice, SlicePrefetch
+from distbelief.worker.group import GroupLeader, Outgoing, member_names
+from distbelief.worker.objective import STEP, LocalNorm, Objective, StepExecutor, StepOutcome
+from distbelief.worker.steps import StepRunner
 
 
-# Three activities overlap (DB-10): the compute executor takes steps, the data executor reads
-# the next batch, and messages carry fetches and pushes.
+INSTALL: Final = "replica:install"
+SETTLE: Final = "replica:settle"
+RETRY: Final = "replica:retry"
+REMIND: Final = "replica:remind"
 
-# Before a fetch is repeated that met a half-applied update.
-TORN_RETRY_SECONDS = 1e-3
+TORN_RETRY_SECONDS: Final = 1e-3  # before a fetch is repeated that met a half-applied update
+OTHER_RETRY_SECONDS: Final = 0.05  # before one that gave another version than the wanted one
+REMIND_SECONDS: Final = 0.25
+END_SECONDS: Final = 30.0  # a rank that has ended exits after so long without its leader
 
 
-ReplicaMessage = StartTraining | Stop | ShardReply
+class Phase(Enum):
+    """Where in a generation a rank is; the values are its state in status tables."""
+
+    ALONE = "waiting for its leader"
+    GATHERING = "gathering"
+    GATHERED = "waiting for begin"
+    RUNNING = "fetching"
+    ENDED = "finishing"
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """What one rank knows of the current generation."""
+
+    phase: Phase = Phase.ALONE
+    granted: int = 0  # steps that the rank may take
+    is_last: bool = False  # no more will be granted
+    has_ended: bool = False  # the leader knows that all steps are done
+    n_reduced: int = 0  # steps whose gradient norm is reduced over all ranks
+    square: float = 0.0  # squared norm of the last of them
+    sample: int | None = None  # index of a bad sample in that step, if a rank reported one
+    loss: float = 0.0  # sum over `samples`, on the rank that computes it
+    samples: int = 0  # those with a finite loss
+    no_loss: int = 0
+    installed_for: int = -1  # the step whose parameters are installed
+    fetching: bool = False  # a fetch has begun and is not installed yet
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A computed step that waits for the norm reduction."""
+
+    local: LocalNorm  # this rank's part of the decision
+    result: StepResult
+    batch: BatchIndices
+
+
+@final
+class _Attempt:
+    """A step whose work is queued behind the install of its parameters."""
+
+    def __init__(self) -> None:
+        self.is_torn = False
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """Identity of a rank."""
+
+    group: str  # "replica-3" or "evaluator"
+    machine: int = 0  # the rank within the group; 0 leads
+    n_machines: int = 1
+    plan: str = ""  # hash of the plan, equal on all ranks
+
+
+ReplicaMessage = (
+    StartTraining
+    | Evaluate
+    | Stop
+    | RankReady
+    | StepsDone
+    | StartEpoch
+    | GrantSteps
+    | TransferBlock
+    | TransferAck
+    | ShardReply
+)
 
 
 @final
 class Replica:
-    """The role `replica-INDEX`: a whole model in one process.
+    """The role "replica-R" or "evaluator", or one rank of it: "replica-R.M", "evaluator.M".
 
     Args:
-        config: When to fetch, push and step.
-        client: Connects to all shards; it must be able to push.
-        trainer: Does the work of the executors on the model.
-        data_shard: This replica's part of the training data.
-        await_begin: Wait for `StartTraining` before the first step.
+        config: Identity of the rank.
+        client: Connects to the shards that hold what the rank keeps.
+        executor: Runs the steps.
+        slices: The rank's slices of the batches.
+        objective: What the steps are for.
+        leader: On rank 0: grants steps to the group.
+        shapes: Per item that the rank keeps; None: flat.
     """
 
-    accepts: Final = message_types(ReplicaMessage)
+    accepts = message_types(ReplicaMessage)
 
     def __init__(
         self,
-        config: DownpourConfig,
+        config: RankConfig,
         *,
         client: ParameterClient,
-        trainer: LocalExecutor,
-        data_shard: DataShard,
-        await_begin: bool = True,
+        executor: StepExecutor,
+        slices: SlicePrefetch,
+        objective: Objective,
+        leader: GroupLeader | None,
+        shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
-        self._config = config
+        self.accepts = self.accepts | objective.accepts
+        self.objective = objective
+        self._names = member_names(config.group, config.n_machines)
+        self._rank_of = {name: index for index, name in enumerate(self._names)}
+        self._rank = config.machine
+        self._name = self._names[config.machine]
+        self._plan = config.plan
+        self._is_single = config.n_machines == 1
         self._client = client
-        self._trainer = trainer
-        self._reader = Prefetcher(
-            data_shard, trainer, batch_size=config.batch_size, n_batches_max=config.max_steps
-        )
-        self._metrics = TrainingMetrics(config)
-        self._begun = not await_begin
-        self._samples_allowed: int | None = None  # pause after so many
-        self._has_position = False  # the position in the data is known
-        self._stopped_by: Address | None = None
-        self._ended = False
-        self._step = 0  # the next one, or the current one
-        self._attempt: Attempt | None = None  # at the current step
-        self._fetching = False  # begun, not yet installed
-        self._torn_wait = False
-        self._clock = 0  # of the parameters in use
-        self._push_due = False
-        self._staging = False
-        self._n_accrued = 0
-        self._accrued_clocks: tuple[int, ...] = ()  # when the oldest was computed
+        self._executor = executor
+        self._links = executor.links if isinstance(executor, StepRunner) else {}
+        self._slices = slices
+        self._leader = leader
+        self._parameters: Sequence[torch.Tensor] = objective.values
+        if shapes is not None:
+            pairs = zip(objective.values, shapes, strict=True)
+            self._parameters = [value.view(shape) for value, shape in pairs]
+        self._incarnation = 0
+        self._n_generations = 0
+        self._epoch = _Epoch()
+        self._lane: list[str] = []  # work in the compute executor, the oldest first
+        self._waits = False  # a timer will repeat the last fetch
+        self._installing = (0, 0)  # generation and step
+        self._slice: BatchSlice | None = None  # of the current step
+        self._attempt = _Attempt()
+        self._pending: _Pending | None = None
+        self._local_square = 0.0  # the last local sum of squares, which the rank reports
+        self._local_sample: int | None = None  # the last bad sample found here, if any
+        self._has_stepped = False  # since the last report
+        self._ended_at: Seconds = 0.0
+        self._stopped_at: Seconds | None = None
+        self._is_orphan = False  # the leader is lost for good
+        self._is_gone = False
 
-    @property
-    def counters(self) -> Counters:
-        return self._metrics.counters
+    # --- events ---
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
 
         Raises:
-            JobError: model, data or learning rate make training impossible.
+            JobError: model, data or learning rate make it impossible to go on.
             PeerLostError: a shard has been silent for too long.
         """
-        actions: list[Action] = []
-        if self._client.owns(event):
-            actions += self._client.handle(event, now)
+        if self._is_gone:
+            return []
+        rank = self._rank_of.get(event.sender) if isinstance(event, Received) else None
+        own = self.objective.handle(event, rank, now)
+        if own is not None:
+            actions: Sequence[Action] = own
+        elif self._client.owns(event):
+            actions = self._client.handle(event, now)
         else:
-            match event:
-                case Started():
-                    actions += self._client.start(event.incarnation, now)
-                case Received():
-                    self._receive(event.sender, event.message)
-                case TimerFired(name="replica:retry"):
-                    self._torn_wait = False
-                case Computed():
-                    actions += self._computed(event, now)
-                case _:
-                    pass  # the client handles peers that join and leave
+            actions = self._on_event(event, now)
         # Every event may have removed the last obstacle to the next piece of work.
-        return [*actions, *self._advance(now)]
+        begun = self._advance(now)
+        # Work of a partition does not depend on these messages: it starts before they are sent.
+        is_chain = not self._is_single and self._lane == [STEP]
+        both = (begun, actions) if is_chain else (actions, begun)
+        done = [*both[0], *both[1], *self._lead(now)]
+        while self._has_news():
+            done += [*self._advance(now), *self._lead(now)]
+        return [*done, *self._due(now)]
+
+    def _has_news(self) -> bool:
+        return not self._is_gone and self.objective.has_news()
+
+    def _due(self, now: Seconds) -> list[Action]:
+        return [] if self._is_gone else self.objective.due(now)
+
+    def _on_event(self, event: Event, now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                return self._start(event.incarnation, now)
+            case Received():
+                return self._receive(event, now)
+            case TimerFired(name=name) if name == REMIND:
+                return self._remind(now)
+            case TimerFired():
+                self._waits = False
+            case Computed():
+                return self._computed(event, now)
+            case PeerJoined() | PeerLost():
+                return self._peer(event, now)
+            case _:
+                pass
+        return []
+
+    def _start(self, incarnation: int, now: Seconds) -> list[Action]:
+        self._incarnation = incarnation
+        actions = self._client.start(incarnation, now)
+        if self._leader is not None:
+            self._leader.joined(0, incarnation, now)
+            actions += self._deliver(self._leader.start(incarnation, now), now)
+        return [*actions, *([] if self._is_single else self._remind(now))]
+
+    def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
+        rank, leader = self._rank_of.get(event.peer), self._leader
+        if rank is None:
+            return []
+        if isinstance(event, PeerJoined):
+            out = [] if leader is None else leader.joined(rank, event.incarnation, now)
+            return self._deliver(out, now)
+        if event.for_good and leader is not None:
+            return self._deliver(leader.lost(rank, now), now)
+        self._is_orphan |= event.for_good and rank == 0
+        return []
+
+    def _receive(self, event: Received, now: Seconds) -> list[Action]:
+        message = event.message
+        rank = self._rank_of.get(event.sender)
+        match message:
+            case StartTraining() | Evaluate() | Stop():
+                return self._command(message, now)
+            case RankReady() | StepsDone() if self._leader and rank is not None:
+                heard = self._leader.hear(rank, event.incarnation, message, now)
+                return self._deliver(heard, now)
+            case StartEpoch() | GrantSteps() if rank == 0:
+                return self._follow(message, now)
+            case TransferBlock() | TransferAck() if rank is not None and rank in self._links:
+                assert isinstance(self._executor, StepRunner)
+                return self._executor.receive(rank, message, now)
+            case _:
+                raise RemoteProtocolError(
+                    f"{event.sender} sent {self._name} {type(message).__name__}, "
+                    "which is not for it"
+                )
+
+    def _command(self, message: StartTraining | Evaluate | Stop, now: Seconds) -> list[Action]:
+        if self._leader is None:  # the leader gets the same command, and decides
+            if isinstance(message, Stop) and self._stopped_at is None:
+                self._stopped_at = now
+            return []
+        if self._is_single:  # no other rank has begun a step that this one has not
+            self._leader.n_begun = self._executor.step + self._executor.is_open
+        return self._deliver(self.objective.command(self._leader, message, now), now)
+
+    # --- status ---
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return the state as a phrase, and the counters of client and replica."""
-        counters = {**self._client.counters(), **self._metrics.figures()}
-        if self._samples_allowed is not None:
-            counters["samples_allowed"] = float(self._samples_allowed)
-        return self._state(), counters
+        """Return the state as a phrase, and the counters of client, objective and rank."""
+        return self._state(), self._metrics()
+
+    def _metrics(self) -> dict[str, float]:
+        metrics = {**self._client.counters(), **self.objective.figures()}
+        if self._is_single:
+            return metrics
+        links = self._links
+        metrics |= {
+            # JSON numbers: the low 32 bits are enough to tell generations apart.
+            "generation": float(self._executor.generation & 0xFFFFFFFF),
+            "generations": float(self._n_generations),
+            "messages_out": float(sum(link.n_out for link in links.values())),
+            "messages_resent": float(sum(link.n_again for link in links.values())),
+        }
+        n_bytes = {f"bytes_to_{rank}": float(link.n_bytes) for rank, link in links.items()}
+        return metrics | {name: n for name, n in n_bytes.items() if n}
 
     def _state(self) -> str:
-        if self._attempt is not None:
-            return "computing"
-        if self._staging:
-            return "pushing"
-        waited = self._client.waiting_for
-        if waited is not None and (self._begun or not self._client.ready):
-            return f"waiting for {waited}"
-        if self._is_over:
-            return "finishing"
-        if self._is_held:
+        phase, leader = self._epoch.phase, self._leader
+        if self._lane and STEP not in self._lane:
+            return {INSTALL: "fetching", SETTLE: self.objective.verb}.get(self._lane[0], "pushing")
+        if leader is not None and leader.is_held:
             return "waiting for more samples"
-        return "fetching" if self._begun else "waiting for begin"
-
-    # ---------------------------------------------------------------------- events
-
-    def _receive(self, sender: Address, message: Message) -> None:
-        if isinstance(message, StartTraining):
-            self._begun, self._samples_allowed = True, message.samples
-        elif isinstance(message, Stop):
-            self._stopped_by = sender
+        rank, waited = self._awaited(), self._client.waiting_for
+        if rank is not None and rank != self._rank:
+            return f"waiting for {self._names[rank]}"
+        if self._lane or self._executor.is_open:
+            return self.objective.verb
+        is_running = phase is Phase.RUNNING
+        if is_running and self.objective.idle is not None:
+            state = self.objective.idle
+        elif waited is not None and (is_running or not self._client.ready):
+            state = f"waiting for {waited}"
+        elif is_running and self._is_over(self._executor.step):
+            state = Phase.ENDED.value
         else:
+            state = phase.value
+        return state
+
+    def _awaited(self) -> int | None:
+        leader = self._leader
+        match self._epoch.phase:
+            case Phase.RUNNING if self._executor.is_open:
+                return None if self._lane else self._executor.awaited
+            case Phase.RUNNING if self._pending is not None or not self._may_step:
+                return 0 if leader is None else leader.slowest
+            case Phase.ALONE | Phase.GATHERED if leader is None:
+                return 0
+            case Phase.GATHERED if leader is not None and leader.waiting_for:
+                return min(leader.waiting_for)
+            case _:
+                return None
+
+    # --- the group ---
+    #
+    # StartEpoch   new generation: drop the current step    -> RankReady, once idle
+    # GrantSteps   take this many steps in total            -> StepsDone, after each
+
+    def _deliver(self, out: Outgoing, now: Seconds) -> list[Action]:
+        actions: list[Action] = []
+        for rank, message in out:
+            # Messages of rank 0 to itself take effect at once.
+            if rank != self._rank:
+                actions.append(Send(receiver=self._names[rank], message=message))
+            else:
+                assert isinstance(message, StartEpoch | GrantSteps), message
+                actions += self._follow(message, now)
+        return actions
+
+    def _to_leader(self, message: RankReady | StepsDone, now: Seconds) -> list[Action]:
+        if self._leader is None:
+            return [Send(receiver=self._names[0], message=message)]
+        return self._deliver(self._leader.hear(0, self._incarnation, message, now), now)
+
+    def _report_ready(self, now: Seconds) -> list[Action]:
+        pushed = self.objective.pushed
+        ready = RankReady(
+            generation=self._executor.generation, pushes=pushed is not None, samples=pushed or 0
+        )
+        return self._to_leader(ready, now)
+
+    def _report_steps(self, now: Seconds) -> list[Action]:
+        clock, here = self.objective.clock, self._epoch
+        done = StepsDone(
+            generation=self._executor.generation,
+            steps=self._executor.step,
+            loss=here.loss,
+            samples=here.samples,
+            no_loss=here.no_loss,
+            clock=-1.0 if clock is None else clock,
+            ended=here.phase is Phase.ENDED,
+            square=self._local_square,
+            sample=self._local_sample,
+        )
+        return self._to_leader(done, now)
+
+    def _follow(self, message: StartEpoch | GrantSteps, now: Seconds) -> list[Action]:
+        """Apply a message of the leader.
+
+        Raises:
+            RemoteProtocolError: it belongs to an earlier generation, or came too early.
+            JobError: the leader has another plan.
+        """
+        generation = self._executor.generation
+        if message.generation < generation:
             raise RemoteProtocolError(
-                f"{sender} sent a replica {type(message).__name__}: it accepts only "
-                "StartTraining, Stop and messages of shards"
+                f"{self._name} was sent {type(message).__name__} of generation "
+                f"{message.generation}, after generation {generation} had begun"
             )
+        if isinstance(message, GrantSteps):
+            return self._take_grant(message, now)
+        self.objective.prepare(message)
+        if message.plan != self._plan:
+            raise JobError(
+                f"the leader of {self._name} has plan {message.plan}, {self._name} has "
+                f"{self._plan}: start all ranks of a replica with one plan"
+            )
+        # The leader repeats this message until it is answered.
+        if message.generation == generation:
+            return self._report_ready(now) if self._epoch.phase is Phase.GATHERED else []
+        self._epoch = _Epoch(phase=Phase.GATHERING)
+        self._n_generations += 1
+        self._executor.begin(message.generation)
+        return []
+
+    def _take_grant(self, message: GrantSteps, now: Seconds) -> list[Action]:
+        here = self._epoch
+        ready = here.phase not in {Phase.ALONE, Phase.GATHERING}
+        if message.generation > self._executor.generation or not ready:
+            raise RemoteProtocolError(
+                f"{self._name} was granted steps of generation {message.generation} before it "
+                "was ready"
+            )
+        # Messages may be repeated or arrive late, so values only grow.
+        here.granted = max(here.granted, message.steps)
+        here.is_last |= message.is_last
+        here.has_ended |= message.ended
+        if message.agreed > here.n_reduced:
+            here.n_reduced, here.square = message.agreed, message.square
+            here.sample = message.sample
+        if here.phase is not Phase.GATHERED:
+            return []
+        here.phase = Phase.RUNNING
+        self._slices.begin(message.generation, message.position)
+        self.objective.begin(message.position, now)
+        return self._executor.place(now)
+
+    def _lead(self, now: Seconds) -> Sequence[Action]:
+        leader = self._leader
+        if leader is None or self._is_gone:
+            return []
+        waits = self._is_single and self.objective.reports_steps and not leader.is_held
+        if waits and not self._has_stepped:
+            return []
+        self._has_stepped = False
+        actions, out = self.objective.report(leader, now, final=False)
+        if not out:
+            return actions
+        return [*actions, *self._deliver(out, now), *self._advance(now)]
+
+    def _remind(self, now: Seconds) -> list[Action]:
+        # Repeats whatever may have been lost; the receivers ignore duplicates.
+        actions: list[Action] = [SetTimer(name=REMIND, at=now + REMIND_SECONDS)]
+        for link in self._links.values():
+            actions += link.remind(now)
+        if self._leader is not None:
+            actions += self._deliver(self._leader.remind(now), now)
+        if self._is_left(now):
+            return [*actions, *self._exit()]
+        here = self._epoch
+        match here.phase:
+            # A rank that starts late introduces itself to the leader.
+            case Phase.ALONE if self._leader is None:
+                ready = RankReady(generation=0, pushes=False, samples=0)
+                return [*actions, *self._to_leader(ready, now)]
+            case Phase.GATHERED:
+                return [*actions, *self._report_ready(now)]
+            case Phase.RUNNING | Phase.ENDED if self._pending is not None or not self._may_step:
+                return [*actions, *self._report_steps(now)]
+            case _:
+                return actions
+
+    # --- what the compute executor runs next ---
+
+    @property
+    def _may_step(self) -> bool:
+        leader = self._leader
+        granted = leader.granted if self._is_single and leader else self._epoch.granted
+        return self._executor.step < granted
+
+    def _is_over(self, step: int) -> bool:
+        # A single rank may be told to end before it takes a step that it has been granted.
+        leader, here = self._leader, self._epoch
+        if self._is_single and leader is not None:
+            return leader.is_last and step >= leader.granted
+        return here.is_last and step >= here.granted
+
+    def _advance(self, now: Seconds) -> list[Action]:
+        if self._lane or self._waits:
+            return []
+        actions: list[Action] = []
+        leader = self._leader
+        stops = self._is_single and leader is not None and leader.is_stopping
+        if stops and self._epoch.phase is not Phase.RUNNING:
+            return self._end(now)
+        if self._epoch.phase is Phase.GATHERING:
+            actions += self._settle(now)
+        if self._epoch.phase is Phase.RUNNING:
+            actions += self._continue_step(now)
+        elif self._epoch.phase is Phase.ENDED and not self._is_gone:
+            actions += self._leave(now)
+        return actions
+
+    def _settle(self, now: Seconds) -> list[Action]:
+        # Nothing of the previous generation is running any more.
+        self._slice = self._pending = None
+        self.objective.drop()
+        # Pushes in flight count for the position where the next generation begins.
+        if not (self._client.ready and self.objective.all_pushes_applied):
+            return []
+        self._epoch.phase = Phase.GATHERED
+        return self._report_ready(now)
+
+    def _continue_step(self, now: Seconds) -> list[Action]:
+        if self._pending is not None:
+            return self._run(self._when_reduced(self._pending))
+        if self._executor.is_open:
+            return self._run(self._executor.chain())
+        return self._between_steps(now)
+
+    def _run(self, actions: Sequence[Action]) -> list[Action]:
+        self._lane += [action.name for action in actions if isinstance(action, Compute)]
+        return list(actions)
+
+    def _when_reduced(self, pending: _Pending) -> list[Compute]:
+        here, local = self._epoch, pending.local
+        if here.n_reduced < self._executor.step:
+            return []
+        work = partial(local.settle, here.square, here.sample)
+        return [Compute(name=SETTLE, work=work, cost=local.cost)]
+
+    def _between_steps(self, now: Seconds) -> list[Action]:
+        step = self._executor.step
+        over = self._is_over(step)
+        work = self._run(self.objective.work(final=over))
+        if work or self.objective.is_due:
+            return work
+        if over:
+            return self._end(now)
+        if self._is_single and not (self._may_step and self._client.ready):
+            return []
+        actions = self._slices.read_ahead(step, stop=self._read_stop(step))
+        actions += self._fetch(step, now, ahead=False)
+        if self._may_step and self._client.ready:
+            actions += self._begin_step(step, now)
+        return actions
+
+    def _begin_step(self, step: int, now: Seconds) -> list[Action]:
+        if not self._lacks(step):
+            return self._start_step(step, now)
+        # Values are copied just before their step, so that they are as new as possible.
+        if self._executor.follows_install:
+            return self._install_and_start(step, now)
+        return self._run(self._install(step))
+
+    def _read_stop(self, step: int) -> int:
+        # The leader grants two steps ahead, so two batches may be read.
+        if not self._is_single or self._leader is None:
+            return self._epoch.granted if self._epoch.is_last else step + 2
+        bound = self._leader.steps_bound
+        return step + 2 if bound is None else min(step + 2, bound)
+
+    def _install_and_start(self, step: int, now: Seconds) -> list[Action]:
+        if not (self._epoch.fetching and self._client.fetch_complete and self._slices.has(step)):
+            return []
+        self._attempt = _Attempt()
+        install = self._run(self._install(step))
+        return [*install, *self._start_step(step, now, attempt=self._attempt)]
+
+    def _start_step(
+        self, step: int, now: Seconds, *, attempt: _Attempt | None = None
+    ) -> list[Action]:
+        batch_slice = self._slices.take(step)
+        # Its samples are still being read.
+        if batch_slice is None:
+            return []
+        self._slice = batch_slice
+        self._executor.open(
+            batch_slice,
+            self._parameters,
+            put=self.objective.open(step, batch_slice.samples, batch_slice),
+            close=self.objective.close,
+        )
+        chain = self._executor.chain()
+        if attempt is not None:
+            chain = [_unless_torn(each, attempt) for each in chain]
+        actions = self._run(chain)
+        if not self._is_single:
+            actions += self._slices.read_ahead(step + 1, stop=step + 2)
+        return [*actions, *self._fetch_ahead(now)]
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         if event.error is not None:
-            raise _failure(event.error, step=self._step)
-        match event.name:
-            case "replica:read":
-                self._reader.have_read(event.result)
-                return []
-            case "replica:install":
-                self._metrics.seconds_computing += event.seconds
-                return self._installed(event.result, now)
-            case "replica:step":
-                self._metrics.seconds_computing += event.seconds
-                return self._stepped(event.result, now)
-            case "replica:push":
-                return self._pushed(event.result, now)
-            case _:
-                raise LocalProtocolError(f"unexpected result of work {event.name!r}")
-
-    # ---------------------------------------------------------------- state machine
-
-    @property
-    def _is_over(self) -> bool:
-        if self._stopped_by is not None:
-            return True
-        return self._config.is_over_at(self._step, position=self._metrics.position)
-
-    @property
-    def _is_held(self) -> bool:
-        allowed = self._samples_allowed
-        return allowed is not None and self._has_position and self._metrics.position >= allowed
-
-    def _advance(self, now: Seconds) -> Sequence[Action]:
-        # The compute executor has one step or one push at a time.
-        busy = self._attempt is not None or self._staging or self._torn_wait
-        if busy or self._ended:
+            raise failure(event.error, step=self._executor.step)
+        # Reading runs in the data executor and never occupies this one.
+        if event.name == READ:
+            self._slices.have_read(event.result)
             return []
-        if self._is_over and not self._push_due:
-            if not self._n_accrued:
-                return self._end(now)
-            self._push_due = True  # the final push: what has accrued since the previous one
-        if not self._client.ready:
-            return []
-        if self._push_due:
-            return self._push()
-        if not self._begun:
-            return []
-        self._start_position(now)
-        # Earlier incarnations may have trained everything already.
-        return self._end(now) if self._is_over else self._take_step(now)
+        if event.name not in self._lane:
+            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
+        self._lane.remove(event.name)
+        if event.name == INSTALL:
+            return self._installed(event, now)
+        if event.name == STEP:
+            return self._ran(event, now)
+        if event.name == SETTLE:
+            pending, self._pending = self._pending, None
+            assert pending is not None
+            return self.objective.closed(event.result, pending.result, pending.batch, now)
+        return self.objective.computed(event, now)
 
-    def _start_position(self, now: Seconds) -> None:
-        # The data position is the one thing that outlives an incarnation: the shards know how many
-        # samples their applied pushes amount to.
-        if not self._has_position:
-            self._has_position = True
-            self._reader.start(self._client.samples)
-            self._metrics.begin(self._client.samples, now)
-
-    def _take_step(self, now: Seconds) -> Sequence[Action]:
-        if self._is_held:
-            return self._metrics.progress(now)  # the supervisor may wait for this report
-        actions = [*self._reader.read_ahead(), *self._fetch(now)]
-        fetches = self._config.fetches_at(self._step)
-        fetched = self._fetching and self._client.fetch_complete
-        batch = self._reader.next
-        # The next step lacks its batch or its parameters.
-        if batch is None or (fetches and not fetched):
+    def _ran(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        result = event.result
+        if result is None:  # the fetch for this step was torn: compute the same batch again
+            assert self._slice is not None
+            self._executor.cancel()
+            self._slices.put_back(self._slice)
+            self.objective.torn()
+            return self._wait(TORN_RETRY_SECONDS, now)
+        assert isinstance(result, StepOutcome), result
+        self.objective.computing(event.seconds)
+        actions = self._executor.ran(result, now)
+        if result.found is None:
             return actions
-        self._attempt = Attempt()
-        if fetches:
-            actions.append(self._install(self._attempt))
-        actions.append(self._compute(batch, self._attempt))
-        if not fetches:
-            actions += self._fetch_ahead(now)
-        return actions
-
-    def _end(self, now: Seconds) -> Sequence[Action]:
-        # A push that is lost now would be lost for good.
-        if self._client.unacknowledged:
-            return []
-        self._ended = True
-        _, counters = self.status()
-        finished = Finished(counters=dict(counters))
-        return [
-            *self._metrics.progress(now),
-            Send(receiver=self._stopped_by or SUPERVISOR, message=finished),
-            Exit(),
-        ]
-
-    # ----------------------------------------------------------------------- fetch
-
-    def _fetch(self, now: Seconds) -> Sequence[Action]:
-        if self._fetching or not self._config.fetches_at(self._step):
-            return []
-        # With local steps to keep, or `blocking`, one replica is sequential SGD (DB-11).
-        if self._config.awaits_pushes and self._client.unacknowledged:
-            return []
-        self._fetching = True
-        return self._client.begin_fetch(now)
-
-    def _fetch_ahead(self, now: Seconds) -> Sequence[Action]:
-        # Block messages travel while this step computes; shared memory is read only at the install,
-        # just before the step, so the newest values are used.
-        config, after = self._config, self._step + 1
-        if self._fetching or self._stopped_by is not None:
-            return []
-        if not config.may_fetch_during(self._step):
-            return []
-        if config.awaits_pushes and self._client.unacknowledged:
-            return []
-        present = self._reader.next
-        position = self._metrics.position + (present.n_samples if present else 0)
-        is_last = config.is_over_at(after, position=position)
-        if is_last or not config.fetches_at(after):
-            return []
-        self._fetching = True
-        return self._client.begin_fetch(now)
-
-    def _install(self, attempt: Attempt) -> Compute:
-        model, config = self._trainer.model, self._config
-        work = self._client.install(model.values)
-        rate = config.rate(self._clock) if config.keeps_local_steps else None
-        # Read and write the values; to repeat local steps also the gradients and the values.
-        n_copies = 5 if rate and self._n_accrued else 2
-        return Compute(
-            name="replica:install",
-            work=partial(self._trainer.install, work, attempt, rate=rate),
-            cost=Cost(n_bytes=float(n_copies * model.n_bytes)),
-            remaining=lambda: self._client.readable_share,
-        )
-
-    def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, FetchResult), result
-        actions = list(self._client.installed(result, now))
-        if result.torn:
-            return actions
-        self._fetching = False
-        self._clock = max(result.clocks, default=0)
-        self.counters.fetches += 1
-        return [*actions, *self._fetch_ahead(now)]
-
-    # ------------------------------------------------------------------------ step
-
-    def _compute(self, batch: Batch, attempt: Attempt) -> Compute:
-        model, rate = self._trainer.model, self._local_rate()
-        n_copies = 1 if rate is None else 4  # read w; a local step reads g and w, writes w
-        return Compute(
-            name="replica:step",
-            work=partial(self._trainer.step, batch, attempt, local_rate=rate),
-            cost=Cost(flops=model.flops(batch.n_samples), n_bytes=float(n_copies * model.n_bytes)),
-            remaining=lambda: float(not attempt.is_torn),
-        )
-
-    def _local_rate(self) -> float | None:
-        return self._config.local_rate(self._step, clock=self._clock)
-
-    def _stepped(self, result: object, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, Outcome | None), result
-        self._attempt = None
-        # The fetch for this step was torn: fetch again, then compute the same batch.
-        if result is None:
-            self.counters.torn += 1
-            self._torn_wait = True
-            return [SetTimer(name="replica:retry", at=now + TORN_RETRY_SECONDS)]
-        batch = self._reader.take()
-        self._metrics.stepped(n_samples=batch.n_samples, loss=result.loss)
-        actions: list[Action] = []
-        if result.is_finite:
-            self._accrued()
+        assert self._slice is not None
+        batch, self._slice = self._slice.samples, None
+        is_over = result.generation != self._executor.generation
+        if isinstance(result.closed, LocalNorm):
+            if is_over:
+                return actions  # no norm will be reduced; the objective drops the step
+            self._local_square, self._local_sample = result.closed.square, result.closed.sample
+            self._pending = _Pending(result.closed, result.found, batch)
         else:
-            actions += self._metrics.skip(result.blame)
-        # If every gradient was skipped there is nothing to push.
-        self._push_due = self._config.pushes_at(self._step) and self._n_accrued > 0
-        self._step += 1
-        return [*actions, *self._metrics.progress_if_due(now)]
+            # Complete, so it is valid even if its generation has ended meanwhile.
+            actions += self.objective.closed(result.closed, result.found, batch, now)
+            if is_over:
+                return actions
+        self._has_stepped = True
+        loss, here = result.found.loss, self._epoch
+        # Only the rank that holds the loss layer knows the loss.
+        if loss is not None and math.isfinite(loss):
+            here.loss += loss
+            here.samples += len(batch.indices)
+        elif loss is not None:
+            here.no_loss += len(batch.indices)
+        return [*actions, *self._report_steps(now)]
 
-    def _accrued(self) -> None:
-        if not self._n_accrued:
-            self._accrued_clocks = self._client.clocks
-        self._n_accrued += 1
-        self.counters.gradients += 1
-        self.counters.local_steps += self._local_rate() is not None
-        if self._config.checks_every_gradient:
-            self._metrics.good()
+    # --- parameters ---
 
-    # ------------------------------------------------------------------------ push
+    def _lacks(self, step: int) -> bool:
+        return self._epoch.installed_for != step and self.objective.fetches_at(step)
 
-    def _push(self) -> Sequence[Action]:
-        # At most two pushes are in flight; a third waits for a free slot on every shard.
-        if not self._client.can_push:
+    def _fetch(self, step: int, now: Seconds, *, ahead: bool) -> list[Action]:
+        if self._epoch.fetching or not self._lacks(step):
             return []
-        self._staging = True
-        model = self._trainer.model
-        # A restarted shard counts on from an older clock, so take the smaller one.
-        oldest = map(min, self._accrued_clocks, self._client.clocks)
-        stage = self._client.stage(model.accrued, model.values, fetched_clocks=tuple(oldest))
-        return [
-            Compute(
-                name="replica:push",
-                work=partial(self._trainer.push, stage),
-                cost=Cost(n_bytes=2.0 * model.n_bytes),
-            )
-        ]
+        if not self.objective.may_fetch(ahead=ahead):
+            return []
+        self._epoch.fetching = True
+        return self._client.begin_fetch(now)
 
-    def _pushed(self, result: object, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, PushResult), result
-        self._staging = self._push_due = False
-        n_gradients, self._n_accrued = self._n_accrued, 0
-        actions = self._client.staged(
-            result, n_gradients=n_gradients, samples=self._metrics.position, now=now
-        )
-        if not result.finite:  # the client's report names the tensors
-            return self._metrics.bad(n_gradients, actions)
-        self.counters.pushes += 1
-        self.counters.gradients_pushed += n_gradients
-        self._metrics.good()
-        return actions
+    def _fetch_ahead(self, now: Seconds) -> list[Action]:
+        # Block messages travel while this step computes (DB-10); shared memory is read only at the
+        # install, just before the step, so the newest values are used.
+        after = self._executor.step + 1
+        return [] if self._is_over(after) else self._fetch(after, now, ahead=True)
+
+    def _install(self, step: int) -> list[Compute]:
+        if not (self._epoch.fetching and self._client.fetch_complete):
+            return []
+        objective, attempt = self.objective, self._attempt
+        self._installing = self._executor.generation, step
+        install = objective.installing(self._client.install(objective.values))
+
+        def work() -> FetchResult:
+            result = install()
+            attempt.is_torn = bool(result.torn)
+            return result
+
+        n_bytes = objective.install_copies * sum(value.nbytes for value in objective.values)
+        cost = Cost(n_bytes=float(n_bytes))
+        return [Compute(name=INSTALL, work=work, cost=cost, remaining=self._readable_share)]
+
+    def _readable_share(self) -> float:
+        return self._client.readable_share
+
+    def _installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        result = event.result
+        assert isinstance(result, FetchResult), result
+        actions = self._client.installed(result, now)
+        generation, step = self._installing
+        # Older parameters than those that this rank has pushed meanwhile are not used.
+        if generation != self._executor.generation:
+            return actions
+        if result.torn:
+            # A queued step finds out by itself.
+            return actions if self._lane else [*actions, *self._wait(TORN_RETRY_SECONDS, now)]
+        self._epoch.fetching = False
+        if not self.objective.fetched(event.seconds):
+            return [*actions, *self._wait(OTHER_RETRY_SECONDS, now)]
+        self._epoch.installed_for = step
+        return [*actions, *(self._fetch_ahead(now) if self._executor.is_open else [])]
+
+    def _wait(self, seconds: Seconds, now: Seconds) -> list[Action]:
+        self._waits = True
+        return [SetTimer(name=RETRY, at=now + seconds)]
+
+    # --- the end ---
+
+    def _end(self, now: Seconds) -> list[Action]:
+        # The leader may let everyone exit after this report, so all pushes must be applied: one
+        # that is lost now would be lost for good.
+        if not self.objective.all_pushes_applied:
+            return []
+        self._epoch.phase = Phase.ENDED
+        self._ended_at = now
+        reported = [] if self._is_single else self._report_steps(now)
+        return [*reported, *self._leave(now)]
+
+    def _leave(self, now: Seconds) -> list[Action]:
+        leader = self._leader
+        # Another rank may still have to repeat a step, and needs this one for it.
+        others = self._epoch.has_ended and (leader is None or leader.all_ended)
+        is_late = leader is None and now - self._ended_at > END_SECONDS
+        if not (self._is_single or others or is_late):
+            return []
+        actions: list[Action] = []
+        if leader is not None:
+            last, _ = self.objective.report(leader, now, final=True)
+            actions += last
+            if leader.missing:
+                names = ", ".join(self._names[rank] for rank in sorted(leader.missing))
+                text = f"ended without {names}: no message from there"
+                actions.append(Report(text=text, level="warning"))
+        return [*actions, *self._exit()]
+
+    def _is_left(self, now: Seconds) -> bool:
+        # Either the leader has exited for good, or the whole group had ended before this
+        # incarnation of the rank started.
+        if self._is_orphan:
+            return not self._lane and self.objective.all_pushes_applied
+        is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
+        return is_late and self._epoch.phase is Phase.ALONE
+
+    def _exit(self) -> list[Action]:
+        self._is_gone = True
+        return [Send(receiver=SUPERVISOR, message=Finished(counters=self._metrics())), Exit()]
 
 
-def _failure(error: BaseException, *, step: int) -> DistBeliefError:
+def failure(error: BaseException, *, step: int | None = None) -> DistBeliefError:
+    """Return the error of a piece of work as one that the job reports."""
     if isinstance(error, DistBeliefError):
         return error
-    return JobError(f"step {step} failed: {type(error).__name__}: {error}")
+    which = "a step" if step is None else f"step {step}"
+    return JobError(f"{which} failed: {type(error).__name__}: {error}")
 
 
-PUSH: Final = "machine:push"
-
-
-@final
-class TrainingObjective:
-    """The objective of a rank that trains; see `worker.group.Objective`.
-
-    Args:
-        config: When to fetch, push and step.
-        client: Connects to the shards that hold what this rank keeps.
-        trainer: Does the work of the steps.
-        await_begin: The leader waits for `StartTraining`.
-
-    Attributes:
-        values: One flat tensor per item that this rank keeps.
-    """
-
-    def __init__(
-        self,
-        config: DownpourConfig,
-        *,
-        client: ParameterClient,
-        trainer: RankTrainer,
-        await_begin: bool,
-    ) -> None:
-        self.values = trainer.values
-        self._config = config
-        self._client = client
-        self._trainer = trainer
-        self._accrued = trainer.accrued
-        self._metrics = TrainingMetrics(config)
-        self._begun = not await_begin
-        self._samples_allowed: int | None = None
-        self._pushed = 0  # samples up to the end of the last push
-        self._clock = 0
-        self._begun_at: Seconds = 0.0
-        self._step: Step | None = None
-        self._push_due = False
-        self._staging = False
-        self._reporter = ProgressReporter(every=config.progress_seconds)
-
-    # ------------------------------------------------------------------ generation
-
-    @property
-    def pushed(self) -> int | None:
-        if not self.values:
-            return None
-        return max(self._pushed, self._client.samples)
-
-    @property
-    def all_pushes_applied(self) -> bool:
-        return not (self._staging or self._client.unacknowledged)
-
-    def may_fetch(self, *, ahead: bool) -> bool:
-        config, step = self._config, self._step
-        if ahead and step is not None and not config.may_fetch_during(step.number):
-            return False
-        return not (config.awaits_pushes and self._client.unacknowledged)
-
-    @property
-    def is_due(self) -> bool:
-        return self._push_due
-
-    def begin(self, position: int, now: Seconds) -> None:
-        # A rank whose shards are ahead of the group pushes nothing until the others catch up: each
-        # gradient is applied once.
-        self._pushed = self.pushed or 0
-        if not self._metrics.position:
-            self._begun_at = now
-        self._metrics.begin(position, now)
-
-    def drop(self) -> None:
-        # A new generation begins where the shards' state ends, so this is computed again.
-        step, self._step = self._step, None
-        if step is not None and step.draft is not None:
-            self._client.abandon()
-        self._trainer.drop()
-        self._push_due = False
-
-    def fetches_at(self, step: int) -> bool:
-        return self._config.fetches_at(step)
-
-    def installing(self, work: Install) -> Install:
-        if not self._config.keeps_local_steps:
-            return work
-        return self._trainer.installing(work, rate=self._config.rate(self._clock))
-
-    def fetched(self, seconds: Seconds) -> bool:
-        self._metrics.seconds_computing += seconds
-        self._metrics.counters.fetches += 1
-        self._clock = max(self._client.clocks, default=0)
-        return True
-
-    # ------------------------------------------------------------------------ step
-
-    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
-        config = self._config
-        # A rank may die when some shards have applied its push and others have not. It then goes on
-        # from the least advanced shard, and the others apply that one push twice. This is accepted:
-        # shards know only sample counts, and it is one gradient of one replica.
-        counts = bool(self.values) and batch.stop > self._pushed
-        waits = config.checks_every_gradient or config.clip_norm is not None
-        # Stage during the backward pass only if nothing can still reject or change the gradient.
-        at_once = counts and not waits and not self._accrued.n_gradients
-        draft = self._client.draft() if at_once and self._client.can_push else None
-        self._step = Step(
-            number=step,
-            counts=counts,
-            draft=draft,
-            local_rate=config.local_rate(step, clock=self._clock),
-            batch=batch,
-            batch_slice=batch_slice,
-        )
-        return self._step.put
-
-    def close(self, step_result: StepResult) -> LocalNorm | Closed:
-        assert self._step is not None
-        return self._trainer.close(self._step, step_result)
-
-    def closed(
-        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
-    ) -> Sequence[Action]:
-        """Account for a finished step; send the push that it staged."""
-        assert isinstance(result, Closed), result
-        step, self._step = self._step, None
-        assert step is not None
-        n = len(batch.indices)
-        loss = math.nan if step_result.loss is None else step_result.loss / n
-        self._metrics.stepped(n_samples=n, loss=loss)
-        holds_nothing = not self.values  # such a rank may still know the loss
-        if not step.counts and not holds_nothing:
-            return []
-        if not result.is_finite:
-            return self._skip(result, step, reports_loss=step_result.loss is not None)
-        if holds_nothing:
-            self._metrics.good()
-            return []
-        counters = self._metrics.counters
-        counters.gradients += 1
-        if step.draft is not None:
-            assert result.staged is not None
-            return self._staged(result.staged, n_gradients=1, stop=batch.stop, now=now)
-        self._accrued.count(batch.stop, clocks=self._client.clocks)
-        counters.local_steps += step.local_rate is not None
-        if self._config.checks_every_gradient:
-            self._metrics.good()
-        self._push_due = self._config.pushes_at(step.number)
-        return []
-
-    def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
-        if result.staged is not None:
-            self._client.abandon()
-        samples = step.batch.indices.tolist()
-        # All ranks skip the same step; only the rank that knows the loss reports it.
-        report = self._metrics.skip(result.blame, samples=samples)
-        return report if reports_loss else []
-
-    # ------------------------------------------------------------------------ push
-
-    def work(self, *, final: bool) -> Sequence[Action]:
-        """Stage the accrued gradients once every shard has a free slot."""
-        # After the last step, one more push carries what has accrued.
-        self._push_due |= final and self._accrued.n_gradients > 0
-        if not (self._push_due and self._client.ready and self._client.can_push):
-            return []
-        self._push_due, self._staging = False, True
-        oldest = self._accrued.fetched_clocks(self._client.clocks)
-        stage = self._client.stage(self._accrued.sums, self.values, fetched_clocks=oldest)
-        n_bytes = 2.0 * sum(value.nbytes for value in self.values)
-        return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=n_bytes))]
-
-    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Send the staged push, or drop it if it is not finite."""
-        if event.name != PUSH:
-            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
-        result = event.result
-        assert isinstance(result, PushResult), result
-        self._staging = False
-        n_gradients, stop = self._accrued.n_gradients, self._accrued.stop
-        self._trainer.staged(result)
-        return self._staged(result, n_gradients=n_gradients, stop=stop, now=now)
-
-    def _staged(
-        self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
-    ) -> Sequence[Action]:
-        actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
-        if not staged.finite:  # the client's report names the tensors
-            return self._metrics.bad(n_gradients, actions)
-        self._pushed = max(self._pushed, stop)
-        self._metrics.counters.pushes += 1
-        self._metrics.counters.gradients_pushed += n_gradients
-        self._metrics.good()
-        return actions
-
-    # ---------------------------------------------------------------------- leader
-
-    def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
-        match message:
-            case StartTraining():
-                self._samples_allowed = message.samples
-                return leader.begin(now, samples=message.samples)
-            case Stop():
-                return leader.stop(now)
-            case Evaluate():
-                return []  # only evaluators answer this
-            case _:
-                assert_never(message)
-
-    def report(
-        self, leader: GroupLeader, now: Seconds, *, final: bool
-    ) -> tuple[Sequence[Action], Outgoing]:
-        """Report progress to the supervisor, at most every `progress_seconds`."""
-        progress = self._reporter.report(
-            leader,
-            now,
-            final=final or leader.is_held,
-            computing=self._metrics.seconds_computing,
-            elapsed=now - self._begun_at,
-        )
-        if progress is None:
-            return [], []
-        return [Send(receiver=SUPERVISOR, message=progress)], []
-
-    @property
-    def clock(self) -> float | None:
-        clocks = self._client.clocks
-        return sum(clocks) / len(clocks) if clocks else None
-
-    def figures(self) -> Mapping[str, float]:
-        figures = self._metrics.figures()
-        if self._samples_allowed is not None:
-            figures["samples_allowed"] = float(self._samples_allowed)
-        return figures
+def _unless_torn(step: Compute, attempt: _Attempt) -> Compute:
+    return Compute(
+        name=step.name,
+        work=lambda: None if attempt.is_torn else step.work(),
+        cost=step.cost,
+        remaining=lambda: float(not attempt.is_torn),
+    )

@@ -1,121 +1,31 @@
-"""Runs the steps of one rank: which operations can run, and what must be sent.
+"""Runs the steps of one rank of a partition: which operations can run, and what must be sent.
 
-    take      a transfer from another rank: kept for its step, rejected if unexpected
-    open      the step begins
-    chain     all operations that can run now, as one piece of work for the compute executor
-    ran       the work is done: send its messages
-
-`ParameterPrefetch` fetches the parameters of the next step (DB-10).
+take      a transfer from another rank: kept for its step, rejected if unexpected
+open      the step begins
+chain     all operations that can run now, as one piece of work for the compute executor
+ran       the work is done: send its messages
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, final
+from typing import final
 
 import numpy as np
 import torch
 
 from distbelief.core.vectors import ELEMENT_TYPES, Element, Vector
-from distbelief.errors import RemoteProtocolError
-from distbelief.execution.executor import PartitionExecutor, Put, StepInputs, StepResult
+from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.execution.executor import PartitionExecutor, Put, StepInputs
 from distbelief.execution.operations import Dataflow, InputOp
 from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
-from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.program.instructions import Receive
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.roles.reliable import Outgoing, Reassembly, ReliableSender, StreamKey, blocks_of
-from distbelief.roles.role import Action, Compute, Computed, Cost, Seconds, SetTimer
+from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.worker.batches import BatchPlan, BatchSlice, micro_sizes, step_seed
-from distbelief.worker.group import Objective
-from distbelief.worker.group_leader import AHEAD
-
-
-INSTALL: Final = "machine:install"
-RETRY: Final = "machine:retry"
-
-TORN_RETRY_SECONDS: Final = 1e-3
-OTHER_RETRY_SECONDS: Final = 0.05
-
-
-@final
-class ParameterPrefetch:
-    """Fetches and installs the parameters that one rank keeps, step by step."""
-
-    def __init__(self, client: ParameterClient, duty: Objective) -> None:
-        self.waits = False  # a timer will repeat the last fetch
-        self._client = client
-        self._objective = duty
-        self._generation = 0
-        self._fetching = False  # begun, not yet installed
-        self._installing = (0, 0)  # generation and step
-        self._installed_for = -1  # step of this generation
-
-    def begin(self, generation: int) -> None:
-        self._generation = generation
-        self._installed_for = -1
-        self._fetching = False
-
-    def fetch(self, step: int, now: Seconds, *, ahead: bool) -> list[Action]:
-        if self._fetching or not self.lacks(step):
-            return []
-        if not self._objective.may_fetch(ahead=ahead):
-            return []
-        self._fetching = True
-        return self._client.begin_fetch(now)
-
-    def lacks(self, step: int) -> bool:
-        return self._installed_for != step and self._objective.fetches_at(step)
-
-    def install(self, step: int) -> list[Compute]:
-        if not (self._fetching and self._client.fetch_complete):
-            return []
-        values = self._objective.values
-        self._installing = (self._generation, step)
-        work = Compute(
-            name=INSTALL,
-            work=self._objective.installing(self._client.install(values)),
-            cost=Cost(n_bytes=2.0 * sum(value.nbytes for value in values)),
-            remaining=lambda: self._client.readable_share,
-        )
-        return [work]
-
-    def installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        result = event.result
-        assert isinstance(result, FetchResult), result
-        actions = self._client.installed(result, now)
-        generation, step = self._installing
-        # Older parameters than those that this rank has pushed meanwhile are not used.
-        if generation != self._generation:
-            return actions
-        # The fetch met a half-applied update: try again soon.
-        if result.torn:
-            self.waits = True
-            return [*actions, SetTimer(name=RETRY, at=now + TORN_RETRY_SECONDS)]
-        self._fetching = False
-        # A version other than the wanted one: try again later.
-        if not self._objective.fetched(event.seconds):
-            self.waits = True
-            return [*actions, SetTimer(name=RETRY, at=now + OTHER_RETRY_SECONDS)]
-        self._installed_for = step
-        return actions
-
-
-CHAIN: Final = "machine:chain"
-
-Close = Callable[[StepResult], object]  # uses the result of a step, as work
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """The result of one chain."""
-
-    generation: int  # in which the chain was started
-    sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
-    found: StepResult | None = None  # after the last chain of a step
-    closed: object = None  # what `close` returned for it
+from distbelief.worker.group import AHEAD
+from distbelief.worker.objective import STEP, Close, StepOutcome
+from distbelief.worker.transfers import Block, RankLink, Reassembly, StreamKey, blocks_of
 
 
 @final
@@ -135,7 +45,7 @@ class StepRunner:
 
     Args:
         execution: Runs its operations.
-        streams: Reliable streams to the other ranks.
+        links: To the other ranks.
         batch_plan: The samples of each step.
         micro_batches: Number of parts of a batch.
         training: With the backward pass.
@@ -146,16 +56,17 @@ class StepRunner:
         self,
         execution: PartitionExecutor,
         *,
-        streams: Mapping[int, ReliableSender],
+        links: Mapping[int, RankLink],
         batch_plan: BatchPlan,
         micro_batches: int,
         training: bool,
         seed: Sequence[int],
     ) -> None:
+        self.follows_install = False  # its operations start as messages arrive
         self.generation = 0
         self.step = 0  # the current step, or the next one
         self._execution = execution
-        self._streams = streams
+        self.links = links
         self._batch_plan = batch_plan
         self._micro_batches = micro_batches
         self._training = training
@@ -193,7 +104,7 @@ class StepRunner:
         self._has_position = False
         self._inbox.clear()
         self._early.clear()
-        for stream in self._streams.values():
+        for stream in self.links.values():
             stream.begin(generation)
 
     def place(self, now: Seconds) -> list[Action]:
@@ -207,6 +118,15 @@ class StepRunner:
 
     # ----------------------------------------------------------------------- transfers
 
+    def receive(
+        self, sender: int, message: TransferBlock | TransferAck, now: Seconds
+    ) -> list[Action]:
+        if isinstance(message, TransferBlock):
+            return self.take(sender, message, now)
+        if message.generation != self.generation:
+            return []
+        return self.links[sender].acked(message.taken, now)
+
     def take(self, sender: int, message: TransferBlock, now: Seconds) -> list[Action]:
         """Handle a transfer from another rank.
 
@@ -219,13 +139,13 @@ class StepRunner:
                 f"rank {sender} sent a transfer of generation {message.generation}; the current "
                 f"one is {self.generation}"
             )
-        stream = self._streams[sender]
+        stream = self.links[sender]
         is_new = stream.is_new(message.sequence)
-        actions = stream.taken(message.taken, now)
+        actions = stream.acked(message.taken, now)
         if not self._has_position:
             if is_new:  # not acknowledged: if dropped here it will be resent
                 self._early.append((sender, message))
-                del self._early[: -AHEAD * 32 * max(len(self._streams), 1)]
+                del self._early[: -AHEAD * 32 * max(len(self.links), 1)]
             return actions
         if is_new and message.step >= self.step:
             key = StreamKey(message.step, message.micro_batch, message.way, sender)
@@ -233,13 +153,7 @@ class StepRunner:
             n_elements, dtype = self._expected(key)
             if self._inbox.take(key, message, n_elements=n_elements, dtype=dtype):
                 self._arrive(message.step)
-        return [*actions, *stream.have(message.sequence)]
-
-    def taken(self, sender: int, message: TransferAck, now: Seconds) -> list[Action]:
-        """Handle the acknowledgement of transfers."""
-        if message.generation != self.generation:
-            return []  # of another generation
-        return self._streams[sender].taken(message.taken, now)
+        return [*actions, *stream.arrived(message.sequence)]
 
     def _expected(self, key: StreamKey) -> tuple[int, "np.dtype[Element]"]:
         flow = self._flow
@@ -282,14 +196,6 @@ class StepRunner:
     def open(
         self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
     ) -> None:
-        """Begin the step `self.step`; no work is running.
-
-        Args:
-            batch_slice: The samples, as far as this rank needs them.
-            parameters: Per item, (*region.shape).
-            put: Takes the gradients of items, as work.
-            close: Called at the end of the step, as work.
-        """
         sizes = self._sizes(self.step)
         if len(sizes) not in self._schedules:
             self._schedules[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))
@@ -308,8 +214,10 @@ class StepRunner:
         )
         self._arrive(self.step)
 
-    def chain(self) -> list[Action]:
-        """Return the work that can run now, at most one piece."""
+    def cancel(self) -> None:
+        raise LocalProtocolError("a step of a partition cannot be taken back")
+
+    def chain(self) -> list[Compute]:
         opened = self._open
         if opened is None or opened.is_closing:
             return []
@@ -323,7 +231,7 @@ class StepRunner:
         elif not chain:
             return []
         work = partial(self._run, opened, self.generation, chain, arrived, opened.is_closing)
-        return [Compute(name=CHAIN, work=work, cost=Cost(flops=flops))]
+        return [Compute(name=STEP, work=work, cost=Cost(flops=flops))]
 
     def _run(
         self,
@@ -343,7 +251,6 @@ class StepRunner:
         )
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
-        """Send the messages of a chain; after the last one the step is over."""
         opened = self._open
         if opened is None or result.generation != self.generation:
             return []
@@ -353,16 +260,10 @@ class StepRunner:
             micro_batch, operation = divmod(instance, n)
             way, receiver = self._sent[operation]
             blocks = [
-                Outgoing(
-                    step=opened.number,
-                    micro_batch=micro_batch,
-                    way=way,
-                    block_index=index,
-                    values=block,
-                )
+                Block(opened.number, micro_batch, way, index, block)
                 for index, block in blocks_of(values)
             ]
-            actions += self._streams[receiver].post(blocks, now)
+            actions += self.links[receiver].post(blocks, now)
         if result.found is not None:
             self._open = None
             self.step += 1

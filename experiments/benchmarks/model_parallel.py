@@ -48,9 +48,9 @@ import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
-from distbelief.partition.planner import plan, simulated
+from distbelief.partition.planner import plan
 from distbelief.partition.profiling.this_host import Network
-from distbelief.partition.search import PlanningRequest
+from distbelief.partition.search import PlanningRequest, PlanSimulator
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.crews import Crew
 from experiments.benchmarks.measuring.hands import Hand
@@ -225,9 +225,9 @@ def preferred(order: PlanningRequest, *, exactly: bool) -> tuple[Way, str]:
         order: What is to be planned.
         exactly: Use both, even if one were faster.
     """
-    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].estimate
-    way = Way(placements=done.placements, micro_batches=done.micro_batches)
-    return way, f"{done.method}, {1e3 * done.median:.0f} ms expected"
+    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].best
+    way = Way(placements=done.placements, micro_batches=done.cost.micro_batches)
+    return way, f"{done.method}, {1e3 * done.seconds[1]:.0f} ms expected"
 
 
 def _speech(
@@ -257,9 +257,10 @@ def _image(between: Network, folder: Path, options: argparse.Namespace) -> dict[
     order = order_here(workload, between)
     contest = Contest(workload, folder / "image")
     _enter_usual(contest, order)
+    simulator = PlanSimulator(order)
     name, way = min(
         by_places(order).items(),
-        key=lambda item: simulated(order, item[1].placements, n_machines=N_MACHINES).step_seconds,
+        key=lambda item: simulator.cost(item[1].placements, n_machines=N_MACHINES).step_seconds,
     )
     contest.machines(TWO, way, order)
     planned, how = preferred(order, exactly=True)

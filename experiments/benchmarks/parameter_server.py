@@ -5,34 +5,30 @@
 A push is over when every shard has applied it by Adagrad and said so; a fetch, when the
 values lie in the model's tensors. One client, `--shards` shards of one thread each:
 
-    floor    in one process, one thread: one copy of 167 MB, one fused Adagrad update
-    shared   our shards, values and slots in shared memory
-    blocks   our shards, block messages over sockets in files
-    rpc      torch.distributed.rpc over TCP, as between hosts: the same slices in as
-             many processes, the same fused update; its fetch ends before the copy into
-             the model
+    floor      in one process, one thread: one copy of 167 MB, one fused Adagrad update
+    shared     our shards, values and slots in shared memory
+    files      our shards, block messages over sockets in files, as between a user's processes
+    tcp        our shards, block messages over TCP, encrypted, as between hosts
+    rpc        torch.distributed.rpc over TCP: the same slices in as many processes, the
+               same fused update; its fetch ends before the copy into the model
     rpc_local  the same with transports of tensorpipe's own choice: on one host, copies
-             by the kernel from process to process
-    zmq      bare pyzmq: the same bytes, copies and updates without a protocol; what our
-             transport could come to at the most
-    sockets  the same over bare sockets: what the network could
+               by the kernel from process to process
+    zmq_files, zmq, zmq_curve   bare pyzmq over sockets in files, TCP, and TCP encrypted:
+               the same blocks, copies and updates without a protocol
+    sockets    the same over bare sockets: what the network could
 
-    shared_memory_over_floor        (push + fetch) of `shared` / (copy + update): the
-                                    strict reading, for a fetch is a copy of its own
-    push_over_floor                 push of `shared` / (copy + update)
-    fetch_over_copy                 fetch of `shared` / copy
-    shared_memory_over_two_copies   (push + fetch) of `shared` / (2 copies + update)
-    blocks_over_torch_rpc           (push + fetch) of `rpc` / that of `blocks`
-    shared_over_torch_rpc_local     (push + fetch) of `rpc_local` / that of `shared`
-    blocks_over_torch_rpc_local     (push + fetch) of `rpc_local` / that of `blocks`
-    blocks_over_zmq, _over_sockets  (push + fetch) of `zmq`, or `sockets` / that of
-                                    `blocks`
-    zmq_over_torch_rpc              (push + fetch) of `rpc` / that of `zmq`: the limit
-                                    of `blocks_over_torch_rpc`
-    sockets_over_torch_rpc          the same of `sockets`: that of any program
-    peak_bytes_per_parameter        the most memory a shard's process has held, beyond
-                                    that of a shard with 64 parameters, per parameter:
-                                    values 4, Adagrad 4, two slots of the client 8
+    shared_memory_over_floor   (push + fetch) of `shared` / (copy + update): the strict
+                               reading, for a fetch is a copy of its own
+    shared_memory_over_copies  (push + fetch) of `shared` / (2 copies + update)
+    push_over_floor            push of `shared` / (copy + update)
+    fetch_over_copy            fetch of `shared` / copy
+    tcp_over_zmq               (push + fetch) of `zmq_curve` / that of `tcp`
+    files_over_zmq             (push + fetch) of `zmq_files` / that of `files`
+    A_over_B                   (push + fetch) of B / that of A
+    A_over_B_cpu               the same of processor time: other load changes it little
+    peak_bytes_per_parameter   the most memory a shard's process has held, beyond that of
+                               a shard with 64 parameters, per parameter: values 4,
+                               Adagrad 4, two slots of the client 8
 """
 
 import argparse
@@ -50,11 +46,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
+import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
 from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.serve.server import ParameterServer
+from distbelief.transport.config import ListenConfig
+from distbelief.transport.keys import new_secret
 from experiments.benchmarks.bare import links as bare_links, rpc_server
 from experiments.benchmarks.bare.client import BareClient
 from experiments.benchmarks.measuring import measurement
@@ -62,7 +61,19 @@ from experiments.benchmarks.measuring.measurement import Spread
 from experiments.speech.model import acoustic_net
 
 
-CONTESTANTS: Final = ("floor", "shared", "blocks", "rpc", "rpc_local", "zmq", "sockets")
+OURS: Final = ("shared", "files", "tcp")
+BARE: Final = ("zmq_files", "zmq", "zmq_curve", "sockets")
+CONTESTANTS: Final = ("floor", *OURS, "rpc", "rpc_local", *BARE)
+COMPARED: Final = {  # figure -> ours, or the first; theirs
+    "tcp_over_zmq": ("tcp", "zmq_curve"),
+    "files_over_zmq": ("files", "zmq_files"),
+    "files_over_sockets": ("files", "sockets"),
+    "files_over_torch_rpc": ("files", "rpc"),
+    "files_over_torch_rpc_local": ("files", "rpc_local"),
+    "shared_over_torch_rpc_local": ("shared", "rpc_local"),
+    "zmq_over_torch_rpc": ("zmq", "rpc"),
+    "sockets_over_torch_rpc": ("sockets", "rpc"),
+}
 SMALL: Final = {"rounds": 1, "repetitions": 1}  # of a tiny net
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
 BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
@@ -149,24 +160,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         empty_bytes = _bytes_of_an_empty_shard(Path(folder))
         floor = Floor(n_elements)
         times = {"floor": Times(timing(floor.update, floor.copy))}
-        for name in ("shared", "blocks"):
-            if name in names:
-                server = ParameterServer(
-                    parameters,
-                    rule=Adagrad(learning_rate=LEARNING_RATE),
-                    shards=options.shards,
-                    shared_memory=name == "shared",
-                    directory=Path(folder) / name,
-                    snapshot_every=86_400.0,
-                )
-                client = stack.enter_context(_client(server, parameters))
-                push = _pusher(client, gradients)
-                times[name] = Times(timing(push, client.fetch))
+        for name in [name for name in names if name in OURS]:
+            server = ParameterServer(
+                parameters,
+                rule=Adagrad(learning_rate=LEARNING_RATE),
+                shards=options.shards,
+                shared_memory=name == "shared",
+                directory=Path(folder) / name,
+                snapshot_every=86_400.0,
+            )
+            if name == "tcp":
+                reach = ListenConfig(host=bare_links.HOST, secret=new_secret())
+                request = msgspec.structs.replace(server._request, reach=reach)  # noqa: SLF001
+                server._request = request  # noqa: SLF001 -- users have `distbelief serve` for it
+            client = stack.enter_context(_client(server, parameters))
+            times[name] = Times(timing(_pusher(client, gradients), client.fetch))
         programs = {
             "rpc": _rpc(n_elements, options.shards, Path(folder) / "rpc", tcp=True),
             "rpc_local": _rpc(n_elements, options.shards, Path(folder) / "rpc_local", tcp=False),
-            "zmq": _bare_links("zmq", n_elements, options.shards),
-            "sockets": _bare_links("sockets", n_elements, options.shards),
+            **{kind: _bare_links(kind, n_elements, options.shards) for kind in BARE},
         }
         for name in [name for name in names if name in programs]:
             times[name] = Times(stack.enter_context(_told(programs[name])))
@@ -310,19 +322,15 @@ def _report(times: dict[str, Times], *, peak: float, n_elements: int) -> dict[st
             "shared_memory_over_floor": shared.both / floor,
             "push_over_floor": median(shared.pushes) / floor,
             "fetch_over_copy": median(shared.fetches) / copy,
-            "shared_memory_over_two_copies": shared.both / (floor + copy),
+            "shared_memory_over_copies": shared.both / (floor + copy),
             "peak_bytes_per_parameter": peak,
             "bytes_per_parameter_expected": BYTES_EXPECTED,
         }
-    for ours, theirs in (("blocks", "rpc"), ("shared", "rpc_local"), ("blocks", "rpc_local")):
+    for key, (ours, theirs) in COMPARED.items():
         if ours in times and theirs in times:
-            key = f"{ours}_over_torch_{theirs}"
             ratios[key] = times[theirs].both / times[ours].both
-    for limit in ("zmq", "sockets"):
-        if limit in times and "blocks" in times:
-            ratios[f"blocks_over_{limit}"] = times[limit].both / times["blocks"].both
-        if limit in times and "rpc" in times:
-            ratios[f"{limit}_over_torch_rpc"] = times["rpc"].both / times[limit].both
+            cpu_seconds = median(times[theirs].cpu_seconds), median(times[ours].cpu_seconds)
+            ratios[f"{key}_cpu"] = cpu_seconds[0] / cpu_seconds[1]
     return ratios | figures
 
 

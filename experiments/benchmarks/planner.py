@@ -34,7 +34,7 @@ import torch
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition.cost_model import AnalyticCosts, Variance, single_sample
 from distbelief.partition.planner import Planned, each_plan, plan
-from distbelief.partition.search import PlanningRequest, simulator_of
+from distbelief.partition.search import PlanningRequest, PlanSimulator
 from distbelief.partition.solvers.problem import Choice
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
@@ -95,7 +95,7 @@ def order_of(
 
 def choice_of(done: Planned) -> Choice | None:
     """Return the plan among its candidates, or None if it is none of them."""
-    return done.decoder.choice(done.estimate.placements)
+    return done.solved.decoder.choice(done.best.placements)
 
 
 def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int = 0) -> float:
@@ -107,21 +107,23 @@ def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int 
         tries: Plans that are played through.
         seed: Of the search.
     """
-    jitter, player = Variance(order.graph, order.cluster), simulator_of(order)
-    n_machines = done.estimate.n_machines
+    jitter, player = Variance(order.graph, order.cluster), PlanSimulator(order)
+    n_machines = done.n_machines
     caps = [machine.memory for machine in order.cluster.first(n_machines).machines]
 
     def seconds_of(choice: Choice) -> float:
-        price = player.cost(done.decoder(choice), n_machines=n_machines)
+        price = player.cost(done.solved.decoder(choice), n_machines=n_machines)
         used = zip(price.memory_bytes, caps, strict=True)
-        if done.estimate.fits and any(n_bytes > cap for n_bytes, cap in used):
+        if not done.lacking and any(n_bytes > cap for n_bytes, cap in used):
             return math.inf
         return jitter.quantiles(price, [0.5])[0]
 
-    words = [[candidate.label for candidate in node.candidates] for node in done.decoder.nodes]
-    starts = [choice for choice in (choice_of(done), done.solution.choice) if choice]
-    best = search(done.problem, words, seconds_of, starts, tries=tries, seed=seed)
-    return done.estimate.median / best
+    words = [
+        [candidate.label for candidate in node.candidates] for node in done.solved.decoder.nodes
+    ]
+    starts = [choice for choice in (choice_of(done), done.solved.solution.choice) if choice]
+    best = search(done.solved.problem, words, seconds_of, starts, tries=tries, seed=seed)
+    return done.median / best
 
 
 def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict[str, float]:
@@ -136,16 +138,15 @@ def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict
         # counts as that of the next row.
         now = time.perf_counter()
         seconds, last = now - last, now
-        estimate = done.estimate
-        rows[f"{estimate.n_machines}"] = {
-            "used": f"{len(estimate.used)}",
-            "step, s": f"{estimate.median:.4g}",
-            "speed-up": f"{estimate.speed_up:.2f}",
-            "over bound": f"{done.cost.step_seconds / estimate.lower_bound:.2f}",
-            "by": estimate.method,
+        rows[f"{done.n_machines}"] = {
+            "used": f"{len(done.used)}",
+            "step, s": f"{done.median:.4g}",
+            "speed-up": f"{done.speed_up:.2f}",
+            "over bound": f"{done.best.cost.step_seconds / done.lower_bound:.2f}",
+            "by": done.best.method,
             "planned in, s": f"{seconds:.1f}",
         }
-        figures[f"speed_up_{name}_{estimate.n_machines}"] = estimate.speed_up
+        figures[f"speed_up_{name}_{done.n_machines}"] = done.speed_up
         figures[f"seconds_last_{name}"] = seconds
     figures[f"seconds_table_{name}"] = last - begun
     measurement.show(f"{name} on {cluster.name}", rows)
@@ -162,28 +163,28 @@ def _compared(
     few = FEW if thorough or len(graph.layers) <= LARGE else FEW[1:2]
     rows = {}
     for done in plan(order, few):
-        compiled = done.cost.compiled
+        compiled = done.best.cost.compiled
         n_events = len(compiled.tasks) + compiled.n_messages
         tries = options.tries if thorough else min(_TRIES, _EVENTS_MAX // n_events)
         ratios = {
             "/ search": over_search(order, done, tries=tries, seed=options.seed),
-            "/ even": done.estimate.median / done.baselines["even"],
-            "/ whole_layer": done.estimate.median / done.baselines["whole layers"],
+            "/ even": done.median / done.baselines["even"],
+            "/ whole_layer": done.median / done.baselines["whole layers"],
         }
         if metis.IS_INSTALLED:
-            ratios["/ metis"] = done.estimate.median / _metis_seconds(order, done)
-        row = f"{name}, {done.estimate.n_machines}"
-        rows[row] = ratios | {"speed-up": done.estimate.speed_up}
+            ratios["/ metis"] = done.median / _metis_seconds(order, done)
+        row = f"{name}, {done.n_machines}"
+        rows[row] = ratios | {"speed-up": done.speed_up}
         shown = "  ".join(f"{key} {value:.4f}" for key, value in rows[row].items())
-        print(f"{row:16} {shown}  {tries} tries, {done.estimate.method}", flush=True)
+        print(f"{row:16} {shown}  {tries} tries, {done.best.method}", flush=True)
     return rows
 
 
 def _metis_seconds(order: PlanningRequest, done: Planned) -> float:
-    n_machines = done.estimate.n_machines
+    n_machines = done.n_machines
     cluster = order.cluster.first(n_machines)
     placed = metis.metis(order.graph, cluster, batch=order.batch, costs=order.costs)
-    return simulator_of(order).way("metis", placed, n_machines=n_machines).seconds[1]
+    return PlanSimulator(order).way("metis", placed, n_machines=n_machines).seconds[1]
 
 
 def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:

@@ -25,9 +25,9 @@ from distbelief.core.memory import Memory
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import Tell
 from distbelief.roles.role import ALL_MESSAGES, Action, Address, Event, Role, Seconds
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.world import Builder
 from experiments.figures.code import code_of
 from experiments.figures.courses import Course, Point, course_of, identity, kept_course, run
 from experiments.figures.entries import LEARNER, Entry

@@ -56,12 +56,11 @@ def speed_ups(name: str) -> list[SpeedUp]:
     found = [
         SpeedUp(
             net=name,
-            machines=done.estimate.n_machines,
-            used=len(done.estimate.used),
-            seconds=done.estimate.seconds,
-            speed_up=done.estimate.speed_up,
-            even=done.estimate.one_machine_seconds
-            / done.baselines.get("even", done.estimate.one_machine_seconds),
+            machines=done.n_machines,
+            used=len(done.used),
+            seconds=done.best.seconds,
+            speed_up=done.speed_up,
+            even=done.one_machine_seconds / done.baselines.get("even", done.one_machine_seconds),
         )
         for done in plan(order, COUNTS)
     ]

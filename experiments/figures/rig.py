@@ -22,10 +22,10 @@ from distbelief.forecast.prepare import PreparedJob
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles.role import SUPERVISOR, Address
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.placement import Place, options_for
-from distbelief.simulation.world import Builder
 
 
 BATCH: Final = 8

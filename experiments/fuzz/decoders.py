@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from distbelief.cluster.address import JobAddress
-from distbelief.cluster.bootstrap import FileDownload, read_job_spec, relocated, write_job_spec
+from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec, write_job_spec
 from distbelief.config.load import job_from_json, parse_job
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
@@ -47,7 +47,7 @@ from distbelief.roles.role import HOST
 from distbelief.run.directory import RunDirectory, Status, status_in
 from distbelief.run.metrics_file import Measurement, measurements_in
 from distbelief.run.resume import CheckpointSet, checkpoint_set_in
-from distbelief.serve.server import ServerAddress
+from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import KeyConfig
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
@@ -171,7 +171,7 @@ def _joined(frames: Sequence[Frame]) -> bytes:
 
 def _chunk() -> Decoder:
     def read(data: bytes) -> None:
-        reading = FileDownload("d")
+        reading = FileDownload("d", 0.0)
         at = 0
         while at + _STEP.size <= len(data):
             offset, n_bytes, n = _STEP.unpack_from(data, at)
@@ -179,8 +179,8 @@ def _chunk() -> Decoder:
             content = Blob(data[at : at + n])
             at += n
             piece = FileChunk(document="d", offset=offset, n_bytes=n_bytes, content=content)
-            reading.take(piece)
-            reading.ask_again()
+            reading.take(piece, 1.0)
+            reading.ask_again(1.0)
             whole = reading.content
             assert whole is None or len(whole) <= len(data)
 
@@ -214,7 +214,7 @@ def _spec() -> Decoder:
 
     def read(data: bytes) -> None:
         brief = read_job_spec(data)
-        relocated(brief.spec.job, Path("/home/eva"))
+        localized(brief.spec.job, Path("/home/eva"))
 
     return Decoder(what="a run's brief", seeds=(content,), decode=read)
 
@@ -278,7 +278,6 @@ def _zap() -> Iterator[Decoder]:
             request = data.split(b"\x1e")
             verdict = guard.judge(request)
             assert not verdict.admitted or verdict.user in {pair.public, ring.public}
-            verdict.reply(request)
 
         frames = [b"1.0", b"1", b"", b"10.0.0.1", b"", b"CURVE"]
         known = b"\x1e".join([*frames, bytes.fromhex(pair.public)])

@@ -21,7 +21,6 @@ import msgspec
 from distbelief.errors import StorageError
 from distbelief.protocol import CheckpointRecord, Count
 from distbelief.roles.role import Snapshot
-from sandblaster.optimizers.base import IterationDone
 
 
 N_ON_DISK: Final = 3
@@ -33,12 +32,12 @@ class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One savepoint, as the optimizer left it."""
 
     cut: Count
-    iteration: Count
+    iteration: Count  # since the beginning
     offset: Count  # iterations before the method last restarted
     samples: Count  # examples of all evaluations
     evaluations: Count = 0  # begun
     goal: str = ""  # method and function
-    state: str
+    state: str  # as the optimizer left it
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,19 +95,8 @@ class Journal:
         self.base_clocks = facts.base_clocks
         self.end_clocks = facts.end_clocks
 
-    def write(
-        self, cut: int, iterated: IterationDone, *, samples: int, offset: int, evaluations: int = 0
-    ) -> None:
-        """Note a savepoint; `offset` iterations were made before the method last restarted."""
-        self._entries[cut] = CheckpointEntry(
-            cut=cut,
-            iteration=offset + iterated.iteration,
-            offset=offset,
-            samples=samples,
-            evaluations=evaluations,
-            goal=self._goal,
-            state=iterated.state,
-        )
+    def write(self, entry: CheckpointEntry) -> None:
+        self._entries[entry.cut] = entry
 
     def confirm(self, cut: int) -> None:
         """Drop entries before a savepoint that is safe everywhere, but for those on disk."""
@@ -124,7 +112,7 @@ class Journal:
         self.on_disk = cut
         self.confirm(cut)
 
-    def end(self, clocks: Sequence[int], *, entry: CheckpointEntry) -> None:
+    def end(self, clocks: Sequence[int], entry: CheckpointEntry) -> None:
         """Note that the run is over, with its parameters published at these clocks."""
         self.end_clocks = tuple(clocks)
         # Shards without a coordinator save the published values alone: as savepoint 0.
@@ -146,11 +134,7 @@ class Journal:
         )
 
     def choose(self, held: Sequence[Sequence[CheckpointRecord]]) -> ResumePoint:
-        """Return where to resume, given the savepoints that each shard holds.
-
-        Raises:
-            StorageError: the shards share no savepoint.
-        """
+        """Return where to resume, given the savepoints that each shard holds."""
         # After the end, savepoint 0 of a shard is the published result.
         begins = self.base_clocks
         if self._all_at(self.end_clocks, held):
@@ -172,8 +156,8 @@ class Journal:
         ]
         # A newer savepoint without an entry is at most one iteration newer.
         cut = max(whole or shared)
-        known = cut > 0 or begins is self.end_clocks
-        entry = self._entries.get(cut) if known else None
+        is_known = cut > 0 or begins is self.end_clocks
+        entry = self._entries.get(cut) if is_known else None
         has_other_goal = not whole and entry is not None and entry.goal != self._goal
         return ResumePoint(cut=cut, whole=bool(whole), entry=entry, has_other_goal=has_other_goal)
 

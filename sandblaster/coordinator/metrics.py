@@ -80,6 +80,9 @@ class CoordinatorMetrics:
         return self.offset + (self.iterated.iteration if self.iterated else 0)
 
 
+_N_SAVES_MAX: Final = 8
+
+
 @final
 @dataclass(slots=True, kw_only=True)
 class PendingRequests:
@@ -89,3 +92,13 @@ class PendingRequests:
     # Label and error of each that was tried.
     saved: deque[tuple[str, str | None]] = field(default_factory=deque)
     stop: bool = False  # whether to end
+
+    def request_save(self, label: str) -> None:
+        """Request a checkpoint with this label at the next accepted point."""
+        if label in self.saves:
+            return
+        if len(self.saves) >= _N_SAVES_MAX:
+            error = f"{_N_SAVES_MAX} checkpoints are pending already: request them less often"
+            self.saved.append((label, error))
+        else:
+            self.saves.append(label)

@@ -14,9 +14,8 @@ for. A lost shard ends the run; the next one begins at the newest shared savepoi
 import math
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol, assert_never, final
+from typing import Final, Protocol, TypeVar, assert_never, final
 
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.protocol import (
@@ -30,16 +29,16 @@ from distbelief.protocol import (
     Publish,
     Restore,
     Savepoint,
-    ShardVersion,
     Task,
 )
-from distbelief.protocol.vector_commands import Scalars, combine
+from distbelief.protocol.vector_commands import Batch, Scalars, combine
 from distbelief.roles.role import Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
 from sandblaster.coordinator.metrics import CoordinatorMetrics, PendingRequests
-from sandblaster.coordinator.work_queue import N_VOID_MAX, Commits, EpochCounters, WorkQueue
+from sandblaster.coordinator.shard_commands import CommandBroadcast
+from sandblaster.coordinator.work_queue import N_VOID_MAX, EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -75,17 +74,11 @@ class Wait(Enum):
     SAVED = "saving"  # the journal is on disk
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """What the shards answered to a command, shard 0 first, and when."""
+Answers = Sequence[CommandDone]
+"""What the shards answered to a command, shard 0 first."""
 
-    now: Seconds
-    answers: Sequence[CommandDone]
-    versions: tuple[ShardVersion, ...]
-
-
-RunSteps = Generator[Task | Wait, Answered, Result]
+T = TypeVar("T")
+RunSteps = Generator[Task | Wait, Answers, T]
 
 
 @final
@@ -98,7 +91,7 @@ class CoordinatorRun:
         *,
         method: Method,
         n_examples: int,
-        epoch: int,
+        commands: CommandBroadcast,
         pool: WorkerPool,
         journal: Journal,
         metrics: CoordinatorMetrics,
@@ -107,12 +100,12 @@ class CoordinatorRun:
         self._config = config
         self._method = method
         self._n_examples = n_examples
-        self._epoch = epoch
+        self._commands = commands
         self._pool = pool
         self._journal = journal
         self._metrics = metrics
         self._requests = requests
-        first = epoch << GRANT_BITS
+        first = commands.epoch << GRANT_BITS
         self._counters = EpochCounters(commit_token=first)
         self._last_savepoint = first
         self._savepoint_iteration: IterationDone | None = None  # the point of the last savepoint
@@ -127,30 +120,24 @@ class CoordinatorRun:
         self.note = ""  # a warning to report, once
         self.now: Seconds = 0.0  # the time, set before each step
 
-    def steps(self) -> RunSteps:
-        """Start the epoch, restore a savepoint, run the optimizer to its end.
-
-        Raises:
-            DistBeliefError: the shards disagree, or share no savepoint.
-        """
+    def steps(self) -> RunSteps[Result]:
+        """Start the epoch, restore a savepoint, run the optimizer to its end."""
         self._metrics.shares.run_begins()
-        attached = yield BeginEpoch()
-        resume_point = self._journal.choose([answer.cuts for answer in attached.answers])
+        held = yield BeginEpoch()
+        resume_point = self._journal.choose([answer.cuts for answer in held])
         if resume_point.cut == 0 and self._journal.base_clocks is None:
-            clocks = (answer.cuts[0].clock for answer in attached.answers)
-            self._journal.base_clocks = tuple(clocks)
+            self._journal.base_clocks = tuple(answer.cuts[0].clock for answer in held)
             self.unsaved = 0
         yield Restore(cut=resume_point.cut, whole=resume_point.whole)
         state, metrics = None, self._metrics
         metrics.offset, metrics.iterated = 0, None
-        if resume_point.entry is not None:
-            metrics.samples = resume_point.entry.samples
-            metrics.n_evaluations = max(metrics.n_evaluations, resume_point.entry.evaluations)
+        if (entry := resume_point.entry) is not None:
+            metrics.samples = entry.samples
+            metrics.n_evaluations = max(metrics.n_evaluations, entry.evaluations)
             if resume_point.whole:
-                state, self.unsaved = resume_point.entry.state, resume_point.cut
-                metrics.offset = resume_point.entry.offset
+                state, self.unsaved, metrics.offset = entry.state, resume_point.cut, entry.offset
             else:
-                metrics.offset = resume_point.entry.iteration
+                metrics.offset = entry.iteration
         if resume_point.has_other_goal:
             self.note = (
                 "method, loss, l1, l2 or batch_size have changed: "
@@ -166,7 +153,7 @@ class CoordinatorRun:
         yield from self._publish()
         return result
 
-    def end_early(self) -> RunSteps:
+    def end_early(self) -> RunSteps[Result]:
         """Publish the last accepted point; to be run instead of the remaining steps."""
         assert self.has_point
         self.queue = None
@@ -188,38 +175,29 @@ class CoordinatorRun:
             state="" if last is None else last.state,
         )
 
-    def _publish(self) -> Generator[Task | Wait, Answered, None]:
+    def _publish(self) -> RunSteps[None]:
         published = yield Publish(point=PARAMETERS)
-        while self.unsaved is not None and self.save_error is None:
-            yield Wait.SAVED
-        self._journal.end(
-            [answer.clock for answer in published.answers],
-            entry=CheckpointEntry(
-                cut=0,
-                iteration=self._metrics.iteration,
-                offset=self._metrics.offset,
-                samples=self._metrics.samples,
-                evaluations=self._metrics.n_evaluations,
-                goal=self._config.goal,
-                state="",
-            ),
-        )
+        yield from self._until_saved()
+        entry = self._entry(0, iteration=self._metrics.iteration, state="")
+        self._journal.end([answer.clock for answer in published], entry)
         if self.save_error is None:
             self.unsaved = self._last_savepoint
             yield Execute(commands=())  # carries the savepoint, so that the journal is saved
-        while self.unsaved is not None and self.save_error is None:
-            yield Wait.SAVED
+        yield from self._until_saved()
         self._requests.saves.clear()  # the supervisor sees the end, and saves the shards itself
 
-    def _drive(self, steps: Steps[Result]) -> RunSteps:
+    def _until_saved(self) -> RunSteps[None]:
+        while self.unsaved is not None and self.save_error is None:
+            yield Wait.SAVED
+
+    def _drive(self, steps: Steps[Result]) -> RunSteps[Result]:
         try:
             request = next(steps)
             while True:
                 reply: Reply
                 match request:
                     case VectorOps(commands=commands):
-                        performed = yield Execute(commands=commands)
-                        reply = combine(commands, _scalars(performed))
+                        reply = _combined(commands, (yield Execute(commands=commands)))
                     case Evaluate():
                         reply = yield from self._evaluate(request)
                     case IterationDone():
@@ -232,7 +210,7 @@ class CoordinatorRun:
             result: Result = end.value
             return result
 
-    def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
+    def _evaluate(self, request: Evaluate) -> RunSteps[Evaluation]:
         batch = self._batch(request)
         config, metrics, counters = self._config, self._metrics, self._counters
         opened = yield BeginEvaluation(
@@ -244,42 +222,36 @@ class CoordinatorRun:
         metrics.n_evaluations += 1
         metrics.shares.evaluation_begins(self._pool, self.now)
         self._pool.begin(
-            epoch=self._epoch,
+            epoch=self._commands.epoch,
             evaluation=metrics.n_evaluations,
-            versions=opened.versions,
+            versions=self._commands.versions,
             batch=batch,
         )
-        queue = WorkQueue(config, pool=self._pool, batch=batch, counters=counters)
-        self.queue = queue
-        commits = queue.commits
-        while commits.is_finite and not commits.is_complete:
-            sets, void = commits.to_commit()
+        queue = self.queue = WorkQueue(config, pool=self._pool, batch=batch, counters=counters)
+        while queue.is_finite and not queue.is_complete:
+            sets, void = queue.to_commit()
             if sets or void:
-                committed = yield Commit(sets=sets, void=void)
-                commits.committed(sets, void, committed.now)
+                yield Commit(sets=sets, void=void)
+                queue.committed(sets, void, self.now)
             else:
                 yield Wait.CHUNKS
         self.queue = None
         metrics.shares.evaluation_ends(self._pool, self.now)
         metrics.n_backups += queue.n_backups
-        is_finite, n_examples = commits.is_finite, batch.n_examples
-        metrics.n_wasted += max(self._pool.n_computed - n_examples, 0)
-        metrics.samples += n_examples
-        seal = FinishEvaluation(
-            gradient=request.gradient,
-            n_examples=n_examples if is_finite else 0,
-            after=request.after,
+        metrics.n_wasted += max(self._pool.n_computed - batch.n_examples, 0)
+        metrics.samples += batch.n_examples
+        # A mean over no example is NaN: so the shards know that the loss is not finite.
+        n_examples = batch.n_examples if queue.is_finite else 0
+        sealed = yield FinishEvaluation(
+            gradient=request.gradient, n_examples=n_examples, after=request.after
         )
-        sealed = yield seal
-        if is_finite:
-            _check(sealed.answers, commits)
+        if n_examples:
+            _check(sealed, queue)
+        before, after = _combined(request.before, opened), _combined(request.after, sealed)
         return Evaluation(
-            loss=commits.loss / n_examples if is_finite else math.nan,
-            n_examples=n_examples,
-            scalars=(
-                *combine(request.before, _scalars(opened)),
-                *combine(request.after, _scalars(sealed)),
-            ),
+            loss=queue.loss / n_examples if n_examples else math.nan,
+            n_examples=batch.n_examples,
+            scalars=(*before, *after),
         )
 
     def _batch(self, request: Evaluate) -> BatchRange:
@@ -297,16 +269,15 @@ class CoordinatorRun:
 
     # --- savepoints ---
 
-    def _iterated(self, request: IterationDone) -> Generator[Task | Wait, Answered, None]:
+    def _iterated(self, request: IterationDone) -> RunSteps[None]:
         self._metrics.iterated = request
         self.progress.append(request)
         since = self.now
         while self._requests.saves and self.now >= self._metrics.save_again_at:
-            error = self.save_error
-            while self.unsaved is not None and self.savepoint is None and error is None:
-                yield Wait.SAVED
-                error = self.save_error
+            if self.savepoint is None:
+                yield from self._until_saved()
             label = self._requests.saves[0]  # stays in place if this run ends
+            error = self.save_error
             if error is None:
                 error = yield from self._save(label, request)
             taken = self.now - since
@@ -322,30 +293,33 @@ class CoordinatorRun:
         self._last_savepoint += 1
         self._savepoint_iteration = request
         cut = self.unsaved = self._last_savepoint
-        self._journal.write(
-            cut,
-            request,
-            samples=self._metrics.samples,
-            offset=self._metrics.offset,
-            evaluations=self._metrics.n_evaluations,
-        )
+        iteration = self._metrics.offset + request.iteration
+        self._journal.write(self._entry(cut, iteration=iteration, state=request.state))
         self.savepoint = Savepoint(cut=cut, vectors=request.vectors)
         return cut
 
-    def _save(
-        self, label: str, request: IterationDone
-    ) -> Generator[Task | Wait, Answered, str | None]:
+    def _entry(self, cut: int, *, iteration: int, state: str) -> CheckpointEntry:
+        return CheckpointEntry(
+            cut=cut,
+            iteration=iteration,
+            offset=self._metrics.offset,
+            samples=self._metrics.samples,
+            evaluations=self._metrics.n_evaluations,
+            goal=self._config.goal,
+            state=state,
+        )
+
+    def _save(self, label: str, request: IterationDone) -> RunSteps[str | None]:
         cut = self.unsaved if self.unsaved is not None else self._take_savepoint(request)
-        checkpointed = yield Checkpoint(label=label, cut=cut)
+        answers = yield Checkpoint(label=label, cut=cut)
         errors = [
             f"shard {k}: {answer.error}"
-            for k, answer in enumerate(checkpointed.answers)
+            for k, answer in enumerate(answers)
             if answer.error is not None
         ]
         if not errors:
             self._journal.checkpointed(cut)
-        while self.unsaved is not None and self.save_error is None:
-            yield Wait.SAVED
+        yield from self._until_saved()
         return "; ".join(errors) or self.save_error
 
 
@@ -361,13 +335,13 @@ def _iterated(result: Result) -> IterationDone:
     )
 
 
-def _scalars(answered: Answered) -> list[Scalars]:
-    return [answer.scalars for answer in answered.answers]
+def _combined(commands: Batch, answers: Answers) -> Scalars:
+    return combine(commands, [answer.scalars for answer in answers])
 
 
-def _check(answers: Sequence[CommandDone], sets: Commits) -> None:
+def _check(answers: Answers, queue: WorkQueue) -> None:
     # Every shard must count the same chunks, each once and of the same attempt (DB-15).
-    expected = sets.n_chunks, sets.n_examples, sets.digest
+    expected = queue.n_chunks, queue.n_examples, queue.digest
     for k, answer in enumerate(answers):
         counted = answer.n_chunks, answer.n_examples, answer.digest
         if counted != expected:

@@ -11,6 +11,7 @@ one answer only. Answers are passed on in the order of the shards, whatever thei
 from collections.abc import Sequence
 from typing import Final, final
 
+from distbelief.core.reliable import Backoff, Silence
 from distbelief.errors import DistBeliefError, PeerLostError
 from distbelief.protocol import (
     BeginEpoch,
@@ -39,9 +40,8 @@ class CommandBroadcast:
         self._answers: dict[Address, CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # at the start of the epoch
         self._newest: dict[Address, int] = {}  # the newest known
-        self._heard_at: dict[Address, Seconds] = {}
-        self._delay = config.retry_seconds
-        self._timer_at: Seconds = 0.0
+        self._silences = {shard: Silence() for shard in self._shards}
+        self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self.epoch = 0  # the present epoch
         self.number = 0  # of the last command sent in it
         # A shard that has restarted in this epoch and lost its state, or None.
@@ -57,9 +57,7 @@ class CommandBroadcast:
 
     @property
     def waiting_for(self) -> Address | None:
-        if self._command is None:
-            return None
-        return next((s for s in self._shards if s not in self._answers), None)
+        return next(iter(self._waiting()), None)
 
     @property
     def answers(self) -> tuple[CommandDone, ...]:
@@ -98,16 +96,13 @@ class CommandBroadcast:
             on_disk=on_disk,
         )
         self._answers = {}
-        self._heard_at = dict.fromkeys(self._shards, now)
-        self._delay = self._config.retry_seconds
-        return self._send(now)
+        for silence in self._silences.values():
+            silence.start(now)
+        self._backoff.start(now)
+        return self._send()
 
     def receive(self, event: Received, message: CommandDone, now: Seconds) -> None:
-        """Take an answer.
-
-        Raises:
-            DistBeliefError: another coordinator is active, or a shard cannot execute the task.
-        """
+        """Take an answer."""
         shard, command = event.sender, self._command
         self._note_incarnation(shard, event.incarnation)
         if event.incarnation < self._newest[shard]:
@@ -117,7 +112,7 @@ class CommandBroadcast:
                 f"{shard} is in epoch {message.epoch}, this coordinator in {self.epoch}: "
                 "another coordinator has taken over"
             )
-        self._heard_at[shard] = now
+        self._silences[shard].heard(now)
         if self.lost is not None or command is None:
             return
         if (message.epoch, message.number) != (command.epoch, command.number):
@@ -139,6 +134,22 @@ class CommandBroadcast:
             return []
         return [Send(receiver=shard, message=self._command)]
 
+    def timer(self, now: Seconds) -> list[Action]:
+        """Send the command again to the shards that have not answered."""
+        # If our own timer came late, this process stood still: do not blame the shards.
+        late = max(0.0, now - self._backoff.due)
+        for shard in self._waiting():
+            self._silences[shard].add_delay(late, now)
+            if (silent := self._silences[shard].silent(now)) >= self._config.silence_seconds_max:
+                raise PeerLostError(
+                    f"{shard} has not answered for {silent:.1f} s (silence_seconds_max is "
+                    f"{self._config.silence_seconds_max:g}): check its log, then resume the run"
+                )
+        if self._command is None:
+            return []
+        self._backoff.repeat(now)
+        return self._send()
+
     def _note_incarnation(self, shard: Address, incarnation: int) -> None:
         self._newest[shard] = max(incarnation, self._newest.get(shard, 0))
         known = self._incarnations.get(shard)
@@ -146,38 +157,12 @@ class CommandBroadcast:
         if known is not None and incarnation > known:
             self.lost = shard
 
-    def timer(self, now: Seconds) -> list[Action]:
-        """Send the command again to the shards that have not answered.
-
-        Raises:
-            PeerLostError: a shard has been silent for too long.
-        """
-        # If our own timer came late, this process stood still: do not blame the shards.
-        late = max(0.0, now - self._timer_at)
-        for shard in self._heard_at:
-            self._heard_at[shard] = min(now, self._heard_at[shard] + late)
-        waiting = self.waiting_for
-        if waiting is None:
+    def _waiting(self) -> list[Address]:
+        if self._command is None:
             return []
-        for shard in self._shards:
-            silent = now - self._heard_at[shard]
-            if shard in self._answers or silent < self._config.silence_seconds_max:
-                continue
-            raise PeerLostError(
-                f"{shard} has not answered for {silent:.1f} s (silence_seconds_max is "
-                f"{self._config.silence_seconds_max:g}): check its log, then resume the run"
-            )
-        self._delay = min(2 * self._delay, self._config.retry_seconds_max)
-        return self._send(now)
+        return [shard for shard in self._shards if shard not in self._answers]
 
-    def _send(self, now: Seconds) -> list[Action]:
+    def _send(self) -> list[Action]:
         assert self._command is not None
-        self._timer_at = now + self._delay
-        return [
-            *(
-                Send(receiver=shard, message=self._command)
-                for shard in self._shards
-                if shard not in self._answers
-            ),
-            SetTimer(name=TIMER, at=self._timer_at),
-        ]
+        sends = [Send(receiver=shard, message=self._command) for shard in self._waiting()]
+        return [*sends, SetTimer(name=TIMER, at=self._backoff.due)]

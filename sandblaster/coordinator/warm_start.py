@@ -25,16 +25,22 @@ _STOP = Stop(reason="the warm start is over")
 
 
 @final
-class WarmStartRun:
-    """Which workers train, and which are done."""
+class WarmStart:
+    """Which workers train, which are done, and the checkpoint that was requested last."""
 
-    def __init__(self, n_replicas: int, *, retry_seconds: Seconds) -> None:
+    def __init__(
+        self, n_replicas: int, *, shards: Sequence[Address], retry_seconds: Seconds
+    ) -> None:
         self._n_replicas = n_replicas
+        self._shards = shards
         self._retry_seconds = retry_seconds
         self._running: set[Address] = set()
         self._done: set[Address] = set()
         self._began_at: Seconds | None = None
         self._time_is_up = False  # too late for the others
+        self._label = ""  # of the checkpoint
+        self._unsaved: set[Address] = set()  # shards that have not answered
+        self._errors: dict[Address, str] = {}
 
     @property
     def is_over(self) -> bool:
@@ -46,13 +52,13 @@ class WarmStartRun:
         return name in self._done
 
     def replica_joined(self, name: Address, now: Seconds) -> list[Action]:
-        """Let a worker train, unless it is done."""
+        """Let a worker train, unless it is done or too late."""
         if name in self._done:
             return []
         if self._began_at is None:
             self._began_at = now
         if self._time_is_up and name not in self._running:
-            return []  # too late to start
+            return []
         self._running.add(name)
         return [Send(receiver=name, message=StartTraining())]
 
@@ -77,36 +83,27 @@ class WarmStartRun:
         stops = [Send(receiver=name, message=_STOP) for name in sorted(self._running)]
         return [*stops, SetTimer(name=TIMER, at=now + self._retry_seconds)]
 
+    # --- checkpoints ---
 
-@final
-class WarmSaves:
-    """The checkpoint of a warm start that was requested last."""
-
-    def __init__(self, shards: Sequence[Address]) -> None:
-        self._shards = shards
-        self._label = ""
-        self._waiting: set[Address] = set()
-        self._errors: dict[Address, str] = {}
-
-    def request(self, label: str) -> list[Action]:
+    def save(self, label: str) -> list[Action]:
         """Send the request to the shards that have not saved, or could not."""
         if label != self._label:
-            self._label, self._waiting = label, set(self._shards)
-        elif not self._waiting and not self._errors:
+            self._label, self._unsaved = label, set(self._shards)
+        elif not self._unsaved and not self._errors:
             return [self._saved()]
-        self._waiting |= self._errors.keys()
+        self._unsaved |= self._errors.keys()
         self._errors = {}
         save = SaveCheckpoint(label=label)
-        return [Send(receiver=name, message=save) for name in sorted(self._waiting)]
+        return [Send(receiver=name, message=save) for name in sorted(self._unsaved)]
 
-    def shard_answered(self, sender: Address, message: CheckpointSaved) -> list[Action]:
+    def shard_saved(self, sender: Address, message: CheckpointSaved) -> list[Action]:
         """Note a shard's answer; the last one completes the supervisor's."""
-        if message.label != self._label or sender not in self._waiting:
+        if message.label != self._label or sender not in self._unsaved:
             return []
-        self._waiting.discard(sender)
+        self._unsaved.discard(sender)
         if message.error is not None:
             self._errors[sender] = message.error
-        return [] if self._waiting else [self._saved()]
+        return [] if self._unsaved else [self._saved()]
 
     def _saved(self) -> Action:
         errors = [f"{name}: {why}" for name, why in sorted(self._errors.items())]

@@ -1,39 +1,74 @@
 """Work queue: which worker computes which chunk of a batch, and whose result counts.
 
-    pending --> assigned to one (or two) --> computed, committing, staged (`Commits`)
-       ^                  |                      |
-       +---- all lost ----+---- winner lost -----+
+    pending --> attempt of one worker --> computed: the first gets a commit token
+       ^          |   (or of two)            --> staged on all shards --> committed
+       +-- lost --+-------- winner lost: the token is void ------+
 
 Rules (Dean et al. 2012, section 4.2):
 
 * Chunks go a few at a time to workers that have almost nothing left (DB-14).
 * Near the end a chunk goes only to a worker that finishes it before the others would.
-* When none is left, an idle worker gets a backup task: a second copy (DB-15), never a third.
+* When none is left, an idle worker gets a backup task: a second attempt (DB-15), never a third.
+
+As in LATE (Zaharia et al. 2008), what counts is the expected end of a task, and machines
+differ: each worker has a pace (seconds per example) of its own, and a task that is overdue
+is expected to take as long again. A worker without a pace of its own is expected to be typical.
 """
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace, merge
+from itertools import islice
 from typing import Final, final
 
 from distbelief.protocol import ChunkResult, GrantedChunk, WorkReport
 from distbelief.roles.role import Address, Seconds
 from sandblaster.chunks import BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.finish_times import FinishTimes, Line
-from sandblaster.coordinator.speed import (
-    SpeedModel,
-    left,
-    n_at_once,
-    seconds_to_end,
-    seconds_to_rival,
-)
-from sandblaster.coordinator.workers import ChunkCopy, WorkerPool, WorkerState
+from sandblaster.coordinator.workers import Attempt, Chunk, WorkerPool, WorkerState, typical
 
 
-# --- pending chunks ---
+N_VOID_MAX: Final = 8
+"""Void tokens under which shards may hold a sum; then no token is issued until they have
+dropped those. So shards stage at most so many more sums than chunks are assigned."""
+
+N_ASSIGNED_MAX: Final = 32
+"""Chunks assigned to one worker at once."""
+
+ASSIGNMENT_SHARE: Final = 0.01
+"""Largest share of computing time that assigning may take."""
+
+_N_UNRANKED_MAX: Final = 32
+"""More workers than these are ranked not at every event, but when the result of one in so many
+is new, and on a timer: with 2,000 workers an event costs little more than with 32."""
+
+_OVERDUE: Final = 1.25
+"""Factor of the expected time after which the expectation says nothing."""
+
+_MARGIN: Final = 1.2
+"""A backup task must be expected to finish earlier by this factor ..."""
+
+_SHARE: Final = 0.02
+"""... and by this share of the time that the evaluation has taken so far."""
+
+_ROUNDING: Final = 1e-9
+"""Chunks by which a worker may fail to finish one in time: that is rounding."""
+
+_N_UNDIVIDED_MAX: Final = 512
+"""Up to so many chunks are looked at one by one: of more the last ones matter little."""
+
+
+@final
+@dataclass(slots=True)
+class EpochCounters:
+    """Counters and averages that live through all evaluations of an epoch."""
+
+    attempt: int = 0
+    commit_token: int = 0
+    owners: dict[int, Address] = field(default_factory=dict)  # first position -> last worker
+    push_seconds: Seconds = 0.0  # from a token to its staging; an average
 
 
 @final
@@ -52,46 +87,21 @@ class PendingChunks:
         self._owners = owners
         self._pool = pool
         self._limit = 0  # chunks from here on are outside the window
-        self._is_assignable = bytearray(len(owners))
         self._left: dict[Address | None, list[int]] = {}  # assignable chunks, by owner
-        self._most: list[tuple[int, int, Address]] = []  # heap of (-count, first, owner)
-        self._gone: set[Address | None] = set()  # owners that left
-        self._n_changes = -1  # of the pool, when `_gone` was computed
-        self._n_left = len(owners)
-        self._n_assignable = 0
+        self.n_assignable = 0
 
     def __len__(self) -> int:
-        return self._n_left
-
-    @property
-    def n_assignable(self) -> int:
-        return self._n_assignable
+        return self.n_assignable + len(self._owners) - self._limit
 
     def release(self, limit: int) -> None:
         """Let chunks below this index be assigned."""
-        limit = min(limit, len(self._owners))
-        if limit <= self._limit:
-            return
-        new = range(self._limit, limit)
-        for index in new:
-            owner = self._owners[index]
-            if owner not in self._left:
-                self._left[owner] = []
-                self._n_changes = -1
-            self._left[owner].append(index)
-            self._is_assignable[index] = True
-        for owner in {self._owners[index] for index in new}:
-            self._push_owner(owner)
-        self._n_assignable += len(new)
-        self._limit = limit
+        for index in range(self._limit, min(limit, len(self._owners))):
+            self._limit += 1
+            self.put_back(index)
 
     def put_back(self, index: int) -> None:
-        owner = self._owners[index]
-        insort(self._left[owner], index)
-        self._push_owner(owner)
-        self._is_assignable[index] = True
-        self._n_left += 1
-        self._n_assignable += 1
+        insort(self._left.setdefault(self._owners[index], []), index)
+        self.n_assignable += 1
 
     def take(self, name: Address, n_wanted: int) -> list[int]:
         """Remove and return chunks for a worker: at least one, at most `n_wanted`.
@@ -100,342 +110,150 @@ class PendingChunks:
         """
         own = self._left.get(name)
         if own:
-            run = self._run(own[0], n_wanted, {name})
+            run = _first_run(own[:n_wanted])
+        elif gone := [left for owner, left in self._left.items() if self._is_gone(owner)]:
+            run = _first_run(islice(merge(*gone), n_wanted))
         else:
-            gone = self._absent_owners()
-            heads = [left[0] for owner in gone if (left := self._left.get(owner))]
-            if heads:
-                run = self._run(min(heads), n_wanted, gone)
-            else:
-                most = self._left[self._busiest_owner()]
-                run = _first_run(most[-n_wanted:])
+            most = max(self._left.values(), key=lambda left: (len(left), -left[0]))
+            run = _first_run(most[-n_wanted:])
         for index in run:
-            self._remove(index)
+            left = self._left[self._owners[index]]
+            del left[bisect_left(left, index)]
+            if not left:
+                del self._left[self._owners[index]]
+        self.n_assignable -= len(run)
         return run
 
-    def _run(
-        self, first: int, n_wanted: int, owners: set[Address | None] | set[Address]
-    ) -> list[int]:
-        stop = min(first + n_wanted, self._limit)
-        index = first + 1
-        while index < stop and self._is_assignable[index] and self._owners[index] in owners:
-            index += 1
-        return list(range(first, index))
-
-    def _remove(self, index: int) -> None:
-        owner = self._owners[index]
-        left = self._left[owner]
-        del left[bisect_left(left, index)]
-        self._push_owner(owner)
-        self._is_assignable[index] = False
-        self._n_left -= 1
-        self._n_assignable -= 1
-
-    def _absent_owners(self) -> set[Address | None]:
-        if self._n_changes != self._pool.n_changes:
-            self._n_changes = self._pool.n_changes
-            self._gone = {
-                owner for owner in self._left if owner is None or self._pool.get(owner) is None
-            }
-        return self._gone
-
-    def _push_owner(self, owner: Address | None) -> None:
-        left = self._left[owner]
-        if owner is not None and left:
-            heappush(self._most, (-len(left), left[0], owner))
-
-    def _busiest_owner(self) -> Address:
-        while True:  # the heap keeps outdated entries: drop them as they come up
-            n, first, owner = self._most[0]
-            left = self._left[owner]
-            if left and (-n, first) == (len(left), left[0]):
-                return owner
-            heappop(self._most)
+    def _is_gone(self, owner: Address | None) -> bool:
+        return owner is None or owner not in self._pool
 
 
-def _first_run(indices: list[int]) -> list[int]:
-    run = indices[:1]
-    for index in indices[1:]:
-        if index != run[-1] + 1:
+def _first_run(indices: Iterable[int]) -> list[int]:
+    run: list[int] = []
+    for index in indices:
+        if run and index != run[-1] + 1:
             break
         run.append(index)
     return run
 
 
-# --- expected finish times ---
-
-_ROUNDING: Final = 1e-9
-"""Relative difference below which two times count as equal."""
-
-_N_UNDIVIDED_MAX: Final = 512
-"""Up to so many chunks are looked at one by one: of more the last ones matter little."""
-
-
 @final
-@dataclass(slots=True, eq=False)
-class _Row:
-    """What is known of a worker."""
+class CommonEnd:
+    """When work is done that is divided among workers as well as possible (water filling).
 
-    worker: WorkerState  # which one
-    n_refreshes: int = 0  # how often the row was computed; an older due time is void
-    latest: ChunkCopy | None = None  # its last chunk to compute that has no second copy
-    commit_tokens: list[int] | None = None  # commit tokens of its pushes that have no second copy
+    Workers that have enough to do until then take no part. Chunks may be divided here, so the
+    true end is later, by less than a worker takes for one.
 
-
-@final
-class ExpectedFinish:
-    """When each worker will finish what it has, kept in order, during one evaluation.
-
-    Only workers whose state changed, or that are late, are computed again: with 2,000 workers
-    an assignment costs little more than with two.
+    Args:
+        n_chunks: Chunks to be divided.
     """
 
-    def __init__(self, config: CoordinatorConfig, pool: WorkerPool) -> None:
-        self._chunk_size = config.chunk_sizes.chunk_size
-        self._pool = pool
-        self._rows: dict[int, _Row] = {}
-        self._touched: dict[int, WorkerState] = {}
-        self._due: list[tuple[Seconds, int, int]] = []  # (when, row, its n_refreshes)
-        self._speeds = SpeedModel()
-        # `_all` is weighted by chunks per second; `_latest` holds the last chunk of each
-        # worker without a second copy, `_pushed` pushes without one, by age.
-        self._all, self._nearly_idle, self._idle = FinishTimes(), FinishTimes(), FinishTimes()
-        self._with_one_more = FinishTimes()  # all, with one chunk more
-        self._latest, self._pushed = FinishTimes(), FinishTimes()
-        self._pushes: dict[int, tuple[WorkerState, ChunkCopy]] = {}  # by token
-        for worker in pool:
-            self.touch(worker)
+    def __init__(self, n_chunks: int) -> None:
+        self._work = float(n_chunks)  # in chunks: those, and what takers have already
+        self._speed = 0.0  # of takers, in chunks per second
+        self._takers: dict[int, tuple[Seconds, Seconds]] = {}  # by number
+        self._busiest: list[tuple[Seconds, int]] = []  # heap of (-seconds, number)
 
-    def touch(self, worker: WorkerState) -> None:
-        """Note that the state of this worker has changed."""
-        self._touched[worker.number] = worker
+    def put(self, number: int, left: Seconds, chunk_seconds: Seconds) -> None:
+        """Add a worker, or change what it has left; it takes part again."""
+        self._drop(number)
+        self._takers[number] = left, chunk_seconds
+        self._work += left / chunk_seconds
+        self._speed += 1.0 / chunk_seconds
+        heappush(self._busiest, (-left, number))
 
-    def refresh(self, now: Seconds) -> None:
-        while self._due and self._due[0][0] <= now:
-            _, number, n_refreshes = heappop(self._due)
-            row = self._rows.get(number)
-            if row is not None and row.n_refreshes == n_refreshes:
-                self.touch(row.worker)
-        if not self._touched:
-            return
-        for worker in self._touched.values():
-            self._admit(worker)
-        if self._speeds.refresh_typical():
-            self._touched.update(self._speeds.unmeasured)
-        touched, self._touched = self._touched, {}
-        for number, worker in touched.items():
-            if number in self._rows:
-                self._refresh_row(number, worker, now)
+    def given(self, n_chunks: int) -> None:
+        """Note that so many of the chunks are among what workers have, as `put` says."""
+        self._work -= n_chunks
 
-    def _admit(self, worker: WorkerState) -> None:
-        if self._pool.get(worker.name) is worker:
-            self._rows.setdefault(worker.number, _Row(worker))
-            self._speeds.update(worker)
-            return
-        row = self._rows.pop(worker.number, None)
-        self._speeds.forget(worker)
-        for ranked in (self._all, self._with_one_more, self._nearly_idle, self._idle):
-            ranked.drop(worker.number)
-        self._latest.drop(worker.number)
-        if row is not None:
-            self._forget_grants(row)
-
-    def _forget_grants(self, row: _Row) -> None:
-        for commit_token in row.commit_tokens or ():
-            self._pushed.drop(commit_token)
-            del self._pushes[commit_token]
-        row.commit_tokens = None
-
-    def _refresh_row(self, number: int, worker: WorkerState, now: Seconds) -> None:
-        row, pace = self._rows[number], self.pace(worker)
-        row.n_refreshes += 1
-        line, until = left(worker, pace, self._speeds.lag_of(worker), now)
-        if until < math.inf:
-            heappush(self._due, (until, number, row.n_refreshes))
-        chunk_seconds = pace * self._chunk_size
-        if pace:
-            self._all.put(number, line, weight=1.0 / chunk_seconds)
-            self._with_one_more.put(number, line.later(chunk_seconds))
-        n_held = len(worker.outstanding)
-        own = self.seconds_from_idle(worker, self._chunk_size) or math.inf
-        _put(self._idle, number, None if n_held else Line(own))
-        is_nearly_idle = n_held <= n_at_once(worker, chunk_seconds) // 2 + 1
-        _put(self._nearly_idle, number, line.later(chunk_seconds) if is_nearly_idle else None)
-        self._refresh_copies(row, line, pace)
-
-    def _refresh_copies(self, row: _Row, line: Line, pace: float) -> None:
-        number = row.worker.number
-        row.latest, after = None, 0.0
-        for copy in reversed(row.worker.outstanding):
-            if not copy.is_doubled:
-                row.latest = copy
+    def at(self) -> Seconds:
+        """Return in how many seconds it is; some worker must have been added."""
+        while len(self._takers) > 1:
+            left, number = -self._busiest[0][0], self._busiest[0][1]
+            is_outdated = self._takers.get(number, (None,))[0] != left
+            if not is_outdated and left * self._speed < self._work:
                 break
-            after += pace * copy.n_examples
-        _put(self._latest, number, line.later(-after) if row.latest else None)
-        self._forget_grants(row)
-        row.commit_tokens = []
-        for copy in row.worker.copies.values():
-            if copy.result is not None and copy.commit_token and not copy.is_doubled:
-                row.commit_tokens.append(copy.commit_token)
-                self._pushes[copy.commit_token] = row.worker, copy
-                self._pushed.put(copy.commit_token, Line(-copy.token_issued_at, 1))
+            heappop(self._busiest)
+            if not is_outdated:
+                self._drop(number)
+        return self._work / self._speed
 
-    @property
-    def is_known(self) -> bool:
-        return self._speeds.is_known
-
-    def pace(self, worker: WorkerState) -> float:
-        return self._speeds.of(worker)
-
-    def chunk_seconds(self, worker: WorkerState) -> Seconds:
-        return self.pace(worker) * self._chunk_size
-
-    def seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
-        pace = self.pace(worker)
-        lag = 0.0 if worker.n_chunks else self._speeds.lag_of(worker)
-        return pace * n_examples + lag if pace else 0.0
-
-    def end(self, n_chunks: int, now: Seconds) -> Seconds:
-        """Return in how many seconds all chunks are done if `n_chunks` more are assigned.
-
-        The speed of some worker must be known.
-        """
-        # Chunks cannot be divided: the fastest worker may be late by one.
-        fastest = self._speeds.fastest * self._chunk_size
-        return seconds_to_end(self._all, n_chunks, now) + fastest
-
-    def end_undivided(self, n_chunks: int, now: Seconds) -> Seconds:
-        """Return in how many seconds `n_chunks` chunks are done if each goes to one worker.
-
-        With more workers than chunks only the first to be free get one, while `end` lets all
-        workers share. 0 if there are too many chunks to look at each.
-        """
-        if n_chunks > _N_UNDIVIDED_MAX:
-            return 0.0
-        others, end = self._with_one_more.shortest(now), 0.0
-        other = next(others, None)
-        again: list[tuple[Seconds, Seconds]] = []  # (when one more is done, seconds per chunk)
-        for _ in range(n_chunks):
-            if other is not None and (not again or other[0] <= again[0][0]):
-                end = other[0]
-                seconds = self.chunk_seconds(self._rows[other[1]].worker)
-                heappush(again, (end + seconds, seconds))
-                other = next(others, None)
-            elif again:
-                end, seconds = again[0]
-                heapreplace(again, (end + seconds, seconds))
-        return end
-
-    def n_in_time(self, worker: WorkerState, end: Seconds, now: Seconds) -> int:
-        lag = self._speeds.lag_of(worker)
-        line, _ = left(worker, self.pace(worker), lag, now)
-        n_chunks = (end - line.at(now)) / self.chunk_seconds(worker)
-        return max(0, math.floor(n_chunks + _ROUNDING))
-
-    def nearly_idle(self, end: Seconds = math.inf, now: Seconds = 0.0) -> list[WorkerState]:
-        limit = end + _ROUNDING * abs(end)
-        return [self._rows[n].worker for n in self._nearly_idle.at_most(limit, now)]
-
-    def idle(self, seconds: Seconds = math.inf) -> list[WorkerState]:
-        return [self._rows[n].worker for n in self._idle.at_most(seconds, 0.0)]
-
-    def last(
-        self, now: Seconds, *, push: Seconds, other_than: WorkerState | None = None
-    ) -> tuple[Seconds, ChunkCopy] | None:
-        """Return the chunk with one copy that will finish last, and the seconds until then.
-
-        For a chunk that is being pushed: the seconds by which a rival must be computed.
-
-        Args:
-            now: The time.
-            push: How long a push is expected to take.
-            other_than: Worker whose chunks are left out; it has nothing left to compute.
-        """
-        found: tuple[Seconds, ChunkCopy] | None = None
-        for seconds, number in self._latest.longest(now):
-            latest = self._rows[number].latest
-            assert latest is not None
-            found = seconds, latest
-            break
-        # The oldest push is the latest one.
-        commit_tokens = (commit_token for _, commit_token in self._pushed.longest(now))
-        copy = self._first(commit_tokens, other_than)
-        seconds = seconds_to_rival(copy, push, now) if copy else 0.0
-        if copy is None or seconds <= (found[0] if found else 0.0):
-            return found
-        return seconds, copy
-
-    def _first(
-        self, commit_tokens: Iterator[int], other_than: WorkerState | None
-    ) -> ChunkCopy | None:
-        pushes = (self._pushes[commit_token] for commit_token in commit_tokens)
-        return next((copy for owner, copy in pushes if owner is not other_than), None)
+    def _drop(self, number: int) -> None:
+        if (taker := self._takers.pop(number, None)) is not None:
+            self._work -= taker[0] / taker[1]
+            self._speed -= 1.0 / taker[1]
 
 
-def _put(ranked: FinishTimes, number: int, line: Line | None) -> None:
-    if line is None:
-        ranked.drop(number)
-    else:
-        ranked.put(number, line)
+def end_undivided(workers: Iterable[tuple[Seconds, Seconds]], n_chunks: int) -> Seconds:
+    """Return in how many seconds `n_chunks` chunks are done if each goes to one worker.
 
+    With more workers than chunks only the first to be free get one. 0 if there are too many
+    chunks to look at each.
 
-# --- commits ---
-
-N_VOID_MAX: Final = 8
-"""Void tokens under which shards may hold a sum; then no token is issued until they have
-dropped those. So shards stage at most so many more sums than chunks are assigned."""
+    Args:
+        workers: Seconds until each has nothing left, and what it takes for a chunk.
+        n_chunks: Chunks to be assigned.
+    """
+    if n_chunks > _N_UNDIVIDED_MAX:
+        return 0.0
+    ends, end = [(left + seconds, seconds) for left, seconds in workers], 0.0
+    heapify(ends)
+    for _ in range(n_chunks):
+        end, seconds = ends[0]
+        heapreplace(ends, (end + seconds, seconds))
+    return end
 
 
 @final
-@dataclass(slots=True)
-class EpochCounters:
-    """Counters and averages that live through all evaluations of an epoch."""
-
-    attempt: int = 0
-    commit_token: int = 0
-    owners: dict[int, Address] = field(default_factory=dict)  # first position -> last worker
-    push_seconds: Seconds = 0.0  # from a token to its staging; an average
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    """One chunk of the batch."""
-
-    start: int  # its first position
-    holders: dict[int, WorkerState] = field(default_factory=dict)  # by attempt
-    winner: int = 0  # the attempt that has the token; 0: none
-    staged: ChunkResult | None = None
-
-
-@final
-class Commits:
-    """Copies of all chunks of one evaluation, and which of them counts.
-
-        assigned --> computed: the first gets a commit token --> staged on all shards --> committed
-                         |                                          |
-                         +------- winner lost: token is void -------+
+class WorkQueue:
+    """The chunks of one evaluation.
 
     Each chunk is pushed once, unless the winner is lost: then its token is void, and the next
-    copy gets another. Loss and count of a chunk come from the copy whose gradient counts.
+    attempt gets another. Loss and count of a chunk come from the attempt whose gradient counts.
     """
 
-    def __init__(self, starts: range, *, counters: EpochCounters, loads: ExpectedFinish) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        *,
+        pool: WorkerPool,
+        batch: BatchRange,
+        counters: EpochCounters,
+    ) -> None:
+        self._config = config
+        self._pool = pool
         self._counters = counters
-        self._loads = loads
-        self._chunks = [_Chunk(start) for start in starts]
-        self._counted: set[int] = set()
+        self._chunk_size = config.chunk_sizes.chunk_size
+        n_chunks = config.chunk_sizes.n_chunks(batch.n_examples)
+        bounds = (batch.chunk_bounds(k, config.chunk_sizes) for k in range(n_chunks))
+        self._chunks = [
+            Chunk(index=k, start=start, n_examples=stop - start)
+            for k, (start, stop) in enumerate(bounds)
+        ]
+        owners = [counters.owners.get(chunk.start) for chunk in self._chunks]
+        self._pending = PendingChunks(owners, pool=pool)
+        self._began_at: Seconds | None = None  # when there was the first worker
+        # Commits.
+        self._lowest = 0  # the first chunk that does not count yet
+        self._counted: set[int] = set()  # chunks beyond it that count
         self._staged: list[GrantedChunk] = []  # to be committed
         self._void: list[int] = []
         self._n_void = 0  # void tokens that shards may hold
         self._without_token: set[int] = set()  # chunks that wait because of N_VOID_MAX
-        self.n_chunks = len(starts)  # chunks of the batch
-        self.lowest = 0  # the first chunk that does not count yet
-        self.digest = 0  # exclusive or of the tokens that count
+        # Workers, as they were ranked last.
+        self._touched: dict[Address, WorkerState] = {}  # those that may need a chunk
+        self._n_changes = math.inf  # results since then
+        self._end_at: Seconds = 0.0  # when all is done, if all goes well
+        self._typical_pace = 0.0  # 0: no pace is known
+        self._longest_lag: Seconds = 0.0
+        self._changed: dict[Address, WorkerState] = {}  # whose next assignment differs
+        self.n_chunks = len(self._chunks)  # chunks of the batch
         self.n_counted = 0  # chunks that all shards have committed
+        self.digest = 0  # exclusive or of the tokens that count
         self.is_finite = True  # no loss and no gradient so far was NaN or infinite
-        # Workers whose next assignment differs from the last one.
-        self.changed: dict[Address, WorkerState] = {}
+        self.n_backups = 0  # backup tasks assigned
+
+    # --- results ---
 
     @property
     def is_complete(self) -> bool:
@@ -454,6 +272,46 @@ class Commits:
     def n_examples(self) -> int:
         return sum(one.staged.n_examples for one in self._chunks if one.staged)
 
+    def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
+        for result in report.results:
+            one = worker.attempts.get(result.attempt)
+            if one is None:
+                continue
+            if one.result is None:
+                worker.record(result, elapsed=now - max(one.assigned_at, worker.progress_at))
+                worker.progress_at = now
+                self._computed(one, result, now)
+            elif not math.isfinite(result.loss):
+                self.is_finite = False
+            elif result.staged and one.commit_token:
+                self._stage(one, now)
+
+    def touch(self, worker: WorkerState) -> None:
+        """Note that this worker has changed, and may need a chunk."""
+        self._touched[worker.name] = worker
+
+    def rank(self) -> None:
+        """Have all workers ranked at the next `assign`."""
+        self._n_changes = math.inf
+
+    def lost(self, worker: WorkerState, now: Seconds) -> None:
+        """Drop the attempts of a worker; chunks that no worker has now are pending again."""
+        for one in list(worker.attempts.values()):
+            self._drop(one)
+            if one.chunk.winner is one and one.chunk.staged is None:
+                self._fence(one)
+            self._issue_token(one.chunk, now)
+            if not one.chunk.attempts and one.chunk.staged is None:
+                self._pending.put_back(one.chunk.index)
+        self.rank()
+
+    def changed(self) -> list[WorkerState]:
+        """Return the workers whose assignment has changed since the last call."""
+        changed, self._changed = list(self._changed.values()), {}
+        return [worker for worker in changed if worker is self._pool.get(worker.name)]
+
+    # --- commits ---
+
     def to_commit(self) -> tuple[tuple[GrantedChunk, ...], tuple[int, ...]]:
         """Return the chunks that every shard holds, and void tokens; each once."""
         sets, void = tuple(self._staged), tuple(self._void)
@@ -468,172 +326,120 @@ class Commits:
             without_token, self._without_token = sorted(self._without_token), set()
             for index in without_token:
                 self._issue_token(self._chunks[index], now)
-        for one in sets:
-            self._counted.add(one.chunk_index)
-            self.digest ^= one.commit_token
+        for granted in sets:
+            self._counted.add(granted.chunk_index)
+            self.digest ^= granted.commit_token
         self.n_counted += len(sets)
-        while self.lowest in self._counted:
-            self._counted.remove(self.lowest)
-            self.lowest += 1
+        while self._lowest in self._counted:
+            self._counted.remove(self._lowest)
+            self._lowest += 1
 
-    def add_copy(self, worker: WorkerState, copy: ChunkCopy) -> None:
-        worker.copies[copy.attempt] = copy
-        self._chunks[copy.chunk_index].holders[copy.attempt] = worker
-        self._note_change(worker, copy)
-
-    def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
-        for result in report.results:
-            copy = worker.copies.get(result.attempt)
-            if copy is None:
-                continue
-            if copy.result is None:
-                elapsed = now - max(copy.assigned_at, worker.progress_at)
-                worker.record(result, elapsed=elapsed)
-                worker.progress_at = now
-                self._computed(worker, copy, result, now)
-            elif not math.isfinite(result.loss):
-                self.is_finite = False
-            elif result.staged and copy.commit_token:
-                self._stage(worker, copy, now)
-
-    def lost(self, worker: WorkerState, now: Seconds) -> list[int]:
-        """Drop the copies of a worker; return the chunks that no worker has now."""
-        without: list[int] = []
-        for copy in list(worker.copies.values()):
-            self._drop(worker, copy)
-            one = self._chunks[copy.chunk_index]
-            if one.winner == copy.attempt and one.staged is None:
-                self._fence(one, copy)
-            self._issue_token(one, now)
-            if not one.holders and one.staged is None:
-                without.append(copy.chunk_index)
-        return without
-
-    def _computed(
-        self, worker: WorkerState, copy: ChunkCopy, result: ChunkResult, now: Seconds
-    ) -> None:
-        copy.result = result
-        one = self._chunks[copy.chunk_index]
+    def _computed(self, one: Attempt, result: ChunkResult, now: Seconds) -> None:
+        one.result = result
         if not math.isfinite(result.loss):
             self.is_finite = False
             return
-        if one.winner:
-            winner = one.holders[one.winner].copies[one.winner]
-            # Only a copy assigned after the token is a rival; an older one is simply late.
-            if copy.assigned_at <= winner.token_issued_at:
-                self._drop(worker, copy)
+        winner = one.chunk.winner
+        if winner is not None:
+            # Only an attempt assigned after the token is a rival; an older one is simply late.
+            if one.assigned_at <= winner.token_issued_at:
+                self._drop(one)
                 return
             # The estimate doubles each time, so rivals come ever more slowly: even where
             # every push takes longer than a chunk, one of them ends.
             late = 2.0 * (now - winner.token_issued_at)
             self._counters.push_seconds = max(self._counters.push_seconds, late)
-            self._drop(one.holders[one.winner], winner)
-            self._fence(one, winner)
-        self._issue_token(one, now)
+            self._drop(winner)
+            self._fence(winner)
+        self._issue_token(one.chunk, now)
 
-    def _issue_token(self, one: _Chunk, now: Seconds) -> None:
-        if one.winner or one.staged is not None:
+    def _issue_token(self, chunk: Chunk, now: Seconds) -> None:
+        if chunk.winner is not None or chunk.staged is not None:
             return
-        for attempt, worker in one.holders.items():
-            copy = worker.copies[attempt]
-            if copy.result is not None:
-                break
-        else:
+        first = next((one for one in chunk.attempts.values() if one.result is not None), None)
+        if first is None:
             return
         if self._n_void >= N_VOID_MAX:
-            self._without_token.add(copy.chunk_index)
+            self._without_token.add(chunk.index)
             return
-        one.winner = attempt
+        chunk.winner = first
         self._counters.commit_token += 1
-        copy.commit_token, copy.token_issued_at = self._counters.commit_token, now
-        self._note_change(worker, copy)
-        self._drop_others(one, attempt)
+        first.commit_token, first.token_issued_at = self._counters.commit_token, now
+        self._note_change(first)
+        self._drop_others(first)
 
-    def _drop_others(self, one: _Chunk, attempt: int) -> None:
-        for other, holder in list(one.holders.items()):
-            if other != attempt:
-                self._drop(holder, holder.copies[other])
-
-    def _stage(self, worker: WorkerState, copy: ChunkCopy, now: Seconds) -> None:
-        one = self._chunks[copy.chunk_index]
-        assert one.winner == copy.attempt, (one, copy)
-        one.staged = copy.result
-        taken = now - copy.token_issued_at
-        self._counters.push_seconds += 0.3 * (taken - self._counters.push_seconds)
-        self._staged.append(
-            GrantedChunk(chunk_index=copy.chunk_index, commit_token=copy.commit_token)
-        )
+    def _stage(self, one: Attempt, now: Seconds) -> None:
+        chunk, counters = one.chunk, self._counters
+        assert chunk.winner is one, (chunk.index, one.number)
+        chunk.staged = one.result
+        counters.push_seconds += 0.3 * (now - one.token_issued_at - counters.push_seconds)
+        self._staged.append(GrantedChunk(chunk_index=chunk.index, commit_token=one.commit_token))
         # In the next evaluation this worker gets the chunk first: it has the data.
-        self._counters.owners[one.start] = worker.name
-        self._drop(worker, copy)
-        self._drop_others(one, copy.attempt)
+        counters.owners[chunk.start] = one.worker.name
+        self._drop(one)
+        self._drop_others(one)
 
-    def _fence(self, one: _Chunk, copy: ChunkCopy) -> None:
-        one.winner = 0
-        self._void.append(copy.commit_token)
+    def _fence(self, one: Attempt) -> None:
+        one.chunk.winner = None
+        self._void.append(one.commit_token)
         self._n_void += 1
 
-    def _drop(self, worker: WorkerState, copy: ChunkCopy) -> None:
-        worker.copies.pop(copy.attempt, None)
-        self._chunks[copy.chunk_index].holders.pop(copy.attempt, None)
-        self._note_change(worker, copy)
+    def _drop_others(self, one: Attempt) -> None:
+        for other in list(one.chunk.attempts.values()):
+            if other is not one:
+                self._drop(other)
 
-    def _note_change(self, worker: WorkerState, copy: ChunkCopy) -> None:
-        self.changed[worker.name] = worker
-        self._loads.touch(worker)
-        holders = self._chunks[copy.chunk_index].holders
-        for attempt, holder in holders.items():
-            holder.copies[attempt].is_doubled = len(holders) > 1
-            self._loads.touch(holder)
+    def _drop(self, one: Attempt) -> None:
+        one.worker.attempts.pop(one.number, None)
+        one.chunk.attempts.pop(one.number, None)
+        self._note_change(one)
 
+    def _note_change(self, one: Attempt) -> None:
+        self._changed[one.worker.name] = self._touched[one.worker.name] = one.worker
+        self._n_changes += 1
 
-_MARGIN: Final = 1.2
-"""A backup task must be expected to finish earlier by this factor ..."""
+    # --- expected times ---
 
-_SHARE: Final = 0.02
-"""... and by this share of the time that the evaluation has taken so far."""
+    def _pace(self, worker: WorkerState) -> float:
+        """Return seconds per example; 0 if not known."""
+        own = worker.seconds_per_example
+        return self._typical_pace if own is None else own
 
+    def _chunk_seconds(self, worker: WorkerState) -> Seconds:
+        return self._pace(worker) * self._chunk_size
 
-@final
-class WorkQueue:
-    """The chunks of one evaluation."""
+    def _lag(self, worker: WorkerState) -> Seconds:
+        """Return how long it waits for parameters before its next chunk."""
+        if worker.n_chunks:
+            return 0.0
+        return self._longest_lag if worker.lag is None else worker.lag
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        *,
-        pool: WorkerPool,
-        batch: BatchRange,
-        counters: EpochCounters,
-    ) -> None:
-        self._config = config
-        self._pool = pool
-        self._batch = batch
-        self._counters = counters
-        self._loads = ExpectedFinish(config, pool)
-        stop, size = batch.first + batch.n_examples, config.chunk_sizes.chunk_size
-        starts = range(batch.first, stop, size)
-        self.commits = Commits(starts, counters=counters, loads=self._loads)  # which results count
-        self._pending = PendingChunks([counters.owners.get(s) for s in starts], pool=pool)
-        self._began_at: Seconds | None = None  # when there was the first worker
-        self.n_backups = 0  # backup tasks assigned
+    def _seconds_left(self, worker: WorkerState, now: Seconds) -> Seconds:
+        """Return the seconds until a worker has computed all its chunks.
 
-    def touch(self, worker: WorkerState) -> None:
-        self._loads.touch(worker)
+        The first one is in progress and the others wait for it.
+        """
+        outstanding = worker.outstanding
+        if not outstanding:
+            return 0.0
+        pace, first = self._pace(worker), outstanding[0]
+        expected = pace * first.chunk.n_examples + self._lag(worker)
+        left = now - max(first.assigned_at, worker.progress_at)
+        if left < _OVERDUE * expected:
+            left = max(expected - left, 0.0)
+        return left + sum(pace * one.chunk.n_examples for one in outstanding[1:])
 
-    def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
-        self._loads.touch(worker)
-        self.commits.take_report(worker, report, now)
+    def _rival_seconds(self, one: Attempt, now: Seconds) -> Seconds:
+        """Return by when a rival of an attempt that is being pushed must be computed.
 
-    def lost(self, worker: WorkerState, now: Seconds) -> None:
-        self._loads.touch(worker)
-        for chunk_index in self.commits.lost(worker, now):
-            self._pending.put_back(chunk_index)
+        An overdue push is expected to take as long again; a rival has its own push before it.
+        So no push has a rival that may still be in time.
+        """
+        taken = now - one.token_issued_at
+        expected = self._counters.push_seconds
+        return taken - expected if taken > max(_OVERDUE * expected, 0.0) else 0.0
 
-    def changed(self) -> list[WorkerState]:
-        """Return the workers whose assignment has changed since the last call."""
-        changed, self.commits.changed = list(self.commits.changed.values()), {}
-        return [worker for worker in changed if worker is self._pool.get(worker.name)]
+    # --- assigning ---
 
     def assign(self, now: Seconds) -> None:
         """Give chunks to workers that have almost none left."""
@@ -641,107 +447,149 @@ class WorkQueue:
             return
         if self._began_at is None:
             self._began_at = now
-        self._pending.release(self.commits.lowest + self._config.window_chunks)
-        self._loads.refresh(now)
-        if self._pending.n_assignable:
-            if self._loads.is_known:
+        had_any = self._pending.n_assignable > 0
+        self._pending.release(self._lowest + self._config.window_chunks)
+        is_due = self._n_changes >= len(self._pool) / _N_UNRANKED_MAX
+        is_ranked = is_due or (self._pending.n_assignable > 0 and not had_any)
+        workers, self._touched = list(self._touched.values()), {}
+        if is_ranked or len(self._pool) <= _N_UNRANKED_MAX:
+            workers, is_ranked, self._n_changes = list(self._pool), True, 0.0
+            self._typical_pace = typical(w.seconds_per_example for w in workers) or 0.0
+            # Not the median: where parameters reach workers one after the other, the lag of
+            # the first ones would make all others look late.
+            self._longest_lag = max((w.lag for w in workers if w.lag is not None), default=0.0)
+        if self._pending.n_assignable and self._typical_pace:
+            if is_ranked:
                 self._assign_by_speed(now)
             else:
-                self._assign_evenly(now)
-            self._loads.refresh(now)
-        if self._config.backups and not self._pending.n_assignable:
+                self._assign_until_end(workers, now)
+        elif self._pending.n_assignable:
+            self._assign_evenly(workers, now)
+        if is_ranked and self._config.backups and not self._pending.n_assignable:
             self._start_backups(now)
 
-    def _assign_evenly(self, now: Seconds) -> None:
+    def _assign_evenly(self, workers: list[WorkerState], now: Seconds) -> None:
         # No speed is known yet: all workers get the same.
-        def fair() -> int:
-            return max(1, len(self._pending) // (2 * len(self._pool)))
+        n_held_max = 1 if self._fair() > 1 else 0
+        nearly_idle = [one for one in workers if len(one.outstanding) <= n_held_max]
+        for worker in sorted(nearly_idle, key=_load):
+            self._assign_some(worker, min(2, self._fair()) - len(worker.outstanding), now)
 
-        loads = self._loads
-        for worker in _least_loaded_first(loads.nearly_idle() if fair() > 1 else loads.idle()):
-            self._assign_some(worker, min(2, fair()) - len(worker.outstanding), now)
+    def _fair(self) -> int:
+        return max(1, len(self._pending) // (2 * len(self._pool)))
 
     def _assign_by_speed(self, now: Seconds) -> None:
-        loads, pending = self._loads, self._pending
-        whole = loads.end_undivided(len(pending), now)
-        end = max(whole, loads.end(len(pending), now))
-        for worker in _least_loaded_first(loads.nearly_idle(end, now)):
-            if not pending.n_assignable:
+        lefts = {worker: self._seconds_left(worker, now) for worker in self._pool}
+        common = CommonEnd(len(self._pending))
+        for worker, left in lefts.items():
+            common.put(worker.number, left, self._chunk_seconds(worker))
+        # Chunks cannot be divided: the fastest worker may be late by one. With more workers
+        # than chunks only the first to be free get one, while `common` lets all share.
+        fastest = min(self._chunk_seconds(worker) for worker in self._pool)
+        ends = ((left, self._chunk_seconds(worker)) for worker, left in lefts.items())
+        whole = end_undivided(ends, len(self._pending))
+        for worker in sorted(filter(self._is_nearly_idle, lefts), key=_load):
+            if not self._pending.n_assignable:
                 break
-            n_in_time = loads.n_in_time(worker, end, now)
-            at_once = n_at_once(worker, loads.chunk_seconds(worker))
-            n_most = at_once + 1 - len(worker.outstanding)
-            # Half of what it could do in time, for estimates err.
-            n_given = self._assign_some(worker, min(n_most, math.ceil(n_in_time / 2)), now)
-            if n_given and n_given == n_in_time and pending.n_assignable:
-                # The last of these ends later than if it were divided, so the others
-                # have less to do. Otherwise the end stays where it was.
-                loads.refresh(now)
-                end = max(whole, loads.end(len(pending), now))
+            end = max(whole, common.at() + fastest)
+            if n_given := self._assign_in_time(worker, lefts[worker], end, now):
+                # The others have less to do if the last of these ends later than all would.
+                common.given(n_given)
+                left = self._seconds_left(worker, now)
+                common.put(worker.number, left, self._chunk_seconds(worker))
+        self._end_at = now + max(whole, common.at() + fastest)
+
+    def _assign_until_end(self, workers: list[WorkerState], now: Seconds) -> None:
+        for worker in sorted(filter(self._is_nearly_idle, workers), key=_load):
+            left = self._seconds_left(worker, now)
+            self._assign_in_time(worker, left, self._end_at - now, now)
+
+    def _is_nearly_idle(self, worker: WorkerState) -> bool:
+        return len(worker.outstanding) <= self._n_at_once(worker) // 2 + 1
+
+    def _n_at_once(self, worker: WorkerState) -> int:
+        """Return how many chunks to assign at once, so that assigning costs next to nothing."""
+        if worker.turnaround is None:
+            return 1
+        wanted = worker.turnaround / (ASSIGNMENT_SHARE * self._chunk_seconds(worker))
+        return max(1, min(N_ASSIGNED_MAX, math.ceil(wanted)))
+
+    def _assign_in_time(
+        self, worker: WorkerState, left: Seconds, end: Seconds, now: Seconds
+    ) -> int:
+        n_in_time = math.floor((end - left) / self._chunk_seconds(worker) + _ROUNDING)
+        n_most = self._n_at_once(worker) + 1 - len(worker.outstanding)
+        # Half of what it could do in time, for estimates err.
+        return self._assign_some(worker, min(n_most, math.ceil(n_in_time / 2)), now)
 
     def _assign_some(self, worker: WorkerState, n_wanted: int, now: Seconds) -> int:
         if n_wanted < 1 or not self._pending.n_assignable:
             return 0
         taken = self._pending.take(worker.name, n_wanted)
-        for chunk_index in taken:
-            self._assign_one(worker, chunk_index, now)
+        for index in taken:
+            self._assign_one(worker, self._chunks[index], now)
         return len(taken)
 
-    def _assign_one(self, worker: WorkerState, chunk_index: int, now: Seconds) -> None:
+    def _assign_one(self, worker: WorkerState, chunk: Chunk, now: Seconds) -> None:
         self._counters.attempt += 1
         if not worker.outstanding:
             worker.progress_at = now
-        copy = ChunkCopy(
-            chunk_index=chunk_index,
-            attempt=self._counters.attempt,
-            n_examples=self._n_examples(chunk_index),
-            assigned_at=now,
-        )
-        self.commits.add_copy(worker, copy)
-
-    def _n_examples(self, chunk_index: int) -> int:
-        start, stop = self._batch.chunk_bounds(chunk_index, self._config.chunk_sizes)
-        return stop - start
+        one = Attempt(number=self._counters.attempt, chunk=chunk, worker=worker, assigned_at=now)
+        worker.attempts[one.number] = chunk.attempts[one.number] = one
+        self._changed[worker.name] = worker
 
     # --- backup tasks ---
 
     def _start_backups(self, now: Seconds) -> None:
-        limit = self._limit(now)
-        size = self._config.chunk_sizes.chunk_size
-        for worker in _least_loaded_first(self._loads.idle(limit)) if limit > 0.0 else ():
-            # The chunk that was last may have got its second copy in this loop.
-            own = self._loads.seconds_from_idle(worker, size)
-            if own <= limit and self._start_backup(worker, now):
-                limit = min(limit, self._limit(now))
-
-    def _limit(self, now: Seconds) -> Seconds:
-        last = self._loads.last(now, push=self._counters.push_seconds)
-        if last is None:
-            return 0.0
-        # A worker that takes longer for a whole chunk is no use for a smaller one either.
-        seconds, copy = last
-        worth = min(seconds / _MARGIN, seconds - self._min_saving(now))
-        return worth * self._config.chunk_sizes.chunk_size / copy.n_examples
-
-    def _start_backup(self, worker: WorkerState, now: Seconds) -> bool:
-        push = self._counters.push_seconds
-        last = self._loads.last(now, push=push, other_than=worker)
-        if last is None:
-            return False
-        seconds, copy = last
-        own = self._loads.seconds_from_idle(worker, copy.n_examples)
-        if not own or seconds <= max(_MARGIN * own, own + self._min_saving(now)):
-            return False
-        self.n_backups += 1
-        self._assign_one(worker, copy.chunk_index, now)
-        self._loads.refresh(now)
-        return True
-
-    def _min_saving(self, now: Seconds) -> Seconds:
         assert self._began_at is not None
-        taken = now - self._began_at
-        return max(self._config.backup_seconds_min, _SHARE * taken)
+        least = max(self._config.backup_seconds_min, _SHARE * (now - self._began_at))
+        unfinished = self._unfinished(least, now)
+        if not unfinished:
+            return
+        # Most workers that are idle would have to fetch parameters first: leave them out.
+        smallest, longest = self._chunks[-1].n_examples, unfinished[0][0]
+        idle = [
+            worker
+            for worker in self._pool
+            if not (worker.attempts and worker.outstanding)
+            and self._is_worth(self._seconds_from_idle(worker, smallest), longest, least)
+        ]
+        for worker in sorted(idle, key=_load):
+            # A worker that pushes a chunk gives no second result of it.
+            others = (k for k, (_, one) in enumerate(unfinished) if one.worker is not worker)
+            if (k := next(others, None)) is None:
+                continue
+            seconds, late = unfinished[k]
+            own = self._seconds_from_idle(worker, late.chunk.n_examples)
+            if self._is_worth(own, seconds, least):
+                self.n_backups += 1
+                del unfinished[k]
+                self._assign_one(worker, late.chunk, now)
+
+    def _is_worth(self, own: Seconds, seconds: Seconds, least: Seconds) -> bool:
+        return own > 0.0 and seconds > max(_MARGIN * own, own + least)
+
+    def _seconds_from_idle(self, worker: WorkerState, n_examples: int) -> Seconds:
+        pace = self._pace(worker)
+        return pace * n_examples + self._lag(worker) if pace else 0.0
+
+    def _unfinished(self, least: Seconds, now: Seconds) -> list[tuple[Seconds, Attempt]]:
+        """Return attempts without a rival that take longer, and how long; the longest first."""
+        found: list[tuple[Seconds, bool, int, Attempt]] = []
+        for worker in self._pool:
+            if not worker.attempts:
+                continue
+            left = self._seconds_left(worker, now)
+            for one in reversed(worker.attempts.values()):
+                is_pushing = one.result is not None
+                seconds = self._rival_seconds(one, now) if is_pushing else left
+                if not is_pushing:
+                    left -= self._pace(worker) * one.chunk.n_examples
+                is_single = len(one.chunk.attempts) == 1 and (one.commit_token or not is_pushing)
+                if is_single and seconds > least:
+                    found.append((-seconds, is_pushing, one.commit_token or worker.number, one))
+        return [(-entry[0], entry[3]) for entry in sorted(found, key=lambda entry: entry[:3])]
 
 
-def _least_loaded_first(workers: list[WorkerState]) -> list[WorkerState]:
-    return sorted(workers, key=lambda m: (len(m.outstanding), m.name))
+def _load(worker: WorkerState) -> tuple[int, Address]:
+    return len(worker.outstanding), worker.name

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, final
 
+from distbelief.core.reliable import Backoff, Silence
 from distbelief.protocol import Assignment, ChunkResult, ChunkTask, ShardVersion, WorkReport
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 from sandblaster.chunks import BatchRange
@@ -24,17 +25,29 @@ _NEWEST_WEIGHT: Final = 0.3
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class ChunkCopy:
+class Chunk:
+    """One chunk of the batch."""
+
+    index: int
+    start: int  # its first position
+    n_examples: int
+    attempts: dict[int, "Attempt"] = field(default_factory=dict)  # by number
+    winner: "Attempt | None" = None  # the attempt that has the commit token
+    staged: ChunkResult | None = None  # its result, once every shard holds the gradient
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
     """One worker's attempt at one chunk."""
 
-    chunk_index: int
-    attempt: int
-    n_examples: int
+    number: int
+    chunk: Chunk
+    worker: "WorkerState"
     assigned_at: Seconds
     result: ChunkResult | None = None
     commit_token: int = 0
     token_issued_at: Seconds = 0.0
-    is_doubled: bool = False  # whether another worker has the same chunk
 
 
 @final
@@ -57,19 +70,17 @@ class WorkerState:
     """One worker."""
 
     name: Address
-    incarnation: int  # of its process; of its leader's, if it is model-parallel
+    generation: tuple[int, int]  # incarnation of its process (its leader's), restart within it
     version: int  # of the last assignment sent
     known: int  # newest version that its reports acknowledge
-    heard_at: Seconds
     joined_at: Seconds
-    generation: int = 0  # restart number of a model-parallel replica in that incarnation
-    number: int = 0  # counts all workers that ever joined
+    number: int  # counts all workers that ever joined
+    backoff: Backoff  # of its assignment
+    silence: Silence = field(default_factory=Silence)
     sent_at: Seconds = 0.0  # when the last assignment was sent, or sent again
-    asked_at: Seconds = 0.0  # since when an answer is due
-    delay: Seconds = 0.0
     progress_at: Seconds = 0.0  # when it began its present chunk, as far as one can tell
     # Its attempts, by number, in the order in which it computes them.
-    copies: dict[int, ChunkCopy] = field(default_factory=dict)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
     n_computed: int = 0  # examples computed in this evaluation
     n_chunks: int = 0  # chunks computed in this evaluation
     seconds_per_example: float | None = None  # average of computing; None before the first chunk
@@ -79,8 +90,8 @@ class WorkerState:
     spent: TimeSpent = field(default_factory=TimeSpent)  # where its time goes, in this evaluation
 
     @property
-    def outstanding(self) -> list[ChunkCopy]:
-        return [copy for copy in self.copies.values() if copy.result is None]
+    def outstanding(self) -> list[Attempt]:
+        return [one for one in self.attempts.values() if one.result is None]
 
     def record(self, result: ChunkResult, *, elapsed: Seconds) -> None:
         """Note a computed chunk; `elapsed` counts from when it could begin."""
@@ -104,7 +115,7 @@ class WorkerPool:
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self._workers: dict[Address, WorkerState] = {}
-        # Newest incarnation known to be over, and the restart number within it.
+        # Newest generation known to be over.
         self._gone: dict[Address, tuple[int, int]] = {}
         # Last version sent to each removed worker: the assignment may still arrive there.
         self._last_versions: dict[Address, int] = {}
@@ -113,8 +124,7 @@ class WorkerPool:
         self._versions: tuple[ShardVersion, ...] = ()
         self._batch = BatchRange(first=0, n_examples=0)
         self._n_joined = 0
-        self.n_changes = 0  # how often a worker joined or left
-        self.n_wasted_lost = 0  # examples that removed workers computed, in this evaluation
+        self._n_of_removed = 0  # examples that removed workers computed, in this evaluation
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._workers.values())
@@ -122,9 +132,17 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._workers)
 
+    def __contains__(self, name: Address) -> bool:
+        return name in self._workers
+
     @property
     def n_computed(self) -> int:
-        return self.n_wasted_lost + sum(worker.n_computed for worker in self)
+        return self._n_of_removed + sum(worker.n_computed for worker in self)
+
+    @property
+    def chunk_seconds(self) -> Seconds:
+        pace = typical(worker.seconds_per_example for worker in self)
+        return 0.0 if pace is None else pace * self._config.chunk_sizes.chunk_size
 
     def get(self, name: Address) -> WorkerState | None:
         return self._workers.get(name)
@@ -135,11 +153,19 @@ class WorkerPool:
         """Begin an evaluation; no worker has anything to do."""
         self._epoch, self._evaluation = epoch, evaluation
         self._versions, self._batch = versions, batch
-        self.n_wasted_lost = 0
+        self._n_of_removed = 0
         for worker in self:
-            worker.copies.clear()
+            worker.attempts.clear()
             worker.n_computed = worker.n_chunks = 0
             worker.spent = TimeSpent()
+
+    def clear_tasks(self) -> None:
+        for worker in self:
+            worker.attempts.clear()
+
+    def has_restarted(self, event: Received, report: WorkReport) -> bool:
+        worker = self._workers.get(event.sender)
+        return worker is not None and worker.generation < (event.incarnation, report.generation)
 
     def take_report(self, event: Received, report: WorkReport, now: Seconds) -> WorkerState | None:
         """Take a report; return its worker, if it may have news of this evaluation.
@@ -149,80 +175,75 @@ class WorkerPool:
         worker = self._workers.get(event.sender)
         generation = event.incarnation, report.generation
         if worker is None:
-            if generation <= self._gone.get(event.sender, (0, 0)):
-                return None
-            self._n_joined += 1
-            self.n_changes += 1
-            version = max(report.version, self._last_versions.get(event.sender, 0))
-            worker = WorkerState(
-                name=event.sender,
-                number=self._n_joined,
-                incarnation=event.incarnation,
-                generation=report.generation,
-                version=version,
-                known=version,
-                heard_at=now,
-                joined_at=now,
-            )
-            self._workers[event.sender] = worker
-            return worker
-        if generation != (worker.incarnation, worker.generation):
+            return self._join(event.sender, generation, report, now)
+        if generation != worker.generation:
             return None  # from an older incarnation
-        worker.heard_at = now
+        worker.silence.heard(now)
         if report.epoch != self._epoch:
             return None
         if report.version > worker.known:
             worker.known = report.version
             if report.version == worker.version:
-                taken = now - worker.sent_at
-                worker.turnaround = _average(worker.turnaround, taken)
+                worker.turnaround = _average(worker.turnaround, now - worker.sent_at)
         if report.evaluation != self._evaluation:
             return None
         worker.n_computed = max(worker.n_computed, report.n_computed)
         return worker
 
-    def has_restarted(self, event: Received, report: WorkReport) -> bool:
-        worker = self._workers.get(event.sender)
-        generation = event.incarnation, report.generation
-        return worker is not None and generation > (worker.incarnation, worker.generation)
+    def _join(
+        self, name: Address, generation: tuple[int, int], report: WorkReport, now: Seconds
+    ) -> WorkerState | None:
+        if generation <= self._gone.get(name, (0, 0)):
+            return None
+        self._n_joined += 1
+        version = max(report.version, self._last_versions.get(name, 0))
+        worker = WorkerState(
+            name=name,
+            number=self._n_joined,
+            generation=generation,
+            version=version,
+            known=version,
+            joined_at=now,
+            backoff=Backoff(self._config.retry_seconds, self._config.retry_seconds_max),
+        )
+        worker.silence.start(now)
+        self._workers[name] = worker
+        return worker
 
     def remove(self, name: Address, *, is_over: bool) -> WorkerState | None:
         """Remove a worker; if its incarnation `is_over`, ignore later reports of that too."""
         worker = self._workers.pop(name, None)
         if worker is not None:
-            self.n_changes += 1
-            self.n_wasted_lost += worker.n_computed
+            self._n_of_removed += worker.n_computed
             self._last_versions[name] = worker.version
             if is_over:
-                self._gone[name] = worker.incarnation, worker.generation
+                self._gone[name] = worker.generation
         return worker
+
+    def add_delay(self, late: Seconds, now: Seconds) -> None:
+        """Do not count time by which the coordinator itself was late as silence of workers."""
+        for worker in self:
+            worker.silence.add_delay(late, now)
 
     def silent(self, now: Seconds) -> list[Address]:
         """Return the workers that have work and have been silent for too long."""
-        limit = now - self._config.suspect_seconds
-        return [m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit]
+        limit = self._config.suspect_seconds
+        return [m.name for m in self if m.attempts and m.silence.silent(now) > limit]
+
+    # --- assignments ---
 
     def send_assignment(self, worker: WorkerState, now: Seconds) -> list[Action]:
         if worker.known == worker.version:
-            worker.asked_at = now
+            worker.silence.heard(now)  # until now there was nothing to answer
         worker.version += 1
-        worker.delay = self._config.retry_seconds
+        worker.backoff.start(now)
         return self._send(worker, now)
-
-    def clear_tasks(self) -> None:
-        for worker in self:
-            worker.copies.clear()
-
-    @property
-    def chunk_seconds(self) -> Seconds:
-        pace = typical(worker.seconds_per_example for worker in self)
-        return 0.0 if pace is None else pace * self._config.chunk_sizes.chunk_size
 
     def cancel_all(self, now: Seconds) -> list[Action]:
         actions: list[Action] = []
         for worker in self:
-            if worker.copies:
-                worker.copies.clear()
+            if worker.attempts:
+                worker.attempts.clear()
                 actions += self.send_assignment(worker, now)
         return actions
 
@@ -230,23 +251,18 @@ class WorkerPool:
         """Send again what workers have not acknowledged for a while."""
         actions: list[Action] = []
         for worker in self:
-            if worker.known < worker.version and now >= worker.sent_at + worker.delay:
-                worker.delay = min(2 * worker.delay, self._config.retry_seconds_max)
+            if worker.known < worker.version and now >= worker.backoff.due:
+                worker.backoff.repeat(now)
                 actions += self._send(worker, now)
         return actions
 
-    def adjust_for_delay(self, seconds: Seconds) -> None:
-        """Shift all deadlines by the coordinator's own delay: no worker was silent then."""
-        for worker in self:
-            worker.heard_at += seconds
-            worker.asked_at += seconds
-
     def _send(self, worker: WorkerState, now: Seconds) -> list[Action]:
         worker.sent_at = now
+        incarnation, generation = worker.generation
         assignment = Assignment(
             epoch=self._epoch,
-            replica_incarnation=worker.incarnation,
-            replica_generation=worker.generation,
+            replica_incarnation=incarnation,
+            replica_generation=generation,
             version=worker.version,
             evaluation=self._evaluation,
             versions=self._versions,
@@ -254,11 +270,9 @@ class WorkerPool:
             n_examples=self._batch.n_examples,
             tasks=tuple(
                 ChunkTask(
-                    chunk_index=copy.chunk_index,
-                    attempt=copy.attempt,
-                    commit_token=copy.commit_token,
+                    chunk_index=one.chunk.index, attempt=one.number, commit_token=one.commit_token
                 )
-                for copy in worker.copies.values()
+                for one in worker.attempts.values()
             ),
         )
         return [Send(receiver=worker.name, message=assignment)]

@@ -11,7 +11,6 @@ and the shards form d with one command. Two requests make an iteration, whatever
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 import msgspec
@@ -21,15 +20,10 @@ from distbelief.protocol.vector_commands import Command, Gram, LinearCombination
 from sandblaster.optimizers.base import Combination, Entries, GramMatrix
 from sandblaster.optimizers.descent import Present, SmoothMethod
 from sandblaster.optimizers.line_search import GRADIENT, PARAMETERS, TRIAL, Trial
-from sandblaster.optimizers.termination import check_history
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """One remembered pair s_k = x_{k+1} - x_k, y_k = g_{k+1} - g_k, with s.y > 0."""
-
-    step_difference: VectorName
-    gradient_difference: VectorName
+Correction = tuple[VectorName, VectorName]
+"""One remembered pair s_k = x_{k+1} - x_k, y_k = g_{k+1} - g_k, with s.y > 0."""
 
 
 def direction(
@@ -38,19 +32,17 @@ def direction(
     """Return -H g by the two-loop recursion on coefficients; the oldest correction comes first."""
     result = {gradient: -1.0}
     alphas: list[float] = []
-    for pair in reversed(history):
-        s, y = pair.step_difference, pair.gradient_difference
+    for s, y in reversed(history):
         alpha = gram.dot(result, s) / gram[s, y]
         result[y] = -alpha
         alphas.append(alpha)
 
     if history:
-        s, y = history[-1].step_difference, history[-1].gradient_difference
+        s, y = history[-1]
         scale = gram[s, y] / gram[y, y]
         result = {name: scale * a for name, a in result.items()}
 
-    for pair, alpha in zip(history, reversed(alphas), strict=True):
-        s, y = pair.step_difference, pair.gradient_difference
+    for (s, y), alpha in zip(history, reversed(alphas), strict=True):
         beta = gram.dot(result, y) / gram[s, y]
         result[s] = alpha - beta
     return result
@@ -66,11 +58,6 @@ class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
     n_history: int = 10  # m, the number of corrections remembered: 2 m + 2 more vectors
     sufficient_decrease: float = 1e-3  # c1 of the line search
     curvature: float = 0.9  # c2 of the line search
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_history(self.n_history)
 
     @override
     def descent(self, memory: str | None) -> "QuasiNewton":
@@ -156,7 +143,7 @@ class QuasiNewton:
         gram.restrict((*self.vectors, self._steepest))
 
     def direction(self) -> Combination:
-        history = [Correction(*_names(slot)) for slot in self._slots]
+        history = [_names(slot) for slot in self._slots]
         return direction(self._gram, history, gradient=self._steepest)
 
     def first_step(self, present: Present) -> float:
@@ -173,5 +160,5 @@ class QuasiNewton:
         return next(k for k in range(self._n_history + 1) if k not in self._slots)
 
 
-def _names(slot: int) -> tuple[VectorName, VectorName]:
+def _names(slot: int) -> Correction:
     return f"s{slot}", f"y{slot}"

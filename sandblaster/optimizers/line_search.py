@@ -75,13 +75,10 @@ class WolfeConditions:
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a search: the best sample, and whether it satisfies both conditions.
+    """Result of a search."""
 
-    If `best.step` is 0, no step is better than none.
-    """
-
-    best: Sample
-    satisfied: bool
+    best: Sample  # if its step is 0, no step is better than none
+    satisfied: bool  # whether it satisfies both conditions
 
 
 Search = Generator[float, Sample, Found]
@@ -268,7 +265,7 @@ Measure = Callable[[VectorName], tuple[Command, ...]]
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Trial:
     """A point on the line, and what was measured there."""
 
@@ -277,16 +274,6 @@ class Trial:
     gradient_norm: float  # largest absolute element of the (pseudo-)gradient
     gradient_square: float  # dot product of that with itself
     scalars: Scalars  # what the method's own commands measured
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Where a search begins."""
-
-    sample: Sample  # loss and slope there
-    step: float  # to try first
-    noise: float  # largest difference between losses that rounding alone may cause
 
 
 @final
@@ -306,9 +293,7 @@ class Line(Protocol):
     """How points are tried along "direction"; `Straight` is the plain way."""
 
     @property
-    def vectors(self) -> tuple[VectorName, ...]:
-        """All vectors that a run needs to resume."""
-        ...
+    def vectors(self) -> tuple[VectorName, ...]: ...  # all that a run needs to resume
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         """Evaluate "parameters"; return loss, and norm and square of its gradient."""
@@ -322,11 +307,15 @@ class Line(Protocol):
         """Return commands that form the trial point at this step."""
         ...
 
-    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
+    def search(
+        self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
+    ) -> Steps[Searched]:
         """Search from "parameters"; at the end "trial" is what was found.
 
         Args:
-            start: What is known there; "trial" holds the point of the first step.
+            begin: Loss and slope there.
+            step: The first one to try; "trial" holds its point.
+            noise: Largest difference between losses that rounding alone may cause.
             n_trials_max: Largest number of steps to try.
             measure: The method's own commands at a trial.
         """
@@ -351,9 +340,7 @@ class Straight:
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         loss, (norm, square) = yield from self.objective.at(
-            PARAMETERS,
-            gradient=GRADIENT,
-            after=(Norm(x=GRADIENT, order="inf"), Dot(x=GRADIENT, y=GRADIENT)),
+            PARAMETERS, gradient=GRADIENT, after=size_of(GRADIENT)
         )
         return loss, norm, square
 
@@ -361,16 +348,16 @@ class Straight:
         return (Dot(x=GRADIENT, y=DIRECTION),)
 
     def make_trial(self, step: float) -> tuple[Command, ...]:
-        terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
-        return (LinearCombination(target=TRIAL, terms=terms),)
+        return (point_at(step),)
 
     def accepted(self, trial: Trial) -> tuple[Command, ...]:
         return (Copy(target=PARAMETERS, x=TRIAL), Copy(target=GRADIENT, x=trial.gradient))
 
-    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
+    def search(
+        self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
+    ) -> Steps[Searched]:
         wolfe = replace(self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max))
-        begin, noise = start.sample, start.noise
-        steps = more_thuente(begin, step=start.step, wolfe=wolfe, noise=noise)
+        steps = more_thuente(begin, step=step, wolfe=wolfe, noise=noise)
         step = next(steps)
         before: tuple[Command, ...] = ()
         best: Trial | None = None
@@ -382,8 +369,10 @@ class Straight:
                 TRIAL, gradient=gradient, before=before, after=_along(gradient) + measure(gradient)
             )
             n_evaluations += 1
-            trial = _trial(Sample(step, loss, scalars[0]), gradient, scalars)
-            best = trial if _better(trial.sample, best, start=start) else best
+            slope, norm, square, *own = scalars
+            trial = Trial(Sample(step, loss, slope), gradient, norm, square, tuple(own))
+            least = begin.value - noise if best is None else best.sample.value
+            best = trial if trial.sample.finite and trial.sample.value < least else best
             any_finite |= trial.sample.finite
             try:
                 step = steps.send(trial.sample)
@@ -391,15 +380,18 @@ class Straight:
                 satisfied = end.value.satisfied
                 break
             before = self.make_trial(step)
-        by_slopes = _by_slopes(begin, trial.sample, noise) if satisfied else None
+        denoised = trial.sample.denoised(begin, noise)
+        is_noisy = satisfied and denoised is not trial.sample
+        by_slopes = begin.value - denoised.value if is_noisy else None
         satisfied = satisfied and trial.sample.value <= begin.value
         if satisfied:
             best = trial  # an earlier trial may be lower, but its step was too short
         elif best is not None and best is not trial:
-            scalars = yield from perform(
+            # What was measured is of the last trial: measure again at the best.
+            _, norm, square, *own = yield from perform(
                 *self.make_trial(best.sample.step), *_along(best.gradient), *measure(best.gradient)
             )
-            best = _trial(best.sample, best.gradient, scalars)
+            best = Trial(best.sample, best.gradient, norm, square, tuple(own))
         return Searched(
             trial=best,
             satisfied=satisfied,
@@ -409,30 +401,16 @@ class Straight:
         )
 
 
-def _by_slopes(start: Sample, sample: Sample, noise: float) -> float | None:
-    denoised = sample.denoised(start, noise)
-    return None if denoised is sample else start.value - denoised.value
+def size_of(gradient: VectorName) -> tuple[Command, ...]:
+    """Return commands that measure its norm and square."""
+    return (Norm(x=gradient, order="inf"), Dot(x=gradient, y=gradient))
 
 
-def _better(sample: Sample, best: Trial | None, *, start: Start) -> bool:
-    least = start.sample.value - start.noise if best is None else best.sample.value
-    return sample.finite and sample.value < least
+def point_at(step: float) -> Command:
+    """Return the command that forms the trial point x + t d."""
+    terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
+    return LinearCombination(target=TRIAL, terms=terms)
 
 
 def _along(gradient: VectorName) -> tuple[Command, ...]:
-    return (
-        Dot(x=gradient, y=DIRECTION),
-        Norm(x=gradient, order="inf"),
-        Dot(x=gradient, y=gradient),
-    )
-
-
-def _trial(sample: Sample, gradient: VectorName, scalars: Scalars) -> Trial:
-    _slope, norm, square, *own = scalars
-    return Trial(
-        sample=sample,
-        gradient=gradient,
-        gradient_norm=norm,
-        gradient_square=square,
-        scalars=tuple(own),
-    )
+    return (Dot(x=gradient, y=DIRECTION), *size_of(gradient))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import final
 
 import msgspec
+from msgspec.structs import replace
 from typing_extensions import override
 
 from distbelief.protocol.vector_commands import (
@@ -37,19 +38,19 @@ from sandblaster.optimizers.base import (
     perform,
     stop_requested,
 )
-from sandblaster.optimizers.descent import Present, iteration_done_at, result_at
+from sandblaster.optimizers.descent import Present
 from sandblaster.optimizers.lbfgs import QuasiNewton
-from sandblaster.optimizers.line_search import DIRECTION, GRADIENT, PARAMETERS, TRIAL, Sample, Trial
-from sandblaster.optimizers.termination import (
-    Method,
-    Reason,
-    bound_reached,
-    check,
-    check_decrease,
-    check_history,
-    noise as noise_of,
-    small_gradient,
+from sandblaster.optimizers.line_search import (
+    DIRECTION,
+    GRADIENT,
+    PARAMETERS,
+    TRIAL,
+    Sample,
+    Trial,
+    point_at,
+    size_of,
 )
+from sandblaster.optimizers.termination import Method, Reason
 
 
 @final
@@ -113,9 +114,7 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
 
     @override
     def __post_init__(self) -> None:
-        check(self)
-        check_history(self.n_history)
-        check_decrease(self.sufficient_decrease)
+        super().__post_init__()
         if self.batch_size < 3:
             raise ValueError(f"batch_size is {self.batch_size}; use 3 or more")
         if not 0.0 < self.overlap <= 0.5:
@@ -130,14 +129,10 @@ class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"
             gradient=_TAIL,
             trial_steepest=_NEXT,
         )
-        n_tail = min(max(1, round(self.overlap * self.batch_size)), self._n_tail_max)
-        start = resumed.start if resumed else 0
-        batch = Batch(start, self.batch_size, n_tail)
+        n_tail_max = (self.batch_size - 1) // 2  # every batch has an example of its own
+        n_tail = min(max(1, round(self.overlap * self.batch_size)), n_tail_max)
+        batch = Batch(resumed.start if resumed else 0, self.batch_size, n_tail)
         return _Run(self, descent, batch).steps(resumed)
-
-    @property
-    def _n_tail_max(self) -> int:
-        return (self.batch_size - 1) // 2  # every batch has an example of its own
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,18 +157,28 @@ class _Run:
         if resumed is not None:
             self.n_refuted, self.n_unasked = resumed.n_refuted, resumed.n_unasked
             return (yield from self._descend(resumed.present, None))
-        present = yield from self._begin()
-        if not Sample(0.0, present.loss, present.gradient_norm).finite:
+        loss, norm, square = yield from self._evaluate_batch()
+        present = Present(
+            n_evaluations=2,
+            loss_at_start=loss,
+            loss=loss,
+            gradient_norm=norm,
+            gradient_square=square,
+        )
+        if not present.is_finite:
             return self._result(present, Reason.NOT_FINITE)
         return (yield from self._descend(present, 0.0))
 
     def _descend(self, present: Present, step_length: float | None) -> Steps[Result]:
         while True:
-            reason = yield from self._report_step(present, step_length)
+            reason = present.bound_reached(self.method)
+            if step_length is not None:
+                stop = yield from stop_requested(self._iteration_done(present, step_length))
+                reason = reason or (Reason.STOPPED if stop else None)
             if reason is not None:
                 return self._result(present, reason)
             step_length = None
-            if small_gradient(self.method, present.gradient_norm):
+            if self.method.is_small(present.gradient_norm):
                 present, reason = yield from self._check_all_examples(present)
                 if reason is not None:
                     return self._result(present, reason)
@@ -185,29 +190,12 @@ class _Run:
             elif self.descent.remembers:
                 self.descent.forget(gradient_square=present.gradient_square)
             else:
-                return self._result(present, self._failure)
+                reason = Reason.NO_FINITE_TRIAL
+                if self.any_finite:
+                    reason = Reason.LINE_SEARCH_FAILED
+                return self._result(present, reason)
 
     # --- parts ---
-
-    def _begin(self) -> Steps[Present]:
-        loss, norm, square = yield from self._evaluate_batch()
-        return Present(
-            iteration=0,
-            n_evaluations=2,
-            loss_at_start=loss,
-            loss=loss,
-            improvement=0.0,
-            n_small=0,
-            gradient_norm=norm,
-            gradient_square=square,
-        )
-
-    def _report_step(self, present: Present, step_length: float | None) -> Steps[Reason | None]:
-        reason = self._bound(present)
-        if step_length is not None:
-            stop = yield from stop_requested(self._iteration_done(present, step_length))
-            reason = reason or (Reason.STOPPED if stop else None)
-        return reason
 
     def _check_all_examples(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
         # A small gradient of one batch says nothing of the others: the batch may be fitted
@@ -218,22 +206,17 @@ class _Run:
             loss, (norm,) = yield from whole.at(
                 PARAMETERS, gradient=_REST, after=(Norm(x=_REST, order="inf"),)
             )
-            n = present.n_evaluations + 1
-            present = msgspec.structs.replace(present, n_evaluations=n)
-            if small_gradient(self.method, norm):
-                found = msgspec.structs.replace(present, loss=loss, gradient_norm=norm)
+            present = present.counting(1)
+            if self.method.is_small(norm):
+                found = replace(present, loss=loss, gradient_norm=norm)
                 return found, Reason.CONVERGED_GRADIENT
             self.n_refuted, self.n_unasked = self.n_refuted + 1, 0
         else:
             self.n_unasked += 1
         self.batch = self.batch.next()
         loss, norm, square = yield from self._evaluate_batch()
-        return (
-            msgspec.structs.replace(
-                _counted(present), loss=loss, gradient_norm=norm, gradient_square=square
-            ),
-            None,
-        )
+        present = present.counting(2)
+        return replace(present, loss=loss, gradient_norm=norm, gradient_square=square), None
 
     def _evaluate_batch(self) -> Steps[tuple[float, float, float]]:
         # The tail is evaluated apart: it is the next batch's head, so overlap costs nothing.
@@ -241,7 +224,7 @@ class _Run:
         rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
         mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
         tail_loss, (norm, square) = yield from self._at(
-            PARAMETERS, tail, gradient=_TAIL, after=(mean, *_size(GRADIENT))
+            PARAMETERS, tail, gradient=_TAIL, after=(mean, *size_of(GRADIENT))
         )
         self.descent.forget(gradient_square=square)
         return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
@@ -252,7 +235,7 @@ class _Run:
             LinearCombination(target=DIRECTION, terms=terms), Dot(x=GRADIENT, y=DIRECTION)
         )
         step = self.descent.first_step(present)
-        return msgspec.structs.replace(present, slope=slope, step=step)
+        return replace(present, slope=slope, step=step)
 
     def _search(self, present: Present) -> Steps[tuple[Present, float] | None]:
         """Halve the step until the loss of the batch decreases enough; then move to the next."""
@@ -261,30 +244,24 @@ class _Run:
             return None
         rest, tail, step = self.batch.rest, self.batch.tail, present.step
         for _ in range(_N_TRIALS_MAX):
-            terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
-            rest_loss, _ = yield from self._at(
-                TRIAL, rest, gradient=_REST, before=(LinearCombination(target=TRIAL, terms=terms),)
-            )
+            before = (point_at(step),)
+            rest_loss, _ = yield from self._at(TRIAL, rest, gradient=_REST, before=before)
             tail_loss, _ = yield from self._at(TRIAL, tail, gradient=_TRIAL_TAIL)
-            present = _counted(present)
+            present = present.counting(2)
             loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
             self.any_finite |= math.isfinite(loss)
-            expected, noise = -step * present.slope, self._noise(present)
+            expected, noise = -step * present.slope, present.noise(self.method)
             is_lost = expected <= noise  # shorter steps improve the loss even less
             least = noise if is_lost else self.method.sufficient_decrease * expected
             if loss <= present.loss - least:
                 moved = yield from self._move(present, step, tail_loss)
-                present = _counted(present)
+                present = present.counting(2)
                 if moved is not None:
                     return moved, step
             if is_lost and math.isfinite(loss):
                 break
             step *= 0.5
         return None
-
-    def _noise(self, present: Present) -> float:
-        at_start = present.loss_at_start
-        return noise_of(self.method, present.loss, loss_at_start=at_start)
 
     def _move(self, present: Present, step: float, head_loss: float) -> Steps[Present | None]:
         next_batch = self.batch.next()
@@ -295,28 +272,26 @@ class _Run:
             TRIAL,
             tail,
             gradient=_NEXT_TAIL,
-            after=(mean_gradient(_NEXT, parts), *_size(_NEXT), *self.descent.measure(_TRIAL_TAIL)),
+            after=(
+                mean_gradient(_NEXT, parts),
+                *size_of(_NEXT),
+                *self.descent.measure(_TRIAL_TAIL),
+            ),
         )
         loss = mean_loss(((head, head_loss), (body, body_loss), (tail, tail_loss)))
         sample = Sample(step, loss, norm)
         if not sample.finite:
             return None
         self.batch = next_batch
-        trial = Trial(
-            sample=sample,
-            gradient=_TRIAL_TAIL,
-            gradient_norm=norm,
-            gradient_square=square,
-            scalars=tuple(measured),
-        )
+        trial = Trial(sample, _TRIAL_TAIL, norm, square, tuple(measured))
         self.descent.accept(trial, slope_at_start=present.slope)
         yield from perform(
             Copy(target=PARAMETERS, x=TRIAL),
             Copy(target=GRADIENT, x=_NEXT),
             Copy(target=_TAIL, x=_NEXT_TAIL),
         )
-        return msgspec.structs.replace(
-            _counted(present),
+        return replace(
+            present.counting(2),
             iteration=present.iteration + 1,
             loss=loss,
             gradient_norm=norm,
@@ -335,16 +310,6 @@ class _Run:
         part = Objective(l2=self.method.l2, examples=examples)
         return part.at(point, gradient=gradient, before=before, after=after)
 
-    @property
-    def _failure(self) -> Reason:
-        found = self.any_finite
-        return Reason.LINE_SEARCH_FAILED if found else Reason.NO_FINITE_TRIAL
-
-    def _bound(self, present: Present) -> Reason | None:
-        return bound_reached(
-            self.method, iteration=present.iteration, n_evaluations=present.n_evaluations
-        )
-
     # --- reports ---
 
     def _state(self, present: Present) -> str:
@@ -358,20 +323,11 @@ class _Run:
         return msgspec.json.encode(state).decode()
 
     def _iteration_done(self, present: Present, step_length: float) -> IterationDone:
-        return iteration_done_at(
-            present,
+        return present.done(
             step_length=step_length,
             state=self._state(present),
             vectors=(PARAMETERS, GRADIENT, _TAIL, *self.descent.vectors),
         )
 
     def _result(self, present: Present, reason: Reason) -> Result:
-        return result_at(present, reason, state=self._state(present))
-
-
-def _counted(present: Present) -> Present:
-    return msgspec.structs.replace(present, n_evaluations=present.n_evaluations + 2)
-
-
-def _size(gradient: VectorName) -> tuple[Command, ...]:
-    return (Norm(x=gradient, order="inf"), Dot(x=gradient, y=gradient))
+        return present.result(reason, state=self._state(present))

@@ -26,7 +26,7 @@ from distbelief.protocol.vector_commands import (
     VectorName,
 )
 from sandblaster.optimizers.base import Objective, Result, Steps
-from sandblaster.optimizers.descent import DescentRun, read_state
+from sandblaster.optimizers.descent import run_descent
 from sandblaster.optimizers.lbfgs import QuasiNewton
 from sandblaster.optimizers.line_search import (
     DIRECTION,
@@ -37,10 +37,11 @@ from sandblaster.optimizers.line_search import (
     Measure,
     Sample,
     Searched,
-    Start,
     Trial,
+    point_at,
+    size_of,
 )
-from sandblaster.optimizers.termination import Method, check, check_decrease, check_history
+from sandblaster.optimizers.termination import Method
 
 
 PSEUDO_GRADIENT = "pseudo_gradient"
@@ -61,26 +62,24 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
 
     @override
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if not self.l1 > 0.0:
             raise ValueError(f"l1 is {self.l1}; use a number above 0, or method 'l-bfgs'")
-        check_decrease(self.sufficient_decrease)
-        check_history(self.n_history)
 
     def steps(self, state: str | None = None) -> Steps[Result]:
         """Run from "parameters", or resume from `IterationDone.state`."""
-        resumed = None if state is None else read_state(state)
-        descent = QuasiNewton(
-            n_history=self.n_history,
-            memory=resumed.memory if resumed else None,
-            steepest=PSEUDO_GRADIENT,
-            trial_steepest=TRIAL_PSEUDO_GRADIENT,
-        )
         line = WithinOrthant(
             Objective(l2=self.l2), l1=self.l1, sufficient_decrease=self.sufficient_decrease
         )
-        run = DescentRun(self, descent, line)
-        return run.steps(resumed.present if resumed else None)
+        return run_descent(self, line, self._descent, state)
+
+    def _descent(self, memory: str | None) -> QuasiNewton:
+        return QuasiNewton(
+            n_history=self.n_history,
+            memory=memory,
+            steepest=PSEUDO_GRADIENT,
+            trial_steepest=TRIAL_PSEUDO_GRADIENT,
+        )
 
 
 @final
@@ -110,11 +109,7 @@ class WithinOrthant:
         )
 
     def make_trial(self, step: float) -> tuple[Command, ...]:
-        terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
-        return (
-            LinearCombination(target=TRIAL, terms=terms),
-            Pointwise(target=TRIAL, function="align", x=TRIAL, y=_ORTHANT),
-        )
+        return (point_at(step), Pointwise(target=TRIAL, function="align", x=TRIAL, y=_ORTHANT))
 
     def accepted(self, trial: Trial) -> tuple[Command, ...]:
         return (
@@ -123,9 +118,10 @@ class WithinOrthant:
             Copy(target=PSEUDO_GRADIENT, x=TRIAL_PSEUDO_GRADIENT),
         )
 
-    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
+    def search(
+        self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
+    ) -> Steps[Searched]:
         """Halve the step until F decreases enough, or can no longer be seen to decrease."""
-        begin, noise, step = start.sample.value, start.noise, start.step
         gradient = TRIAL_GRADIENTS[0]
         move = (Term(1.0, TRIAL), Term(-1.0, PARAMETERS))
         before: tuple[Command, ...] = ()
@@ -147,14 +143,8 @@ class WithinOrthant:
             any_finite |= sample.finite
             is_lost = expected <= noise  # shorter steps improve F even less
             least = noise if is_lost else self.sufficient_decrease * expected
-            if sample.finite and value <= begin - least:
-                trial = Trial(
-                    sample=sample,
-                    gradient=gradient,
-                    gradient_norm=norm,
-                    gradient_square=square,
-                    scalars=tuple(scalars),
-                )
+            if sample.finite and value <= begin.value - least:
+                trial = Trial(sample, gradient, norm, square, tuple(scalars))
                 return Searched(trial=trial, satisfied=True, n_evaluations=n_evaluations)
             if sample.finite and is_lost:
                 break
@@ -187,8 +177,7 @@ class WithinOrthant:
                     a=self.l1,
                 ),
                 Norm(x=point, order="1"),
-                Norm(x=pseudo_gradient, order="inf"),
-                Dot(x=pseudo_gradient, y=pseudo_gradient),
+                *size_of(pseudo_gradient),
                 *after,
             ),
         )

@@ -13,7 +13,7 @@ valleys and near saddles (Wood's function at 7.9 of 0). It costs 2 % more evalua
 
 import math
 from enum import Enum
-from typing import final
+from typing import Final, final
 
 import msgspec
 
@@ -51,91 +51,51 @@ _CONVERGED = frozenset(
 )
 
 
+_NOISE: Final = 8.0
+"""In units of u. A net of five layers in float32 shows 0.3; losses whose terms cancel show
+more."""
+
+
 class Method(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
-    """Settings that all methods have.
+    """Settings that all methods have, and the tests that they set."""
 
-    Attributes:
-        gradient_tolerance: Ends at this largest absolute element of the gradient.
-        value_tolerance: Ends at this relative improvement of the loss ...
-        value_iterations: ... in so many iterations in a row.
-        n_iterations_max: Bound on accepted points.
-        n_evaluations_max: Bound on evaluations.
-        l2: Adds l2 / 2 |w|^2 to the loss.
-        rounding: u, of the arithmetic that computes losses.
-    """
-
-    gradient_tolerance: float = 1e-5
-    value_tolerance: float = 2.2e-9
-    value_iterations: int = 3
-    n_iterations_max: int = 15000
-    n_evaluations_max: int = 15000
-    l2: float = 0.0
-    rounding: float = 2.0**-53
+    gradient_tolerance: float = 1e-5  # ends at this largest absolute element of the gradient
+    value_tolerance: float = 2.2e-9  # ends at this relative improvement of the loss ...
+    value_iterations: int = 3  # ... in so many iterations in a row
+    n_iterations_max: int = 15000  # bound on accepted points
+    n_evaluations_max: int = 15000  # bound on evaluations
+    l2: float = 0.0  # adds l2 / 2 |w|^2 to the loss
+    rounding: float = 2.0**-53  # u, of the arithmetic that computes losses
 
     def __post_init__(self) -> None:
-        check(self)
+        for name in ("gradient_tolerance", "value_tolerance", "l2", "rounding"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; use a finite number, 0 or more")
+        for name in ("value_iterations", "n_iterations_max", "n_evaluations_max", "n_history"):
+            value = getattr(self, name, 1)
+            if value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more")
+        decrease = getattr(self, "sufficient_decrease", 0.5)
+        if not 0.0 < decrease < 1.0:
+            raise ValueError(f"sufficient_decrease is {decrease}; use a number between 0 and 1")
 
+    def is_small(self, gradient_norm: float) -> bool:
+        return gradient_norm <= self.gradient_tolerance
 
-def check(method: Method) -> None:
-    """Check the common settings.
+    def is_small_improvement(self, before: float, after: float, *, loss_at_start: float) -> bool:
+        size = max(abs(before), abs(after), min(1.0, abs(loss_at_start)))
+        return before - after <= self.value_tolerance * size
 
-    Raises:
-        ValueError: one is out of range.
-    """
-    for name in ("gradient_tolerance", "value_tolerance", "l2", "rounding"):
-        value = getattr(method, name)
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name} is {value}; use a finite number, 0 or more")
-    for name in ("value_iterations", "n_iterations_max", "n_evaluations_max"):
-        value = getattr(method, name)
-        if value < 1:
-            raise ValueError(f"{name} is {value}; use 1 or more")
+    def noise(self, loss: float, *, loss_at_start: float) -> float:
+        """Return the largest difference between losses that rounding alone may cause."""
+        return _NOISE * self.rounding * max(abs(loss), min(1.0, abs(loss_at_start)))
 
-
-def check_history(n_history: int) -> None:
-    if n_history < 1:
-        raise ValueError(f"n_history is {n_history}; use 1 or more")
-
-
-def check_decrease(sufficient_decrease: float) -> None:
-    if not 0.0 < sufficient_decrease < 1.0:
-        raise ValueError(
-            f"sufficient_decrease is {sufficient_decrease}; use a number between 0 and 1"
-        )
-
-
-def small_gradient(method: Method, gradient_norm: float) -> bool:
-    return gradient_norm <= method.gradient_tolerance
-
-
-def small_improvement(method: Method, before: float, after: float, *, loss_at_start: float) -> bool:
-    size = max(abs(before), abs(after), min(1.0, abs(loss_at_start)))
-    return before - after <= method.value_tolerance * size
-
-
-def noise(method: Method, loss: float, *, loss_at_start: float) -> float:
-    """Return the largest difference between losses that rounding alone may cause."""
-    size = max(abs(loss), min(1.0, abs(loss_at_start)))
-    return _NOISE * method.rounding * size
-
-
-def lost_in_rounding(
-    method: Method, loss: float, improvement: float, *, loss_at_start: float
-) -> bool:
-    """Return whether an improvement is no larger than the loss's rounding error."""
-    return improvement <= 4.0 * noise(method, loss, loss_at_start=loss_at_start)
-
-
-def bound_reached(method: Method, *, iteration: int, n_evaluations: int) -> Reason | None:
-    if iteration >= method.n_iterations_max:
-        return Reason.MAX_ITERATIONS
-    if n_evaluations >= method.n_evaluations_max:
-        return Reason.MAX_EVALUATIONS
-    return None
-
-
-_NOISE = 8.0
-"""In units of u. A net of five layers in float32 shows 0.3; losses whose terms cancel show
-more."""
+    def bound_reached(self, *, iteration: int, n_evaluations: int) -> Reason | None:
+        if iteration >= self.n_iterations_max:
+            return Reason.MAX_ITERATIONS
+        if n_evaluations >= self.n_evaluations_max:
+            return Reason.MAX_EVALUATIONS
+        return None

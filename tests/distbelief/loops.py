@@ -23,7 +23,7 @@ from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
-from distbelief.serve.server import ServerAddress, parameter_specs
+from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.worker.loop_worker import LoopWorker

@@ -13,7 +13,7 @@ from torch import nn
 import distbelief
 from distbelief.protocol import Finished, Join, Message, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR
-from distbelief.serve.server import ServerAddress
+from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret

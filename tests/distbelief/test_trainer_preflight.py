@@ -27,17 +27,21 @@ def test_what_takes_too_long_is_told_with_the_end_of_its_log(
 ) -> None:
     """It named a log that had been removed by then."""
     monkeypatch.setattr(trainer, "CHECK_SECONDS_MAX", 0.0)
+    (tmp_path / ".prepared").touch()
     log = tmp_path / "check.log"
     log.write_text("downloading the data ...\n")
+    said: list[str] = []
     with pytest.raises(
         JobError, match=r"check of model and data took more than 0 s.*ends:\ndownload"
     ) as caught:
         trainer.run_preflight(
-            speech(),
             launcher,
-            directory=tmp_path,
+            speech(),
+            tmp_path / "request.json",
             initial_file=tmp_path / "initial.safetensors",
             plan=tmp_path / "plan.json",
             log=log,
+            tell=said.append,
         )
+    assert said == []
     assert str(log) not in str(caught.value)

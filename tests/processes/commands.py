@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def net(width=16):
     return nn.Sequential(nn.Linear(10, width), nn.ReLU(), nn.Linear(width, 3))
 '''
 
-JOB = """
+TABLES = """
 [model]
 factory = "tiny:net"
 
@@ -73,16 +73,7 @@ factory = "tiny:frames"
 
 [data.test]
 factory = "tiny:frames"
-[data.test.arguments]
-n = 500
-seed = 7
-
-[algorithm]
-name = "downpour"
-loss = "cross_entropy"
-batch_size = 20
-warm_start_steps = 5
-rule = { name = "adagrad", learning_rate = 0.05 }
+arguments = { n = 500, seed = 7 }
 
 [cluster]
 replicas = 2
@@ -91,19 +82,52 @@ shards = 2
 [evaluation]
 every = "500 ms"
 
-[stop]
-epochs = 5
-
 [output]
 directory = "runs/tiny"
 report_every = "500 ms"
 snapshot_every = "500 ms"
 """
+JOB = f"""{TABLES}
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 20
+warm_start_steps = 5
+rule = {{ name = "adagrad", learning_rate = 0.05 }}
+
+[stop]
+epochs = 5
+"""
+BATCH_JOB = f"""{TABLES}
+[algorithm]
+name = "sandblaster"
+loss = "cross_entropy"
+l2 = 1e-3
+portion = 250
+tolerance = 5e-3
+"""
 
 
-def write_job(folder: Path) -> None:
-    (folder / "tiny.py").write_text(MODULE)
-    (folder / "tiny.toml").write_text(JOB)
+def write_job(folder: Path, *, job: str = JOB, more: str = "") -> None:
+    """Write a job file, and the module that it names with `more` in it."""
+    (folder / "tiny.py").write_text(MODULE + more)
+    (folder / "tiny.toml").write_text(job)
+
+
+def sets(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+LONG = sets("stop.epochs=1000000")
+
+
+def said(folder: Path, *words: str, code: int = 0, seconds: float = 150.0) -> str:
+    """Run `distbelief WORDS...` to its end; return what it writes to standard output."""
+    done = subprocess.run(
+        [COMMAND, *words], cwd=folder, check=False, capture_output=True, text=True, timeout=seconds
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
 
 
 @dataclass
@@ -121,16 +145,25 @@ class Command:
         self.output += output
         return self.process.returncode
 
+    def ends(self, code: int = 0, *, seconds: float = 60.0) -> None:
+        """Wait for its end with this exit code; nothing of it may be left."""
+        assert self.wait(seconds=seconds) == code, self.output
+        assert not alive(self.all_pids())
+        assert not self.shared_memory()
+
+    def summary(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads((self.run / "summary.json").read_text()))
+
+    def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the newest process of a role."""
+        os.kill(self.pids(role)[-1], number)
+
     def status(self) -> dict[str, object]:
         """Return the newest status.json; empty before there is one."""
         try:
-            return cast("dict[str, object]", json.loads(self.status_file.read_text()))
+            return cast("dict[str, object]", json.loads((self.run / "status.json").read_text()))
         except (OSError, json.JSONDecodeError):
             return {}
-
-    @property
-    def status_file(self) -> Path:
-        return self.run / "status.json"
 
     def view(self) -> dict[str, object]:
         return cast("dict[str, object]", self.status().get("view", {}))

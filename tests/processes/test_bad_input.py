@@ -27,7 +27,7 @@ from distbelief.config.load import load_job
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.task.validation import check
 from distbelief.transport.shared_memory import FileMemory
-from tests.processes.commands import COMMAND, Command, alive, poll, train
+from tests.processes.commands import COMMAND, LONG, Command, alive, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -184,8 +184,6 @@ directory = "runs/tiny"
 snapshot_every = "300 ms"
 """
 
-LONG = ("--set", "stop.epochs=1e9")
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -205,10 +203,6 @@ def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
     for name in ("bad", "broken", "leaves", "preparing"):
         sys.modules.pop(name, None)
-
-
-def sets(*overrides: str) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
 
 
 def assert_nothing_is_left(command: Command) -> None:
@@ -238,18 +232,18 @@ LOOKED_AT = [
     ("model.factory=bad:exits", "bad:exits failed: SystemExit: 3 \\(bad.py, line 15"),
     ("model.arguments.widht=4", "takes no argument 'widht' .* Did you mean 'width'"),
     ('model.arguments.width="x"', "net failed: TypeError: .* \\(bad.py, line 11\\)"),
-    ("model.arguments.width=5", "takes inputs of width 5, but .* gives width 4"),
+    ("model.arguments.width=5", "in_features=5, .* received float32 of shape \\(8, 4\\)"),
     ("data.train.factory=bad:a_list", "sample 0 is of type int: it must be a pair"),
     ("data.train.factory=bad:unreadable", "No such file .*'nowhere.bin' \\(bad.py"),
     ("data.train.factory=bad:exits", "bad:exits failed: SystemExit: 3"),
     ("data.train.arguments.n=0", "a data set of 0 samples"),
     ('data.train.arguments.how="length"', "len\\(\\) .* failed: OSError: no index"),
     ('data.train.arguments.how="raise"', "ValueError: this sample is damaged"),
-    ('data.train.arguments.how="double"', "let the data set return float32"),
-    ('data.train.arguments.how="float label"', "let the data set return them as int64"),
+    ('data.train.arguments.how="double"', "received float64 of shape .* from .data.train"),
+    ('data.train.arguments.how="float label"', "let the data set return int64 of shape"),
     ('data.train.arguments.how="label"', "sample 0 has label 9, .* \\(labels 0 to 2"),
     ('data.train.arguments.how="nan"', "sample 0 has NaN or infinite inputs: fix"),
-    ('data.train.arguments.how="narrow"', "takes inputs of width 4, .* gives width 3"),
+    ('data.train.arguments.how="narrow"', "in_features=4, .* received float32 of shape \\(8, 3\\)"),
     ('data.train.arguments.how="none"', "cannot join samples"),
     ("algorithm.loss=cross_entrpy", "no loss .* Did you mean 'cross_entropy'"),
     ("algorithm.loss=bad:vector", "it must return a tensor of one element"),

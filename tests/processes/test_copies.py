@@ -1,6 +1,5 @@
 """Shards in two copies, as real processes: a leader that is lost costs nothing."""
 
-import json
 import os
 import re
 import signal
@@ -12,18 +11,10 @@ import torch
 from torch import nn
 
 import distbelief
-from tests.processes.commands import Command, alive, poll, train, write_job
+from tests.processes.commands import LONG, Command, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
-
-TWO_COPIES = ("--set", "cluster.shard_copies=2", "--set", "cluster.shards=1")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_job(tmp_path)
-    return tmp_path
 
 
 def copies(command: Command) -> dict[str, str]:
@@ -50,23 +41,22 @@ def leader_of(command: Command) -> str:
 def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(
     folder: Path, blow: signal.Signals, shared_memory: str
 ) -> None:
-    options = (
-        *TWO_COPIES,
-        *("--set", "stop.epochs=1000000", "--set", "stop.seconds=8"),
-        *("--set", f"cluster.shared_memory={shared_memory}"),
+    options = sets(
+        "cluster.shard_copies=2",
+        "cluster.shards=1",
+        "stop.seconds=8",
+        f"cluster.shared_memory={shared_memory}",
     )
-    with train(folder, *options) as command:
+    with train(folder, *LONG, *options) as command:
         leader = leader_of(command)
         other = copies(command)["backup"]
         before = command.samples()
-        os.kill(command.pids(leader)[-1], blow)
+        command.kill(leader, blow)
         poll(lambda: copies(command).get("primary") == other, seconds=60.0)
         poll(lambda: command.samples() > before + 1000)
         poll(lambda: copies(command).get("backup") == leader)  # as soon as it is back
-        assert command.wait() == 0, command.output
-        assert not alive(command.all_pids())
-        assert not command.shared_memory()
-    summary = json.loads((command.run / "summary.json").read_text())
+        command.ends()
+    summary = command.summary()
     assert summary["pushes_lost"] == 0
     assert 1 <= summary["restarts"] <= 2, command.output  # on a slow machine, one more
     assert summary["shard_copies"] == 2
@@ -87,15 +77,12 @@ def test_a_loop_of_ones_own_goes_on_without_its_leader(tmp_path: Path) -> None:
             nn.functional.mse_loss(model(inputs), inputs[:, :3].sin()).backward()
             optimizer.step()
 
-    def pids(copy: str) -> list[int]:
-        log = tmp_path / f"{copy}.log"
-        text = log.read_text() if log.is_file() else ""
-        return [int(pid) for pid in re.findall(r"process (\d+) begins", text)]
+    def read(role: str) -> str:
+        log = tmp_path / f"{role}.log"
+        return log.read_text() if log.is_file() else ""
 
     def n_times_whole() -> int:
-        log = tmp_path / "supervisor.log"
-        text = log.read_text() if log.is_file() else ""
-        return text.count("is in sync: it holds every acknowledged push")
+        return read("supervisor").count("is in sync: it holds every acknowledged push")
 
     with distbelief.ParameterServer(
         model.parameters(),
@@ -110,7 +97,8 @@ def test_a_loop_of_ones_own_goes_on_without_its_leader(tmp_path: Path) -> None:
             while n_times_whole() <= n_kills:
                 take_steps(1)
                 assert time.monotonic() - begun < 30.0
-            os.kill(pids(copy)[-1], signal.SIGKILL)
+            pids = re.findall(r"process (\d+) begins", read(copy))
+            os.kill(int(pids[-1]), signal.SIGKILL)
             take_steps(50)
         optimizer.finish()
         counters = optimizer.counters()

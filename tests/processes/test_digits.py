@@ -12,12 +12,12 @@ import pytest
 import distbelief
 import experiments.digits
 from experiments.digits.digits import net
+from tests.processes.commands import said
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
 
 EXAMPLE = Path(experiments.digits.__path__[0])
-COMMAND = Path(sys.executable).with_name("distbelief")
 
 
 @pytest.fixture
@@ -27,20 +27,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def accuracy(text: str) -> float:
+    found = re.search(r"held-out accuracy ([\d.]+)%", text)
+    return float(found[1]) if found else 0.0
+
+
 @pytest.mark.soak
 @pytest.mark.untraced
 def test_a_job_file_in_a_folder_of_its_own_learns_digits(folder: Path) -> None:
-    ended = subprocess.run(
-        [COMMAND, "train", "digits.toml"],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = said(folder, "train", "digits.toml")
     summary = json.loads((folder / "runs" / "digits" / "summary.json").read_bytes())
-    assert summary["metric"] >= 0.95, ended.stdout
+    assert summary["metric"] >= 0.95, told
 
 
 @pytest.mark.soak
@@ -54,15 +51,13 @@ def test_two_ordinary_loops_share_one_server(folder: Path) -> None:
             for _ in range(2)
         ]
         try:
-            said = [loop.communicate(timeout=150)[0] for loop in loops]
+            texts = [loop.communicate(timeout=150)[0] for loop in loops]
         finally:
             for loop in loops:
                 loop.kill()
-    for loop, text in zip(loops, said, strict=True):
+    for loop, text in zip(loops, texts, strict=True):
         assert loop.returncode == 0, text
-        accuracy = re.search(r"held-out accuracy ([\d.]+)%", text)
-        assert accuracy is not None, text
-        assert float(accuracy[1]) >= 95.0
+        assert accuracy(text) >= 95.0, text
 
 
 @pytest.mark.soak
@@ -75,6 +70,4 @@ def test_a_loop_that_starts_the_server_trains_alone_too(folder: Path) -> None:
         text=True,
         timeout=150,
     )
-    accuracy = re.search(r"held-out accuracy ([\d.]+)%", ended.stdout)
-    assert accuracy is not None, ended.stdout
-    assert float(accuracy[1]) >= 95.0
+    assert accuracy(ended.stdout) >= 95.0, ended.stdout

@@ -3,7 +3,6 @@
 The other "machine" is another directory, with keys and shared memory of its own.
 """
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.transport.keys import Allowed, KeyFiles
-from tests.processes.commands import COMMAND, MODULE, Command, poll, train, write_job
+from tests.processes.commands import COMMAND, LONG, MODULE, Command, poll, sets, train, write_job
 
 
 pytestmark = [
@@ -25,8 +24,6 @@ pytestmark = [
     pytest.mark.untraced,
     pytest.mark.timeout(180),
 ]
-
-LONG = ("--set", "stop.epochs=1000000")
 
 
 @dataclass
@@ -92,9 +89,7 @@ class Land:
 
 def find_address(command: Command) -> str:
     """Return where a job listens, without its key; "" as long as it says nothing."""
-    log = command.run / "logs" / "supervisor.log"
-    text = log.read_text() if log.is_file() else ""
-    found = re.findall(r'join "(tcp://[0-9.:]+)', text)
+    found = re.findall(r'join "(tcp://[0-9.:]+)', told(command))
     return found[-1] if found else ""
 
 
@@ -134,8 +129,7 @@ def allow(at: Path, whom: Path, role: str) -> None:
 def listening(land: Land, *options: str, replicas: int) -> AbstractContextManager[Command]:
     """Start a job that machines may join."""
     listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
-    cluster = ("--set", f"cluster.replicas={replicas}")
-    return train(land.here, *listen, *cluster, *options)
+    return train(land.here, *listen, *sets(f"cluster.replicas={replicas}"), *options)
 
 
 def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
@@ -162,8 +156,7 @@ def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
             command.signal(signal.SIGINT)
             assert command.wait() == 130, command.output
             assert machine.wait() == 0, machine.said
-    summary = json.loads((command.run / "summary.json").read_text())
-    states = [host["state"] for host in summary["hosts"]]
+    states = [host["state"] for host in command.summary()["hosts"]]
     assert sorted(states) == ["gone", "gone", "ready", "rejected"]
 
 
@@ -207,14 +200,13 @@ def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
             poll(lambda: "ready" in machine.said)
         command.signal(signal.SIGINT)
         assert command.wait() == 130, command.output
-    summary = json.loads((command.run / "summary.json").read_text())
-    assert summary["pushes_lost"] == 0
+    assert command.summary()["pushes_lost"] == 0
 
 
 @pytest.mark.soak
 def test_a_machine_joins_by_the_secret_of_a_run(land: Land) -> None:
     listen = ("--listen", "tcp://127.0.0.1:0", "--hosts", "1", "--cores", "1")
-    start = train(land.here, *listen, "--set", "cluster.replicas=2")
+    start = train(land.here, *listen, *sets("cluster.replicas=2"))
     with start as command, land.joined(command, has_keys=False) as machine:
         poll(command.is_training)
         secret = find_secret_address(command).partition("?secret=")[2]
@@ -224,5 +216,4 @@ def test_a_machine_joins_by_the_secret_of_a_run(land: Land) -> None:
     for place in (land.here, land.there):
         files = [path for path in place.rglob("*") if path.is_file()]
         assert not [path for path in files if secret.encode() in path.read_bytes()]
-    summary = json.loads((command.run / "summary.json").read_text())
-    assert [host["state"] for host in summary["hosts"]] == ["ready"]
+    assert [host["state"] for host in command.summary()["hosts"]] == ["ready"]

@@ -13,15 +13,14 @@ import pytest
 from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.network.hosts import Host, obstacle
 from experiments.benchmarks.network.switch import Lan, switched
-from tests.processes.commands import COMMAND, JOB, MODULE, Command, poll
-from tests.processes.test_sandblaster import JOB as BATCH_JOB
+from tests.processes.commands import BATCH_JOB, COMMAND, JOB, LONG, MODULE, Command, poll, sets
 
 
 pytestmark = [pytest.mark.soak, pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(900)]
 
 N_HOSTS = 4
+SPLIT = sets("cluster.replicas=2", "cluster.partitions=2", "model.initial=seed")
 SECONDS_MAX = 500.0  # on a machine that has other things to do
-LONG = ("--set", "stop.epochs=1000000")
 
 
 @dataclass
@@ -99,26 +98,14 @@ def job_at(folder: Path, text: str) -> Iterator[Job]:
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        (JOB, ("--set", "cluster.replicas=4")),
-        (
-            JOB,
-            (
-                *("--set", "cluster.replicas=2", "--set", "cluster.partitions=2"),
-                *("--set", "model.initial=seed", "--set", "stop.epochs=1"),
-            ),
-        ),
-        (BATCH_JOB, ("--set", "cluster.replicas=4")),
-        (
-            BATCH_JOB,
-            (
-                *("--set", "cluster.replicas=2", "--set", "cluster.partitions=2"),
-                *("--set", "model.initial=seed"),
-            ),
-        ),
+        (JOB, sets("cluster.replicas=4")),
+        (JOB, [*SPLIT, *sets("stop.epochs=1")]),
+        (BATCH_JOB, sets("cluster.replicas=4")),
+        (BATCH_JOB, SPLIT),
     ],
     ids=["Downpour", "Downpour, split", "Sandblaster", "Sandblaster, split"],
 )
-def test_a_job_runs_on_four_hosts(tmp_path: Path, text: str, options: tuple[str, ...]) -> None:
+def test_a_job_runs_on_four_hosts(tmp_path: Path, text: str, options: list[str]) -> None:
     with job_at(tmp_path, text) as job:
         job.start(*options)
         assert job.command.wait(seconds=SECONDS_MAX) == 0, job.command.output
@@ -133,7 +120,7 @@ def test_a_job_runs_on_four_hosts(tmp_path: Path, text: str, options: tuple[str,
 
 def test_a_host_cut_off_for_ten_seconds_comes_back(tmp_path: Path) -> None:
     with job_at(tmp_path, JOB) as job:
-        job.start("--set", "cluster.replicas=4", *LONG)
+        job.start(*sets("cluster.replicas=4"), *LONG)
         poll(job.command.is_training)
         last = job.lan.hosts[-1]
         job.lan.cut(last)
@@ -147,7 +134,7 @@ def test_a_host_cut_off_for_ten_seconds_comes_back(tmp_path: Path) -> None:
 
 def test_a_job_does_without_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:
     with job_at(tmp_path, JOB) as job:
-        job.start("--set", "cluster.replicas=4", *LONG)
+        job.start(*sets("cluster.replicas=4"), *LONG)
         poll(job.command.is_training)
         job.lan.cut(job.lan.hosts[-1])
         poll(lambda: job.says("waits for a host"), seconds=40)

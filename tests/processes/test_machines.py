@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 import experiments.digits
 from distbelief.program.plan import load
 from experiments.digits.digits import images, net
-from tests.processes.commands import COMMAND, Command, alive, poll, train
+from tests.processes.commands import COMMAND, Command, alive, poll, said, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLE = Path(experiments.digits.__path__[0])
-SPLIT = ("--set", "cluster.partitions=2", "--set", "model.initial=seed")
+SPLIT = sets("cluster.partitions=2", "model.initial=seed")
 
 
 @pytest.fixture
@@ -39,20 +39,14 @@ def digits(folder: Path, *arguments: str) -> AbstractContextManager[Command]:
     return train(folder, *arguments, run="digits", job=("digits.toml",))
 
 
-def summary_of(command: Command) -> dict[str, object]:
-    text = (command.run / "summary.json").read_bytes()
-    return cast("dict[str, object]", json.loads(text))
-
-
 @pytest.mark.soak
 def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
-    soon = ("--set", "stop.accuracy=0.96", "--set", "evaluation.every=1 s")
+    soon = sets("stop.accuracy=0.96", "evaluation.every=1 s")
     with digits(folder, *SPLIT, *soon) as command:
-        assert command.wait(seconds=400.0) == 0, command.output
-        pids = command.all_pids()
-    summary = summary_of(command)
+        command.ends(seconds=400.0)
+    summary = command.summary()
     # It was 96 %; the last evaluation is of what was pushed after that as well.
-    assert cast("float", summary["metric"]) >= 0.9, command.output
+    assert summary["metric"] >= 0.9, command.output
     assert summary["pushes_lost"] == 0
     names = {f"replica-{r}.{m}" for r in range(2) for m in range(2)}
     assert names | {"shard-0", "shard-1", "evaluator", "evaluator.1"} == set(command.roles())
@@ -60,8 +54,6 @@ def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
     plan = load(command.run / "plan.json")
     assert (plan.cluster.n_machines, plan.batch, plan.machines) == (2, 32, [0, 1])
     assert (command.run / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert not alive(pids)
-    assert not command.shared_memory()
     module = net()
     module.load_state_dict(load_file(command.run / "model.safetensors"))
     held_out = images("test")
@@ -69,24 +61,17 @@ def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
         expected = module.eval()(held_out.tensors[0])
     np.save(folder / "scans.npy", held_out.tensors[0].numpy())
     for extra in ([], ["--whole"]):
-        done = subprocess.run(
-            [COMMAND, "predict", command.run, "scans.npy", "--json", *extra],
-            cwd=folder,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        said = json.loads(done.stdout)
-        assert said["machines"] == (1 if extra else 2)
-        assert said["shape"] == [360, 10]
+        words = ["predict", str(command.run), "scans.npy", "--json", *extra]
+        told = json.loads(said(folder, *words, seconds=300))
+        assert told["machines"] == (1 if extra else 2)
+        assert told["shape"] == [360, 10]
         outputs = np.load(folder / "scans.outputs.npy")
         np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.soak
 def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(folder: Path) -> None:
-    lasting = ("--set", "stop.epochs=100000", "--set", "algorithm.warm_start_steps=0")
+    lasting = sets("stop.epochs=100000", "algorithm.warm_start_steps=0")
     with digits(folder, *SPLIT, *lasting) as command:
         poll(command.is_training, seconds=400.0)
         poll(lambda: "replica-0.1" in command.roles(), seconds=60.0)
@@ -98,9 +83,8 @@ def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(folder: Path)
             poll(partial(has_steps, command, killed), seconds=120.0)
             assert {name: command.pids(name) for name in before} == before
         command.signal(signal.SIGINT)
-        assert command.wait(seconds=60.0) == 130, command.output
+        command.ends(130)
     assert said_to_restart(command, "replica 0.1", "replica 0.0")
-    assert not alive(command.all_pids())
 
 
 def said_to_restart(command: Command, *labels: str) -> bool:
@@ -213,8 +197,8 @@ def with_limit(n_bytes: int, arguments: list[str], folder: Path) -> tuple[int, s
 def test_a_model_that_no_process_could_hold_trains(tmp_path: Path) -> None:
     """RLIMIT_DATA for every process: 240 MB beyond that of an empty role; 320 MB."""
     write_wide(tmp_path)
-    small = ["--set", "model.arguments.hidden=10", "--set", "stop.samples=1000000"]
-    split = ["--set", "cluster.partitions=4"]
+    small = sets("model.arguments.hidden=10", "stop.samples=1000000")
+    split = sets("cluster.partitions=4")
     with train(tmp_path, *small, *split, run="wide", job=("wide.toml",)) as command:
         poll(command.is_training, seconds=300.0)
         empty = max(private_bytes(pid) for pid in alive(command.all_pids()))
@@ -222,31 +206,29 @@ def test_a_model_that_no_process_could_hold_trains(tmp_path: Path) -> None:
         command.wait(seconds=60.0)
     cap = empty + CAP_BYTES
     assert cap - empty < MODEL_BYTES
-    directory = ["--set", "output.directory=runs/large"]
-    code, said = with_limit(cap, ["train", "wide.toml", *split, *directory], tmp_path)
-    assert code == 0, said
+    directory = sets("output.directory=runs/large")
+    code, told = with_limit(cap, ["train", "wide.toml", *split, *directory], tmp_path)
+    assert code == 0, told
     summary = json.loads((tmp_path / "runs" / "large" / "summary.json").read_bytes())
     assert summary["samples"] >= 64
     model = tmp_path / "runs" / "large" / "model.safetensors"
     assert model.stat().st_size > MODEL_BYTES
     # The same limit ends a job whose replica is one process.
-    directory = ["--set", "output.directory=runs/whole"]
-    code, said = with_limit(cap, ["train", "wide.toml", *directory], tmp_path)
-    assert code != 0, said
+    directory = sets("output.directory=runs/whole")
+    code, told = with_limit(cap, ["train", "wide.toml", *directory], tmp_path)
+    assert code != 0, told
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(2400)
 def test_sixteen_machines_learn_and_one_may_be_killed(folder: Path) -> None:
-    many = ("--set", "cluster.partitions=16", "--set", "model.initial=seed")
-    one = ("--set", "cluster.replicas=1", "--set", "model.arguments.channels=32")
+    many = sets("cluster.partitions=16", "model.initial=seed")
+    one = sets("cluster.replicas=1", "model.arguments.channels=32")
     # 16 others evaluate, on the same cores.
-    seldom = ("--set", "evaluation.every=30 s", "--set", "stop.epochs=12")
+    seldom = sets("evaluation.every=30 s", "stop.epochs=12")
     with digits(folder, *many, *one, *seldom) as command:
         poll(command.is_training, seconds=900.0)
-        (victim,) = command.pids("replica-0.7")
-        os.kill(victim, signal.SIGKILL)
-        assert command.wait(seconds=1200.0) == 0, command.output
+        command.kill("replica-0.7")
+        command.ends(seconds=1200.0)
     assert said_to_restart(command, "replica 0.7")
-    assert cast("float", summary_of(command)["metric"]) >= 0.95
-    assert not alive(command.all_pids())
+    assert command.summary()["metric"] >= 0.95

@@ -123,7 +123,7 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
     leave()
     assert capsys.readouterr().out == ""
     optimizer.close()
-    with pytest.raises(distbelief.PeerLostError, match="it is closed"):
+    with pytest.raises(distbelief.PeerLostError, match="is closed"):
         take_steps(model, optimizer, 1)
 
 
@@ -137,7 +137,7 @@ def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(model: 
     )
     take_steps(model, optimizer, 3)
     server.close()
-    with pytest.raises(distbelief.PeerLostError, match="server tcp://127"):
+    with pytest.raises(distbelief.PeerLostError, match="server ipc://"):
         take_steps(model, optimizer, 100)
     assert torch.isfinite(flat(model)).all()
     with pytest.raises(distbelief.PeerLostError):

@@ -1,10 +1,11 @@
 """Sandblaster on real processes: jobs, `minimize`, and what goes wrong with them."""
 
 import json
-import os
+import runpy
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,43 +22,10 @@ from sandblaster.api import MinimizeResult
 from sandblaster.local import minimize_flat
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.termination import Reason
-from tests.processes.commands import MODULE, Command, poll, train
+from tests.processes.commands import BATCH_JOB, Command, poll, sets, train, write_job
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
-
-JOB = """
-[model]
-factory = "tiny:net"
-
-[data.train]
-factory = "tiny:frames"
-
-[data.test]
-factory = "tiny:frames"
-[data.test.arguments]
-n = 500
-seed = 7
-
-[algorithm]
-name = "sandblaster"
-loss = "cross_entropy"
-l2 = 1e-3
-portion = 250
-tolerance = 5e-3
-
-[cluster]
-replicas = 2
-shards = 2
-
-[evaluation]
-every = "500 ms"
-
-[output]
-directory = "runs/tiny"
-report_every = "500 ms"
-snapshot_every = "500 ms"
-"""
 
 LOSSES = '''
 
@@ -81,22 +49,14 @@ def slow(n=2000, seed=0):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.py").write_text(MODULE + LOSSES)
-    (tmp_path / "tiny.toml").write_text(JOB)
+    write_job(tmp_path, job=BATCH_JOB, more=LOSSES)
     return tmp_path
-
-
-def summary(folder: Path) -> dict[str, object]:
-    text = (folder / "runs" / "tiny" / "summary.json").read_text()
-    found: dict[str, object] = json.loads(text)
-    return found
 
 
 def objective(folder: Path) -> float:
     """Return the loss of the model that a run has left, in one plain process."""
-    tiny: dict[str, object] = {}
-    exec((folder / "tiny.py").read_text(), tiny)
-    net, frames = tiny["net"](), tiny["frames"]()  # type: ignore[operator]
+    tiny = runpy.run_path(str(folder / "tiny.py"))
+    net, frames = tiny["net"](), tiny["frames"]()
     net.load_state_dict(load_file(folder / "runs" / "tiny" / "model.safetensors"))
     with torch.no_grad():
         loss = nn.functional.cross_entropy(net(frames.inputs), frames.targets)
@@ -109,9 +69,9 @@ def kill_each(run: Command, *roles: str) -> None:
     for role in roles:
         before = run.samples()
         poll(lambda b=before: run.samples() > b, seconds=120)  # type: ignore[misc]
-        os.kill(run.pids(role)[-1], signal.SIGKILL)
+        run.kill(role)
         poll(lambda r=role: len(run.pids(r)) > 1, seconds=60)  # type: ignore[misc]
-    assert run.wait(seconds=240) == 0, run.output
+    run.ends(seconds=240)
 
 
 def check_end(run: Command, *, n_killed: int) -> None:
@@ -119,66 +79,58 @@ def check_end(run: Command, *, n_killed: int) -> None:
 
     On a machine that stands still for seconds a role more may be taken for dead.
     """
-    folder, found = run.folder, summary(run.folder)
-    n_restarts = cast("int", found["restarts"])
-    assert n_killed <= n_restarts <= n_killed + 2, run.output
+    found = run.summary()
+    assert n_killed <= found["restarts"] <= n_killed + 2, run.output
     assert found["stop_reason"] in {
         Reason.MAX_ITERATIONS.sentence,
         Reason.CONVERGED_GRADIENT.sentence,
     }
-    assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
+    assert found["loss"] == pytest.approx(objective(run.folder), rel=1e-5)
 
 
 @pytest.mark.untraced
 def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
-    slow = "data.train.factory=tiny:slow"
-    with train(folder, "--set", slow, "--set", "algorithm.max_iterations=20") as run:
+    options = sets("data.train.factory=tiny:slow", "algorithm.max_iterations=20")
+    with train(folder, *options) as run:
         kill_each(run, "coordinator", "replica-1", "shard-0")
     check_end(run, n_killed=3)
 
 
 @pytest.mark.soak
 def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(folder: Path) -> None:
-    warm = [
+    warm = sets(
         "algorithm.warm_start.samples=8000",
         "algorithm.warm_start.batch_size=50",
         "algorithm.warm_start.rule.name=adagrad",
         "algorithm.warm_start.rule.learning_rate=0.05",
-    ]
-    with train(folder, *(word for key in warm for word in ("--set", key))) as run:
-        assert run.wait(seconds=240) == 0, run.output
-    found = summary(folder)
+    )
+    with train(folder, *warm) as run:
+        run.ends(seconds=240)
+    found = run.summary()
     assert found["stop_reason"] == Reason.CONVERGED_GRADIENT.sentence
-    for key, least in (("samples", 8001), ("pushes_applied", 8000 // 50)):
-        figure = found[key]
-        assert isinstance(figure, int), key
-        assert figure >= least, key
+    assert found["samples"] >= 8001
+    assert found["pushes_applied"] >= 8000 // 50
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 
 
 @pytest.mark.soak
 def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> None:
-    slow = ("--set", "data.train.factory=tiny:slow")
+    slow = sets("data.train.factory=tiny:slow")
     with train(folder, *slow) as first:
         poll(lambda: first.samples() > 20_000, seconds=120)
         first.signal(signal.SIGINT)
-        assert first.wait(seconds=60) == 130, first.output
-    before = summary(folder)
+        first.ends(130)
+    before = first.summary()
     at_stop = objective(folder)
     assert before["loss"] == pytest.approx(at_stop, rel=1e-5)
     with train(folder, "--resume", "runs/tiny", *slow) as second:
-        assert second.wait(seconds=240) == 0, second.output
-    after = summary(folder)
+        second.ends(seconds=240)
+    after = second.summary()
     assert after["stop_reason"] == Reason.CONVERGED_GRADIENT.sentence
     assert after["loss"] == pytest.approx(objective(folder), rel=1e-5)
     assert objective(folder) < at_stop
-    figures = after["figures"]
-    assert isinstance(figures, dict)
-    assert figures["gradient_norm"] <= 5e-3
-    assert figures["iteration"] == after["step"]
-    assert isinstance(before["step"], int)
-    assert figures["iteration"] > before["step"]  # it goes on counting
-    assert isinstance(after["metric"], float)
+    assert after["figures"]["gradient_norm"] <= 5e-3
+    assert after["figures"]["iteration"] == after["step"] > before["step"]  # it goes on counting
     assert after["metric"] > 0.9
     lines = (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()
     losses = [loss for line in lines if (loss := json.loads(line)["loss"]) is not None]
@@ -189,9 +141,9 @@ def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> No
 
 @pytest.mark.untraced
 def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(folder: Path) -> None:
-    with train(folder, "--set", "algorithm.loss=tiny:nan") as run:
-        assert run.wait(seconds=120) == 1, run.output
-    assert summary(folder)["error"] == Reason.NOT_FINITE.sentence
+    with train(folder, *sets("algorithm.loss=tiny:nan")) as run:
+        run.ends(1, seconds=120)
+    assert run.summary()["error"] == Reason.NOT_FINITE.sentence
     assert Reason.NOT_FINITE.sentence in " ".join(run.output.split())
 
 
@@ -231,6 +183,24 @@ def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) 
     assert log.count("the method restarts at the saved parameters") == 1
 
 
+def plain_objective(
+    net: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor, *, l2: float = 0.0
+) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
+    """Return the function to minimize, in one plain process: loss and gradient at a point."""
+
+    def function(point: np.ndarray) -> tuple[float, np.ndarray]:
+        plain = net()
+        vector_to_parameters(torch.from_numpy(point), plain.parameters())
+        loss = nn.functional.cross_entropy(plain(x), y)
+        if l2:
+            loss = loss + l2 / 2 * sum((p**2).sum() for p in plain.parameters())
+        loss.backward()
+        gradient = [p.grad.reshape(-1) for p in plain.parameters()]  # type: ignore[union-attr]
+        return loss.item(), torch.cat(gradient).numpy()
+
+    return function
+
+
 @pytest.mark.untraced
 def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -239,15 +209,7 @@ def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     model = nn.Linear(6, 2).double()
     initial = parameters_to_vector(model.parameters()).detach().numpy().copy()
 
-    def function(point: np.ndarray) -> tuple[float, np.ndarray]:
-        plain = nn.Linear(6, 2).double()
-        vector_to_parameters(torch.from_numpy(point), plain.parameters())
-        loss = nn.functional.cross_entropy(plain(x), y)
-        loss = loss + 0.05 * sum((p**2).sum() for p in plain.parameters())
-        loss.backward()
-        gradient = [p.grad.reshape(-1) for p in plain.parameters()]  # type: ignore[union-attr]
-        return loss.item(), torch.cat(gradient).numpy()
-
+    function = plain_objective(lambda: nn.Linear(6, 2).double(), x, y, l2=0.1)
     best = scipy_minimize(function, initial, jac=True, tol=1e-10)
     seen: list[object] = []
     result = sandblaster.minimize(
@@ -283,15 +245,7 @@ def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
-    def function(point: np.ndarray) -> tuple[float, np.ndarray]:
-        plain = net()
-        vector_to_parameters(torch.from_numpy(point), plain.parameters())
-        loss = nn.functional.cross_entropy(plain(x), y)
-        loss.backward()
-        gradient = [p.grad.reshape(-1) for p in plain.parameters()]  # type: ignore[union-attr]
-        return loss.item(), torch.cat(gradient).numpy()
-
-    model = net()
+    function, model = plain_objective(net, x, y), net()
     initial = parameters_to_vector(model.parameters()).detach().numpy().copy()
     method = LBFGS(n_iterations_max=4, gradient_tolerance=1e-5)
     point, expected = minimize_flat(function, initial, method)
@@ -317,13 +271,13 @@ def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -
 @pytest.mark.soak
 @pytest.mark.untraced
 def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(folder: Path) -> None:
-    more = [
+    options = sets(
         "data.train.factory=tiny:slow",
         "algorithm.max_iterations=20",
         "cluster.partitions=2",
         "model.initial=seed",
-    ]
-    with train(folder, *(word for key in more for word in ("--set", key))) as run:
+    )
+    with train(folder, *options) as run:
         kill_each(run, "replica-0.1", "replica-1.0", "coordinator")
     check_end(run, n_killed=3)
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import distbelief
-from distbelief.serve.server import ServerAddress
+from distbelief.serve.address import ServerAddress
 from distbelief.transport.keys import KeyPair
 from distbelief.transport.shared_memory import FileMemory
 from tests.processes.commands import alive, poll
@@ -76,7 +76,7 @@ class Victim:
         found = [address.run.encode()]
         if address.secret:
             pair = KeyPair.parse(address.secret)
-            found += [address.secret.encode(), pair.secret.reveal()]
+            found += [address.secret.encode(), pair.secret]
         return found
 
 

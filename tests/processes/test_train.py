@@ -1,8 +1,8 @@
 """`distbelief train` with real processes: it ends, it survives, it leaves nothing."""
 
-import importlib.util
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,22 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.run.checkpoints import CheckpointStore
-from tests.processes.commands import SHARED_MEMORY, Command, alive, poll, train, write_job
+from tests.processes.commands import LONG, SHARED_MEMORY, Command, alive, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
-
-LONG = ("--set", "stop.epochs=1000000")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_job(tmp_path)
-    return tmp_path
-
-
-def plain_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
 def has_restarted(command: Command, role: str) -> bool:
@@ -46,10 +34,8 @@ def has_trained(command: Command, samples: int) -> bool:
 
 def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
     with train(folder, "--json", fresh=True) as command:
-        assert command.wait() == 0, command.output
+        command.ends()
         summary = json.loads(command.output)
-        assert not alive(command.all_pids())
-        assert not command.shared_memory()
     assert summary["stop_reason"] == "5 epochs done"
     assert summary["samples"] >= 10_000
     assert summary["train"]["n_samples"] == 2000
@@ -62,14 +48,10 @@ def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
         *("replica-0", "replica-1", "shard-0", "shard-1"),
     }
     assert not (run / "initial.safetensors").exists()
-    net = plain_net()
+    net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
     net.load_state_dict(load_file(run / "model.safetensors"))
-    specification = importlib.util.spec_from_file_location("tiny", folder / "tiny.py")
-    assert specification is not None
-    assert specification.loader is not None
-    tiny = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(tiny)
-    held_out = tiny.frames(500, 7)
+    tiny = runpy.run_path(str(folder / "tiny.py"))
+    held_out = tiny["frames"](500, 7)
     with torch.no_grad():
         hits = net(held_out.inputs).argmax(1) == held_out.targets
     assert float(hits.float().mean()) == pytest.approx(summary["metric"])
@@ -78,7 +60,7 @@ def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_roles_that_share_no_memory_train_as_well(folder: Path) -> None:
-    with train(folder, "--set", "cluster.shared_memory=false") as command:
+    with train(folder, *sets("cluster.shared_memory=false")) as command:
         assert command.wait() == 0, command.output
     assert (command.run / "model.safetensors").is_file()
 
@@ -109,8 +91,7 @@ def test_two_runs_at_once_do_not_meet(folder: Path) -> None:
             assert one.wait() == 0, one.output
             assert other.wait() == 0, other.output
     for command in (one, other):
-        summary = json.loads((command.run / "summary.json").read_text())
-        assert summary["samples"] >= 10_000
+        assert command.summary()["samples"] >= 10_000
         for log in (command.run / "logs").iterdir():
             assert "another run" not in log.read_text()
 
@@ -126,22 +107,21 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
         seconds = poll(lambda: not alive(command.all_pids()) and not command.shared_memory())
         assert seconds < 2.0
         assert command.wait() == 130, command.output
-    first = json.loads((command.run / "summary.json").read_text())
+    first = command.summary()
     assert first["stop_reason"] == "Ctrl+C"
     assert first["error"] is None
     assert (command.run / "model.safetensors").is_file()
     n_lines = len((command.run / "metrics.jsonl").read_text().splitlines())
 
     resume = ("--resume", "runs/tiny")
-    other = ("--set", "model.arguments.width=8")
-    with train(folder, *resume, *other, job=()) as command:
+    with train(folder, *resume, *sets("model.arguments.width=8"), job=()) as command:
         assert command.wait() == 2
         assert "changed [model]: the checkpoints are of another model" in command.output
     # A little more than was done: had it begun anew, it would take longer.
-    goal = f"stop.samples={first['samples'] + 1000}"
-    with train(folder, *resume, "--set", goal, "--set", "stop.epochs=1000000", job=()) as command:
+    goal = sets(f"stop.samples={first['samples'] + 1000}")
+    with train(folder, *resume, *goal, *LONG, job=()) as command:
         assert command.wait() == 0, command.output
-    second = json.loads((command.run / "summary.json").read_text())
+    second = command.summary()
     assert second["samples"] >= first["samples"] + 1000
     assert second["seconds"] > first["seconds"]
     lines = (command.run / "metrics.jsonl").read_text().splitlines()
@@ -155,8 +135,7 @@ def test_ctrl_c_before_anything_runs_leaves_nothing(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll((command.run / "lock").exists)
         command.signal(signal.SIGINT)
-        assert command.wait() == 130, command.output
-        assert not command.shared_memory()
+        command.ends(130)
 
 
 @pytest.mark.untraced
@@ -167,10 +146,8 @@ def test_sigterm_to_all_processes_ends_a_job_in_order(folder: Path) -> None:
         for pid in alive(command.all_pids()):  # as a service manager does
             os.kill(pid, signal.SIGTERM)
         command.signal(signal.SIGTERM)
-        assert command.wait() == 143, command.output
+        command.ends(143)
         assert "did not answer in time" not in command.output
-        assert not alive(command.all_pids())
-        assert not command.shared_memory()
     assert (command.run / "model.safetensors").is_file()
 
 
@@ -184,12 +161,11 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
         poll(command.is_training)
         poll((command.run / "snapshots" / "shard-0").is_dir)
         for role in ("replica-1", "shard-0", "evaluator"):
-            os.kill(command.pids(role)[-1], signal.SIGKILL)
+            command.kill(role)
             poll(partial(has_restarted, command, role))
             poll(partial(has_trained, command, command.samples() + 1000))
         command.signal(signal.SIGINT)
-        assert command.wait() == 130
-        assert not command.shared_memory()
+        command.ends(130)
     for sentence in (
         "replica 1 was ended by signal SIGKILL (out of memory?): restarting it",
         "restarting it from checkpoint ",
@@ -200,7 +176,7 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
 @pytest.mark.untraced
 def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(folder: Path) -> None:
     """Its shards were killed as well: all pushes since the last snapshot were lost."""
-    with train(folder, *LONG, "--set", "output.snapshot_every=1000 s") as command:
+    with train(folder, *LONG, *sets("output.snapshot_every=1000 s")) as command:
         poll(lambda: command.is_training() and command.samples() > 1000)
         pids = command.all_pids()
         before = command.clocks()
@@ -230,7 +206,7 @@ def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(folder: Pat
 
 @pytest.mark.soak
 def test_a_mistake_is_one_message_and_leaves_no_directory(folder: Path) -> None:
-    with train(folder, "--set", "model.arguments.depth=3") as command:
+    with train(folder, *sets("model.arguments.depth=3")) as command:
         assert command.wait() == 2
     assert "takes no argument 'depth' (it takes width)" in command.output
     assert len(command.output.strip().splitlines()) == 1
@@ -239,10 +215,9 @@ def test_a_mistake_is_one_message_and_leaves_no_directory(folder: Path) -> None:
 
 @pytest.mark.untraced
 def test_a_factory_that_fails_in_a_role_ends_the_job_with_its_words(folder: Path) -> None:
-    bad = ("--set", "data.train.factory=tiny:fragile")
+    bad = sets("data.train.factory=tiny:fragile")
     with train(folder, *LONG, *bad, "--json") as command:
-        assert command.wait() == 1, command.output
-        assert not alive(command.all_pids())
+        command.ends(1)
     summary, told = command.output.rsplit("}\n", 1)  # the latter on standard error
     error = json.loads(summary + "}")["error"]
     assert error.startswith("replica 1: [data.train] tiny:fragile failed: OSError")
@@ -253,7 +228,7 @@ def test_a_factory_that_fails_in_a_role_ends_the_job_with_its_words(folder: Path
 @pytest.mark.untraced
 def test_a_training_that_diverges_says_so(folder: Path) -> None:
     rule = 'algorithm.rule={ name = "sgd", learning_rate = 1e30 }'
-    with train(folder, *LONG, "--set", rule, "--json") as command:
+    with train(folder, *LONG, *sets(rule), "--json") as command:
         assert command.wait() == 1, command.output
     error = json.loads(command.output.rsplit("}\n", 1)[0] + "}")["error"]
     assert "NaN or infinite" in error

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.partition.verify_run import VerificationRun, run_verification
 from distbelief.task.task import DataSpec, ModelSpec, Sample, TaskSpec
-from tests.processes.commands import COMMAND, poll
+from tests.processes.commands import poll, said
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -41,16 +40,7 @@ def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None
     (tmp_path / "tiny.py").write_text(MODEL)
     words = ["partition", f"tiny:{net}", "--input", "1x8x8", "--batch", "6"]
     words += ["--loss", "cross_entropy", "--machines", "3", "--exactly", "--verify"]
-    done = subprocess.run(
-        [COMMAND, *words, "--cluster", "rack-1g", "--json"],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)["verified"]
+    found = json.loads(said(tmp_path, *words, "--cluster", "rack-1g", "--json"))["verified"]
     assert found["passed"]
     assert found["machines"] == 3
     assert {"outputs", "loss", "0.weight", "1.weight", "6.bias"} <= set(found["errors"])
@@ -86,8 +76,8 @@ def rehearsal(folder: Path, *, factory: str) -> VerificationRun:
 @pytest.mark.soak
 @pytest.mark.untraced
 def test_a_machine_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> None:
-    said = r"(?s)machine \d .*no-plan\.json"
-    with pytest.raises(DistBeliefError, match=said) as caught:
+    told = r"(?s)machine \d .*no-plan\.json"
+    with pytest.raises(DistBeliefError, match=told) as caught:
         run_verification(rehearsal(tmp_path, factory="tiny:net"), n_machines=2)
     assert not isinstance(caught.value, JobError)
     assert not list(tmp_path.glob("*.json.tmp"))

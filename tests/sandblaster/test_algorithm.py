@@ -13,7 +13,7 @@ from distbelief.errors import JobError, JobFileError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard import Shard
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec
-from distbelief.worker.evaluator import Evaluator
+from distbelief.worker.replica import Replica
 from sandblaster.algorithm import SANDBLASTER, reason_of
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
@@ -197,7 +197,7 @@ def test_every_role_of_the_roster_can_be_built() -> None:
         for entry in roster
         if not entry.name.startswith("replica")
     ]
-    assert built == [Shard] * 2 + [Coordinator, Evaluator]
+    assert built == [Shard] * 2 + [Coordinator, Replica]
     assert [entry.kind for entry in roster] == [
         "shard",
         "shard",

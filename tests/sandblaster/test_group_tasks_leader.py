@@ -22,7 +22,7 @@ from distbelief.protocol import (
     WorkReport,
 )
 from distbelief.roles.role import Action, Report, Send, SetTimer
-from distbelief.worker.group_leader import GroupLeader, Outgoing
+from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks
 from sandblaster.worker import BatchWorkerConfig

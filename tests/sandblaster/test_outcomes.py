@@ -22,11 +22,11 @@ from distbelief.protocol import (
 from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
 from distbelief.roles.role import SUPERVISOR, Address, Received, Report, Role, TimerFired
 from distbelief.simulation.faults import DiskFull, Kill, Slow
-from sandblaster.chunks import COORDINATOR
+from sandblaster.chunks import COORDINATOR, BatchRange
 from sandblaster.coordinator.config import CoordinatorConfig
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.run import _check
-from sandblaster.coordinator.work_queue import Commits, EpochCounters, ExpectedFinish
+from sandblaster.coordinator.work_queue import EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.optimizers.base import (
     Evaluate,
@@ -227,11 +227,11 @@ def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
     config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
-    loads = ExpectedFinish(config, WorkerPool(config))
-    sets = Commits(range(0, 4, 4), counters=EpochCounters(), loads=loads)
+    batch = BatchRange(first=0, n_examples=4)
+    queue = WorkQueue(config, pool=WorkerPool(config), batch=batch, counters=EpochCounters())
     answers = [CommandDone(epoch=1, number=1, n_chunks=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
-        _check(answers, sets)
+        _check(answers, queue)
 
 
 def test_more_saves_than_can_wait_are_refused() -> None:
@@ -281,7 +281,7 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
     )
     scene = replace(SMALL, method=Scripted(requests, replies))
     run = Run(scene)
-    run.cluster._world.observers.clear()  # the plain gradient is of the whole batch
+    run.cluster._driver.observers.clear()  # the plain gradient is of the whole batch
     assert ended(run) is None
     n_parameters, whole, part, stops, _ = replies
     assert n_parameters == (6.0,)
@@ -390,7 +390,7 @@ def test_a_superseded_coordinator_ends() -> None:
             else None
         )
     )
-    run.cluster._processes.start(COORDINATOR)
+    run.cluster._driver.start(COORDINATOR)
     assert ended(run) is None
     assert run.cluster.role(COORDINATOR) is not first
     assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]

@@ -31,10 +31,11 @@ from distbelief.roles.role import (
 )
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.replica import Replica
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
-from sandblaster.partitioned_worker import STAGED_TIMER, PartitionedBatchWorker
+from sandblaster.partitioned_worker import STAGED_TIMER, ChunkObjective
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
 
@@ -54,9 +55,9 @@ def context() -> BuildContext:
     )
 
 
-def machine(name: Address) -> PartitionedBatchWorker:
+def machine(name: Address) -> Replica:
     built = build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))
-    assert isinstance(built, PartitionedBatchWorker)
+    assert isinstance(built, Replica)
     built.handle(Started(incarnation=1, restored=None), 0.0)
     return built
 
@@ -84,7 +85,8 @@ def test_staged_tokens_are_reported_again() -> None:
     worker = machine(WORKER)
     push = PushChunk(epoch=1, attempt=1, commit_token=9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == []
-    worker._objective.pushes.staged.append(9)
+    assert isinstance(worker.objective, ChunkObjective)
+    worker.objective.pushes.staged.append(9)
     assert sent(worker.handle(says(LEADER, push), 1.0), ChunkStaged) == [LEADER]
 
 
@@ -144,7 +146,7 @@ def test_status_is_that_of_its_rank() -> None:
 def test_after_its_exit_it_is_silent() -> None:
     worker = machine(WORKER)
     worker.handle(says(SUPERVISOR, Stop(reason="over")), 0.0)
-    actions = worker.handle(TimerFired(name="machine:remind"), 31.0)
+    actions = worker.handle(TimerFired(name="replica:remind"), 31.0)
     assert sent(actions, Finished) == [SUPERVISOR]
     assert worker.handle(TimerFired(name=STAGED_TIMER), 32.0) == []
 

@@ -14,11 +14,13 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
-from distbelief.roles.role import Action, Compute, Computed, Report
+from distbelief.roles.role import Action, Address, Compute, Computed, Report
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.group import LocalNorm
+from distbelief.worker.gradients import Items
+from distbelief.worker.objective import LocalNorm
+from distbelief.worker.training import PUSH
 from sandblaster.group_tasks import ChunkBatchPlan
-from sandblaster.partitioned_worker import PUSH, ChunkObjective, RankItems
+from sandblaster.partitioned_worker import ChunkObjective
 
 
 VERSION = ShardVersion(incarnation=1, clock=7)
@@ -55,17 +57,22 @@ class Bench:
     def __init__(self, *, keeps: bool = True) -> None:
         self.client = Client()
         self.plan = ChunkBatchPlan(Samples(8), mini_batch_size=2)
-        items = RankItems(
-            sizes=[2, 1, 1] if keeps else [],
-            buffers=[1, 2] if keeps else [],
+        sizes = [2, 1, 1] if keeps else []
+        items = Items(
+            values=[torch.zeros(size, dtype=torch.float64) for size in sizes],
+            trained=frozenset({0}),
             counts={1: 2} if keeps else {},
-            shards=[1] if keeps else [],
-            dtype=torch.float64,
         )
         if not keeps:
             self.client.versions = ()
         self.sums = ChunkObjective(
-            items, client=cast("ParameterClient", self.client), plan=self.plan, group_tasks=None
+            items,
+            shards=[1] if keeps else [],
+            client=cast("ParameterClient", self.client),
+            plan=self.plan,
+            group_tasks=None,
+            names=[Address("replica-0.0"), Address("replica-0.1")],
+            retry_seconds=0.5,
         )
         self._life = 0
 
@@ -94,13 +101,15 @@ class Bench:
         """Compute a mini-batch."""
         chosen = self.plan.batch(step)
         inputs = torch.full((len(chosen.indices), 1), gradient)
-        portion = BatchSlice(generation=1, step=step, inputs={"x": [inputs]})
+        portion = BatchSlice(generation=1, step=step, samples=chosen, inputs={"x": [inputs]})
         put = self.sums.open(step, chosen, portion)
         if self.sums.values:
             put(0, torch.full((2,), gradient, dtype=torch.float64))
         averages = {1: torch.tensor([5.0 + step])} if self.sums.values else {}
         self.found = StepResult(loss=loss, averages=averages, outputs=[])
-        return self.sums.close(self.found)
+        vote = self.sums.close(self.found)
+        assert isinstance(vote, LocalNorm | None)
+        return vote
 
     def closed(self) -> Sequence[Action]:
         chosen = BatchIndices(position=0, indices=np.arange(2))
@@ -297,7 +306,7 @@ def test_its_generations_have_no_pushes_and_no_clock() -> None:
 
 def test_unexpected_or_failed_work_is_rejected() -> None:
     bench = computed()
-    with pytest.raises(LocalProtocolError, match="unexpected result of 'machine:push'"):
+    with pytest.raises(LocalProtocolError, match="unexpected result of 'replica:push'"):
         bench.sums.computed(Computed(name=PUSH, result=None, seconds=0.0), 0.0)
     bench.push(4, 50)
     bench.sums.work(final=False)

@@ -96,13 +96,11 @@ class Bench:
                 shards=[SHARD],
                 memory=PrivateMemory(host=""),
             ),
-            trainer=LocalExecutor(
+            executor=LocalExecutor(
                 model,
                 Lines(),
                 loss=summed(loss),
                 names=dry_run.Names(model="Net", loss="mse", data="data.train"),
-                clip_norm=None,
-                always_check=False,
                 seed=(0, 0),
             ),
             samples=Samples(N_SAMPLES),
@@ -381,7 +379,7 @@ def test_user_errors_end_with_a_message() -> None:
     with pytest.raises(JobError, match="loss"):
         bench.work_all()
     other = Bench()
-    with pytest.raises(JobError, match="a mini-batch failed: KeyError"):
+    with pytest.raises(JobError, match="a step failed: KeyError"):
         other.happen(Computed(name="replica:mini-batch", error=KeyError("x")))
     with pytest.raises(LocalProtocolError, match="unexpected result of 'x'"):
         other.happen(Computed(name="x"))

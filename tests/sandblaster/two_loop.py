@@ -22,20 +22,18 @@ def two_loop(
 
     alphas: list[float] = []
     curvatures: list[float] = []
-    for pair in reversed(history):
-        s, y = pair.step_difference, pair.gradient_difference
+    for s, y in reversed(history):
         curvature, product = yield from perform(Dot(x=s, y=y), Dot(x=s, y=target))
         alpha = product / curvature
         yield from perform(Axpy(target=target, a=-alpha, x=y))
         alphas.append(alpha)
         curvatures.append(curvature)
 
-    newest = history[-1].gradient_difference
+    newest = history[-1][1]
     (square,) = yield from perform(Dot(x=newest, y=newest))
     yield from perform(Scale(target=target, a=curvatures[0] / square))
 
     steps = zip(history, reversed(alphas), reversed(curvatures), strict=True)
-    for pair, alpha, curvature in steps:
-        s, y = pair.step_difference, pair.gradient_difference
+    for (s, y), alpha, curvature in steps:
         (product,) = yield from perform(Dot(x=y, y=target))
         yield from perform(Axpy(target=target, a=alpha - product / curvature, x=s))

@@ -53,9 +53,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.world import HandledEvent
 from distbelief.supervisor.failover import Decision, PrimaryElection
 from tests.simulation.workers import (
     N_MARKS,
@@ -127,7 +127,7 @@ class Overseer:
             case PeerJoined() if self._knows(event.peer, event.incarnation):
                 return self._joined(event.peer, event.incarnation, now)
             case PeerLost() if self._knows(event.peer, event.incarnation):
-                return self._lost(event.peer, now)
+                return self._lost(event.peer)
             case Received() if self._knows(event.sender, event.incarnation):
                 return self._hear(event, now)
             case _:
@@ -148,12 +148,12 @@ class Overseer:
     def _joined(self, name: Address, incarnation: int, now: Seconds) -> list[Action]:
         return self._follow(self.elections[name].joined(name, incarnation, now))
 
-    def _lost(self, name: Address, now: Seconds) -> list[Action]:
+    def _lost(self, name: Address) -> list[Action]:
         term = self.elections[name]
         self.n_takeovers += name == term.primary and term.in_sync
         self.lives[name] += 1
         again = Launch(name=name, incarnation=self.lives[name])
-        return [again, *self._follow(term.lost(name, now))]
+        return [again, *self._follow(term.lost(name))]
 
     def _hear(self, event: Received, now: Seconds) -> list[Action]:
         sender, term = event.sender, self.elections[event.sender]

@@ -27,7 +27,7 @@ from distbelief.worker.build import Split, build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import member_names
 from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.partition import PartitionWorker as ModelMachine
+from distbelief.worker.replica import Replica
 from tests.distbelief.program.plans import random_plan
 
 
@@ -164,9 +164,9 @@ class Group:
         heard = self.simulation.sent_to(SUPERVISOR)
         return [event.message for event in heard if isinstance(event.message, kind)]
 
-    def machine(self, name: Address) -> ModelMachine:
+    def machine(self, name: Address) -> Replica:
         role = self.simulation.role(name)
-        assert isinstance(role, ModelMachine)
+        assert isinstance(role, Replica)
         return role
 
     def status(self, name: str) -> dict[str, float]:

@@ -33,7 +33,7 @@ from distbelief.parameter_server.shared_vector import N_PUSH_BUFFERS
 from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.world import HandledEvent
+from distbelief.simulation.driver import HandledEvent
 from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
 

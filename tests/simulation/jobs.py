@@ -17,8 +17,8 @@ from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView

@@ -15,11 +15,11 @@ from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import Savepoints
 from distbelief.protocol import CommandDone, Savepoint, ShardCommand
 from distbelief.roles.role import Action, Received, Seconds
-from sandblaster.coordinator.coordinator import SupervisorRequests
+from sandblaster.coordinator.metrics import PendingRequests
 from sandblaster.coordinator.run import CoordinatorRun
 from sandblaster.coordinator.shard_commands import CommandBroadcast
-from sandblaster.coordinator.work_queue import Commits, _Chunk
-from sandblaster.coordinator.workers import ChunkCopy
+from sandblaster.coordinator.work_queue import WorkQueue
+from sandblaster.coordinator.workers import Attempt, Chunk
 from sandblaster.optimizers.base import IterationDone
 from sandblaster.worker import ChunkAttempts, MiniBatchSums, Parameters
 from tests.simulation.variants import Patch, Variant
@@ -73,22 +73,22 @@ def answers_of_any_order(patch: Patch) -> None:
 
 def one_grant_for_all(patch: Patch) -> None:
     """A chunk has one token for all workers: shards keep what comes first."""
-    whole = Commits._issue_token
+    whole = WorkQueue._issue_token
+    first: dict[tuple[WorkQueue, int], int] = {}
 
-    def grant_next(self: Commits, one: _Chunk, now: Seconds) -> None:
-        before = one.winner
-        whole(self, one, now)
-        if one.winner and one.winner != before:
-            first = self.__dict__.setdefault("firsts", {})
-            copy = one.holders[one.winner].copies[one.winner]
-            copy.commit_token = first.setdefault(copy.chunk_index, copy.commit_token)
+    def issue_token(self: WorkQueue, chunk: Chunk, now: Seconds) -> None:
+        before = chunk.winner
+        whole(self, chunk, now)
+        if chunk.winner is not None and chunk.winner is not before:
+            winner = chunk.winner
+            winner.commit_token = first.setdefault((self, chunk.index), winner.commit_token)
 
-    def fence(self: Commits, one: _Chunk, copy: ChunkCopy) -> None:
-        del self, copy
-        one.winner = 0
+    def fence(self: WorkQueue, one: Attempt) -> None:
+        del self
+        one.chunk.winner = None
 
-    patch.setattr(Commits, "_issue_token", grant_next)
-    patch.setattr(Commits, "_fence", fence)
+    patch.setattr(WorkQueue, "_issue_token", issue_token)
+    patch.setattr(WorkQueue, "_fence", fence)
 
 
 def staged_somewhere(patch: Patch) -> None:
@@ -211,14 +211,11 @@ def same_epoch(patch: Patch) -> None:
 
 def told_at_once(patch: Patch) -> None:
     """A checkpoint is reported as saved when it is requested."""
-    whole = SupervisorRequests.request_save
 
-    def ask(self: SupervisorRequests, label: str) -> None:
-        whole(self, label)
-        self._requests.saves.clear()
-        self._requests.saved.append((label, None))
+    def request_save(self: PendingRequests, label: str) -> None:
+        self.saved.append((label, None))
 
-    patch.setattr(SupervisorRequests, "request_save", ask)
+    patch.setattr(PendingRequests, "request_save", request_save)
 
 
 VARIANTS: Final[dict[str, Variant]] = {

@@ -55,12 +55,13 @@ from distbelief.roles.role import (
     Started,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
-from distbelief.simulation.topology import Link
-from distbelief.simulation.world import Builder, HandledEvent
+from distbelief.simulation.network import Link
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
+from distbelief.worker.build import whole_replica
 from distbelief.worker.config import DownpourConfig
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.replica import Replica
@@ -440,13 +441,12 @@ class Run:
             memory=memory,
         )
         model = FlatModel(module(scene.n_inputs))
-        trainer = LocalExecutor(
+        executor = LocalExecutor(
             model,
             points(scene.n_samples, scene.n_inputs),
             loss=summed(scene.loss),
             names=dry_run.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
-            always_check=False,
             seed=(3, 0),
         )
         replica = BatchWorker(
@@ -456,7 +456,7 @@ class Run:
                 retry_seconds_max=0.1 * scene.leisure,
             ),
             client=client,
-            trainer=trainer,
+            executor=executor,
             samples=Samples(scene.n_samples, seed=ORDER_SEED),
             await_begin=scene.await_begin,
         )
@@ -471,19 +471,18 @@ class Run:
 
     def _first_part(self, index: int, *, client: ParameterClient, model: FlatModel) -> Replica:
         scene = self.scene
-        trainer = LocalExecutor(
+        executor = LocalExecutor(
             model,
             points(scene.n_samples, scene.n_inputs),
             loss=scene.loss,
             names=dry_run.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
-            always_check=False,
             seed=(3, index),
         )
-        return Replica(
+        return whole_replica(
             DownpourConfig(batch_size=4, max_steps=scene.warm_steps),
             client=client,
-            trainer=trainer,
+            executor=executor,
             data_shard=DataShard(
                 scene.n_samples, replica_index=index, n_replicas=scene.n_replicas, seed=3
             ),

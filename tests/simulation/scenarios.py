@@ -43,6 +43,7 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -57,8 +58,7 @@ from distbelief.simulation.faults import (
     TornSnapshot,
 )
 from distbelief.simulation.machines import ClusterOptions, Machine, TraceKind
-from distbelief.simulation.topology import Link
-from distbelief.simulation.world import HandledEvent
+from distbelief.simulation.network import Link
 from distbelief.supervisor import failover
 from distbelief.supervisor.failover import Decision
 from tests.simulation import copies

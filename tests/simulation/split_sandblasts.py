@@ -34,10 +34,10 @@ from distbelief.protocol import (
 )
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Link
-from distbelief.simulation.world import HandledEvent
+from distbelief.simulation.network import Link
 from distbelief.task.task import (
     BuildContext,
     Captured,

@@ -12,8 +12,8 @@ import numpy as np
 
 from distbelief.protocol import Assignment, PushChunk
 from distbelief.roles.role import Address, Received, Seconds
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot, random_faults
-from distbelief.simulation.world import HandledEvent
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
 from tests.simulation.split_sandblasts import Run, Scene

@@ -14,7 +14,7 @@ from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.protocol import Assignment, WorkReport
 from distbelief.roles.role import Received, Seconds
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.group_leader import Outgoing
+from distbelief.worker.group import Outgoing
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.group_tasks import GroupTasks
 from sandblaster.partitioned_worker import ChunkObjective, ChunkPushes
@@ -43,14 +43,14 @@ def lives_are_not_told_apart(patch: Patch) -> None:
 
     def take_report(self: WorkerPool, event: Received, report: WorkReport, now: Seconds) -> object:
         known = self.get(event.sender)
-        generation = report.generation if known is None else known.generation
+        generation = report.generation if known is None else known.generation[1]
         report = msgspec.structs.replace(report, generation=generation)
         return whole(self, event, report, now)
 
     def has_restarted(self: WorkerPool, event: Received, report: WorkReport) -> bool:
         del report
         worker = self.get(event.sender)
-        return worker is not None and event.incarnation > worker.incarnation
+        return worker is not None and event.incarnation > worker.generation[0]
 
     taken = GroupTasks.take
 
@@ -103,9 +103,11 @@ def averages_go_on(patch: Patch) -> None:
     """A chunk begins with the running averages of the one before."""
     whole = ChunkObjective.open
 
-    def opened(self: ChunkObjective, step: int, chosen: BatchIndices, portion: BatchSlice) -> Put:
-        self._fetched = [self.values[item].clone() for item in self._items.buffers]
-        return whole(self, step, chosen, portion)
+    def opened(
+        self: ChunkObjective, step: int, batch: BatchIndices, batch_slice: BatchSlice
+    ) -> Put:
+        self._fetched = [self.values[item].clone() for item in self._buffers]
+        return whole(self, step, batch, batch_slice)
 
     patch.setattr(ChunkObjective, "open", opened)
 

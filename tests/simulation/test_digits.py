@@ -66,7 +66,7 @@ def accuracy(
     )
     cluster.simulation.run(until=0.1)
     cluster.tell("replica-0", StartTraining())
-    cluster.simulation.run_until(lambda: cluster.replica(0).counters.steps >= WARM_START_STEPS)
+    cluster.simulation.run_until(lambda: cluster.counters(0).steps >= WARM_START_STEPS)
     for replica in cluster.replicas[1:]:
         cluster.tell(replica, StartTraining())
     cluster.run()

@@ -32,9 +32,9 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Address, Computed, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, random_faults
 from distbelief.simulation.network import Encoded
-from distbelief.simulation.world import HandledEvent
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
 from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scenes

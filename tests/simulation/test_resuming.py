@@ -11,7 +11,7 @@ from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, Momentum,
 from distbelief.protocol import SaveCheckpoint
 from distbelief.roles.role import SUPERVISOR, Received
 from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.reshard import Resharder
+from distbelief.run.resume import Resharder
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.config import DownpourSettings
 from tests.simulation.test_downpour import Cluster, downpour, same

@@ -23,9 +23,9 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import Address, Seconds, Send
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, Slow
 from distbelief.simulation.trace import SimulationFailed
-from distbelief.simulation.world import HandledEvent
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from tests.simulation.sandblast_variants import VARIANTS
 from tests.simulation.sandblasts import (

@@ -13,9 +13,9 @@ import torch
 
 from distbelief.protocol import Assignment, ChunkStaged, PushChunk
 from distbelief.roles.role import Address, Seconds, Send
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
 from distbelief.simulation.trace import SimulationFailed
-from distbelief.simulation.world import HandledEvent
 from tests.simulation.split_sandblasts import Run, Scene, undisturbed
 from tests.simulation.split_scenes import (
     LEADER,

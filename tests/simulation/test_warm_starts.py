@@ -8,8 +8,8 @@ import pytest
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Push, SaveCheckpoint, ShardCommand
 from distbelief.roles.role import SUPERVISOR, Address, Received, Send
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
-from distbelief.simulation.world import HandledEvent
 from sandblaster.chunks import COORDINATOR
 from sandblaster.optimizers.lbfgs import LBFGS
 from tests.simulation.sandblasts import Run, Sandblast, drawn

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, NamedTuple, final
 
-import msgspec
 import torch
 from torch import nn
 
@@ -100,22 +99,16 @@ class Bench:
         batch: Samples of a step.
         modules: Modules of opaque layers.
         limits: How much to measure.
-        deadline: When to stop, by the clock of `limits`.
     """
 
     def __init__(
-        self,
-        graph: LayerGraph,
-        batch: int,
-        modules: Mapping[str, nn.Module],
-        limits: Limits,
-        deadline: float,
+        self, graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module], limits: Limits
     ) -> None:
         self._graph = graph
         self._batch = batch
         self._step = Step(training=True, modules=modules)
         self._limits = limits
-        self._deadline = deadline
+        self._deadline = limits.clock() + limits.seconds
         self._joined = joined(graph)
         self._backward = with_gradient(graph)
         self._generator = torch.Generator("cpu").manual_seed(0)
@@ -136,48 +129,30 @@ class Bench:
         The whole is always there; dimensions for which time is up are left out, so that a layer
         that takes long is not started again and again.
         """
-        now = self._limits.clock()
-        until = min(self._deadline, now + self._limits.seconds * _SHARE_MAX)
-        whole = self._time(layer, layer.region)
-        found = {WHOLE: _slices([(1, self._operations(layer, layer.region), whole)])}
-        for dim, partial, regions in _cuts(layer):
+        limits = self._limits
+        until = min(self._deadline, limits.clock() + limits.seconds * _SHARE_MAX)
+        whole = self._time(operator_of(layer), layer, layer.region, self._batch)
+        found = {WHOLE: _slices([(1, whole)])}
+        for key, rule, slices in _cuts(layer, self._batch):
             rows = []
-            for extent, region in regions:
-                if self._limits.clock() >= until:
+            for extent, region, n_samples in slices:
+                if limits.clock() >= until:
                     return found
-                taken = self._time(layer, region, partial=partial)
-                operations = self._operations(layer, region, partial=partial)
-                rows.append((extent, operations, taken))
-            found[dim] = _slices(rows)
-        rows = []
-        for n_samples in sorted({self._batch // n for n in _N_MICRO_BATCHES} - {0}):
-            if self._limits.clock() >= until:
-                return found
-            taken = self._time(layer, layer.region, n_samples=n_samples)
-            operations = n_samples * work_of(layer, layer.region, partial=False).forward
-            rows.append((n_samples, operations, taken))
-        every = (self._batch, self._operations(layer, layer.region), whole)
-        found[SAMPLES] = _slices([*rows, every])
+                rows.append((extent, self._time(rule, layer, region, n_samples)))
+            found[key] = _slices([*rows, (self._batch, whole)] if key == SAMPLES else rows)
         return found
 
-    def _operations(self, layer: Layer, region: Region, *, partial: bool = False) -> float:
-        return self._batch * work_of(layer, region, partial=partial).forward
-
     def _time(
-        self, layer: Layer, region: Region, *, partial: bool = False, n_samples: int | None = None
+        self, rule: Operator | PartialSums, layer: Layer, region: Region, n_samples: int
     ) -> Time:
-        kind = operator_of(layer)
-        n = self._batch if n_samples is None else n_samples
-        rule = kind.partial if partial and kind.partial else kind
-        given = self._given(rule, layer, region, n)
+        given = self._given(rule, layer, region, n_samples)
         times: list[Time] = []
         began = self._limits.clock()
         for _ in range(1 + self._limits.n_runs):
             if len(times) > 1 and self._limits.clock() - began > _SECONDS_ENOUGH:
                 break
             times.append(self._once(rule, layer, region, given))
-        kept = times[1:]
-        return Time(median(t.forward for t in kept), median(t.backward for t in kept))
+        return Time(*map(median, zip(*times[1:], strict=True)))
 
     def _given(self, rule: Operator | PartialSums, layer: Layer, region: Region, n: int) -> _Given:
         inputs = [
@@ -207,12 +182,10 @@ class Bench:
         return Time(forward, clock() - ready)
 
     def _input(self, source: Layer, part: Region, n_samples: int) -> torch.Tensor:
-        n_samples = 1 if source.name in self._joined else n_samples
+        shape = (1 if source.name in self._joined else n_samples, *part.shape)
         if source.is_integer:
-            shape = (n_samples, *part.shape)
             return torch.zeros(shape, dtype=torch.int64, device="cpu")
-        value = self._random((n_samples, *part.shape), trains=False)
-        return value.requires_grad_(source.name in self._backward)
+        return self._random(shape, trains=source.name in self._backward)
 
     def _random(self, shape: tuple[int, ...], *, trains: bool) -> torch.Tensor:
         # Between 0.5 and 1.5: valid variances, and no infinite loss.
@@ -222,37 +195,38 @@ class Bench:
         return value.requires_grad_(trains)
 
 
-def _cuts(layer: Layer) -> Iterator[tuple[str, bool, list[tuple[int, Region]]]]:
-    # The name of each dimension, whether it is summed over, and its slices from small to large.
-    # Slices are from the middle, where halos are complete.
+_Cut = tuple[str, Operator | PartialSums, list[tuple[int, Region, int]]]
+
+
+def _cuts(layer: Layer, batch: int) -> Iterator[_Cut]:
+    # Along each dimension: its key, what computes a slice, and the slices from small to large, as
+    # (extent, region, samples). Slices are from the middle, where halos are complete.
     kind = operator_of(layer)
-    for cut in () if layer.whole else kind.cuts(layer):
-        regions = _middles(layer.region, cut.dim, unit=cut.unit)
-        if len(regions) > 1:
-            yield str(cut.dim), False, regions
+    dims: list[tuple[str, Operator | PartialSums, Region, int, int]] = [
+        (str(cut.dim), kind, layer.region, cut.dim, cut.unit)
+        for cut in (() if layer.whole else kind.cuts(layer))
+    ]
     for dim in summed_dims(layer)[:1]:
         assert kind.partial is not None, layer.name
         unit = {cut.dim: cut.unit for cut in kind.partial.cuts(layer)}[dim]
-        regions = _middles(Region.of(*layer.input_shapes[0]), dim, unit=unit)
-        if len(regions) > 1:
-            yield INPUTS, True, regions
+        dims.append((INPUTS, kind.partial, Region.of(*layer.input_shapes[0]), dim, unit))
+    for key, rule, region, dim, unit in dims:
+        slices = {region.shape[dim]: region}
+        for n_parts in _N_PARTS:
+            if n_parts * unit <= region.shape[dim]:
+                part = region.cut(dim, [1.0] * n_parts, unit=unit)[n_parts // 2]
+                slices[part.shape[dim]] = part
+        if len(slices) > 1:
+            yield key, rule, [(extent, part, batch) for extent, part in sorted(slices.items())]
+    fewer = sorted({batch // n for n in _N_MICRO_BATCHES} - {0})
+    yield SAMPLES, kind, [(n, layer.region, n) for n in fewer]
 
 
-def _middles(region: Region, dim: int, *, unit: int) -> list[tuple[int, Region]]:
-    found = [(region.shape[dim], region)]
-    for n_parts in _N_PARTS:
-        if n_parts * unit <= region.shape[dim]:
-            part = region.cut(dim, [1.0] * n_parts, unit=unit)[n_parts // 2]
-            found.append((part.shape[dim], part))
-    return sorted(dict(found).items())
-
-
-def _slices(rows: list[tuple[int, float, Time]]) -> Slices:
+def _slices(rows: Sequence[tuple[int, Time]]) -> Slices:
     return Slices(
-        extents=tuple(extent for extent, _, _ in rows),
-        operations=tuple(operations for _, operations, _ in rows),
-        forward=tuple(taken.forward for _, _, taken in rows),
-        backward=tuple(taken.backward for _, _, taken in rows),
+        extents=tuple(extent for extent, _ in rows),
+        forward=tuple(time.forward for _, time in rows),
+        backward=tuple(time.backward for _, time in rows),
     )
 
 
@@ -265,42 +239,32 @@ Pass = Mapping[str, Slices]  # slices of one layer, by dimension; some are missi
 
 def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
     """Return the median of each slice."""
-    found = {}
-    for dim in passes[0]:
-        slices = _of(dim, passes)
-        found[dim] = msgspec.structs.replace(
-            slices[0],
-            forward=tuple(median(times) for times in _forward(slices)),
-            backward=tuple(median(times) for times in _backward(slices)),
+    return {
+        key: Slices(
+            extents=slices.extents,
+            forward=tuple(median(times) for times in forward),
+            backward=tuple(median(times) for times in backward),
         )
-    return found
+        for key, slices in passes[0].items()
+        for forward, backward in [_times(key, passes)]
+    }
 
 
 def differ(passes: Sequence[Pass]) -> bool:
     """Return whether the best two measurements of a slice differ by more than `DIFFERENCE_MAX`."""
-    for dim in passes[0]:
-        slices = _of(dim, passes)
-        for times in (*_forward(slices), *_backward(slices)):
-            best = _best(times)
-            if best[-1] > (1.0 + DIFFERENCE_MAX) * best[0]:
-                return True
-    return False
+    return any(
+        sorted(times)[:2][-1] > (1.0 + DIFFERENCE_MAX) * min(times)
+        for key in passes[0]
+        for both in _times(key, passes)
+        for times in both
+    )
 
 
-def _best(times: Sequence[float]) -> list[float]:
-    return sorted(times)[:2]
-
-
-def _of(dim: str, passes: Sequence[Pass]) -> list[Slices]:
-    return [slices[dim] for slices in passes if dim in slices]
-
-
-def _forward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:
-    return zip(*(each.forward for each in slices), strict=True)
-
-
-def _backward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:
-    return zip(*(each.backward for each in slices), strict=True)
+def _times(key: str, passes: Sequence[Pass]) -> tuple[list[tuple[float, ...]], ...]:
+    # Forward and backward: per slice, the times of all passes.
+    found = [slices[key] for slices in passes if key in slices]
+    forward = list(zip(*(slices.forward for slices in found), strict=True))
+    return forward, list(zip(*(slices.backward for slices in found), strict=True))
 
 
 N_PASSES_MAX: Final = 4
@@ -330,22 +294,27 @@ def profiled(
         limits: How much to measure.
         progress: Called before each layer.
     """
-    limits, host = limits or Limits(timer=busy_seconds), this_host()
+    host, modules = this_host(), modules or {}
     known = load(host)
-    wanted = _wanted(graph, batch, known.layers if known else {}, modules or {})
-    deadline = limits.clock() + limits.seconds
+    wanted = [
+        (key, layer)
+        for key, layer in _unlike(graph, batch, modules).items()
+        if known is None or key not in known.layers
+    ]
+    # The most work first.
+    wanted.sort(key=lambda pair: -work_of(pair[1], pair[1].region, partial=False).forward)
     found: dict[str, dict[str, Slices]] = {}
     try:
         with undisturbed():
-            bench = Bench(graph, batch, modules or {}, limits, deadline)
-            for index, (key, layer) in enumerate(wanted.items()):
+            bench = Bench(graph, batch, modules, limits or Limits(timer=busy_seconds))
+            for index, (key, layer) in enumerate(wanted):
                 if bench.is_late:
                     break
                 if progress is not None:
                     progress(index, len(wanted), layer.name)
                 with suppress(*_FAILURES):
                     found[key] = bench.slices(layer)
-            _cross_check(bench, {key: wanted[key] for key in found}, found)
+            _cross_check(bench, dict(wanted), found)
     finally:  # after an interrupt too: keep what has been measured
         profile = add(host, layers=found)
     return profile
@@ -363,8 +332,7 @@ def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
     """
     runs: dict[str, Callable[[], Time]] = {}
     with undisturbed():
-        limits = Limits(timer=busy_seconds)
-        bench = Bench(graph, batch, {}, limits, deadline=float("inf"))
+        bench = Bench(graph, batch, {}, Limits(timer=busy_seconds))
         for key, layer in _unlike(graph, batch, {}).items():
             with suppress(*_FAILURES):
                 runs[key] = bench.ready(layer)
@@ -398,33 +366,18 @@ def _cross_check(
 
 def is_too_large(layer: Layer, *, batch: int) -> bool:
     """Return whether measuring a layer takes more memory than allowed."""
-    reads = operator_of(layer).reads(layer, layer.region)
-    states = sum(r.n_elements for r in (layer.region, *reads)) * batch
-    uses = operator_of(layer).uses(layer, layer.region).values()
-    n_elements = states + sum(use.n_elements for use in uses)
+    kind = operator_of(layer)
+    states = sum(r.n_elements for r in (layer.region, *kind.reads(layer, layer.region))) * batch
+    tensors = sum(use.n_elements for use in kind.uses(layer, layer.region).values())
     # Each has a gradient.
-    return 2 * N_BYTES * n_elements > _N_BYTES_MAX
-
-
-def _wanted(
-    graph: LayerGraph, batch: int, known: Mapping[str, object], modules: Mapping[str, nn.Module]
-) -> dict[str, Layer]:
-    # The layers to measure, by key, the most work first.
-    found = _unlike(graph, batch, modules)
-    pairs = [(key, layer) for key, layer in found.items() if key not in known]
-    pairs.sort(key=lambda pair: -work_of(pair[1], pair[1].region, partial=False).forward)
-    return dict(pairs)
+    return 2 * N_BYTES * (states + tensors) > _N_BYTES_MAX
 
 
 def _unlike(graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
-    # One layer of each signature, by key.
+    # One layer of each signature that can be measured, by key.
     found: dict[str, Layer] = {}
     for layer in graph.layers:
-        if layer.kind == INPUT:
-            continue
-        if "module" in layer.options and layer.text("module") not in modules:
-            continue
-        if is_too_large(layer, batch=batch):
-            continue
-        found.setdefault(digest(signature(layer), batch=batch), layer)
+        unknown = "module" in layer.options and layer.text("module") not in modules
+        if layer.kind != INPUT and not unknown and not is_too_large(layer, batch=batch):
+            found.setdefault(digest(signature(layer), batch=batch), layer)
     return found

@@ -28,12 +28,10 @@ from distbelief.errors import StorageError
 
 VERSION: Final = 5  # of the format and the method; profiles of other versions are ignored
 
-WHOLE: Final = "whole"  # key of the whole layer
-
-INPUTS: Final = "inputs"  # key of the summed dimension of the first input
-
-
-SAMPLES: Final = "samples"  # key of the batch
+# Keys of slices that are not along a dimension of the output.
+WHOLE: Final = "whole"  # the whole layer
+INPUTS: Final = "inputs"  # along the summed dimension of the first input
+SAMPLES: Final = "samples"  # of the batch
 
 
 @final
@@ -57,22 +55,20 @@ class Slices(msgspec.Struct, frozen=True, kw_only=True):
     """Times of slices along one dimension, the smallest first, the whole last."""
 
     extents: tuple[int, ...]
-    operations: tuple[float, ...]  # floating point operations of the forward pass, whole batch
     forward: tuple[float, ...]  # seconds
     backward: tuple[float, ...]  # seconds
 
 
 @final
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured figures of a host, for all layers."""
+    """Measured figures of a host, for all layers; the names are those of a `Machine`."""
 
-    flops: float  # floating point operations per second in a large matrix product
-    memory_rate: float  # bytes per second to and from memory
-    message_rate: float  # bytes per second of messages that keep its processors busy
-    memory: float  # bytes
-    overhead: float  # seconds per layer, however small
-    jitter: float  # standard deviation of the logarithm of compute times
-    date: str  # ISO 8601
+    flops: float
+    memory_rate: float
+    message_rate: float
+    memory: float
+    overhead: float
+    jitter: float
 
 
 @final
@@ -80,12 +76,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that has been measured on a host."""
 
     host: Host
-    date: str
+    date: str  # of the last layers, ISO 8601
     layers: Mapping[str, Mapping[str, Slices]]
     figures: Figures | None = None
-    load: float = 0.0
-    probe: float | None = None
-    replaced: float = 0.0
+    probe: float | None = None  # seconds
     version: int = VERSION
 
     def save(self) -> None:
@@ -124,17 +118,15 @@ def add(
 
     If it cannot be saved (a read-only home), it is measured again next time.
     """
-    # Read at the last moment: another process may have measured too.
-    known = load(host)
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    profile = Profile(
-        host=host,
-        date=known.date if known and known.layers and not layers else date,
-        layers={**(known.layers if known else {}), **(layers or {})},
-        figures=figures or (known.figures if known else None),
-        load=max(known.load if known else 0.0, _load() if layers or figures else 0.0),
-        probe=probe or (known.probe if known else None),
-        replaced=known.replaced if known else 0.0,
+    # Read at the last moment: another process may have measured too.
+    known = load(host) or Profile(host=host, date=date, layers={})
+    profile = msgspec.structs.replace(
+        known,
+        date=date if layers or not known.layers else known.date,
+        layers={**known.layers, **(layers or {})},
+        figures=figures or known.figures,
+        probe=probe or known.probe,
     )
     if layers or figures or probe:
         with suppress(StorageError):
@@ -145,14 +137,6 @@ def add(
 def digest(signature: bytes, *, batch: int) -> str:
     """Return the key of a layer in a profile."""
     return hashlib.sha256(b"%d " % batch + signature).hexdigest()[:16]
-
-
-def _load() -> float:
-    # Running programs per processor, this one included.
-    try:
-        return os.getloadavg()[0] / (os.cpu_count() or 1)
-    except OSError:
-        return 0.0
 
 
 def _processor() -> str:

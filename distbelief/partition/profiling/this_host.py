@@ -16,11 +16,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Final, NamedTuple, final
 
+import msgspec
 import torch
 from torch.nn import functional
 
@@ -83,18 +83,8 @@ def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> 
     """
     if not 1 <= n <= N_MACHINES_MAX:
         raise GraphError(f"machines = {n} for cluster 'here': use 1 to {N_MACHINES_MAX}")
-    found = figures(clock=clock)
-    machine = Machine(
-        flops=found.flops,
-        memory_rate=found.memory_rate,
-        message_rate=found.message_rate,
-        memory=found.memory,
-        overhead=found.overhead,
-        jitter=found.jitter,
-        bandwidth=network.bandwidth,
-        handling=network.handling,
-    )
-    how = "assumed" if network == ASSUMED else "as given"
+    measured = msgspec.structs.asdict(figures(clock=clock))
+    machine = Machine(bandwidth=network.bandwidth, handling=network.handling, **measured)
     return Cluster(
         name=HERE,
         machines=(machine,) * n,
@@ -102,9 +92,9 @@ def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> 
         message_overhead=network.message_overhead,
         origin="measured",
         note=(
-            f"The network is {how}: {units.show(network.bandwidth, 'rate')}, latency "
-            f"{_microseconds(network.latency)}, and "
-            f"{_microseconds(network.message_overhead)} of overhead per message."
+            f"The network is {'assumed' if network == ASSUMED else 'as given'}: "
+            f"{units.show(network.bandwidth, 'rate')}, latency {network.latency * 1e6:.0f} us, "
+            f"and {network.message_overhead * 1e6:.0f} us of overhead per message."
         ),
     )
 
@@ -138,7 +128,6 @@ def measured(*, clock: Clock = busy_seconds) -> Figures:
             memory=_memory(),
             overhead=_overhead(clock),
             jitter=spread(products),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
 
@@ -154,15 +143,14 @@ def spread(times: Sequence[float]) -> float:
 
 def _products(clock: Clock, *, seconds_max: float = _SECONDS_MAX) -> list[float]:
     one, other = _random(_WIDTH, _WIDTH), _random(_WIDTH, _WIDTH)
-    result = torch.empty(_WIDTH, _WIDTH, dtype=torch.float32, device="cpu")
+    result = torch.empty_like(one)
     return _times(lambda: torch.mm(one, other, out=result), clock, seconds_max=seconds_max)
 
 
 def _memory_rate(clock: Clock) -> float:
     source = _random(_N_COPIED)
     target = torch.empty_like(source)
-    times = _times(lambda: target.copy_(source), clock)
-    return 2.0 * source.nbytes / median(times)
+    return 2.0 * source.nbytes / median(_times(lambda: target.copy_(source), clock))
 
 
 def _message_rate(clock: Clock) -> float:
@@ -173,14 +161,18 @@ def _message_rate(clock: Clock) -> float:
     source = _random(_N_SENT)
     target, sent = torch.empty_like(source), bytearray(source.nbytes)
     received = bytearray(source.nbytes)
-    one, other = _ends()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            one = socket.create_connection(server.getsockname(), _SECONDS_MAX)
+            other, _ = server.accept()
+    except OSError:  # a sandbox may have no network
+        one, other = socket.socketpair()
 
     def exchange() -> None:
         torch.frombuffer(sent, dtype=torch.float32).copy_(source)
         done = 0
         while done < len(sent):
-            n_bytes = one.send(memoryview(sent)[done : done + _BLOCK_BYTES])
-            end = done + n_bytes
+            end = done + one.send(memoryview(sent)[done : done + _BLOCK_BYTES])
             while done < end:
                 done += other.recv_into(memoryview(received)[done:end])
         target.copy_(torch.frombuffer(received, dtype=torch.float32))
@@ -191,24 +183,13 @@ def _message_rate(clock: Clock) -> float:
     return n_processors * 2.0 * source.nbytes / median(times)
 
 
-def _ends() -> tuple[socket.socket, socket.socket]:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            one = socket.create_connection(server.getsockname(), _SECONDS_MAX)
-            other, _ = server.accept()
-    except OSError:  # a sandbox may have no network
-        return socket.socketpair()
-    return one, other
-
-
 def _overhead(clock: Clock) -> float:
     # Half the seconds of a forward and backward pass.
     value, weight = (_random(1, 2).requires_grad_() for _ in range(2))
     ones = torch.ones(1, 1, dtype=torch.float32, device="cpu")
 
     def pass_through() -> None:
-        result = functional.linear(value, weight)
-        torch.autograd.grad(result, (value, weight), ones)
+        torch.autograd.grad(functional.linear(value, weight), (value, weight), ones)
 
     return median(_times(pass_through, clock)) / 2
 
@@ -221,15 +202,19 @@ def _memory() -> float:
 
 
 def _times(
-    action: Callable[[], object], clock: Clock, *, seconds_max: float = _SECONDS_MAX
+    action: Callable[[], object],
+    clock: Clock,
+    *,
+    n_runs: int = _N_RUNS,
+    seconds_max: float = _SECONDS_MAX,
 ) -> list[float]:
     # Fewer runs if they take long.
     action()
     action()
     times: list[float] = []
-    while len(times) < _N_RUNS:
-        if len(times) >= _N_RUNS_MIN and sum(times) > seconds_max:
-            break
+    while len(times) < min(n_runs, _N_RUNS_MIN) or (
+        len(times) < n_runs and sum(times) <= seconds_max
+    ):
         began = clock()
         action()
         # A coarse clock may show 0: avoid an infinite speed.
@@ -240,10 +225,6 @@ def _times(
 def _random(*shape: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us"
 
 
 # --- probe ---
@@ -276,32 +257,25 @@ def recheck(notify: Callable[[str], None]) -> float:
         add(host, probe=now)
         return 1.0
     if known.probe > (1.0 + DIFFERENCE_MAX) * now:
-        ratio = known.probe / now
-        notify(f"measuring this machine again: it was {ratio:.1f} times as slow before")
-        anew = Profile(host=host, date=known.date, layers={}, probe=now, replaced=ratio)
+        notify(f"measuring this machine again: it was {known.probe / now:.1f} times as slow before")
         with suppress(StorageError):  # a read-only home keeps the old profile
-            anew.save()
+            Profile(host=host, date=known.date, layers={}, probe=now).save()
     return now / known.probe if now > (1.0 + DIFFERENCE_MAX) * known.probe else 1.0
 
 
-def seconds(*, clock: Callable[[], float] = time.perf_counter) -> float:
+def seconds(*, clock: Clock = time.perf_counter) -> float:
     """Return how long the probe takes: the median of many runs.
 
     Half of it is a linear layer, which stays in the caches, half a copy, which does not. The
     minimum would not show that a host is shared: some runs are always undisturbed.
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    value, weight, source = (
-        torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
-        for shape in ((_BATCH, _PROBE_WIDTH), (_PROBE_WIDTH, _PROBE_WIDTH), (_N_PROBE_COPIED,))
-    )
+    value, weight = _random(_BATCH, _PROBE_WIDTH), _random(_PROBE_WIDTH, _PROBE_WIDTH)
+    source = _random(_N_PROBE_COPIED)
     target = torch.empty_like(source)
-    times = []
-    with torch.inference_mode():
+
+    def run() -> None:
         functional.linear(value, weight)
-        for _ in range(_N_PROBE_RUNS):
-            began = clock()
-            functional.linear(value, weight)
-            target.copy_(source)
-            times.append(max(clock() - began, 1e-9))
-    return median(times)
+        target.copy_(source)
+
+    with torch.inference_mode():
+        return median(_times(run, clock, n_runs=_N_PROBE_RUNS, seconds_max=math.inf))

@@ -20,6 +20,7 @@ from networkx.algorithms.approximation import treewidth_min_degree
 
 from distbelief.graph.graph import GraphError
 from distbelief.partition.solvers.problem import (
+    TOLERANCE,
     Array,
     Choice,
     Problem,
@@ -91,10 +92,8 @@ def eliminate(problem: Problem, order: Order | None = None) -> Solution:
     cost = problem.cost(choice)
     if math.isinf(cost):
         raise no_choice()
-    solution = problem.solution(choice, bound=cost, solver="elimination")
-    if solution.feasible:
-        return solution
-    return problem.solution(choice, bound=cost, solver="elimination", proven=False)
+    fits = problem.overrun(choice) <= 1 + TOLERANCE
+    return problem.solution(choice, bound=cost, solver="elimination", proven=fits)
 
 
 def cheapest(problem: Problem, costs: Sequence[Array], order: Order) -> Choice:

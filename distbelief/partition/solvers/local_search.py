@@ -87,12 +87,13 @@ def repair(
             return None
         # Pricing all nodes is slow; the best ones stay good for some moves.
         prices = _prices(problem, chosen, deltas, nodes, limit=limit)
-        if step % _LOOK_EVERY == 0 or not _any_finite(prices):
+        lowest = np.array([values.min() for values in prices])
+        if step % _LOOK_EVERY == 0 or not np.isfinite(lowest).any():
             nodes = list(range(len(chosen)))
             prices = _prices(problem, chosen, deltas, nodes, limit=limit)
-        if not _any_finite(prices):
+            lowest = np.array([values.min() for values in prices])
+        if not np.isfinite(lowest).any():
             return None
-        lowest = np.array([values.min() for values in prices])
         place = first_lowest(lowest)
         node = nodes[place]
         chosen[node] = first_lowest(prices[place])
@@ -100,10 +101,6 @@ def repair(
             deltas[other] = _deltas(problem, other, chosen)
         nodes = [nodes[index] for index in np.argsort(lowest, kind="stable")[:_FEW]]
     return None
-
-
-def _any_finite(prices: Sequence[Array]) -> bool:
-    return any(np.isfinite(values).any() for values in prices)
 
 
 def _prices(

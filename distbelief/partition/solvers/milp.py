@@ -13,18 +13,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp as solve_program
 from scipy.sparse import coo_array, csr_array
 
 from distbelief.graph.graph import GraphError
-from distbelief.partition.solvers.dynamic_programming import eliminate, elimination_order
-from distbelief.partition.solvers.local_search import descend, independent, repair
 from distbelief.partition.solvers.problem import (
     PROOF,
     TOLERANCE,
@@ -35,7 +31,6 @@ from distbelief.partition.solvers.problem import (
     Problem,
     Solution,
     no_choice,
-    permitted,
     trivial_bound,
 )
 
@@ -46,17 +41,58 @@ _SLACK: Final = 2e-6  # of memory rows, twice the tolerance of HiGHS
 _INFEASIBLE: Final = 2  # a status of scipy's
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class _Answer(NamedTuple):
     choice: Choice | None
     bound: float  # on the objective
     infeasible: bool = False  # no choice exists
 
 
+def n_variables(problem: Problem) -> int:
+    pairs = sum(int(np.isfinite(table).sum()) for table in problem.edges.values())
+    return sum(problem.sizes) + pairs
+
+
+def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None) -> Solution:
+    """Return the best choice found in time, with the bound proven by then.
+
+    If none fits the caps, the cheapest of those that overrun them least.
+
+    Args:
+        problem: The problem.
+        seconds: Time limit.
+        start: A known choice; if it fits, nothing more expensive is searched.
+
+    Raises:
+        GraphError: every choice is forbidden, or none was found in time.
+    """
+    program, deadline = _Program(problem), Deadline(seconds)
+    fits = start is not None and problem.overrun(start) <= 1 + TOLERANCE
+    answer = program.cheapest(start if fits else None, limit=1.0, deadline=deadline)
+    known = [choice for choice in (answer.choice, start) if choice is not None]
+    proven = fits or answer.choice is not None  # else out of time: a choice may fit
+    bound = answer.bound
+    if answer.infeasible:
+        least = program.least_overrun(deadline=deadline)
+        if least.infeasible:
+            raise no_choice()
+        known += [] if least.choice is None else [least.choice]
+        if known:
+            best = min(known, key=problem.badness)
+            limit = problem.overrun(best)
+            cheap = program.cheapest(best, limit=limit, deadline=deadline)
+            known += [] if cheap.choice is None else [cheap.choice]
+            proven, bound = least.bound >= limit * (1 - PROOF), cheap.bound
+    if not known:
+        raise GraphError("no choice of finite cost was found in time: allow more seconds")
+    # Priced by our own code: old versions of HiGHS returned choices that broke their own bound
+    # (scipy#22812), and none at all when time ran out (scipy#16545).
+    best = min(known, key=problem.badness)
+    return problem.solution(best, bound=bound, solver="milp", proven=proven)
+
+
 @final
-class Polytope:
-    """The matrices of a problem: s of all nodes first, then e of all edges."""
+class _Program:
+    # The matrices of a problem: s of all nodes first, then e of all edges.
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -77,14 +113,15 @@ class Polytope:
                 columns += [own, first[node] + np.arange(size)]
                 signs += [np.ones(len(ends)), -np.ones(size)]
                 n_rows += size
-        self._costs = np.concatenate(costs)
+        together = np.concatenate(costs)
+        self._upper = np.isfinite(together).astype(np.float64)  # 0: a forbidden candidate
+        self._costs = np.where(np.isfinite(together), together, 0.0)
         self._signs = np.concatenate(signs)
         self._places = (np.concatenate(rows), np.concatenate(columns))
-        self._n_columns = n_columns
         self._sums = np.zeros(n_rows)
         self._sums[: len(problem.sizes)] = 1
 
-    def cheapest(self, start: Choice | None, *, limit: float, deadline: Deadline) -> Answer:
+    def cheapest(self, start: Choice | None, *, limit: float, deadline: Deadline) -> _Answer:
         """Minimise costs, with no machine above `limit` of its cap.
 
         Args:
@@ -92,34 +129,32 @@ class Polytope:
             limit: Share of its cap that a machine may use.
             deadline: When to stop.
         """
-        known = np.inf if start is None else self.problem.cost(start)
-        reference = abs(known) if np.isfinite(known) else abs(self._costs).mean()
-        scale = _SCALE / reference if reference > 0 else 1.0
+        known = abs(self._costs).mean() if start is None else self.problem.cost(start)
+        scale = _SCALE / abs(known) if known else 1.0
         costs = self._costs * scale
-        rows = [] if start is None else [_row(costs, known * scale)]
-        bound = trivial_bound(self.problem)
-        answer = Answer(choice=None, bound=bound)
+        rows = []
+        if start is not None:
+            cutoff = known * scale
+            most = cutoff + PROOF * abs(cutoff)
+            rows.append(LinearConstraint(csr_array(costs[None, :]), -np.inf, most))
         # HiGHS tolerates small violations: if its choice breaks a cap, ask for a little less.
-        for slack in (0.0, _SLACK):
-            answer = self._solve(costs, [*rows, *self._memory(limit - slack)], deadline)
-            if slack == 0.0:
-                bound = max(bound, answer.bound / scale)
-            if answer.choice is None or self._within(answer.choice, limit):
-                break
-        choice = answer.choice
-        if choice is not None and not self._within(choice, limit):
-            choice = None
-        infeasible = answer.infeasible and start is None and slack == 0.0
-        return Answer(choice=choice, bound=bound, infeasible=infeasible)
+        first = answer = self._solve(costs, [*rows, *self._memory(limit)], deadline)
+        if not self._within(answer.choice, limit):
+            answer = self._solve(costs, [*rows, *self._memory(limit - _SLACK)], deadline)
+        return _Answer(
+            choice=answer.choice if self._within(answer.choice, limit) else None,
+            bound=max(trivial_bound(self.problem), first.bound / scale),
+            infeasible=first.infeasible and start is None,
+        )
 
-    def least_overrun(self, *, deadline: Deadline) -> Answer:
+    def least_overrun(self, *, deadline: Deadline) -> _Answer:
         """Minimise the largest share of its cap that any machine uses."""
-        objective = np.zeros(self._n_columns + 1)
+        objective = np.zeros(len(self._costs) + 1)
         objective[-1] = 1
         return self._solve(objective, self._memory(None), deadline)
 
-    def _within(self, choice: Choice, limit: float) -> bool:
-        return self.problem.overrun(choice) <= limit * (1 + TOLERANCE)
+    def _within(self, choice: Choice | None, limit: float) -> bool:
+        return choice is None or self.problem.overrun(choice) <= limit * (1 + TOLERANCE)
 
     def _memory(self, limit: float | None) -> list[LinearConstraint]:
         # One row per machine; without a limit, the limit is the last variable.
@@ -128,7 +163,7 @@ class Polytope:
         shares = np.concatenate(self.problem.shares)
         candidates, machines = np.nonzero(shares)
         values = shares[candidates, machines]
-        n_columns, n_machines = self._n_columns, shares.shape[1]
+        n_columns, n_machines = len(self._costs), shares.shape[1]
         if limit is None:
             machines = np.concatenate([machines, np.arange(n_machines)])
             candidates = np.concatenate([candidates, np.full(n_machines, n_columns)])
@@ -139,13 +174,12 @@ class Polytope:
 
     def _solve(
         self, objective: Array, rows: Sequence[LinearConstraint], deadline: Deadline
-    ) -> Answer:
-        shape = (len(self._sums), len(objective))
-        marginals = _matrix(self._signs, self._places, shape)
+    ) -> _Answer:
+        marginals = _matrix(self._signs, self._places, (len(self._sums), len(objective)))
         integer = np.zeros(len(objective), np.intp)
         integer[: self._n_s] = 1
-        upper = np.ones(len(objective))
-        upper[self._n_columns :] = np.inf
+        upper = np.full(len(objective), np.inf)
+        upper[: len(self._upper)] = self._upper
         with _hushed():
             result = solve_program(
                 objective,
@@ -155,20 +189,15 @@ class Polytope:
                 options={"time_limit": deadline.left, "mip_rel_gap": 0},
             )
         bound = result.get("mip_dual_bound")
-        return Answer(
-            choice=None if result.x is None else self._choice(result.x[: self._n_s]),
+        choice: Choice | None = None
+        if result.x is not None:
+            parts = np.split(result.x[: self._n_s], np.cumsum(self.problem.sizes)[:-1])
+            choice = tuple(int(part.argmax()) for part in parts)
+        return _Answer(
+            choice=choice,
             bound=-np.inf if bound is None else float(bound),
             infeasible=result.status == _INFEASIBLE,
         )
-
-    def _choice(self, values: Array) -> Choice:
-        parts = np.split(values, np.cumsum(self.problem.sizes)[:-1])
-        return tuple(int(part.argmax()) for part in parts)
-
-
-def _row(costs: Array, cutoff: float) -> LinearConstraint:
-    # Nothing may cost more than the known choice, which itself stays feasible.
-    return LinearConstraint(csr_array(costs[None, :]), -np.inf, cutoff + PROOF * abs(cutoff))
 
 
 def _matrix(
@@ -193,90 +222,3 @@ def _hushed() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def n_variables(problem: Problem) -> int:
-    pairs = sum(int(np.isfinite(table).sum()) for table in problem.edges.values())
-    return sum(problem.sizes) + pairs
-
-
-def milp(
-    problem: Problem, *, seconds: float = 60.0, start: Sequence[int] | None = None
-) -> Solution:
-    """Return the best choice found in time, with the bound proven by then.
-
-    If none fits the caps, the cheapest of those that overrun them least.
-
-    Args:
-        problem: The problem.
-        seconds: Time limit.
-        start: A known choice; if it fits, nothing more expensive is searched.
-
-    Raises:
-        GraphError: every choice is forbidden.
-    """
-    deadline = Deadline(seconds)
-    kept = permitted(problem)
-    small = problem.restricted(kept)
-    known = _start(small, kept, start, deadline)
-    solution = _solve(small, known, deadline)
-    choice = [rows[index] for rows, index in zip(kept, solution.choice, strict=True)]
-    return problem.solution(choice, bound=solution.bound, solver="milp", proven=solution.exact)
-
-
-def _start(
-    problem: Problem,
-    kept: Sequence[NDArray[np.intp]],
-    start: Sequence[int] | None,
-    deadline: Deadline,
-) -> Choice | None:
-    # A choice of finite cost, within the caps if that is easy; None if there is none.
-    if start is not None:
-        places = zip(kept, start, strict=True)
-        return tuple(int(np.searchsorted(rows, index)) for rows, index in places)
-    order = elimination_order(problem)
-    choice = eliminate(problem, order).choice if order.fits else independent(problem)
-    if problem.overrun(choice) > 1 + TOLERANCE:
-        choice = repair(problem, choice, limit=1.0, deadline=deadline) or choice
-    choice = descend(problem, choice)
-    return choice if np.isfinite(problem.cost(choice)) else None
-
-
-def _solve(problem: Problem, known: Choice | None, deadline: Deadline) -> Solution:
-    program = Polytope(problem)
-    fits = known is not None and problem.overrun(known) <= 1 + TOLERANCE
-    answer = program.cheapest(known if fits else None, limit=1.0, deadline=deadline)
-    proven = True
-    if answer.infeasible and not fits:
-        answer, proven = _least_bad(program, known, deadline)
-    elif not fits and answer.choice is None:
-        proven = False  # out of time: a choice may fit
-    if answer.choice is None and known is None:
-        raise GraphError("no choice of finite cost was found in time: allow more seconds")
-    # Priced by our own code: old versions of HiGHS returned choices that broke their own bound
-    # (scipy#22812), and none at all when time ran out (scipy#16545).
-    choices = [choice for choice in (answer.choice, known) if choice is not None]
-    best = min(choices, key=lambda choice: _badness(problem, choice))
-    return problem.solution(best, bound=answer.bound, solver="milp", proven=proven)
-
-
-def _least_bad(program: Polytope, known: Choice | None, deadline: Deadline) -> tuple[Answer, bool]:
-    # The cheapest of the choices that overrun the caps least; whether that is proven.
-    problem = program.problem
-    answer = program.least_overrun(deadline=deadline)
-    if answer.infeasible:
-        raise no_choice()
-    choices = [choice for choice in (answer.choice, known) if choice is not None]
-    if not choices:
-        return answer, False
-    least = min(choices, key=lambda choice: _badness(problem, choice))
-    limit = problem.overrun(least)
-    cheap = program.cheapest(least, limit=limit, deadline=deadline)
-    proven = answer.bound >= limit * (1 - PROOF)
-    return Answer(choice=cheap.choice or least, bound=cheap.bound), proven
-
-
-def _badness(problem: Problem, choice: Choice) -> tuple[float, float]:
-    # Fitting comes first, then the cost.
-    overrun = problem.overrun(choice)
-    return (0.0 if overrun <= 1 + TOLERANCE else overrun, problem.cost(choice))

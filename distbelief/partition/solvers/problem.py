@@ -65,8 +65,7 @@ class Problem:
     caps: Array | None = None  # bytes, (n_machines,); infinite: no limit
 
     def __post_init__(self) -> None:
-        _check_costs(self)
-        _check_memory(self)
+        _check(self)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -105,6 +104,11 @@ class Problem:
     def overrun(self, choice: Sequence[int]) -> float:
         """Return the largest share of its cap that any machine uses; 0 without caps."""
         return float(self.used(choice).max(initial=0.0))
+
+    def badness(self, choice: Sequence[int]) -> tuple[float, float]:
+        """Return what is to be lowest: the overrun of choices that do not fit, then the cost."""
+        overrun = self.overrun(choice)
+        return (0.0 if overrun <= 1 + TOLERANCE else overrun, self.cost(choice))
 
     def restricted(self, kept: Sequence[Indices]) -> "Problem":
         return Problem(
@@ -185,48 +189,26 @@ def no_choice() -> GraphError:
     )
 
 
-def _check_costs(problem: Problem) -> None:
-    if not problem.costs:
-        raise GraphError("a problem has no node: give at least one")
-    for node, costs in enumerate(problem.costs):
-        if costs.ndim != 1 or not costs.size or not (costs > -math.inf).all():
-            raise GraphError(
-                f"node {node} has costs of shape {costs.shape}, lowest "
-                f"{costs.min(initial=math.inf)}: use numbers, one per candidate"
-            )
+def _check(problem: Problem) -> None:
+    costs, sizes, memory, caps = problem.costs, problem.sizes, problem.memory, problem.caps
+    if not costs or any(not _valid(values, (len(values),)) or not len(values) for values in costs):
+        raise GraphError("give each node costs: one number per candidate, not NaN or -inf")
     for (u, v), table in problem.edges.items():
-        if not 0 <= u < v < len(problem.costs):
-            raise GraphError(
-                f"edge {u, v}: use two of the {len(problem.costs)} nodes, in ascending order"
-            )
-        expected = (problem.sizes[u], problem.sizes[v])
-        if table.shape != expected or not (table > -math.inf).all():
-            raise GraphError(
-                f"edge {u, v} has costs of shape {table.shape}, lowest {table.min()}: "
-                f"use numbers, of shape {expected}"
-            )
-
-
-def _check_memory(problem: Problem) -> None:
-    if (problem.memory is None) != (problem.caps is None):
+        if not (0 <= u < v < len(costs) and _valid(table, (sizes[u], sizes[v]))):
+            raise GraphError(f"edge {u, v}: give two nodes in ascending order, and all their pairs")
+    if (memory is None) != (caps is None):
         raise GraphError("memory or caps is missing: give both, or neither")
-    if problem.memory is None or problem.caps is None:
-        return
-    if problem.caps.ndim != 1 or not (problem.caps > 0).all():
-        raise GraphError(f"caps are {problem.caps}: use numbers above 0, in one row")
-    if len(problem.memory) != len(problem.costs):
-        raise GraphError(
-            f"{len(problem.memory)} nodes have memory, but {len(problem.costs)} have costs: "
-            "give both for each"
-        )
-    for node, memory in enumerate(problem.memory):
-        expected = (problem.sizes[node], len(problem.caps))
-        valid = memory.shape == expected and (memory >= 0).all()
-        if not valid or np.isinf(memory).any():
-            raise GraphError(
-                f"node {node} has memory of shape {memory.shape}: use finite numbers, "
-                f"0 or more, of shape {expected}"
-            )
+    if memory is not None and caps is not None:
+        if caps.ndim != 1 or not (caps > 0).all() or len(memory) != len(costs):
+            raise GraphError(f"caps are {caps}: give numbers above 0, and memory of each node")
+        for node, values in enumerate(memory):
+            fits = _valid(values, (sizes[node], len(caps)))
+            if not fits or (values < 0).any() or np.isinf(values).any():
+                raise GraphError(f"node {node}: give finite memory >= 0 per candidate and machine")
+
+
+def _valid(table: Array, shape: tuple[int, ...]) -> bool:
+    return table.shape == shape and bool((table > -math.inf).all())
 
 
 # --- pruning ---

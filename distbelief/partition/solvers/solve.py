@@ -2,9 +2,7 @@
 
 elimination        small tables, and the choice fits the caps       -> exact
   else prune       what cannot fit, or never beats another
-  relax            a bound, and choices that fit (Lagrange)         -> exact if equal
-  prune again      what the bound proves more expensive than the best known
-  elimination      tables may be small now; no caps                 -> exact
+  local search     a choice that fits; the cheapest without caps is a bound
   milp             few enough variables                             -> exact in time
   else             the best known and the bound
 """
@@ -15,16 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from distbelief.partition.solvers.dynamic_programming import cheapest, eliminate, elimination_order
-from distbelief.partition.solvers.lagrangian import relax
-from distbelief.partition.solvers.local_search import descend, independent, repair
+from distbelief.partition.solvers.local_search import descend, exchange, independent, repair
 from distbelief.partition.solvers.milp import milp, n_variables
 from distbelief.partition.solvers.problem import (
-    PROOF,
     TOLERANCE,
-    Array,
     Choice,
     Deadline,
     Indices,
@@ -61,22 +54,14 @@ def solve(
     kept = permitted(problem)
     small = problem.restricted(kept)
     order = elimination_order(small)
-    bound, free = trivial_bound(small), None
+    bound = trivial_bound(small)
     if order.fits:
         free = eliminate(small, order)
+        if free.exact:
+            return _lifted(kept, free)
         bound = free.bound
-    if free is not None and free.exact:
-        return _lifted(kept, free)
-    found = _under_caps(small, bound, deadline)
-    if found is None:
-        found = _least_bad(small, bound, deadline)
+    found = _under_caps(small, bound, deadline) or _least_bad(small, bound, deadline)
     return _lifted(kept, found)
-
-
-def _lifted(kept: Sequence[Indices], solution: Solution) -> Solution:
-    # The same solution with the indices of the whole problem.
-    pairs = zip(kept, solution.choice, strict=True)
-    return replace(solution, choice=tuple(int(rows[index]) for rows, index in pairs))
 
 
 def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution | None:
@@ -84,53 +69,40 @@ def _under_caps(problem: Problem, bound: float, deadline: Deadline) -> Solution 
     kept = fitting(problem)
     if kept is None:
         return None
-    kept = _inner(kept, undominated(problem.restricted(kept)))
+    inner = undominated(problem.restricted(kept))
+    kept = [rows[index] for rows, index in zip(kept, inner, strict=True)]
     small = problem.restricted(kept)
     order = elimination_order(small)
+    start = independent(small)
     if order.fits:
-        choice = cheapest(small, small.costs, order)
-        cost = small.cost(choice)
+        start = cheapest(small, small.costs, order)
+        cost = small.cost(start)
         if math.isinf(cost):
             return None
-        if small.overrun(choice) <= 1 + TOLERANCE:
-            free = small.solution(choice, bound=cost, solver="elimination")
-            return _lifted(kept, free)
         bound = max(bound, cost)
-    relaxed = relax(small, order, deadline=deadline)
-    if relaxed.choice is None:
+    known = start
+    if small.overrun(start) > 1 + TOLERANCE:
+        mended = repair(small, start, limit=1.0, deadline=deadline)
+        if mended is None:
+            return None
+        known = exchange(small, descend(small, mended), deadline=deadline)
+    elif order.fits:
+        return _lifted(kept, small.solution(start, bound=bound, solver="elimination"))
+    if math.isinf(small.cost(known)):
         return None
-    bound = max(bound, relaxed.bound)
-    known = small.solution(relaxed.choice, bound=bound, solver="lagrange")
-    if not known.exact:
-        worth = _worth(known, relaxed.floors)
-        inner = small.restricted(worth)
-        places = zip(worth, known.choice, strict=True)
-        start = [int(np.searchsorted(rows, index)) for rows, index in places]
-        known = _lifted(worth, _finished(inner, start, bound, deadline))
-    return _lifted(kept, known)
+    return _lifted(kept, _finished(small, known, bound, deadline, solver="repair"))
 
 
-def _worth(known: Solution, floors: Sequence[Array]) -> list[Indices]:
-    # Candidates that a cheaper choice than the best known may have, and those of the best known.
-    limit = known.cost + PROOF * abs(known.cost)
-    worth = []
-    for index, costs in zip(known.choice, floors, strict=True):
-        mask = costs <= limit
-        mask[index] = True
-        worth.append(np.flatnonzero(mask))
-    return worth
-
-
-def _finished(problem: Problem, start: Sequence[int], bound: float, deadline: Deadline) -> Solution:
-    # The best of the remaining candidates, starting with the best known.
-    if problem.shares is None:
-        order = elimination_order(problem)
-        if order.fits:
-            return eliminate(problem, order)
+def _finished(
+    problem: Problem, start: Choice, bound: float, deadline: Deadline, *, solver: str
+) -> Solution:
+    # The best choice, by a mixed integer program if it is small enough.
     if deadline.passed or n_variables(problem) > VARIABLES_MAX:
-        return problem.solution(start, bound=bound, solver="lagrange")
+        return problem.solution(start, bound=bound, solver=solver, proven=False)
     found = milp(problem, seconds=deadline.left, start=start)
-    return problem.solution(found.choice, bound=max(bound, found.bound), solver=found.solver)
+    return problem.solution(
+        found.choice, bound=max(bound, found.bound), solver=found.solver, proven=found.exact
+    )
 
 
 def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
@@ -138,13 +110,7 @@ def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
     kept = undominated(problem)
     small = problem.restricted(kept)
     start = _least_repaired(small, deadline)
-    solution = small.solution(start, bound=bound, solver="repair", proven=False)
-    if not deadline.passed and n_variables(small) <= VARIABLES_MAX:
-        found = milp(small, seconds=deadline.left, start=start)
-        solution = small.solution(
-            found.choice, bound=max(bound, found.bound), solver=found.solver, proven=found.exact
-        )
-    return _lifted(kept, solution)
+    return _lifted(kept, _finished(small, start, bound, deadline, solver="repair"))
 
 
 def _least_repaired(problem: Problem, deadline: Deadline) -> Choice:
@@ -162,6 +128,7 @@ def _least_repaired(problem: Problem, deadline: Deadline) -> Choice:
     return descend(problem, best, limit=max(1.0, problem.overrun(best)))
 
 
-def _inner(outer: Sequence[Indices], inner: Sequence[Indices]) -> list[Indices]:
-    # Indices in the whole problem of what was kept of what was kept.
-    return [rows[index] for rows, index in zip(outer, inner, strict=True)]
+def _lifted(kept: Sequence[Indices], solution: Solution) -> Solution:
+    # The same solution with the indices of the whole problem.
+    pairs = zip(kept, solution.choice, strict=True)
+    return replace(solution, choice=tuple(int(rows[index]) for rows, index in pairs))

@@ -15,7 +15,6 @@ import numpy as np
 from distbelief.core.memory import keep_memory
 from distbelief.core.vectors import Vector
 from distbelief.protocol import TransferBlock
-from distbelief.roles.reliable import Reassembly, StreamKey, blocks_of
 from distbelief.roles.role import (
     ALL_MESSAGES,
     Action,
@@ -28,6 +27,7 @@ from distbelief.roles.role import (
     Send,
     TimerFired,
 )
+from distbelief.worker.transfers import Reassembly, StreamKey, blocks_of
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.meeting import attached, take_step
 

@@ -1,15 +1,17 @@
 """What a network of one host allows at most: bare links, without a protocol.
 
-    python -m experiments.benchmarks.bare.links sockets|zmq N_SERVERS N_ELEMENTS [PORT]
+    python -m experiments.benchmarks.bare.links KIND N_SERVERS N_ELEMENTS [ENDPOINT]
 
 The same bytes between as many processes as ours, and the same update; but nothing is
 asked for again, checked, leased, or decoded, and nobody else is served. Gradients are
 copied once, so that the model may go on, and go to each server over loopback:
 
-    sockets   one connection for each server, a thread for each at the client's end;
-              what comes is read straight into place
-    zmq       pyzmq, PUSH to PULL as our transport, messages of 1 MiB that are sent
-              without a copy, and copied once into place where they arrive
+    sockets    one connection for each server, a thread for each at the client's end;
+               what comes is read straight into place
+    zmq        pyzmq, PUSH to PULL as our transport, messages of 1 MiB that are sent
+               without a copy, and copied once into place where they arrive
+    zmq_curve  the same, encrypted
+    zmq_files  the same over sockets in files, not encrypted
 
 For each number n that it reads from its standard input it pushes and fetches n times,
 and writes a line with the seconds of each push and of each fetch.
@@ -31,6 +33,7 @@ import zmq
 
 from distbelief.core.memory import KEPT_BYTES_MAX, keep_memory
 from distbelief.core.vectors import BLOCK_BYTES
+from distbelief.transport.keys import KEY_BYTES, KeyPair
 from experiments.benchmarks.bare.rpc_server import Slice
 
 
@@ -38,6 +41,7 @@ MESSAGES_MAX: Final = 128
 IDLE_SECONDS_MAX: Final = 600
 PUSH, FETCH, END, DONE = b"p", b"f", b"e", b"d"
 HOST: Final = "127.0.0.1"
+PAIR: Final = KeyPair.of(bytes(range(KEY_BYTES)))  # no secret: all processes of a benchmark know it
 
 
 class Link(Protocol):
@@ -69,9 +73,9 @@ class SocketLink:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def to(cls, port: int) -> Self:
+    def to(cls, port: str) -> Self:
         """Connect, as a server, to the client."""
-        return cls(socket.create_connection((HOST, port)))
+        return cls(socket.create_connection((HOST, int(port))))
 
     def tell(self, word: bytes) -> None:
         """Send a short word."""
@@ -96,25 +100,29 @@ class SocketLink:
 class ZmqLink:
     """Two connections, one for each way."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: str) -> None:
         self._inbox, self._outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for one in (self._inbox, self._outbox):
             one.linger = 0
             one.set_hwm(MESSAGES_MAX)
             one.rcvtimeo = 1000 * IDLE_SECONDS_MAX  # whoever is forgotten ends
-        self.port = self._inbox.bind_to_random_port(f"tcp://{HOST}")
+        if kind == "zmq_curve":
+            PAIR.serve(self._inbox)
+            PAIR.dial(self._outbox, PAIR.public)
+        self._inbox.bind("ipc://*" if kind == "zmq_files" else f"tcp://{HOST}:*")
+        self.endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @classmethod
-    def to(cls, port: int) -> Self:
+    def to(cls, endpoint: str, kind: str) -> Self:
         """Connect, as a server, to the client."""
-        link = cls(zmq.Context())
-        link.connect(port)
-        link.tell(str(link.port).encode())
+        link = cls(zmq.Context(), kind)
+        link.connect(endpoint)
+        link.tell(link.endpoint.encode())
         return link
 
-    def connect(self, port: int) -> None:
+    def connect(self, endpoint: str) -> None:
         """Send there."""
-        self._outbox.connect(f"tcp://{HOST}:{port}")
+        self._outbox.connect(endpoint)
 
     def tell(self, word: bytes) -> None:
         """Send a short word."""
@@ -192,35 +200,36 @@ class Client:
         self._links[k].receive(bytes_of(self._values[k]))
 
 
-def links_of(kind: str, n_servers: int, start: Callable[[int], None]) -> Iterator[Link]:
-    """Start servers by the port that they are to connect to; yield the links."""
+def links_of(kind: str, n_servers: int, start: Callable[[str], None]) -> Iterator[Link]:
+    """Start servers by the endpoint that they are to connect to; yield the links."""
     if kind == "sockets":
         with socket.create_server((HOST, 0)) as listening:
             for _ in range(n_servers):
-                start(listening.getsockname()[1])
+                start(str(listening.getsockname()[1]))
                 yield SocketLink(listening.accept()[0])
         return
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     for _ in range(n_servers):
-        link = ZmqLink(context)
-        start(link.port)
-        link.connect(int(link.hear()))
+        link = ZmqLink(context, kind)
+        start(link.endpoint)
+        link.connect(link.hear().decode())
         yield link
 
 
-def main(kind: str, n_servers: int, n_elements: int, port: int = 0) -> None:
-    """Be a server, if there is a port to connect to; else the client."""
+def main(kind: str, n_servers: int, n_elements: int, endpoint: str = "") -> None:
+    """Be a server, if there is an endpoint to connect to; else the client."""
     torch.set_num_threads(1)
-    if port:
+    if endpoint:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)
-        serve((SocketLink if kind == "sockets" else ZmqLink).to(port), n_elements)
+        link = SocketLink.to(endpoint) if kind == "sockets" else ZmqLink.to(endpoint, kind)
+        serve(link, n_elements)
         return
     keep_memory()
     command = [sys.executable, "-m", "experiments.benchmarks.bare.links"]
     with ExitStack() as servers:
 
-        def start(port: int) -> None:
-            arguments = [kind, str(n_servers), str(n_elements), str(port)]
+        def start(endpoint: str) -> None:
+            arguments = [kind, str(n_servers), str(n_elements), endpoint]
             servers.enter_context(subprocess.Popen([*command, *arguments]))
 
         client = Client(list(links_of(kind, n_servers, start)), n_elements)
@@ -239,4 +248,4 @@ def _timed(client: Client) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -22,7 +22,6 @@ from distbelief.execution.executor import PartitionExecutor, StepResult
 from distbelief.program import plan as plans
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import (
     ALL_MESSAGES,
     Action,
@@ -36,7 +35,9 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
-from distbelief.worker.steps import StepOutcome, StepRunner
+from distbelief.worker.objective import StepOutcome
+from distbelief.worker.steps import StepRunner
+from distbelief.worker.transfers import RankLink
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.meeting import attached, take_step
 from experiments.benchmarks.measuring.workload import Workload
@@ -115,11 +116,11 @@ class BareMachine:
         self.items = flow.items
         self.names = [Address(f"machine-{m}") for m in range(compiled.n_machines)]
         self._couriers = {
-            peer: ReliableSender(name) for peer, name in enumerate(self.names) if peer != machine
+            peer: RankLink(name) for peer, name in enumerate(self.names) if peer != machine
         }
         self._stepping = StepRunner(
             PartitionExecutor(flow),
-            streams=self._couriers,
+            links=self._couriers,
             batch_plan=_SameBatch(workload.batch_size),
             micro_batches=micro_batches,
             training=True,
@@ -151,7 +152,7 @@ class BareMachine:
                 actions = self._stepping.take(peer, message, now)
             case Received(sender=sender, message=TransferAck() as message):
                 peer = self.names.index(sender)
-                actions = self._couriers[peer].taken(message.taken, now)
+                actions = self._couriers[peer].acked(message.taken, now)
             case Computed():
                 actions = self._computed(event, now)
             case _:

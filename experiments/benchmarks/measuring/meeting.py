@@ -13,7 +13,7 @@ from typing import Final, Protocol, final
 
 from distbelief.roles.role import Action, Address, Event, Seconds, TimerFired
 from distbelief.transport.address import Endpoint
-from distbelief.transport.authenticator import Inbox, OutgoingSocket, TrustingAuth, Verdict
+from distbelief.transport.authenticator import Socket, Verdict
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -39,22 +39,19 @@ class Stepper(Protocol):
 
 
 @final
-class OpenGuard(TrustingAuth):
+class OpenGuard:
     """Lets in everybody, in the clear: on a network where nobody else is."""
 
     encrypts: Final = False
 
-    def wire_bytes(self, n_bytes: int) -> int:
-        return n_bytes
-
-    def listen(self, inbox: Inbox, endpoint: str) -> str:
+    def listen(self, inbox: Socket, endpoint: str) -> str:
         del inbox, endpoint
         return ""
 
     def address(self, endpoint: str) -> str:
         return endpoint
 
-    def dial(self, outbox: OutgoingSocket, peer: str, place: Endpoint) -> None: ...
+    def dial(self, outgoing: Socket, peer: str, endpoint: Endpoint) -> None: ...
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
         del request

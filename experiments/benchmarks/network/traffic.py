@@ -24,11 +24,11 @@ from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.run.directory import RunDirectory
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.placement import Place, options_for
 from distbelief.simulation.trace import Traffic
-from distbelief.simulation.world import Builder
 from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.network.hosts import Host
 from experiments.benchmarks.network.switch import Lan

@@ -58,9 +58,9 @@ def cells_of(graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -
     for task in compiled.tasks:
         if task.phase != "combine":
             back = task.phase in {"backward", "partial_backward"}
-            of = costs.backward if back else costs.forward
             layer = graph[task.layer]
-            seconds[task.machine] += of(layer, task.region, 0, partial=task.is_partial)
+            passes = costs.passes(layer, task.region, 0, partial=task.is_partial)
+            seconds[task.machine] += passes.backward if back else passes.forward
     n_bytes: dict[tuple[int, int], int] = {}
     for way in compiled.traffic:
         pairs = zip(way.senders.tolist(), way.receivers.tolist(), strict=True)

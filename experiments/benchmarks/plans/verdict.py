@@ -12,7 +12,7 @@ from typing import Final, cast, final
 from scipy.stats import spearmanr
 
 from distbelief.partition.profiling.profile import Profile
-from distbelief.partition.search import PlanningRequest, SimulatedPlan, simulator_of
+from distbelief.partition.search import PlanningRequest, PlanSimulator, SimulatedPlan
 from distbelief.program.plan import Plan
 from experiments.benchmarks.plans.overlap import overlap
 from experiments.benchmarks.plans.pace import at_pace, slower
@@ -100,7 +100,7 @@ def verdict(
 
 def simulated(order: PlanningRequest, plans: Mapping[str, Plan]) -> dict[str, SimulatedPlan]:
     """Return each plan played through, as the planner would print it."""
-    player = simulator_of(order)
+    player = PlanSimulator(order)
     return {
         name: player.way(
             name,

@@ -54,10 +54,10 @@ def ways(order: PlanningRequest) -> dict[str, Way]:
     """Return them by name, none twice."""
     graph, cluster = order.graph, order.cluster.first(N_MACHINES)
     layers = whole_layers(graph, cluster, costs=order.costs)
-    done = plan(order, [N_MACHINES])[-1].estimate
+    done = plan(order, [N_MACHINES])[-1].best
     found = {
         "one": on_one_machine(graph),
-        "planner": Way(placements=done.placements, micro_batches=done.micro_batches),
+        "planner": Way(placements=done.placements, micro_batches=done.cost.micro_batches),
         **dict(_cut(graph, cluster)),
         "layers": Way(placements=layers),
         "layers, 2 parts": Way(placements=layers, micro_batches=2),

@@ -18,11 +18,10 @@ from distbelief.chaos.local_faults import PERIOD_SECONDS, FaultInjector
 from distbelief.chaos.schedule import FaultEvent, faults_of
 from distbelief.config.job import Job
 from distbelief.core.files import scratch
-from distbelief.forecast.calibration import Constant, begun_in, measure
+from distbelief.forecast.calibration import begun_in, mean_of, measure, save_rates
 from distbelief.forecast.placement import HostCosts, PlacedCluster
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import N_EVENTS_MAX, run_simulated
-from distbelief.forecast.timing import mean_of, save_rates
 from distbelief.launch.local import LocalLauncher
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
@@ -110,7 +109,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     simulated: Side
     real: Side
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[tuple[str, str], ...] = ()
 
     def error_of(self, figure: str) -> float | None:
         """Return how far a simulated figure is from the real one, as a share."""
@@ -148,7 +147,7 @@ def both_ways(
 
 def simulated_side(
     job: Job, *, seed: int, blows: Sequence[FaultEvent] = (), horizon: Seconds = 1.0
-) -> tuple[Side, tuple[Constant, ...]]:
+) -> tuple[Side, tuple[tuple[str, str], ...]]:
     """Run a job in virtual time, on this host as it was measured.
 
     Returns:
@@ -214,7 +213,7 @@ def real_side(job: Job, *, blows: Sequence[FaultEvent] = (), horizon: Seconds = 
         return attacker.watch(view)
 
     attacker = FaultInjector(lambda _: blows, horizon=horizon)
-    with scratch() as folder, attacker.turns:
+    with scratch() as folder, attacker:
         output = msgspec.structs.replace(_reporting(job).output, directory=str(folder / "run"))
         with LocalLauncher() as launcher:
             run = train(

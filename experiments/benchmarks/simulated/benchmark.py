@@ -14,6 +14,8 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
     messages_per_second_driver  the same as the first with two roles that only answer
                                 each other: what the driver takes
     messages_per_second_passed  likewise as the second
+    driver_over_roles           time of the driver over that of the roles and their work, in
+                                the first
     kilobytes_per_replica       priced; from 100 to 400 replicas on 20 shards, what each
                                 shard keeps for it included
     memory_growth               that over the same from 25 to 100: 1 is linear in roles
@@ -38,6 +40,7 @@ from typing import Final
 
 import torch
 
+from distbelief.forecast.calibration import Stopwatch
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.simulated.clusters import answering, downpour, sandblaster
 from experiments.benchmarks.simulated.truth import CASES, truth
@@ -81,6 +84,13 @@ def speed(*, small: bool) -> dict[str, float]:
         n, seconds = built.run()
         figures[f"messages_per_second{key}"] = n / seconds
         print(f"Downpour{key}: {n} messages in {seconds:.2f} s", flush=True)
+    watch = Stopwatch()
+    built = downpour(n_replicas, n_shards, steps=4, priced=False, watch=watch)
+    built.cluster.run(until=0.0)
+    began = _seconds_of(watch)
+    _, seconds = built.run()
+    of_roles = _seconds_of(watch) - began
+    figures["driver_over_roles"] = (seconds - of_roles) / of_roles
     for key, priced in (("_driver", False), ("_passed", True)):
         cluster = answering(n_pairs=20, n_words=n_words, priced=priced)
         cluster.run(until=0.0)
@@ -91,6 +101,11 @@ def speed(*, small: bool) -> dict[str, float]:
         figures[f"messages_per_second{key}"] = n / seconds
         print(f"answers{key}: {n} messages in {seconds:.2f} s", flush=True)
     return figures
+
+
+def _seconds_of(watch: Stopwatch) -> float:
+    pieces = (piece for every in watch.work.values() for piece in every)
+    return watch.handling + sum(seconds for seconds, _ in pieces)
 
 
 def memory(*, small: bool) -> dict[str, float]:

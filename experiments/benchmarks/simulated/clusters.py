@@ -16,6 +16,8 @@ import msgspec
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.core.memory import Memory
+from distbelief.forecast.calibration import Stopwatch
+from distbelief.forecast.prepare import costed
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.program.cluster_file import load_cluster
@@ -32,9 +34,9 @@ from distbelief.roles.role import (
     Started,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
 from distbelief.simulation.placement import options_for, spread
-from distbelief.simulation.world import Builder
 from distbelief.task.task import (
     BuildContext,
     DataSpec,
@@ -91,15 +93,17 @@ def speech_layout(n_shards: int) -> Layout:
     return Layout.of([*weights, *biases], n_shards=n_shards)
 
 
-def downpour(n_replicas: int, n_shards: int, *, steps: int, priced: bool) -> Built:
-    """Return a Downpour job of the speech net, which every replica has to itself."""
+def downpour(
+    n_replicas: int, n_shards: int, *, steps: int, priced: bool, watch: Stopwatch | None = None
+) -> Built:
+    """Return a Downpour job of the speech net; `watch` times its roles and their work."""
     settings = DownpourSettings(
         loss="cross_entropy", batch_size=BATCH, rule=Adagrad(learning_rate=0.01), max_steps=steps
     )
     roster = DOWNPOUR.roster(settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
     build = partial(DOWNPOUR.build, config=settings)
     names = [Address(entry.name) for entry in roster]
-    return _built(names, build, n_shards=n_shards, priced=priced, n_ending=n_replicas)
+    return _built(names, build, n_shards=n_shards, priced=priced, n_ending=n_replicas, watch=watch)
 
 
 def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
@@ -133,6 +137,7 @@ def _built(
     n_ending: int,
     n_per_shard: int = 1,
     in_blocks: bool = True,
+    watch: Stopwatch | None = None,
 ) -> Built:
     model = FlatModel(build_model(TASK.model))
     small, large = (Layout.of(model.specs(), n_shards=n_shards), speech_layout(n_shards))
@@ -163,6 +168,9 @@ def _built(
         trace="order" if priced else "content",
     )
     builders = {name: builder(name) for name in names}
+    if watch is not None:
+        kinds = dict.fromkeys(names, "role")
+        builders = costed(builders, kinds, adapt=watch.adapt, handled=watch.handled)
     cluster = SimulatedCluster(builders, seed=1, options=options)
     return Built(cluster=cluster, n_ending=n_ending)
 

@@ -7,7 +7,7 @@
     others       cores that were taken by what is not of this benchmark
 
 Nothing is fitted on the jobs that are compared: constants are measured on single pieces
-of work and on messages (`forecast.measuring`), and printed with where they are from.
+of work and on messages (`forecast.calibration`), and printed.
 A broken job is broken alike on both sides: a replica that stands still for a while, or
 has its processor a part of the time only.
 """
@@ -118,8 +118,8 @@ def truth(names: Sequence[str] = tuple(CASES), *, small: bool = False) -> dict[s
         found[case.name], others[case.name] = both, quiet.others
         print(case.name, _row(both), f"others {quiet.others:.2f} cores", flush=True)
     for last in list(found.values())[-1:]:
-        for name, value, origin in last.constants:
-            print(f"  {name}: {value} ({origin})")
+        for name, value in last.constants:
+            print(f"  {name}: {value}")
     rows = {name: {**_row(both), "others": f"{others[name]:.2f}"} for name, both in found.items()}
     measurement.show("simulated / real on this host", rows)
     return {

@@ -17,9 +17,10 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.roles.role import Compute, Role, Started
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.evaluator import Evaluator
+from distbelief.worker.evaluator import EvaluationObjective
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
+from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import HERE
 
 
@@ -152,9 +153,14 @@ def test_a_replica_with_other_data_than_the_job_is_rejected() -> None:
 
 
 def test_every_role_of_the_roster_can_be_built() -> None:
-    kinds = {"shard": Shard, "replica": Replica, "evaluator": Evaluator}
+    objectives = {"replica": TrainingObjective, "evaluator": EvaluationObjective}
     for entry in DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2):
-        assert isinstance(build(entry.name, context()), kinds[entry.kind])
+        role = build(entry.name, context())
+        if entry.kind == "shard":
+            assert isinstance(role, Shard)
+        else:
+            assert isinstance(role, Replica)
+            assert isinstance(role.objective, objectives[entry.kind])
 
 
 @pytest.mark.parametrize("name", ["shard-2", "replica-x", "coordinator", "evaluator-0"])

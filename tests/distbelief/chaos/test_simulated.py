@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ import pytest
 from rich.console import Console
 
 from distbelief.chaos import simulated
-from distbelief.chaos.local_faults import FaultInjector, KillAwareSupervisor, ProcessFaults
+from distbelief.chaos.local_faults import FaultInjector, ProcessFaults, SupervisorUnderChaos
 from distbelief.chaos.report import ChaosReport, IterationCount, rendered
 from distbelief.chaos.schedule import KINDS, FaultEvent, faults_of, schedule
 from distbelief.chaos.simulated import N_RUNS, NEAR, run_simulated_chaos
 from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.protocol import Progress
+from distbelief.protocol import Heartbeat, Join, Message, Progress
 from distbelief.roles.role import ALL_MESSAGES, Action, Address, Event, PeerLost, Received, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
 from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
+from tests.links import link
 
 
 ROLES = ["shard-0", "shard-1", "replica-0", "replica-1"]
@@ -219,15 +221,12 @@ def _loses_a_shard(fault_events: Sequence[FaultEvent]) -> bool:
 
 
 def test_iterations_reported_before_are_done_again_or_lost() -> None:
-    iterations, supervisor = IterationCount(), Listener()
-    counting = iterations.around(supervisor)
+    iterations = IterationCount()
     coordinator = Address("coordinator")
-    count = [_progress(coordinator, step) for step in (0, 1, 2, 4, 2, 3)]
-    count.insert(4, _progress(Address("replica-0"), 1))
-    for event in count:
-        counting.handle(event, now=1.0)
-    assert supervisor.count == count
-    assert counting.status() == supervisor.status()
+    events = [_progress(coordinator, step) for step in (0, 1, 2, 4, 2, 3)]
+    events.insert(4, _progress(Address("replica-0"), 1))
+    for event in events:
+        iterations.count(event)
     assert (iterations.n_again, iterations.n_lost) == (2, 1)
 
 
@@ -310,16 +309,23 @@ def test_the_schedule_is_for_the_roles_that_there_are() -> None:
     assert {event.role for event in injector.fault_events} <= set(names)
 
 
+def begun(injector: FaultInjector, victim: int, **view: object) -> FaultInjector:
+    role = RoleView(name="replica-0", state="computing", pid=victim)
+    injector.watch(JobView(samples=1, roles=(role,), **view))  # type: ignore[arg-type]  # by name
+    return injector
+
+
+KILL = FaultEvent(kind="kill", role="replica-0", at=0.0)
+
+
 def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
     fault_events = [
-        FaultEvent(kind="kill", role="replica-0", at=0.0),
-        FaultEvent(kind="pause", role="shard-0", at=0.0, lasts=0.1),
+        KILL,
         FaultEvent(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
+        FaultEvent(kind="pause", role="shard-0", at=0.0, lasts=0.1),
     ]
-    injector = FaultInjector(lambda _: fault_events, horizon=0.1)
-    view = JobView(samples=1, roles=(RoleView(name="replica-0", state="computing", pid=victim),))
-    with injector.turns:
-        assert not injector.watch(view)
+    injector = begun(FaultInjector(lambda _: fault_events, horizon=0.1), victim)
+    with injector:
         await_state(victim, "Z")
         deadline = time.monotonic() + 10.0
         while len(injector.lines) < 2 and time.monotonic() < deadline:
@@ -328,6 +334,25 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
         "kill replica-0",
         "pause shard-0 for 0.0 s: no such process",
     ]
+    assert injector.fault_events == (fault_events[0], fault_events[2])
+
+
+def _interrupt(injector: FaultInjector) -> None:
+    injector._thread.join(60.0)
+    raise KeyboardInterrupt
+
+
+def test_what_fails_in_the_thread_is_raised_at_the_end_and_hides_nothing(victim: int) -> None:
+    """A thread that dies unnoticed leaves a job that seems to survive every fault."""
+
+    def failing() -> FaultInjector:
+        broken = msgspec.structs.replace(KILL, kind="slow", factor=0.0)
+        return begun(FaultInjector(lambda _: [broken], horizon=0.1), victim)
+
+    with pytest.raises(ZeroDivisionError), failing() as injector:
+        injector._thread.join(60.0)
+    with pytest.raises(KeyboardInterrupt), failing() as injector:
+        _interrupt(injector)
 
 
 class Listener:
@@ -349,15 +374,11 @@ class Listener:
 
 def test_a_kill_by_chaos_is_not_taken_for_a_lack_of_memory(victim: int) -> None:
     """Each line "x kill replica-1" had one below it that said "(out of memory?)"."""
-    fault_events = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
-    injector = FaultInjector(lambda _: fault_events, horizon=0.1)
-    role = RoleView(name="replica-0", state="computing", pid=victim)
-    with injector.turns:
-        injector.watch(JobView(samples=1, roles=(role,)))
-        await_state(victim, "Z")
-        injector.turns.await_next()
+    injector = begun(FaultInjector(lambda _: [KILL], horizon=0.1), victim)
+    injector.turn()
+    await_state(victim, "Z")
     supervisor = Listener()
-    aware = KillAwareSupervisor(supervisor, injector.owns)
+    aware = SupervisorUnderChaos(supervisor, injector, IterationCount())
     guess = "was ended by signal SIGKILL (out of memory?)"
     for incarnation in (1, 2):  # the second by somebody else
         name = Address("replica-0")
@@ -365,24 +386,114 @@ def test_a_kill_by_chaos_is_not_taken_for_a_lack_of_memory(victim: int) -> None:
         aware.handle(lost, now=1.0)
     told = [event.reason for event in supervisor.count if isinstance(event, PeerLost)]
     assert told == ["was killed by chaos", guess]
+    assert aware.status() == supervisor.status()
 
 
-def test_who_ended_by_itself_was_not_killed_by_chaos() -> None:
+def test_who_ended_by_itself_was_not_killed_by_chaos(victim: int) -> None:
+    injector = begun(FaultInjector(lambda _: [KILL], horizon=0.1), victim)
+    injector.turn()
     supervisor = Listener()
     reason = "ended with status 1 (see logs/replica-0.log)"
     lost = PeerLost(peer=Address("replica-0"), incarnation=1, reason=reason)
-    KillAwareSupervisor(supervisor, lambda _: True).handle(lost, now=1.0)
+    SupervisorUnderChaos(supervisor, injector, IterationCount()).handle(lost, now=1.0)
     assert supervisor.count == [lost]
 
 
 def test_a_job_that_is_over_is_left_alone(victim: int) -> None:
     """Blows once fell on processes that were gone, and stood below the job's end."""
-    fault_events = [FaultEvent(kind="kill", role="replica-0", at=0.0)]
-    injector = FaultInjector(lambda _: fault_events, horizon=0.1)
-    role = RoleView(name="replica-0", state="done", pid=victim)
-    with injector.turns:
-        injector.watch(JobView(samples=1, roles=(role,), stop_reason="done"))
-        injector.turns.await_next()
-    assert injector.fault_events == tuple(fault_events)
+    injector = begun(FaultInjector(lambda _: [KILL], horizon=0.1), victim, stop_reason="done")
+    injector.turn()
+    assert injector.fault_events == (KILL,)
     assert not injector.lines
     assert state_of(victim) in "SR"
+
+
+# ------------------------------------------------------------------ links
+
+
+def number_of(message: Message) -> float:
+    assert isinstance(message, Heartbeat)
+    return message.counters["n"]
+
+
+class Talk:
+    """Sends messages from one transport to another, through the proxy."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.one, self.two = (stack.enter_context(link(name, folder)) for name in ("one", "two"))
+        self.injector = FaultInjector(lambda _: (), horizon=1.0)
+        stack.callback(self.injector.proxy.close)
+        # Both ends are in this process; "three" stands for the far end of a cut.
+        view = RoleView(name="one", state="computing", pid=os.getpid())
+        self.injector.watch(JobView(roles=(view,)))
+        endpoint = self.injector.proxy.through("two", self.two.endpoint)
+        assert self.injector.proxy.through("two", self.two.endpoint) == endpoint
+        self.one.connect("two", 1, endpoint)
+        self.heard: list[float] = []
+
+    def cut(self, role: str, other: str | None, *, seconds: Seconds = 0.3) -> None:
+        event = FaultEvent(kind="cut off", role=role, other=other, at=0.0, lasts=seconds)
+        assert self.injector._inject(event, time.monotonic())
+
+    def say(self, *numbers: float) -> None:
+        for number in numbers:
+            self.one.send("two", Heartbeat(state="up", counters={"n": number}))
+
+    def hear(self, n: int, n_polls: int = 1000) -> list[float]:
+        """Return what has come, once it is so much, or no more does."""
+        for _ in range(n_polls):
+            if len(self.heard) >= n:
+                break
+            self.injector.turn()
+            self.one.poll(0.0)
+            self.two.poll(0.01)
+            self.heard += [number_of(event.message) for event in self.two.receive()]
+        return self.heard
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Iterator[Talk]:
+    with ExitStack() as stack:
+        yield Talk(stack, tmp_path)
+
+
+@pytest.mark.parametrize(("role", "other"), [("two", None), ("one", "two"), ("two", "one")])
+def test_who_is_cut_off_hears_everything_later(talk: Talk, role: str, other: str | None) -> None:
+    talk.say(*range(50))
+    assert talk.hear(50) == list(range(50))
+    talk.cut(role, other, seconds=60.0)
+    talk.say(50, 51)
+    assert talk.hear(51, n_polls=10) == list(range(50))
+    talk.injector._cuts.clear()
+    assert talk.hear(52) == list(range(52))
+
+
+def test_a_cut_ends_and_other_links_have_none(talk: Talk) -> None:
+    talk.cut("three", None, seconds=60.0)
+    talk.cut("two", "three", seconds=60.0)
+    talk.say(1)
+    assert talk.hear(1) == [1]
+    talk.cut("two", None, seconds=0.3)
+    talk.say(2)
+    assert talk.hear(2) == [1, 2]
+
+
+def test_nobody_behind_a_proxy_is_nobody_at_all(talk: Talk, tmp_path: Path) -> None:
+    """The way to a process that is gone ends, and nothing else does."""
+    gone = talk.injector.proxy.through("gone", f"ipc://{tmp_path}/.gone.1")
+    talk.one.connect("gone", 1, gone)
+    talk.one.send("gone", Heartbeat(state="up", counters={"n": 1.0}))
+    talk.say(1)
+    assert talk.hear(1) == [1]
+
+
+def test_the_supervisor_sees_only_proxy_endpoints(talk: Talk, tmp_path: Path) -> None:
+    supervisor = Listener()
+    role = SupervisorUnderChaos(supervisor, talk.injector, IterationCount())
+    join = Join(endpoint=f"ipc://{tmp_path}/.shard-0.1", host="h", pid=1)
+    role.handle(Received(sender=Address("shard-0"), incarnation=1, message=join), 1.0)
+    (told,) = supervisor.count
+    assert isinstance(told, Received)
+    assert isinstance(told.message, Join)
+    assert told.message.endpoint == talk.injector.proxy.through("shard-0", join.endpoint)
+    assert told.message.endpoint != join.endpoint

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.cluster.agent import AgentStorage, AgentStorageConfig
+from distbelief.cluster.agent import AgentStorage
 from distbelief.cluster.bootstrap import write_job_spec
 from distbelief.launch import preflight
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import read_spec
 from distbelief.transport.config import ListenConfig
-from tests.distbelief.cluster.test_bootstrap_job_spec import spec_of
+from tests.distbelief.cluster.test_bootstrap import spec_of
 
 
 LETTERS = """
@@ -42,14 +42,14 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def site_of(code: Path, *allowed: str) -> AgentStorage:
-    config = AgentStorageConfig(
+    return AgentStorage(
         supervisor="tcp://127.0.0.1:7",
         reach=ListenConfig(),
         allowed=allowed,
         code=code,
         directory=code / "joined",
+        launcher=LocalLauncher(),
     )
-    return AgentStorage(config, launcher=LocalLauncher())
 
 
 def told(storage: AgentStorage, code: Path) -> str | None:
@@ -58,7 +58,7 @@ def told(storage: AgentStorage, code: Path) -> str | None:
     plan.write_text("{}")
     overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
     storage.store_job_spec(write_job_spec(spec_of(*overrides), plan=plan))
-    assert preflight.prepare_main("prepare", 1, str(storage._spec)) == 0
+    assert preflight.prepare_main("prepare", 1, str(storage.spec)) == 0
     return storage.verdict()
 
 
@@ -79,16 +79,16 @@ def test_two_hosts_may_join_from_the_same_folder(
 def test_what_roles_read_is_of_this_host(code: Path) -> None:
     storage = site_of(code, "letters")
     told(storage, code)
-    spec = read_spec(str(storage._spec))
+    spec = read_spec(str(storage.spec))
     assert spec.supervisor == "tcp://127.0.0.1:7"
     assert spec.allowed == ("letters",)
     assert spec.snapshots == str(code / "joined" / "1" / "snapshots")
     assert spec.plan is not None
     assert Path(spec.plan).read_text() == "{}"
-    assert Path(spec.memory) == storage._spec.parent
-    assert storage._spec.parent.stat().st_mode & 0o777 == 0o700
+    assert Path(spec.memory) == storage.spec.parent
+    assert storage.spec.parent.stat().st_mode & 0o777 == 0o700
     storage.clear()
-    assert not storage._spec.exists()
+    assert not storage.spec.exists()
 
 
 def test_a_host_says_what_is_wrong_with_a_run(code: Path) -> None:
@@ -100,6 +100,6 @@ def test_a_host_says_what_is_wrong_with_a_run(code: Path) -> None:
     (code / "letters.py").write_text(LETTERS.replace("prepare", "other"))
     sys.modules.pop("letters")
     assert told(storage, code) is None
-    preflight.verdict_file(storage._spec).unlink()
+    preflight.verdict_file(storage.spec).unlink()
     assert "trying out the job failed" in str(storage.verdict())
     storage.clear()

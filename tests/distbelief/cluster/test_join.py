@@ -1,22 +1,26 @@
 """A machine joins, as its own process would; its supervisor is a dummy."""
 
+import select
 import socket
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Final, cast
 
 import pytest
 
 from distbelief.cluster import join as join_module
 from distbelief.cluster.agent import HostAgentConfig
+from distbelief.cluster.join import SupervisorMonitor
 from distbelief.protocol import Assignments, Offer, Release
 from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import SUPERVISOR
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.transport.zmq_transport import ZmqTransport
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -46,20 +50,13 @@ class Head:
     def __exit__(self, *_: object) -> None:
         self._thread.join()
 
-    @property
-    def machine_at(self) -> str:
-        """Where the machine listens, as it said last."""
-        return Endpoint.parse(self.offers[-1].endpoint).host
-
     def take(self, name: str) -> None:
-        self._transport.send(name, Assignments(incarnation=self._life, run="r", assignments=()))
+        incarnation = self.offers[-1].incarnation
+        self._transport.send(name, Assignments(incarnation=incarnation, run="r", assignments=()))
 
-    def dismiss(self, name: str, *, again: bool) -> None:
-        self._transport.send(name, Release(incarnation=self._life, again=again, reason="so"))
-
-    @property
-    def _life(self) -> int:
-        return self.offers[-1].incarnation
+    def dismiss(self, name: str) -> None:
+        incarnation = self.offers[-1].incarnation
+        self._transport.send(name, Release(incarnation=incarnation, again=True, reason="so"))
 
     def _serve(self) -> None:
         goes_on = True
@@ -98,65 +95,12 @@ def test_a_job_that_ends_as_a_host_restarts_is_over_for_it(
         if isinstance(envelope.message, Offer):
             head.take(envelope.sender)
             return True
-        head.dismiss(envelope.sender, again=True)
+        head.dismiss(envelope.sender)
         return False
 
     exit_code, said = join(Head(answer), tmp_path)
     assert exit_code == 0, said
     assert "the job is over" in said[-1]
-
-
-def test_a_host_whose_address_changes_offers_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It went on offering, and listening at, the one that it had begun with."""
-
-    def moved(host: str) -> str:
-        return f"{host[:-1]}2"
-
-    def answer(head: Head, envelope: Envelope) -> bool:
-        if head.machine_at == "127.0.0.2":
-            head.dismiss(envelope.sender, again=False)
-            return False
-        monkeypatch.setattr(join_module, "own_address_towards", moved)
-        return True
-
-    head = Head(answer)
-    exit_code, said = join(head, tmp_path)
-    assert exit_code == 0, said
-    assert any("offering it again" in text for text in said)
-
-
-def test_a_supervisor_that_has_another_address_is_found_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pod that stayed went on calling where the trainer's first pod had been."""
-    numbers = {"trainer": "127.0.0.3"}
-    known = socket.getaddrinfo
-
-    def found(host: str, *more: int) -> object:
-        return known(numbers.get(host, host), *more)
-
-    def tell(text: str) -> None:
-        said.append(text)
-        numbers["trainer"] = "127.0.0.1"
-
-    def answer(head: Head, envelope: Envelope) -> bool:
-        head.dismiss(envelope.sender, again=False)
-        return False
-
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    monkeypatch.setattr(join_module, "NAME_SECONDS", 0.5)
-    said: list[str] = []
-    with Head(answer) as head:
-        wanted = join_module.JoinOptions(
-            address=head.address.replace("127.0.0.1", "trainer"),
-            keys=None,
-            directory=tmp_path,
-            wait_seconds=SECONDS_MAX,
-        )
-        assert join_module.join(wanted, tell=tell) == 0
-    assert "trainer is no longer at 127.0.0.3: offering it again" in said
 
 
 def test_a_host_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> None:
@@ -176,3 +120,55 @@ def test_a_host_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> No
         f"nothing listens at tcp://127.0.0.1:{port} so far",
         "no job has taken this host in 3 s",
     ]
+
+
+def monitor(
+    port: int, said: list[str], *, host: str = LOOPBACK, other_key: bool = False
+) -> SupervisorMonitor:
+    """Return what watches a supervisor that may have another key than expected."""
+    transport = SimpleNamespace(is_refused=lambda _: False, has_other_key=lambda _: other_key)
+    return SupervisorMonitor(
+        cast("ZmqTransport", transport),
+        key="k",
+        place=Endpoint(host=host, port=port),
+        tell=said.append,
+    )
+
+
+def test_a_supervisor_that_stood_still_has_no_other_key() -> None:
+    """A machine stopped for 25 s was said to have another key than its address."""
+    said: list[str] = []
+    watched = monitor(9, said, other_key=True)
+    watched.look(is_alone=False, is_known=True)
+    assert not any("another key" in text for text in said)
+    watched.look(is_alone=False, is_known=False)
+    assert any("another key" in text and "prints there" in text for text in said)
+    watched.close()
+
+
+def test_where_somebody_listens_nobody_is_disturbed_for_long() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        watched = monitor(listener.getsockname()[1], [])
+        assert not any(watched.nothing_listens(0.0) for _ in range(3))
+        link, _ = listener.accept()
+        with link:
+            assert link.recv(1) == b""  # closed at once
+        assert not watched.nothing_listens(1.0)
+        assert not select.select([listener], [], [], 0.0)[0]  # no second one so soon
+        watched.nothing_listens(join_module.PROBE_SECONDS)
+        assert select.select([listener], [], [], 5.0)[0]
+        watched.close()
+
+
+def test_a_port_that_is_shut_is_found_so_once_for_each_probe() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        watched = monitor(listener.getsockname()[1], [])
+    for begun in (0.0, join_module.PROBE_SECONDS):
+        assert [watched.nothing_listens(begun + at) for at in (0.0, 0.5, 1.0)].count(True) == 1
+
+
+def test_where_no_way_leads_nothing_is_known() -> None:
+    """A number of the class that no host has: the kernel refuses to send there."""
+    watched = monitor(9, [], host="240.0.0.1")
+    assert not any(watched.nothing_listens(float(now)) for now in range(3))
+    watched.close()

@@ -95,7 +95,7 @@ def test_what_is_too_much_is_dropped_and_counted(
     paper.answers.set()
     writer.close(seconds_max=PATIENCE_SECONDS)
     assert paper.lines == ["first", *["more"] * 3]
-    assert told == ["2 lines were dropped: writing takes too long"]
+    assert told == ["lines dropped, as writing takes too long: 2"]
 
 
 def test_a_job_that_fails_is_reported_and_ends_no_other(

@@ -18,10 +18,10 @@ from distbelief.cli.options import FAILED, MISTAKEN
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
 from distbelief.forecast.api import Forecast, SimulationRequest, run_request, simulate
+from distbelief.forecast.calibration import Rate, Rates
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.result import Outcome
 from distbelief.forecast.sweep import axes_of
-from distbelief.forecast.timing import MessageCosts, Rate, Rates
 from tests.distbelief.forecast.jobs import SANDBLASTER, small, written
 from tests.elsewhere import answers
 
@@ -119,14 +119,13 @@ def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
     read, however large one's own are.
     """
     reading = Rate(unit="bytes", seconds=1e-5, n=10)
-    nothing = dict.fromkeys(MessageCosts.__struct_fields__, 0.0)
     rates = Rates(
         work={
             "replica replica:read by bytes": reading,
             "replica member:build by times": Rate(unit="times", seconds=0.5, n=1),
         },
-        handling={},
-        exchange=MessageCosts(**nothing),
+        message=0.0,
+        wake=0.0,
     )
     monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _: rates)
     job = small(

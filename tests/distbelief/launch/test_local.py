@@ -130,10 +130,14 @@ forkserver.ForkServer(requests=0, reports=1).serve()
 
 
 @pytest.fixture
-def server() -> Iterator["subprocess.Popen[bytes]"]:
+def server(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A fork server without torch, whose children wait until they are asked to end."""
+    path = {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | path,
     ) as server:
         yield server
         server.kill()
@@ -180,6 +184,23 @@ def test_a_child_has_what_the_server_was_asked_to_import(
     start(server, tmp_path, "replica-0.0")
     log = (tmp_path / "replica-0.0.log").read_text()
     assert log == "replica-0.0 2 S True True True\n"
+
+
+def test_a_module_that_starts_a_thread_is_left_to_the_children(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """A fork of a process with threads may find a lock held by one that it lacks."""
+    module = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+    (tmp_path / "threads.py").write_text(module)
+    ask(server, forkserver.Import(modules=("threads",)))
+    log = str(tmp_path / "shard-0.log")
+    start = forkserver.Start(program="role", name="shard-0", incarnation=2, spec="S", log=log)
+    ask(server, start)
+    assert isinstance(answer(server), forkserver.Begun)
+    ended = answer(server)  # by a server without the thread: `role` has no spec
+    assert isinstance(ended, forkserver.Ended)
+    assert (ended.name, ended.status) == ("shard-0", 1)
+    assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) == 1
 
 
 def test_children_are_ended_by_name(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:

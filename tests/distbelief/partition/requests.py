@@ -6,15 +6,22 @@ from functools import cache
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.planner import Planned, plan
-from distbelief.partition.search import PlanningRequest
+from distbelief.partition.search import PlanningRequest, PlanSimulator
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
+from distbelief.program.step_cost import StepCost
 from tests.distbelief.partition.plans import equal, fully_connected
 
 
 def make_request(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> PlanningRequest:
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     return PlanningRequest(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
+
+
+def simulated(
+    request: PlanningRequest, placements: Mapping[str, Placement], *, n_machines: int
+) -> StepCost:
+    return PlanSimulator(request).cost(placements, n_machines=n_machines)
 
 
 @cache

@@ -4,8 +4,14 @@ import pytest
 
 from distbelief.graph.graph import INPUT, GraphError, Layer
 from distbelief.graph.region import Region, tile
-from distbelief.partition.candidates import N_CANDIDATES_MAX, candidates, sizes, summed_dims
-from distbelief.partition.constraints import check_pins, pinned
+from distbelief.partition.candidates import (
+    N_CANDIDATES_MAX,
+    candidates,
+    check_pins,
+    pinned,
+    sizes,
+    summed_dims,
+)
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
 from tests.distbelief.partition.plans import (

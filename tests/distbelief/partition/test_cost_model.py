@@ -9,7 +9,8 @@ from hypothesis import given, strategies as st
 from distbelief.graph.graph import Layer
 from distbelief.graph.region import Region
 from distbelief.partition.cost_model import AnalyticCosts, signature, single_sample
-from distbelief.partition.cost_tables import ranges, sync_seconds
+from distbelief.partition.cost_tables import sync_seconds
+from distbelief.program.cluster import Cluster
 from tests.distbelief.partition.plans import convolutional, equal, fully_connected, unequal, zoo
 
 
@@ -23,29 +24,32 @@ def test_more_takes_longer(layer: Layer, data: st.DataObject) -> None:
     ends = [data.draw(st.integers(1, n), "extent") for n in layer.shape]
     smaller = [data.draw(st.integers(0, n), "less") for n in ends]
     large, small = Region.of(*ends), Region.of(*smaller)
-    for seconds in (costs.forward, costs.backward):
-        assert seconds(layer, small, 0) <= seconds(layer, large, 0)
-        assert seconds(layer, large, 0) <= seconds(layer, large, 2)
+    less, more, slower = (
+        costs.passes(layer, region, machine)
+        for region, machine in ((small, 0), (large, 0), (large, 2))
+    )
+    for times in zip(less, more, slower, strict=True):
+        assert list(times) == sorted(times)
 
 
 def test_a_large_product_takes_its_operations_and_a_small_one_its_bytes() -> None:
     dense = fully_connected(440, 2560, 2560, 8192)["2"]
     costs = AnalyticCosts(equal(1), batch=1000)
     operations = 2 * 2560 * 2560 * 1000
-    assert costs.forward(dense, dense.region, 0) == pytest.approx(operations / 1e10 + 1e-5)
+    assert costs.passes(dense, dense.region, 0).forward == pytest.approx(operations / 1e10 + 1e-5)
     one = AnalyticCosts(equal(1), batch=1)
     n_bytes = 4 * (2560 * 2560 + 2560 + 2560 + 2560)
-    assert one.forward(dense, dense.region, 0) == pytest.approx(n_bytes / 1e10 + 1e-5)
+    assert one.passes(dense, dense.region, 0).forward == pytest.approx(n_bytes / 1e10 + 1e-5)
 
 
 def test_parts_of_the_inputs_share_the_work() -> None:
     dense = fully_connected(440, 2560, 2560, 8192)["2"]
     costs = AnalyticCosts(equal(4), batch=1000)
     halves = Region.of(2560).cut(0, [1.0, 1.0])
-    seconds = [costs.forward(dense, half, 0, partial=True) for half in halves]
-    whole = costs.forward(dense, dense.region, 0)
+    seconds = [costs.passes(dense, half, 0, partial=True).forward for half in halves]
+    whole = costs.passes(dense, dense.region, 0).forward
     assert math.fsum(seconds) == pytest.approx(whole + 1e-5)
-    assert costs.forward(dense, Region.of(0), 0) == 0.0
+    assert costs.passes(dense, Region.of(0), 0).forward == 0.0
 
 
 def test_what_reads_statistics_only_is_computed_for_one_sample() -> None:
@@ -54,7 +58,7 @@ def test_what_reads_statistics_only_is_computed_for_one_sample() -> None:
     assert {graph[name].kind for name in single} == {"running_average"}
     layer = graph[min(single)]
     few, many = (AnalyticCosts(equal(1), batch=batch, single=single) for batch in (1, 100))
-    assert few.forward(layer, layer.region, 0) == many.forward(layer, layer.region, 0)
+    assert few.passes(layer, layer.region, 0).forward == many.passes(layer, layer.region, 0).forward
 
 
 def test_equal_layers_have_equal_signatures_whatever_their_names() -> None:
@@ -63,36 +67,34 @@ def test_equal_layers_have_equal_signatures_whatever_their_names() -> None:
     assert signature(graph["0"]) != signature(graph["2"])
 
 
+WEIGHT = Region.of(64, 10)
+HALVES = WEIGHT.cut(0, [1.0, 1.0])
+
+
+def sync(cluster: Cluster, *used: Region, trains: bool = True) -> float:
+    uses = [(machine, {"weight": region}) for machine, region in enumerate(used)]
+    return sync_seconds(uses, cluster, trains={"weight": trains})
+
+
 def test_a_weight_that_all_use_is_sent_and_summed_once_to_each() -> None:
-    weight = Region.of(64, 10)
-    used = [(machine, {"weight": weight}) for machine in range(4)]
-    found = ranges(used, trains={"weight": True})
-    (one,) = found
-    assert one.users == (0, 1, 2, 3)
-    assert sync_seconds(found, equal(4)) == pytest.approx(2 * 2560 * 0.75 / 1e8)
+    all_use = [WEIGHT] * 4
+    assert sync(equal(4), *all_use) == pytest.approx(2 * 2560 * 0.75 / 1e8)
     busy = msgspec.structs.replace(equal(4), message_overhead=1.0)
-    overhead = sync_seconds(found, busy) - sync_seconds(found, equal(4))
-    assert overhead == pytest.approx(6.0)
-    once = sync_seconds(found, equal(4, latency=1.0))
-    assert once == pytest.approx(2.0, abs=1e-3)
+    assert sync(busy, *all_use) - sync(equal(4), *all_use) == pytest.approx(6.0)
+    assert sync(equal(4, latency=1.0), *all_use) == pytest.approx(2.0, abs=1e-3)
 
 
 def test_private_parts_of_a_weight_cost_nothing() -> None:
-    parts = Region.of(64, 10).cut(0, [1.0, 1.0])
-    used = [(machine, {"weight": part}) for machine, part in enumerate(parts)]
-    found = ranges(used, trains={"weight": True})
-    assert len(found) == 2
-    assert sync_seconds(found, unequal()) == 0.0
+    assert sync(unequal(), *HALVES) == 0.0
 
 
 def test_two_ranges_with_users_of_their_own_are_synchronised_side_by_side() -> None:
-    parts = Region.of(64, 10).cut(0, [1.0, 1.0])
-    used = [(machine, {"weight": parts[machine // 2]}) for machine in range(4)]
-    found = ranges(used, trains={"weight": False})
-    assert sync_seconds(found, equal(4)) == pytest.approx(1280 * 0.5 / 1e8)
+    one, other = HALVES
+    found = sync(equal(4), one, one, other, other, trains=False)
+    assert found == pytest.approx(1280 * 0.5 / 1e8)
 
 
 def test_a_single_number_has_one_owner_and_the_slowest_link_decides() -> None:
-    found = ranges([(0, {"b": Region(())}), (3, {"b": Region(())})], trains={"b": True})
-    assert found[0].n_owners == 1
-    assert sync_seconds(found, unequal()) == pytest.approx(2 * (4 / 1e6 + 1e-4))
+    uses = [(0, {"b": Region(())}), (3, {"b": Region(())})]
+    found = sync_seconds(uses, unequal(), trains={"b": True})
+    assert found == pytest.approx(2 * (4 / 1e6 + 1e-4))

@@ -17,7 +17,9 @@ def test_what_takes_longer_than_by_arithmetic_does_with_fewer_samples_too() -> N
     costs = MicroBatchScaling(slow, batch=batch, part=part)
     half = layer.region.cut(0, [1.0, 1.0])[0]
     for name in ("forward", "backward"):
-        there = {one: getattr(one, name)(layer, half, 0) for one in (costs, slow, batch, part)}
+        there = {
+            one: getattr(one.passes(layer, half, 0), name) for one in (costs, slow, batch, part)
+        }
         assert there[costs] / there[part] == pytest.approx(there[slow] / there[batch])
 
 
@@ -27,8 +29,8 @@ def test_what_takes_no_time_takes_none() -> None:
     costs = AnalyticCosts(cluster, batch=4)
     fewer = MicroBatchScaling(costs, batch=costs, part=AnalyticCosts(cluster, batch=2))
     source = graph.layers[0]
-    assert fewer.forward(source, source.region, 0) == 0.0
-    assert fewer.backward(source, source.region, 0) == 0.0
+    assert fewer.passes(source, source.region, 0).forward == 0.0
+    assert fewer.passes(source, source.region, 0).backward == 0.0
 
 
 def test_what_share_of_its_time_a_part_takes_is_measured_if_it_can_be() -> None:
@@ -44,6 +46,6 @@ def test_what_share_of_its_time_a_part_takes_is_measured_if_it_can_be() -> None:
 
     costs = MicroBatchScaling(batch, batch=batch, part=part, shares=shares)
     half = layer.region.cut(0, [1.0, 1.0])[0]
-    whole_batch = batch.forward(layer, half, 0), batch.backward(layer, half, 0)
-    assert costs.forward(layer, half, 0) == pytest.approx(0.3 * whole_batch[0])
-    assert costs.backward(layer, half, 0) == pytest.approx(0.35 * whole_batch[1])
+    whole_batch = batch.passes(layer, half, 0).forward, batch.passes(layer, half, 0).backward
+    assert costs.passes(layer, half, 0).forward == pytest.approx(0.3 * whole_batch[0])
+    assert costs.passes(layer, half, 0).backward == pytest.approx(0.35 * whole_batch[1])

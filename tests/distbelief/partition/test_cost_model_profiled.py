@@ -22,9 +22,7 @@ def made_up(
     backward: tuple[float, ...] = (1.0, 1.5, 2.0),
 ) -> Profile:
     """A profile whose halves take three quarters of the whole."""
-    slices = Slices(
-        extents=(2, 4, 8), operations=(1.0, 2.0, 4.0), forward=forward, backward=backward
-    )
+    slices = Slices(extents=(2, 4, 8), forward=forward, backward=backward)
     rows = {"whole": slices, "0": slices, "inputs": slices}
     host = Host(torch="2", processor="abacus", n_threads=1)
     key = digest(signature(graph["2"]), batch=3)
@@ -35,13 +33,13 @@ def test_what_lies_between_slices_is_interpolated(graph: LayerGraph) -> None:
     machines = AnalyticCosts(unequal(), batch=3)
     costs = ProfiledCosts(made_up(graph), machines=machines)
     layer = graph["2"]
-    found = [costs.forward(layer, Region.of(n), 0) for n in (8, 6, 4, 1, 0)]
+    found = [costs.passes(layer, Region.of(n), 0).forward for n in (8, 6, 4, 1, 0)]
     assert found == pytest.approx([1.0, 0.875, 0.75, 0.5, 0.0])
-    assert costs.backward(layer, Region.of(4), 4) == pytest.approx(1.5)
-    assert costs.forward(layer, Region.of(4), 0, partial=True) == pytest.approx(0.75)
+    assert costs.passes(layer, Region.of(4), 4).backward == pytest.approx(1.5)
+    assert costs.passes(layer, Region.of(4), 0, partial=True).forward == pytest.approx(0.75)
     other = graph["0"]
-    for mine, theirs in ((costs.forward, machines.forward), (costs.backward, machines.backward)):
-        assert mine(other, other.region, 2) == theirs(other, other.region, 2)
+    theirs = machines.passes(other, other.region, 2)
+    assert costs.passes(other, other.region, 2) == theirs
 
 
 def test_other_machines_are_as_much_slower_than_by_arithmetic(graph: LayerGraph) -> None:
@@ -49,32 +47,32 @@ def test_other_machines_are_as_much_slower_than_by_arithmetic(graph: LayerGraph)
     host = AnalyticCosts(equal(1), batch=3)
     costs = ProfiledCosts(made_up(graph), machines=machines, host=host)
     layer, half = graph["2"], Region.of(4)
-    assert costs.forward(layer, half, 0) == pytest.approx(0.75)
-    slower = machines.forward(layer, half, 2) / machines.forward(layer, half, 0)
-    assert costs.forward(layer, half, 2) == pytest.approx(0.75 * slower)
+    assert costs.passes(layer, half, 0).forward == pytest.approx(0.75)
+    slower = machines.passes(layer, half, 2).forward / machines.passes(layer, half, 0).forward
+    assert costs.passes(layer, half, 2).forward == pytest.approx(0.75 * slower)
     assert slower > 1
-    assert costs.backward(layer, half, 0) == pytest.approx(1.5)
+    assert costs.passes(layer, half, 0).backward == pytest.approx(1.5)
 
 
 def test_a_part_never_takes_less_than_its_share(graph: LayerGraph) -> None:
     profile = made_up(graph, forward=(0.1, 0.2, 1.0), backward=(0.0, 0.0, 2.0))
     costs = ProfiledCosts(profile, machines=AnalyticCosts(equal(1), batch=3))
     layer, half = graph["2"], Region.of(4)
-    assert costs.forward(layer, half, 0) == pytest.approx(0.5)
-    assert costs.backward(layer, half, 0) == pytest.approx(1.0)
-    assert costs.forward(layer, half, 0, partial=True) == pytest.approx(0.5)
+    assert costs.passes(layer, half, 0).forward == pytest.approx(0.5)
+    assert costs.passes(layer, half, 0).backward == pytest.approx(1.0)
+    assert costs.passes(layer, half, 0, partial=True).forward == pytest.approx(0.5)
 
 
 def test_more_takes_longer_also_as_measured(graph: LayerGraph) -> None:
     costs = ProfiledCosts(made_up(graph), machines=AnalyticCosts(equal(1), batch=3))
-    seconds = [costs.forward(graph["2"], Region.of(n), 0) for n in range(9)]
+    seconds = [costs.passes(graph["2"], Region.of(n), 0).forward for n in range(9)]
     assert seconds == sorted(seconds)
 
 
 def test_fewer_samples_take_the_share_that_was_measured(graph: LayerGraph) -> None:
     profile = made_up(graph)
     ((key, rows),) = profile.layers.items()
-    samples = Slices(extents=(1, 3), operations=(1.0, 3.0), forward=(0.5, 1.0), backward=(0.5, 2.0))
+    samples = Slices(extents=(1, 3), forward=(0.5, 1.0), backward=(0.5, 2.0))
     layers = {key: {**rows, "samples": samples}}
     known = msgspec.structs.replace(profile, layers=layers)
     costs = ProfiledCosts(known, machines=AnalyticCosts(equal(1), batch=3))

@@ -4,11 +4,10 @@ import pytest
 
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import Variance
-from distbelief.partition.planner import simulated
 from distbelief.program.cluster import Cluster, uniform
 from distbelief.program.step_cost import StepCost
 from tests.distbelief.partition.plans import MACHINE, fully_connected
-from tests.distbelief.partition.requests import make_request
+from tests.distbelief.partition.requests import make_request, simulated
 
 
 GRAPH = fully_connected(40, 600, 400, 50)

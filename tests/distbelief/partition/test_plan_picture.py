@@ -15,7 +15,7 @@ from tests.distbelief.partition.plans import equal, fully_connected, zoo
 def drawn(path: Path, name: str, *, n_machines: int = 4) -> np.ndarray:
     graph = zoo(name)
     placements = even(graph, equal(n_machines))
-    draw_plan(path, graph, placements, crossing={"loss": 5000}, title=name)
+    draw_plan(path, graph, placements, traffic=(), title=name)
     return np.asarray(matplotlib.image.imread(path))[:, :, :3]
 
 
@@ -49,4 +49,4 @@ def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "plan.png"
     (tmp_path / "absent").write_text("a file where a folder should be")
     with pytest.raises(StorageError):
-        draw_plan(path, graph, even(graph, equal(2)), crossing={}, title="")
+        draw_plan(path, graph, even(graph, equal(2)), traffic=(), title="")

@@ -7,13 +7,13 @@ from hypothesis import given, settings, strategies as st
 from distbelief.graph.graph import INPUT, Layer
 from distbelief.graph.region import Region
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
-from distbelief.partition.planner import lower_bound, simulated
+from distbelief.partition.planner import lower_bound
 from distbelief.partition.problem import build
 from distbelief.program.cluster import Cluster, uniform
 from distbelief.program.placement import Placement
-from distbelief.program.step_cost import Costs
+from distbelief.program.step_cost import Costs, Passes
 from tests.distbelief.partition.plans import MACHINE, equal, unequal, zoo
-from tests.distbelief.partition.requests import make_request
+from tests.distbelief.partition.requests import make_request, simulated
 
 
 GRAPH = zoo("alexnet")
@@ -66,12 +66,9 @@ def test_machines_twice_as_fast_halve_it() -> None:
 class Tiny:
     """Measured costs of layers that take less than the machine's overhead per layer."""
 
-    def forward(self, layer: Layer, part: Region, machine: int) -> float:
+    def passes(self, layer: Layer, part: Region, machine: int) -> Passes:
         del layer, part, machine
-        return 1e-6
-
-    def backward(self, layer: Layer, part: Region, machine: int) -> float:
-        return self.forward(layer, part, machine)
+        return Passes(1e-6, 1e-6)
 
 
 @pytest.mark.parametrize("n_machines", [1, 4])

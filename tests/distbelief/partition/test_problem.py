@@ -85,8 +85,8 @@ def test_one_machine_computes_what_costs_say_and_sends_nothing() -> None:
     problem, decode = build(graph, equal(1), batch=8)
     costs = AnalyticCosts(equal(1), batch=8)
     expected = sum(
-        costs.forward(layer, layer.region, 0)
-        + (costs.backward(layer, layer.region, 0) if name != "loss.maximum" else 0.0)
+        costs.passes(layer, layer.region, 0).forward
+        + (costs.passes(layer, layer.region, 0).backward if name != "loss.maximum" else 0.0)
         for name, layer in graph.by_name.items()
     )
     choice = [0] * len(problem.sizes)
@@ -103,8 +103,8 @@ def test_partial_sums_and_replicated_weights_cost_messages() -> None:
     rows = decode.nodes[0].candidates[labels.index("rows 4")].placement
     computing = max(
         sum(
-            without.forward(layer, dict(placed.cells(layer.shape))[machine], machine)
-            + without.backward(layer, dict(placed.cells(layer.shape))[machine], machine)
+            without.passes(layer, dict(placed.cells(layer.shape))[machine], machine).forward
+            + without.passes(layer, dict(placed.cells(layer.shape))[machine], machine).backward
             for layer in node.members
             for placed in [node.placements(rows)[layer.name]]
         )

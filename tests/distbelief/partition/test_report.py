@@ -1,73 +1,90 @@
+"""The table, JSON, remarks, differences of plans, and explanations of layers."""
+
 import json
 import math
-from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
-from distbelief.partition.report import plain, remarks, seconds, size, table
-from tests.distbelief.partition.requests import planned
+from distbelief.graph.graph import GraphError
+from distbelief.partition.planner import Planned, plan as make_plans
+from distbelief.partition.report import (
+    differences,
+    explain,
+    plain,
+    remarks,
+    seconds,
+    show_alternatives,
+    show_differences,
+    size,
+    table,
+)
+from distbelief.program.cluster import uniform
+from distbelief.program.plan import Plan, plan_for
+from tests.distbelief.partition.plans import MACHINE, equal, fully_connected, zoo
+from tests.distbelief.partition.requests import make_request, planned
 
 
-ESTIMATES = [done.estimate for done in planned(1, 2, 4)]
+ROWS = planned(1, 2, 4)
+GRAPH = fully_connected(40, 600, 400, 50)
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-BYTES = {unit: 1024.0**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB"))}
+BYTES = {unit: 1024.0**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
 
 
 @given(st.floats(1e-6, 1e5))
 def test_times_are_written_with_three_digits_or_whole_microseconds(x: float) -> None:
     number, unit = seconds(x).split()
-    read = float(number) * SECONDS[unit]
-    assert read == pytest.approx(x, rel=0.006, abs=0.501e-6)
+    assert float(number) * SECONDS[unit] == pytest.approx(x, rel=0.006, abs=0.501e-6)
 
 
 @given(st.floats(0, 1e15))
 def test_sizes_are_written_with_one_decimal(n_bytes: float) -> None:
     number, unit = size(n_bytes).split()
-    scale = (BYTES | {"TiB": 1024.0**4})[unit]
-    assert float(number) * scale == pytest.approx(n_bytes, abs=0.51 * scale)
+    assert float(number) * BYTES[unit] == pytest.approx(n_bytes, abs=0.51 * BYTES[unit])
     assert float(number) <= 1024 or unit == "TiB"
-
-
-def test_an_unlimited_size_is_formatted() -> None:
     assert size(math.inf) == "unlimited"
 
 
-def test_the_table_has_a_row_for_each_and_nothing_is_cut_off() -> None:
-    shown = table(ESTIMATES, title="a net")
-    assert shown.row_count == len(ESTIMATES)
+def written(shown: object) -> str:
     console = Console(width=140)
-    with console.capture() as written:
+    with console.capture() as text:
         console.print(shown)
-    for estimate in ESTIMATES:
-        assert f"{estimate.speed_up:.2f}x" in written.get()
-        assert seconds(estimate.median) in written.get()
+    return text.get()
 
 
-def test_all_of_a_row_is_json() -> None:
-    for estimate in ESTIMATES:
-        row = json.loads(json.dumps(plain(estimate)))
-        assert row["machines"] == estimate.n_machines
-        assert row["step_seconds"]["p50"] == estimate.median
+def test_the_table_and_the_json_have_a_row_for_each() -> None:
+    shown = table(ROWS, title="a net")
+    assert shown.row_count == len(ROWS)
+    text = written(shown)
+    for done in ROWS:
+        assert f"{done.speed_up:.2f}x" in text
+        assert seconds(done.median) in text
+        row = json.loads(json.dumps(plain(done)))
+        assert row["machines"] == done.n_machines
+        assert row["step_seconds"]["p50"] == done.median
         parts = [row[key] for key in ("compute", "communication", "sync", "wait")]
         assert sum(parts) == pytest.approx(1.0)
-        assert row["bytes"] == sum(estimate.link_bytes.values())
+        assert row["bytes"] == sum(done.best.cost.link_bytes.values())
 
 
-def said(*, caps: list[float], whole: list[tuple[str, str]] | None = None) -> list[str]:
-    return remarks(ESTIMATES, caps=caps, whole=whole or [], origin="from a file.")
+# --- remarks ---
 
 
-def test_the_origin_is_always_the_last_remark() -> None:
-    assert said(caps=[math.inf] * 4)[-1] == "from a file."
-    whole = said(caps=[math.inf] * 4, whole=[("lstm", "it has no split rule")])
-    assert "lstm is computed whole on one machine: it has no split rule" in whole
+def said(*rows: Planned, memory: float | None = None) -> list[str]:
+    return remarks(rows, make_request(GRAPH, equal(4, memory=memory)))
+
+
+def test_the_costs_are_the_last_remark_and_whole_layers_are_named() -> None:
+    assert said(*ROWS)[-1] == "Costs: assumed figures of cluster 'equal', no measured layer."
+    (text, _) = remarks([], make_request(zoo("unet, transposed"), equal(2)))[-2:]
+    assert "is computed whole on one machine: ConvTranspose2d has no split" in text
 
 
 def test_idle_machines_are_reported() -> None:
-    idle = [replace(estimate, used=(0,)) for estimate in ESTIMATES]
-    found = remarks(idle, caps=[math.inf] * 4, whole=[], origin="")
+    slow = msgspec.structs.replace(MACHINE, bandwidth=1e3)
+    found = said(*make_plans(make_request(GRAPH, uniform("slow", slow, 4)), [1, 2, 4]))
     assert [text.split(",")[0] for text in found if "idle" in text] == [
         "2 machines: 1 left idle",
         "4 machines: 3 left idle",
@@ -75,7 +92,98 @@ def test_idle_machines_are_reported() -> None:
 
 
 def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:
-    bad = replace(ESTIMATES[-1], offenders=(1, 2), memory=(0.0, 2048.0, 4096.0, 0.0))
-    (text, _) = remarks([bad], caps=[1024.0] * 4, whole=[], origin="")[-2:]
-    assert "machine 2 needs 4.0 KiB and has 1.0 KiB; 2 machines lack memory" in text
+    (bad,) = planned(4, memory=1e4)
+    worst = max(bad.best.cost.memory_bytes)
+    index = bad.best.cost.memory_bytes.index(worst)
+    (text, _) = said(bad, memory=1e4)[-2:]
+    assert f"machine {index} needs {size(worst)} and has 9.8 KiB; 4 machines lack memory" in text
     assert table([bad], title="").rows[0].style == "red"
+    assert plain(bad)["offenders"] == [0, 1, 2, 3]
+
+
+# --- differences ---
+
+
+def plan(n: int) -> Plan:
+    placements = planned(n)[0].best.placements
+    return plan_for(GRAPH, placements, batch=32, loss="cross_entropy", cluster=equal(n))
+
+
+ONE, OTHER = plan(1), plan(4)
+
+
+def test_equal_plans_do_not_differ() -> None:
+    assert differences(ONE, ONE) == []
+    shown = show_differences(ONE, ONE, names=("a", "b"))
+    assert (shown.title, shown.row_count) == ("the plans are equal", 0)
+
+
+def test_differences_are_the_same_both_ways_and_of_differing_layers_only() -> None:
+    found = differences(ONE, OTHER)
+    back = differences(OTHER, ONE)
+    assert [(what, there, here) for what, here, there in found] == back
+    assert show_differences(ONE, OTHER, names=("a", "b")).row_count == len(found)
+    assert ("machines", "1", "4") in found
+    layers = {n for n in ONE.placements if ONE.placements[n] != OTHER.placements[n]}
+    assert {what for what, _, _ in found} & set(ONE.placements) == layers != set()
+
+
+@pytest.mark.parametrize(("change", "what"), [({"batch": 64}, "batch"), ({"loss": "mse"}, "loss")])
+def test_one_change_is_one_difference(change: dict[str, object], what: str) -> None:
+    changed = msgspec.structs.replace(ONE, **change)
+    assert [row[0] for row in differences(ONE, changed)] == [what]
+
+
+def test_a_layer_of_one_plan_only_is_absent_in_the_other() -> None:
+    name, *rest = ONE.placements
+    less = msgspec.structs.replace(ONE, placements={other: ONE.placements[other] for other in rest})
+    assert differences(ONE, less) == [(name, "whole on machine 0", "absent")]
+
+
+# --- explanations ---
+
+DONE = planned(4)[-1]
+NODES = DONE.solved.decoder.nodes
+ROOTS = [node.group.root.name for node in NODES]
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_every_candidate_is_there_once_cheapest_first(name: str) -> None:
+    root, rows = explain(DONE, name)
+    assert root == name
+    node = NODES[ROOTS.index(name)]
+    assert sorted(row.label for row in rows) == sorted(c.label for c in node.candidates)
+    costs = [row.own + row.transfers for row in rows]
+    assert costs == sorted(costs) == [row.together for row in rows]
+    (chosen,) = (row for row in rows if row.reason == "chosen")
+    assert chosen.label == DONE.solved.decoder.labels(DONE.solved.solution.choice)[name]
+    assert DONE.solved.solution.exact
+    assert all(
+        row is chosen or row.reason.endswith(" more") or row.reason == "as good" for row in rows
+    )
+
+
+def test_a_follower_is_explained_by_its_leader() -> None:
+    for node in NODES:
+        for layer in node.group.members[1:]:
+            assert explain(DONE, layer.name) == explain(DONE, node.group.root.name)
+            title = str(show_alternatives(DONE, layer.name).title)
+            assert f"it follows {node.group.root.name}" in title
+
+
+def test_a_plan_that_lacks_memory_says_so() -> None:
+    need = max(planned(1)[0].best.cost.memory_bytes)
+    done = planned(4, memory=0.6 * need)[-1]
+    verdicts = [row.reason for name in ROOTS for row in explain(done, name)[1]]
+    assert any("does not fit the memory of machine" in reason for reason in verdicts)
+
+
+def test_the_explanation_has_a_row_for_each() -> None:
+    shown = show_alternatives(DONE, ROOTS[0])
+    assert shown.row_count == len(NODES[0].candidates)
+    assert "chosen" in written(shown)
+
+
+def test_an_unknown_layer_is_rejected_and_known_ones_are_named() -> None:
+    with pytest.raises(GraphError, match=rf"no layer 'conv9'.*{ROOTS[0]}"):
+        explain(DONE, "conv9")

@@ -3,42 +3,36 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.partition.planner import simulated
 from distbelief.partition.problem import build
 from tests.distbelief.partition.plans import equal, zoo
-from tests.distbelief.partition.requests import make_request, permuted, planned
+from tests.distbelief.partition.requests import make_request, permuted, planned, simulated
 
 
 pytestmark = pytest.mark.untraced
 
 
-ESTIMATES = [done.estimate for done in planned(1, 2, 4)]
+PLANNED = planned(1, 2, 4)
 GRAPH = zoo("alexnet")
 CLUSTER = equal(4, latency=1e-4)
 _, DECODER = build(GRAPH, CLUSTER, batch=32)
 
 
-def test_an_estimate_has_the_figures_of_the_step() -> None:
-    for estimate in ESTIMATES:
-        assert estimate.seconds == tuple(sorted(estimate.seconds))
-        assert estimate.speed_up * estimate.median == pytest.approx(estimate.one_machine_seconds)
-        assert estimate.efficiency * len(estimate.used) == pytest.approx(estimate.speed_up)
-        assert estimate.lower_bound <= estimate.median
-        assert len(estimate.memory) == estimate.n_machines
-        assert {p for pair in estimate.link_bytes for p in pair} <= set(estimate.used)
+def test_a_plan_has_the_figures_of_the_step() -> None:
+    for done in PLANNED:
+        cost = done.best.cost
+        assert done.best.seconds == tuple(sorted(done.best.seconds))
+        assert done.speed_up * done.median == pytest.approx(done.one_machine_seconds)
+        assert done.lower_bound <= done.median
+        assert len(cost.memory_bytes) == done.n_machines
+        assert {p for pair in cost.link_bytes for p in pair} <= set(done.used)
+        assert not done.lacking
 
 
 def test_the_gap_is_what_the_model_has_above_its_bound() -> None:
-    estimate = replace(ESTIMATES[0], model_seconds=3.0, model_bound=2.0)
-    assert estimate.gap == pytest.approx(0.5)
-    assert replace(estimate, model_bound=3.5).gap == 0.0  # rounding
-    assert replace(estimate, model_seconds=None).gap is None
-    assert replace(estimate, model_bound=0.0).gap is None
-
-
-def test_a_plan_fits_if_no_machine_lacks_memory() -> None:
-    assert ESTIMATES[0].fits
-    assert not replace(ESTIMATES[0], offenders=(0,)).fits
+    best = replace(PLANNED[0].best, model_seconds=3.0)
+    for bound, gap in ((2.0, 0.5), (3.5, 0.0), (0.0, None)):  # 3.5: rounding
+        assert replace(PLANNED[0], best=best, model_bound=bound).gap == gap
+    assert replace(PLANNED[0], best=replace(best, model_seconds=None)).gap is None
 
 
 @settings(max_examples=15)

@@ -16,7 +16,7 @@ from distbelief.program.chrome_trace import chrome_trace, critical_path, events
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement, grid
-from distbelief.program.step_cost import StepCost, step_cost
+from distbelief.program.step_cost import Passes, StepCost, step_cost
 from tests.distbelief.program.plans import captured, chain, random_plan
 
 
@@ -26,16 +26,12 @@ class PerElement:
 
     speeds: Sequence[float] = (1.0,) * 64
 
-    def forward(
+    def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
+    ) -> Passes:
         del layer, partial
-        return region.n_elements / self.speeds[machine]
-
-    def backward(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        return 2 * self.forward(layer, region, machine, partial=partial)
+        forward = region.n_elements / self.speeds[machine]
+        return Passes(forward, 2 * forward)
 
 
 def cluster(n: int, *, bandwidth: float = math.inf, latency: float = 0.0) -> Cluster:

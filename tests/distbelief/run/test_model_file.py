@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,14 @@ def saved(
     return layout, [store.path(f"shard-{k}", "1") for k in range(n_shards)]
 
 
+def kinds(module: nn.Module) -> dict[str, Mapping[str, str]]:
+    """Return types and other names of a module's tensors, as the preflight reports them."""
+    model = FlatModel(module)
+    tensors = model.named_tensors().items()
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
+    return {"dtypes": dtypes, "aliases": model.aliases()}
+
+
 @pytest.mark.parametrize("n_shards", [1, 2, 3, 7])
 def test_the_written_model_loads_into_the_plain_module(
     n_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -57,9 +66,7 @@ def test_the_written_model_loads_into_the_plain_module(
     trained.norm(torch.randn(8, 20))  # moves the statistics and the counter
     layout, snapshots = saved(tmp_path, trained, n_shards)
     path = tmp_path / "model.safetensors"
-    with torch.device("meta"):
-        like = Net()
-    write_model_file(path, layout, snapshots, like=like)
+    write_model_file(path, layout, snapshots, **kinds(Net()))
     fresh = Net()
     fresh.load_state_dict(load_file(path), strict=True)
     for name, tensor in trained.state_dict().items():
@@ -70,7 +77,7 @@ def test_the_written_model_loads_into_the_plain_module(
 def test_averaged_counts_are_written_as_the_nearest_integer(tmp_path: Path) -> None:
     layout, snapshots = saved(tmp_path, Net(), 1, shift=0.6)
     path = tmp_path / "model.safetensors"
-    write_model_file(path, layout, snapshots, like=Net())
+    write_model_file(path, layout, snapshots, **kinds(Net()))
     assert load_file(path)["seen"].tolist() == [8, 9]
 
 

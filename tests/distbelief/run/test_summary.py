@@ -15,7 +15,7 @@ from distbelief.run.summary import (
     final_table,
     read_summary,
     summarise,
-    write_summary,
+    summary_text,
 )
 from distbelief.supervisor.view import JobView, RoleView
 from tests.distbelief.jobs import speech
@@ -100,7 +100,7 @@ def test_a_fingerprint_may_be_a_method() -> None:
 def test_a_summary_reads_back_equal(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "demo") as run:
         assert read_summary(run) is None
-        write_summary(run, a_summary())
+        run.write(run.summary_file, summary_text(a_summary()))
         assert read_summary(run) == a_summary()
         assert run.summary_file.read_text().count("\n") > 20  # for people, too
         run.summary_file.write_text("{")

@@ -9,7 +9,8 @@ from torch import nn
 
 from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.serve.server import ParameterServer, ServerAddress, parameter_specs
+from distbelief.serve.address import ServerAddress, parameter_specs
+from distbelief.serve.server import ParameterServer
 from distbelief.transport.shared_memory import FileMemory
 
 

@@ -1,21 +1,23 @@
 """The directory of a standalone server, and when it does not continue from it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 import pytest
 from torch import nn
 
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
 from distbelief.serve import server_process, standalone
-from distbelief.serve.server import ServerAddress
-from distbelief.serve.server_process import ServerReady, ServerRequest
-from distbelief.serve.standalone import ServeOptions, run_server
+from distbelief.serve.address import ServerAddress, parameter_specs
+from distbelief.serve.server_process import ServerRequest
+from distbelief.serve.standalone import run_server
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import ListenConfig
@@ -41,31 +43,36 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerRequest]:
     return requests
 
 
-def wanted(
+def serve(
+    directory: Path,
     *,
+    tell: Callable[[str], object] = pytest.fail,
     model: nn.Module | None = None,
     rule: UpdateRule | None = None,
     shards: int = 2,
     reach: ListenConfig | None = None,
-) -> ServeOptions:
-    return ServeOptions(
-        model=model or nn.Linear(3, 2),
+    from_scratch: bool = False,
+) -> None:
+    """Be `distbelief serve` with these options."""
+    parameters = list((model or nn.Linear(3, 2)).parameters())
+    request = ServerRequest(
+        tensors=parameter_specs(parameters),
         rule=rule or SGD(learning_rate=0.1),
-        shards=shards,
+        n_shards=shards,
         shard_copies=1,
-        shared_memory=True,
         snapshot_every=30.0,
         reach=reach or ListenConfig(),
     )
+    run_server(request, parameters, directory, tell=tell, from_scratch=from_scratch)  # type: ignore[arg-type]
 
 
 def test_the_same_directory_means_to_go_on(tmp_path: Path, served: list[ServerRequest]) -> None:
     said: list[str] = []
     directory = tmp_path / "runs" / "server"
-    run_server(wanted(), directory, tell=said.append)
+    serve(directory, tell=said.append)
     initial = (directory / "initial.safetensors").read_bytes()
     assert said == []
-    run_server(wanted(), directory, tell=said.append)
+    serve(directory, tell=said.append)
     one, other = served
     assert one.run == other.run != ""
     assert said == [f"continuing from the checkpoints in {directory}"]
@@ -77,9 +84,9 @@ def test_an_address_over_tcp_lasts(tmp_path: Path, served: list[ServerRequest]) 
     directory = tmp_path / "server"
     for secret in ("5f" * 32, "6e" * 32):
         reach = ListenConfig(host="127.0.0.1", port=7700, secret=secret)
-        run_server(wanted(reach=reach), directory, tell=lambda _text: None)
+        serve(directory, reach=reach, tell=lambda _text: None)
     assert [request.reach.secret for request in served] == ["5f" * 32] * 2
-    run_server(wanted(), directory, tell=lambda _text: None)
+    serve(directory, tell=lambda _text: None)
     assert served[-1].reach == ListenConfig()
 
 
@@ -97,12 +104,12 @@ def test_nobody_else_may_read_the_secret_whatever_becomes_of_the_directory(
     before = os.umask(0)  # a user who is careless
     try:
         directory = tmp_path / "server"
-        run_server(wanted(), directory, tell=pytest.fail)
+        serve(directory)
         file = directory / "request.json"
         assert file.stat().st_mode & 0o777 == 0o600
         file.chmod(0o644)  # as earlier versions left it
         monkeypatch.setattr(Path, "replace", seen)
-        run_server(wanted(), directory, tell=lambda _text: None)
+        serve(directory, tell=lambda _text: None)
     finally:
         os.umask(before)
     assert modes == [0o600]
@@ -114,14 +121,13 @@ def test_from_scratch_it_begins_anew_and_keeps_what_was(
     tmp_path: Path, served: list[ServerRequest]
 ) -> None:
     directory = tmp_path / "server"
-    run_server(wanted(), directory, tell=pytest.fail)
+    serve(directory)
     saved = directory / "snapshots" / "shard-0" / "00007.safetensors"
     saved.parent.mkdir(parents=True)
     saved.write_bytes(b"damaged")
     initial = (directory / "initial.safetensors").read_bytes()
     said: list[str] = []
-    other = wanted(model=nn.Linear(4, 2))
-    run_server(other, directory, tell=said.append, from_scratch=True)
+    serve(directory, tell=said.append, model=nn.Linear(4, 2), from_scratch=True)
     aside = directory / "aside-1"
     assert said == [f"starting from scratch; earlier files are in {aside}"]
     kept = aside / "snapshots" / "shard-0" / "00007.safetensors"
@@ -136,7 +142,7 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
     tmp_path: Path, served: list[ServerRequest]
 ) -> None:
     """It did, with no word but in its log."""
-    run_server(wanted(), tmp_path, tell=pytest.fail)
+    serve(tmp_path)
     (request,) = served
     snapshots = tmp_path / "snapshots"
     for k in range(2):
@@ -144,7 +150,7 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
         saved.parent.mkdir(parents=True)
         saved.write_bytes(b"")
     with pytest.raises(StorageError) as caught:
-        server_process.serve(request, lambda _node, _supervisor, _ready: None)
+        server_process.serve(request, lambda _node, _supervisor, _address: None)
     assert f"all checkpoints of shard-0 are damaged: {snapshots}" in str(caught.value)
     assert "--from-scratch" in str(caught.value)
 
@@ -152,33 +158,33 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        (wanted(model=nn.Linear(4, 2)), "another model"),
-        (wanted(rule=Momentum(learning_rate=0.1)), "another rule"),
-        (wanted(shards=3), "another number of shards"),
+        ({"model": nn.Linear(4, 2)}, "another model"),
+        ({"rule": Momentum(learning_rate=0.1)}, "another rule"),
+        ({"shards": 3}, "another number of shards"),
     ],
 )
 def test_another_thing_is_not_gone_on_with(
-    tmp_path: Path, served: list[ServerRequest], other: ServeOptions, what: str
+    tmp_path: Path, served: list[ServerRequest], other: dict[str, Any], what: str
 ) -> None:
-    run_server(wanted(), tmp_path / "server", tell=pytest.fail)
+    serve(tmp_path / "server")
     with pytest.raises(JobError, match=f"has {what}: "):
-        run_server(other, tmp_path / "server", tell=pytest.fail)
+        serve(tmp_path / "server", **other)
     assert len(served) == 1
 
 
 def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[ServerRequest]) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(JobError, match="is not the directory of a parameter server"):
-        run_server(wanted(), tmp_path, tell=pytest.fail)
+        serve(tmp_path)
     with pytest.raises(StorageError, match="cannot make"):
-        run_server(wanted(), tmp_path / "thesis.tex", tell=pytest.fail)
+        serve(tmp_path / "thesis.tex")
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "request.json").write_text("{")
     with pytest.raises(JobError, match="is damaged"):
-        run_server(wanted(), damaged, tell=pytest.fail)
+        serve(damaged)
     with pytest.raises(JobError, match="distbelief keys new"):
-        run_server(wanted(reach=ListenConfig(host="0.0.0.0")), damaged, tell=pytest.fail)
+        serve(damaged, reach=ListenConfig(host="0.0.0.0"))
     assert served == []
 
 
@@ -211,14 +217,10 @@ def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[ServerRe
 def test_a_user_sees_the_addresses(
     tmp_path: Path, served: list[ServerRequest], reach: ListenConfig, place: str, said: list[str]
 ) -> None:
-    run_server(wanted(), tmp_path / "server", tell=pytest.fail)
-    (request,) = served
-    request = ServerRequest(**{
-        name: getattr(request, name) for name in request.__struct_fields__
-    } | {"reach": reach})  # fmt: skip
+    serve(tmp_path / "server")
+    request = msgspec.structs.replace(served[0], reach=reach)
     terminal = standalone._Terminal(request, tell=pytest.fail)
-    ready = ServerReady(endpoint=place, run="t", memory="/dev/shm/x")
-    lines = terminal._address_lines(ready)
+    lines = terminal._address_lines(request.address(place, run="t", memory="/dev/shm/x"))
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
     for line in lines:
@@ -236,7 +238,8 @@ def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_p
     supervisor = SimpleNamespace(error=None, interrupted=False)
     node = SimpleNamespace(run=lambda _: "a bug", error="a bug", post=pytest.fail)
     terminal = standalone._Terminal(cast("ServerRequest", None), tell=said.append)
-    terminal.watch(cast("RoleRunner", node), cast("Supervisor", supervisor), ServerReady())
+    address = cast("ServerAddress", None)
+    terminal.watch(cast("RoleRunner", node), cast("Supervisor", supervisor), address)
     assert said == []
     outcome = server_process._outcome(
         cast("RoleRunner", node), cast("Supervisor", supervisor), tmp_path

@@ -31,11 +31,11 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, Slow, Supersede
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Link
+from distbelief.simulation.network import Link
 from distbelief.simulation.trace import SimulationFailed
-from distbelief.simulation.world import HandledEvent
 from tests.distbelief.simulation.toys import (
     STEADY,
     TESTER,

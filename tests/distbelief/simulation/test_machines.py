@@ -22,7 +22,7 @@ from distbelief.simulation.machines import (
     scale_of,
     scales_for,
 )
-from distbelief.simulation.topology import Link
+from distbelief.simulation.network import Link
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 

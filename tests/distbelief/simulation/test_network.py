@@ -6,7 +6,7 @@ from distbelief.roles.role import Action, Event, Seconds, Send, SetTimer, Starte
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Fault
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.topology import Link
+from distbelief.simulation.network import Link
 from tests.distbelief.simulation.toys import STEADY, A, B, C, Scripted, cluster_of, push
 
 

@@ -12,7 +12,7 @@ from distbelief.roles.role import Address, Received, Send
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Kill
 from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.simulation.topology import Card, Ports, SwitchedNetwork, Uplink
+from distbelief.simulation.network import Card, Ports, SwitchedNetwork, Uplink
 from distbelief.simulation.trace import SimulationFailed
 from tests.distbelief.simulation.toys import A, B, C, Scripted, cluster_of, heartbeat, on_start
 
@@ -154,8 +154,7 @@ def test_bytes_are_counted_for_each_pair() -> None:
 
 def test_a_host_reaches_itself_without_its_card() -> None:
     ports = Ports(fabric())
-    assert ports.route("a", "a") is None
-    assert ports.route("a", "elsewhere") is None
+    assert ports.between("a", "a") == ports.between("a", "elsewhere") == ()
 
 
 @pytest.mark.parametrize("figure", [0.0, -1.0, math.nan])

@@ -7,9 +7,9 @@ import pytest
 from distbelief.config.job import StopTable
 from distbelief.protocol import Progress, StartTraining, Stop
 from distbelief.roles.role import Action, Send
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from tests.distbelief.supervisor.test_supervisor import Desk, sent
 

@@ -18,8 +18,8 @@ from distbelief.protocol import (
     Stop,
 )
 from distbelief.roles.role import Action, Address, Exit, Launch, Send, Terminate
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind, RoleRecord
-from distbelief.supervisor.state import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from tests.distbelief.supervisor.test_supervisor import Desk, sent
 
@@ -92,7 +92,7 @@ def test_a_machine_that_is_silent_at_the_end_is_named_and_ended_and_others_told(
     desk.supervisor.request_stop("enough")
     lively = [name for name in EVERYBODY if name != "replica-0.1"]
     actions = desk.pass_time(3.5, beats=lively)
-    assert desk.told[-1] == ("replica 0.1 silent for 3.2 s: in 7 s ending without it")
+    assert desk.told[-1] == "replica 0.1 silent for 3.2 s; counts as dead after 10 s"
     actions = desk.pass_time(7.0, beats=lively)
     assert desk.told[-1] == "replica 0.1 silent for 10.2 s while it was stopping"
     assert [a.name for a in actions if isinstance(a, Terminate)] == ["replica-0.1"]
@@ -125,7 +125,7 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
     assert set(told) == {"shard-0", "evaluator", "evaluator.1"}
     desk.hear("shard-0", Finished(counters={}))
     desk.pass_time(3.5, beats=["evaluator"])
-    assert desk.told[-1] == ("evaluator.1 silent for 3.2 s: in 7 s ending without it")
+    assert desk.told[-1] == "evaluator.1 silent for 3.2 s; counts as dead after 10 s"
     actions = desk.pass_time(7.0, beats=["evaluator"])
     assert desk.told[-1] == "evaluator.1 silent for 10.2 s while it was stopping"
     assert [a.name for a in actions if isinstance(a, Terminate)] == ["evaluator.1"]
@@ -136,7 +136,7 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
 
 def test_a_machine_that_leads_nobody_reports_no_progress(desk: Desk) -> None:
     desk.join()
-    with pytest.raises(RemoteProtocolError, match=r"replica-0\.1 sent Progress"):
+    with pytest.raises(RemoteProtocolError, match=r"replica-0\.1 sent the supervisor Progress"):
         desk.progress("replica-0.1")
 
 

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ from rich.console import Console
 from typing_extensions import override
 
 from distbelief.config.job import StopTable
-from distbelief.display.progress import ProgressLine
+from distbelief.launch.local import LocalLauncher
 from distbelief.protocol import HeartbeatAck
 from distbelief.roles.role import (
     ALL_MESSAGES,
@@ -27,13 +28,14 @@ from distbelief.roles.role import (
     Send,
 )
 from distbelief.run.directory import RunDirectory
-from distbelief.run.metrics_file import MetricsFile, read_metrics
-from distbelief.run_log import RunLog
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.run.metrics_file import read_metrics
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.trainer import Callbacks
+from distbelief.trainer import Trainer
 from distbelief.transport.node import RoleRunner
+from distbelief.transport.shared_memory import FileMemory
+from tests.distbelief.jobs import speech
 from tests.links import link
 
 
@@ -82,21 +84,17 @@ class Desk:
         self.run = run
         self.terminal = Terminal()
         console = Console(file=self.terminal)
-        self.log = RunLog(console, run)
-        metrics = stack.enter_context(MetricsFile(run.metrics_file))
+        launcher = LocalLauncher()  # it has started nothing
+        stack.callback(launcher.close)
+        memory = FileMemory.make(root=run.path)
+        stack.callback(memory.remove_all)
+        self._trainer = Trainer(speech(), run, memory=memory, launcher=launcher, console=console)
+        self.log = self._trainer._log
+        self._trainer._metrics.open()
+        stack.callback(self._trainer._metrics.close)
         stop = StopRules(StopTable(epochs=1), n_train=1)
-        supervisor = Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=stop))
-        supervisor._records.append(supervisor.view(0.0))
-        self._watching = Callbacks(
-            supervisor,
-            look=supervisor.view,
-            display=ProgressLine("demo", console=console),
-            metrics=metrics,
-            run=run,
-            name="demo",
-            log=self.log,
-            watch=None,
-        )
+        self._supervisor = Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=stop))
+        self._supervisor._records.append(self._supervisor.view(0.0))
         sockets = Path(stack.enter_context(TemporaryDirectory()))
         self._transport = stack.enter_context(link(SUPERVISOR, sockets))
         self._transport.connect(SUPERVISOR, 1, self._transport.endpoint)
@@ -112,7 +110,8 @@ class Desk:
         late.start()
         with self.log.in_threads():
             node = RoleRunner(echo, transport=self._transport, log=self.log.log)
-            error = node.run(self._watching.tick, tick_seconds=0.0)
+            tick = partial(self._trainer.tick, self._supervisor)
+            error = node.run(tick, tick_seconds=0.0)
             hung = late.is_alive()
             late.cancel()
             until()
@@ -163,5 +162,5 @@ def test_what_was_written_last_is_on_the_disk_at_the_end(desk: Desk) -> None:
     assert len(log) == N_ROUNDS
     status = desk.run.read_status()
     assert status is not None
-    assert status.name == "demo"
+    assert status.name == "speech-demo"
     assert len(read_metrics(desk.run.metrics_file)) == 1

@@ -62,7 +62,7 @@ def test_no_message_holds_the_secret_of_its_run(message: Message) -> None:
     transport = reach.transport(
         name="shard-0", incarnation=1, run="run", log=lambda _level, _text: None
     )
-    frames = transport._wire.encode(message, sender="shard-0", incarnation=1)
+    frames = transport._codec.encode(message, sender="shard-0", incarnation=1)
     raw = bytes.fromhex(SECRET)
     for secret in (SECRET.encode(), raw, z85.encode(raw)):
         assert not any(secret in bytes(frame) for frame in frames)

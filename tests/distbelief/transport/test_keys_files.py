@@ -258,7 +258,7 @@ def test_what_runs_finds_the_key_that_it_began_with(keys: KeyFiles) -> None:
     old = keys.pair()
     new = keys.begin_rotation()
     keys.finish_rotation()
-    assert keys.pair_of(old.public).secret.reveal() == old.secret.reveal()
+    assert keys.pair_of(old.public).secret == old.secret
     assert keys.pair_of(new).public == new
     assert mode(keys.directory / "former.key") == 0o600
     keys.begin_rotation()
@@ -268,9 +268,9 @@ def test_what_runs_finds_the_key_that_it_began_with(keys: KeyFiles) -> None:
 
 
 def test_no_secret_is_in_an_error_of_any_kind(keys: KeyFiles) -> None:
-    secret = keys.pair().secret.reveal().hex()
+    secret = keys.pair().secret.hex()
     (keys.directory / "secret.key").write_text(f"{secret} {secret}\n")
     with pytest.raises(JobError) as caught:
         keys.pair()
     assert secret not in f"{caught.value!r}{caught.value.__context__!r}"
-    assert KeyPair.new().secret.reveal().hex() not in str(caught.value)
+    assert KeyPair.new().secret.hex() not in str(caught.value)

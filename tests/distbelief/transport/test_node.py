@@ -44,12 +44,12 @@ from distbelief.roles.role import (
     Terminate,
     TimerFired,
 )
-from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth
 from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner
-from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
+from distbelief.transport.zmq_transport import ZmqTransport
 from tests.links import link
 
 
@@ -105,7 +105,7 @@ def transport(tmp_path: Path) -> Iterator[ZmqTransport]:
         run="run",
         bind=f"ipc://{tmp_path}/.me.4",
         guard=DirectoryAuth(tmp_path),
-        options=TransportOptions(linger_seconds=0),
+        linger_seconds=0,
     ) as transport:
         transport.connect(ME, 4, transport.endpoint)
         yield transport
@@ -710,9 +710,7 @@ def test_only_posted_events_are_user_events(
     with node, link(USER, tmp_path) as forger:
         forger.connect(ME, 4, transport.endpoint)
         forger.send(ME, stop)
-        assert node.pump(
-            lambda: transport.counters.malformed == 1, timeout_seconds=PATIENCE_SECONDS
-        )
+        assert node.pump(lambda: transport.n_malformed == 1, timeout_seconds=PATIENCE_SECONDS)
         assert not any("Ctrl+C" in text for text in said)
         before = role.status()[0]
         node.post(Received(sender=USER, incarnation=0, message=stop))

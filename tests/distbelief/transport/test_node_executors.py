@@ -1,14 +1,13 @@
 """WorkExecutors: threads that work in order, in parallel, and end."""
 
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 from distbelief.roles.role import Compute, Computed, Executor
-from distbelief.transport.node import WorkExecutors
+from distbelief.transport.node import WorkExecutors, _compute
 
 
 PATIENCE_SECONDS = 20.0
@@ -19,7 +18,10 @@ class Bench:
 
     def __init__(self) -> None:
         self._woken = threading.Semaphore(0)
-        self.executors = WorkExecutors("role", now=time.monotonic, wake=self._woken.release)
+        self.executors = WorkExecutors("role", wake=self._woken.release)
+
+    def compute(self, action: Compute) -> None:
+        self.executors.add(action.executor, action.name, partial(_compute, action))
 
     def next_result(self) -> Computed:
         assert self._woken.acquire(timeout=PATIENCE_SECONDS)
@@ -44,7 +46,7 @@ def test_constructing_executors_starts_no_thread() -> None:
 
 
 def test_a_result_has_name_result_and_duration(bench: Bench) -> None:
-    bench.executors.compute(Compute(name="sum", work=lambda: 1 + 1))
+    bench.compute(Compute(name="sum", work=lambda: 1 + 1))
     result = bench.next_result()
     assert (result.name, result.result, result.error) == ("sum", 2, None)
     assert 0 <= result.seconds < PATIENCE_SECONDS
@@ -55,7 +57,7 @@ def test_what_work_raises_is_in_its_result(bench: Bench, error: BaseException) -
     def fail() -> None:
         raise error
 
-    bench.executors.compute(Compute(name="broken", work=fail))
+    bench.compute(Compute(name="broken", work=fail))
     result = bench.next_result()
     assert result.error is error
     assert result.result is None
@@ -67,7 +69,7 @@ def test_two_executors_work_in_parallel(bench: Bench) -> None:
         work = Compute(
             name=executor.value, work=lambda: meeting.wait(PATIENCE_SECONDS), executor=executor
         )
-        bench.executors.compute(work)
+        bench.compute(work)
     names = {bench.next_result().name for _ in Executor}
     assert names == {"compute", "data"}
 
@@ -82,7 +84,7 @@ def test_one_executor_works_in_order_one_task_at_a_time(bench: Bench) -> None:
         busy.release()
 
     for index in range(50):
-        bench.executors.compute(Compute(name="", work=partial(work, index)))
+        bench.compute(Compute(name="", work=partial(work, index)))
     errors = [bench.next_result().error for _ in range(50)]
     assert errors == [None] * 50
     assert order == list(range(50))
@@ -98,8 +100,8 @@ def test_closing_drops_what_has_not_started_and_names_what_goes_on() -> None:
         started.set()
         assert end.wait(PATIENCE_SECONDS)
 
-    bench.executors.compute(Compute(name="gradient", work=work))
-    bench.executors.compute(Compute(name="never", work=lambda: ran.append(1)))
+    bench.compute(Compute(name="gradient", work=work))
+    bench.compute(Compute(name="never", work=lambda: ran.append(1)))
     assert started.wait(PATIENCE_SECONDS)
     assert bench.executors.close(seconds_max=0.01) == ["gradient (compute)"]
     end.set()

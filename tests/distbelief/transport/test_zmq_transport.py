@@ -24,7 +24,7 @@ from distbelief.transport import zmq_transport
 from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
 from distbelief.transport.keys import KeyPair
-from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
+from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.protocol.message_strategies import messages, same
 from tests.links import link
 
@@ -95,7 +95,7 @@ def wait(*transports: ZmqTransport, until: Callable[[], bool]) -> None:
     """Poll all transports until the condition holds."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not until():
-        assert time.monotonic() < deadline, [each.counters for each in transports]
+        assert time.monotonic() < deadline, [each.n_malformed for each in transports]
         for transport in transports:
             transport.poll(0.005)
 
@@ -128,8 +128,6 @@ def test_messages_arrive_in_order_with_their_sender(make: Make) -> None:
     arrived = take(b, 100)
     assert labels(arrived) == [f"{index}" for index in range(100)]
     assert {(each.sender, each.incarnation) for each in arrived} == {("a", 1)}
-    assert a.counters.messages_out == b.counters.messages_in == 100
-    assert a.counters.bytes_out == b.counters.bytes_in > 0
 
 
 def test_both_directions_are_links_of_their_own(make: Make) -> None:
@@ -178,8 +176,11 @@ def test_what_is_lent_arrives_as_it_is(make: Make) -> None:
         assert labels([after]) == ["no array"]
 
 
-def test_one_call_of_receive_yields_a_bounded_number(make: Make) -> None:
-    a = make("a", options=TransportOptions(batch_max=3))
+def test_one_call_of_receive_yields_a_bounded_number(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_transport, "BATCH_MAX", 3)
+    a = make("a")
     a.connect("a", 1, a.endpoint)
     for _ in range(5):
         a.send("a", HeartbeatAck())
@@ -219,10 +220,9 @@ def test_poll_waits_at_least_for_its_timeout(make: Make) -> None:
 # --------------------------------------------------------------- what is not sent
 
 
-def test_a_message_to_an_unknown_peer_is_dropped_and_counted(make: Make) -> None:
+def test_a_message_to_an_unknown_peer_is_dropped(make: Make) -> None:
     a = make("a")
     assert not a.send("nobody", HeartbeatAck())
-    assert a.counters.dropped_unknown == 1
 
 
 @contextmanager
@@ -236,18 +236,16 @@ def mute(make: Make) -> Iterator[str]:
         yield str(place)
 
 
-def test_a_full_link_drops_counts_and_never_blocks(make: Make) -> None:
-    a = make("a", options=TransportOptions(messages_max=10, linger_seconds=0))
+def test_a_full_link_drops_and_never_blocks(make: Make) -> None:
+    a = make("a", messages_max=10, linger_seconds=0)
     with mute(make) as endpoint:
         a.connect("mute", 1, endpoint)
         accepted = [a.send("mute", SaveCheckpoint(label=f"{n}")) for n in range(50)]
     assert accepted == [True] * 10 + [False] * 40
-    assert (a.counters.messages_out, a.counters.dropped_full) == (10, 40)
 
 
 def test_a_peer_that_reads_nothing_holds_a_bounded_number(make: Make) -> None:
-    options = TransportOptions(messages_max=4)
-    a, b = make("a", options=options), make("b", options=options)
+    a, b = make("a", messages_max=4), make("b", messages_max=4)
     a.connect("b", 1, b.endpoint)
     a.send("b", HeartbeatAck())
     take(b, 1)
@@ -386,14 +384,6 @@ def test_a_transport_that_is_not_running_does_not_connect(tmp_path: Path) -> Non
     transport.close()  # as often as one likes
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"messages_max": 0}, {"batch_max": 0}, {"linger_seconds": float("inf")}]
-)
-def test_options_that_bound_nothing_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        TransportOptions(**wrong)  # type: ignore[arg-type]
-
-
 # ------------------------------------------------------------------------ strangers
 
 
@@ -411,7 +401,7 @@ class Stranger:
         link.linger = 0
         place = Endpoint.parse(endpoint)
         if self._pair is not None:
-            self._pair.dial(link, place.key, handshake_seconds_max=5.0)
+            self._pair.dial(link, place.key)
         link.connect(place.endpoint)
         self._links.append(link)  # which a context does not do
         return link
@@ -456,10 +446,10 @@ def test_another_key_is_rejected_before_the_first_message(
     stranger = Stranger(make_tcp, pair=KeyPair.new())
     link = stranger.connect(inbox_tcp.endpoint)
     link.send_multipart([b"x"] * 1000)
-    wait(inbox_tcp, until=lambda: inbox_tcp.counters.refused > 0)
+    wait(inbox_tcp, until=lambda: inbox_tcp.n_refused > 0)
     assert log == ["rejected a peer without the run's key (so far 1)"]
     assert still_works(inbox_tcp)
-    assert inbox_tcp.counters.malformed == 0  # not a byte of it came in
+    assert inbox_tcp.n_malformed == 0  # not a byte of it came in
 
 
 def test_a_listener_with_another_key_than_the_endpoint_learns_nothing(make_tcp: Make) -> None:
@@ -483,7 +473,7 @@ def test_a_listener_with_another_key_than_the_endpoint_learns_nothing(make_tcp: 
                     heard += line.recv(1 << 16)
                 learnt += heard
     assert b"CURVE" in learnt
-    for secret in (PAIR.secret.reveal(), b"run\xa1a", label.encode()):
+    for secret in (PAIR.secret, b"run\xa1a", label.encode()):
         assert secret not in learnt
     b = make_tcp("b", bind=address)
     assert labels(take(b, 1)) == [label]
@@ -519,14 +509,14 @@ def test_a_socket_without_a_key_sends_nothing(
     link.send(b"hello")
     for _ in range(20):
         assert still_works(inbox_tcp)
-    assert inbox_tcp.counters.malformed == 0
+    assert inbox_tcp.n_malformed == 0
 
 
 def test_a_socket_of_another_kind_gets_no_message_in(inbox: ZmqTransport, make: Make) -> None:
     Stranger(make).connect(inbox.endpoint, zmq.DEALER).send(b"hello")
     for _ in range(20):
         assert still_works(inbox)
-    assert inbox.counters.malformed == 0
+    assert inbox.n_malformed == 0
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
@@ -542,7 +532,7 @@ def test_random_bytes_from_a_raw_socket_do_no_harm(garbage: bytes) -> None:
             with socket.create_connection((place.host, place.port)) as raw:
                 raw.sendall(prefix + garbage)
                 assert still_works(inbox)
-        assert inbox.counters.malformed == 0
+        assert inbox.n_malformed == 0
 
 
 def test_no_peer_may_speak_as_the_user(inbox: ZmqTransport, make: Make, log: list[str]) -> None:
@@ -553,7 +543,7 @@ def test_no_peer_may_speak_as_the_user(inbox: ZmqTransport, make: Make, log: lis
 
     def arrived() -> bool:
         assert not list(inbox.receive())
-        return inbox.counters.malformed == 1
+        return inbox.n_malformed == 1
 
     wait(inbox, until=arrived)
     assert log == ["dropped: a peer may not speak as 'user' (so far 1)"]
@@ -580,7 +570,7 @@ def test_malformed_messages_of_a_member_are_counted_and_seldom_logged(
 
     def all_arrived() -> bool:
         assert not list(inbox.receive())
-        return inbox.counters.malformed == 20
+        return inbox.n_malformed == 20
 
     wait(inbox, until=all_arrived)
     assert [text.rpartition(" (")[2] for text in log] == [f"so far {n})" for n in (1, 2, 4, 8, 16)]
@@ -594,7 +584,7 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
     link = stranger.connect(inbox.endpoint)
     wait(inbox, until=lambda: link.poll(0, zmq.POLLOUT) > 0)
     watch = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    link.send(b"x" * (BLOCK_BYTES + 10))  # with CURVE a few bytes more pass
+    link.send(b"x" * (BLOCK_BYTES + 1000))  # a few bytes more pass for CURVE
     wait(inbox, until=lambda: watch.poll(0) > 0)
     assert not list(inbox.receive())
     assert still_works(inbox)
@@ -640,7 +630,7 @@ def start_peer(
 
 @pytest.mark.processes
 def test_a_killed_peer_does_no_harm_and_its_next_incarnation_is_reached(make_files: Make) -> None:
-    a = make_files("a", options=TransportOptions(linger_seconds=0))
+    a = make_files("a", linger_seconds=0)
     first, endpoint = start_peer(a, make_files.directory)
     with first:
         a.connect("peer", 1, endpoint)

@@ -39,9 +39,10 @@ from distbelief.roles.role import (
     Started,
 )
 from distbelief.task import dry_run
+from distbelief.worker.build import whole_replica
 from distbelief.worker.config import DownpourConfig
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.replica import Replica
+from distbelief.worker.training import TrainingObjective
 from tests.distbelief.examples import Frames, net
 
 
@@ -138,7 +139,7 @@ class Bench:
         self.shard = Shard(values)
         self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
         self.data_shard = DataShard(len(self.dataset), replica_index=0, n_replicas=1, seed=0)
-        self.replica = Replica(
+        self.replica = whole_replica(
             self.config,
             client=ParameterClient(
                 ClientConfig(pushes=True),
@@ -146,18 +147,19 @@ class Bench:
                 shards=[SHARD],
                 memory=PrivateMemory(host=""),
             ),
-            trainer=LocalExecutor(
+            executor=LocalExecutor(
                 self.model,
                 self.dataset,
                 loss=nn.functional.cross_entropy,
                 names=dry_run.Names(model="net", loss="cross_entropy", data="data.train"),
                 clip_norm=self.config.clip_norm,
-                always_check=self.config.checks_every_gradient,
                 seed=(0, 0),
             ),
             data_shard=self.data_shard,
             await_begin=await_begin,
         )
+        assert isinstance(self.replica.objective, TrainingObjective)
+        self.counters = self.replica.objective.counters
         self.computes: list[Compute] = []
         self.timers: dict[str, float] = {}
         self.reported: list[Message] = []
@@ -215,7 +217,7 @@ class Bench:
 
     def run_until_step(self, step: int) -> None:
         for _ in range(1000):
-            if self.replica.counters.steps >= step:
+            if self.counters.steps >= step:
                 return
             self.deliver()
             self.compute()

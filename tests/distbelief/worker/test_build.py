@@ -17,6 +17,7 @@ from distbelief.protocol import (
     Evaluate,
     EvaluationDone,
     Finished,
+    GrantSteps,
     HeartbeatAck,
     Message,
     Progress,
@@ -25,14 +26,14 @@ from distbelief.protocol import (
     Stop,
     TransferAck,
 )
-from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send
+from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send, Started
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause
-from distbelief.simulation.world import HandledEvent
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import build_rank
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.evaluator import EvaluatorConfig, held_out
+from distbelief.worker.evaluator import held_out
 from distbelief.worker.group import rank_name
 from tests.simulation.groups import FRAMES, Group
 from tests.simulation.test_downpour import LEARNING, downpour, plain
@@ -458,7 +459,7 @@ def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
         for name, tensor in module.named_parameters():
             tensor.copy_(group.values()[name].view_as(tensor))
     dataset = build_dataset(LEARNING.test, table="data.test")
-    indices, _ = held_out(50, EvaluatorConfig(subset=20))
+    indices, _ = held_out(50, subset=20)
     samples = [dataset[int(i)] for i in indices]
     inputs, targets = torch.utils.data.default_collate(samples)
     with torch.no_grad():
@@ -525,7 +526,7 @@ def test_a_rank_rejects_messages_it_does_not_accept() -> None:
     group = small_group()
     group.simulation.run(until=0.1)
     machine = group.machine(group.machines[1])
-    machine._shutdown.is_gone = False
+    machine._is_gone = False
     wrong: list[tuple[str, Message]] = [
         ("replica-0.0", HeartbeatAck()),
         ("replica-0.1", StartEpoch(generation=1 << 40, plan="p")),
@@ -535,10 +536,10 @@ def test_a_rank_rejects_messages_it_does_not_accept() -> None:
         event = Received(sender=Address(sender), incarnation=1, message=message)
         with pytest.raises(RemoteProtocolError, match="which is not for it"):
             machine.handle(event, 1.0)
-    nobody = Computed(name="machine:dream")
-    with pytest.raises(LocalProtocolError, match="unexpected result of work 'machine:dream'"):
+    nobody = Computed(name="replica:dream")
+    with pytest.raises(LocalProtocolError, match="unexpected result of work 'replica:dream'"):
         machine.handle(nobody, 1.0)
-    broken = Computed(name="machine:chain", error=ValueError("no"))
+    broken = Computed(name="replica:step", error=ValueError("no"))
     with pytest.raises(JobError, match="step 10 failed: ValueError: no"):
         machine.handle(broken, 1.0)
 
@@ -553,3 +554,29 @@ def test_a_rank_that_starts_after_the_end_exits_on_stop() -> None:
     group.tell(name, Stop(reason="over"))
     group.simulation.run(until=60.0)
     assert group.simulation.halted[name] is None
+
+
+def test_a_rank_rejects_what_the_leader_sent_earlier_or_too_early() -> None:
+    group = small_group()
+    machine = build(group, "replica-0.1")
+    machine.handle(Started(incarnation=1), 0.0)
+    plan = group.split.fingerprint
+
+    def lead(message: Message) -> None:
+        sender = Address("replica-0.0")
+        machine.handle(Received(sender=sender, incarnation=1, message=message), 0.0)
+
+    grant = GrantSteps(generation=5, position=0, steps=2, is_last=False, ended=False)
+    with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
+        lead(grant)
+    lead(StartEpoch(generation=5, plan=plan))
+    with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
+        lead(grant)
+    for early in (
+        msgspec.structs.replace(grant, generation=4),
+        StartEpoch(generation=4, plan=plan),
+    ):
+        with pytest.raises(RemoteProtocolError, match="of generation 4, after generation 5 had"):
+            lead(early)
+    with pytest.raises(JobError, match=r"has plan q, replica-0\.1 has .*: start all ranks"):
+        lead(StartEpoch(generation=6, plan="q"))

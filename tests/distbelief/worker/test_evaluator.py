@@ -36,9 +36,11 @@ from distbelief.roles.role import (
     Started,
     TimerFired,
 )
+from distbelief.task import dry_run
 from distbelief.task.losses import METRICS, Metric
-from distbelief.worker.evaluator import Evaluator, EvaluatorConfig
-from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.build import score_of, whole_evaluator
+from distbelief.worker.evaluator import CHUNK, held_out
+from distbelief.worker.local_executor import FlatModel, LocalEvaluator
 from tests.distbelief.examples import Frames, failing_function, net
 
 
@@ -48,7 +50,14 @@ SHARD = Address("shard-0")
 class Bench:
     """An evaluator, and one shard played by the test."""
 
-    def __init__(self, config: EvaluatorConfig, *, metric: Metric = METRICS["accuracy"]) -> None:
+    def __init__(
+        self,
+        *,
+        subset: int | None = None,
+        chunk: int = CHUNK,
+        seed: int = 0,
+        metric: Metric = METRICS["accuracy"],
+    ) -> None:
         torch.manual_seed(0)
         model = FlatModel(net())
         self.layout = Layout.of(model.specs(), n_shards=1)
@@ -61,13 +70,14 @@ class Bench:
             shards=[SHARD],
             memory=PrivateMemory(host=""),
         )
-        self.evaluator = Evaluator(
-            config,
+        loss = nn.functional.cross_entropy
+        names = dry_run.Names(model="net", loss="cross_entropy", data="data.test", metric="m")
+        self.evaluator = whole_evaluator(
+            LocalEvaluator(model, self.dataset, loss=loss, metric=metric, names=names),
             client=client,
-            model=model,
-            dataset=self.dataset,
-            loss=nn.functional.cross_entropy,
-            metric=metric,
+            kinds=held_out(50, subset=subset, seed=seed),
+            score=score_of(loss, metric),
+            chunk=chunk,
         )
         self.computes: list[Compute] = []
         self.told: list[Message] = []
@@ -146,17 +156,17 @@ class Bench:
 
 def expected(bench: Bench, indices: list[int]) -> tuple[float, float]:
     module = net()
-    model = FlatModel(module)
-    bench.layout.scatter(0, bench.values, model.values)
+    bench.layout.scatter(0, bench.values, FlatModel(module).values)
     inputs, targets = bench.dataset.inputs[indices], bench.dataset.targets[indices]
-    return model.measure(
-        inputs, targets, loss=nn.functional.cross_entropy, metric=METRICS["accuracy"]
-    )
+    with torch.no_grad():
+        outputs = module(inputs)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    return float(loss), float(METRICS["accuracy"](outputs, targets))
 
 
 @pytest.mark.parametrize("chunk", [50, 7, 1])
 def test_the_whole_set_is_measured_whatever_the_chunk(chunk: int) -> None:
-    bench = Bench(EvaluatorConfig(chunk=chunk))
+    bench = Bench(chunk=chunk)
     bench.ask(Evaluate(request=3, whole=True))
     (measured,) = bench.run()
     loss, metric = expected(bench, list(range(50)))
@@ -169,7 +179,7 @@ def test_the_whole_set_is_measured_whatever_the_chunk(chunk: int) -> None:
 def test_the_usual_subset_is_the_same_each_time() -> None:
     figures = []
     for request in (1, 2):
-        bench = Bench(EvaluatorConfig(subset=20, seed=4))
+        bench = Bench(subset=20, seed=4)
         bench.ask(Evaluate(request=request, whole=False))
         (measured,) = bench.run()
         assert measured.n_samples == 20
@@ -178,7 +188,7 @@ def test_the_usual_subset_is_the_same_each_time() -> None:
 
 
 def test_requests_that_waited_are_answered_together_as_the_newest_asks() -> None:
-    bench = Bench(EvaluatorConfig(subset=20))
+    bench = Bench(subset=20)
     bench.ask(Evaluate(request=1, whole=False))
     bench.ask(Evaluate(request=2, whole=False))
     bench.ask(Evaluate(request=3, whole=True))
@@ -188,7 +198,7 @@ def test_requests_that_waited_are_answered_together_as_the_newest_asks() -> None
 
 
 def test_a_request_asked_again_is_answered_again_and_measured_once() -> None:
-    bench = Bench(EvaluatorConfig())
+    bench = Bench()
     bench.ask(Evaluate(request=1, whole=True))
     bench.ask(Evaluate(request=1, whole=True))  # while it is measured
     bench.run()
@@ -198,7 +208,7 @@ def test_a_request_asked_again_is_answered_again_and_measured_once() -> None:
 
 
 def test_each_request_sees_new_parameters() -> None:
-    bench = Bench(EvaluatorConfig())
+    bench = Bench()
     bench.ask(Evaluate(request=1, whole=True))
     bench.run()
     bench.values[:] = 0.0
@@ -207,7 +217,7 @@ def test_each_request_sees_new_parameters() -> None:
 
 
 def test_status_describes_the_state() -> None:
-    bench = Bench(EvaluatorConfig())
+    bench = Bench()
     assert bench.state == "waiting"
     bench.ask(Evaluate(request=1, whole=True))
     assert bench.state == "fetching"
@@ -218,12 +228,11 @@ def test_status_describes_the_state() -> None:
 
 
 def test_stop_is_answered_after_the_current_chunk() -> None:
-    bench = Bench(EvaluatorConfig(chunk=10))
+    bench = Bench(chunk=10)
     bench.ask(Evaluate(request=1, whole=True))
     bench.compute()
     bench.compute()
     bench.ask(Stop(reason="enough"))
-    assert bench.state == "finishing"
     assert not bench.has_halted()
     bench.compute()
     assert bench.has_halted()
@@ -231,32 +240,32 @@ def test_stop_is_answered_after_the_current_chunk() -> None:
 
 
 def test_stop_while_idle_is_answered_at_once() -> None:
-    bench = Bench(EvaluatorConfig())
+    bench = Bench()
     bench.ask(Stop(reason="enough"))
     assert bench.has_halted()
 
 
 def test_a_torn_read_is_repeated() -> None:
-    bench = Bench(EvaluatorConfig())
+    bench = Bench()
     bench.ask(Evaluate(request=1, whole=True))
     install = bench.computes.pop()
     torn = FetchResult(torn=(0,), clocks=(-1,))
     bench.feed(Computed(name=install.name, result=torn))
-    assert bench.timers[-1] == "evaluator:retry"
+    assert bench.timers[-1] == "replica:retry"
     assert not bench.computes
-    bench.feed(TimerFired(name="evaluator:retry"))
+    bench.feed(TimerFired(name="replica:retry"))
     assert len(bench.run()) == 1
 
 
 def test_a_failing_metric_is_the_jobs_error() -> None:
-    bench = Bench(EvaluatorConfig(), metric=failing_function)
+    bench = Bench(metric=failing_function)
     bench.ask(Evaluate(request=1, whole=True))
     with pytest.raises(JobError, match="failed on outputs"):
         bench.run()
 
 
 def test_errors_of_the_data_set_are_passed_on() -> None:
-    bench = Bench(EvaluatorConfig())
+    bench = Bench()
     bench.dataset.inputs = torch.zeros(3, 4)
     bench.ask(Evaluate(request=1, whole=True))
     with pytest.raises(JobError, match=r"\[data.test\] reading samples 0, 1"):
@@ -264,11 +273,10 @@ def test_errors_of_the_data_set_are_passed_on() -> None:
 
 
 def test_unexpected_messages_are_rejected() -> None:
-    with pytest.raises(RemoteProtocolError, match="sent the evaluator StartTraining"):
-        Bench(EvaluatorConfig()).ask(StartTraining())
+    with pytest.raises(RemoteProtocolError, match="StartTraining is not for a role"):
+        Bench().ask(StartTraining())
 
 
-@pytest.mark.parametrize("field", ["subset", "chunk"])
-def test_a_bad_value_is_named(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0; use 1 or more"):
-        EvaluatorConfig(**{field: 0})
+def test_a_bad_subset_is_named() -> None:
+    with pytest.raises(ValueError, match="subset is 0; use 1 or more"):
+        held_out(50, subset=0)

@@ -13,7 +13,7 @@ from distbelief.protocol import (
     StartEpoch,
     StepsDone,
 )
-from distbelief.worker.group_leader import GENERATION_BITS, STOP_SECONDS, GroupLeader, Outgoing
+from distbelief.worker.group import GENERATION_BITS, STOP_SECONDS, GroupLeader, Outgoing
 
 
 GENERATION = (1 << GENERATION_BITS) + 1
@@ -164,7 +164,7 @@ def test_repeated_steps_count_once() -> None:
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
     out = leader.hear(0, 1, ready(GENERATION, 8), 0.0)
-    assert same(out, (0, commit_token(GENERATION, 2, position=8)))
+    assert same(out, (0, commit_token(GENERATION, 1, position=8)))
     leader.hear(0, 1, steps_done(GENERATION, 3), 0.0)
     leader.new_generation(0.0)
     leader.hear(0, 1, ready(GENERATION + 1, 12), 0.0)  # of three, one was pushed
@@ -269,7 +269,7 @@ def test_nothing_is_granted_before_the_start() -> None:
     leader.joined(0, 1, 0.0)
     leader.start(1, 0.0)
     assert leader.hear(0, 1, ready(GENERATION, pushes=False), 0.0) == []
-    commit_tokens = commit_token(GENERATION, 2)
+    commit_tokens = commit_token(GENERATION, 1)
     assert same(leader.begin(0.0), (0, commit_tokens))
     assert leader.begin(0.0) == []
 
@@ -330,12 +330,12 @@ def test_grants_stop_at_the_allowed_samples() -> None:
     leader = GroupLeader(1, plan="p", n_steps=lambda a, b: -((a - b) // 4))
     leader.start(1, 0.0)
     leader.hear(0, 1, ready(GENERATION, samples=8), 0.0)
-    assert same(leader.begin(0.0, samples=14), (0, commit_token(GENERATION, 2, position=8)))
+    assert same(leader.begin(0.0, samples=14), (0, commit_token(GENERATION, 1, position=8)))
     leader.hear(0, 1, steps_done(GENERATION, 1), 0.0)
     assert (leader.granted, leader.is_held) == (2, False)
     leader.hear(0, 1, steps_done(GENERATION, 2), 0.0)
     assert (leader.granted, leader.is_held) == (2, True)
     out = leader.begin(0.0, samples=30)
-    assert same(out, (0, commit_token(GENERATION, 4, position=8, agreed=2)))
+    assert same(out, (0, commit_token(GENERATION, 3, position=8, agreed=2)))
     assert not leader.is_held
-    assert leader.begin(0.0, samples=31) == []  # no rank may be three steps ahead
+    assert leader.begin(0.0, samples=31) == []  # a single rank has nobody to be ahead of

@@ -123,49 +123,6 @@ def test_each_gradient_is_fresh_and_the_older_one_stays_as_it_was() -> None:
     assert fresh.data_ptr() != stolen.data_ptr()
 
 
-def test_the_first_gradient_accrues_without_a_copy() -> None:
-    model = FlatModel(net())
-    model.gradient(*batch(), cross_entropy)
-    gradient = model.gradients[0]
-    model.accrue()
-    accrued = model.accrued[0]
-    assert gradient is not None
-    assert accrued is not None
-    assert accrued.data_ptr() == gradient.data_ptr()
-
-
-def test_accrued_is_the_sum_until_it_is_dropped() -> None:
-    model = FlatModel(net())
-    the_list = model.accrued
-    expected = torch.zeros_like(model.values[0])
-    for _ in range(3):
-        model.gradient(*batch(), cross_entropy)
-        gradient = model.gradients[0]
-        assert gradient is not None
-        expected += gradient
-        model.accrue()
-    accrued = model.accrued[0]
-    assert accrued is not None
-    assert torch.equal(accrued, expected)
-    model.drop_accrued()
-    assert model.accrued is the_list
-    assert the_list == [None] * len(model.values)
-
-
-def test_a_local_step_is_a_step_of_torchs_sgd() -> None:
-    plain = net()
-    model = FlatModel(copy.deepcopy(plain))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        cross_entropy(plain(batch()[0]), batch()[1]).backward()
-        optimizer.step()
-        model.gradient(*batch(), cross_entropy)
-        model.step(0.1)
-    for name, value in plain.named_parameters():
-        assert torch.equal(model.named_tensors()[name], value)
-
-
 def test_views_stay_those_of_the_module_whatever_forward_does() -> None:
     module = everything()
     model = FlatModel(module)
@@ -199,27 +156,6 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
     after = torch.cat([g for g in model.gradients if g is not None])
     assert float(after.norm()) == pytest.approx(0.01, rel=1e-4)
     torch.testing.assert_close(after / after.norm(), before / before.norm())
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_bad_element_makes_a_gradient_not_finite(bad: float) -> None:
-    model = FlatModel(net())
-    assert model.is_finite()  # nothing is
-    model.gradient(*batch(), cross_entropy)
-    assert model.is_finite()
-    gradient = model.gradients[1]
-    assert gradient is not None
-    gradient[0] = bad
-    assert not model.is_finite()
-
-
-def test_measuring_changes_nothing() -> None:
-    model = FlatModel(everything())
-    before = [value.clone() for value in model.values]
-    loss, metric = model.measure(*batch(), loss=cross_entropy, metric=cross_entropy)
-    assert loss == metric
-    for value, expected in zip(model.values, before, strict=True):
-        assert torch.equal(value, expected)
 
 
 def test_a_sparse_gradient_is_made_dense() -> None:

@@ -65,10 +65,19 @@ def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: LoopW
     for now in (1.0, 2.0, 3.0):
         assert not joins(worker.handle(beat, now))
         tell(worker, HeartbeatAck(), now)
-    assert not joins(worker.handle(beat, 4.0))
-    assert not joins(worker.handle(beat, 6.0))
+    for now in (4.0, 5.0, 6.0):
+        assert not joins(worker.handle(beat, now))
     assert joins(worker.handle(beat, 7.0))
     assert joins(worker.handle(beat, 8.0))
     connects = [a for a in tell(worker, peers(2), 8.5) if isinstance(a, Connect)]
     assert [(c.peer, c.incarnation, c.endpoint) for c in connects] == [(SHARD, 2, "at-2")]
     assert not joins(worker.handle(beat, 9.0))
+
+
+def test_a_loop_that_computes_for_long_does_not_join_again_after_every_step(
+    worker: LoopWorker,
+) -> None:
+    for step in range(1, 5):
+        now = 10.0 * step  # its timer was due nine seconds ago
+        assert not joins(worker.handle(TimerFired(name=BEAT), now))
+        tell(worker, HeartbeatAck(), now)

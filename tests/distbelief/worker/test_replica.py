@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from distbelief.data.sharding import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.protocol import (
     Evaluate,
     Fetch,
@@ -21,9 +21,9 @@ from distbelief.protocol import (
     Stop,
 )
 from distbelief.roles.role import Executor
-from distbelief.task import dry_run
 from distbelief.worker.config import DownpourConfig
-from distbelief.worker.local_executor import Attempt, FlatModel, LocalExecutor
+from distbelief.worker.gradients import Items, Trainer
+from distbelief.worker.policy import Async
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
 
@@ -40,9 +40,7 @@ def config(
     return DownpourConfig(
         batch_size=4,
         learning_rate=0.1,
-        n_fetch=n_fetch,
-        n_push=n_push,
-        blocking=blocking,
+        policy=Async(n_fetch=n_fetch, n_push=n_push, blocking=blocking),
         max_steps=max_steps,
         clip_norm=clip_norm,
         non_finite_limit=non_finite_limit,
@@ -129,7 +127,7 @@ def test_no_step_begins_beyond_the_allowed_samples() -> None:
     bench = Bench(await_begin=True).start()
     bench.receive(StartTraining(samples=7))
     bench.run_while_it_can()
-    assert bench.replica.counters.steps == 2  # a batch of 4 begins at 4, none at 8
+    assert bench.counters.steps == 2  # a batch of 4 begins at 4, none at 8
     assert bench.state == "waiting for more samples"
     last = bench.reported[-1]
     assert isinstance(last, Progress)  # at once: the supervisor waits for it
@@ -137,7 +135,7 @@ def test_no_step_begins_beyond_the_allowed_samples() -> None:
     assert bench.replica.status()[1]["samples_allowed"] == 7
     bench.receive(StartTraining(samples=9))
     bench.run_while_it_can()
-    assert bench.replica.counters.steps == 3
+    assert bench.counters.steps == 3
     bench.receive(Stop(reason="that is all"))
     bench.run_while_it_can()
     assert isinstance(bench.reported[-1], Finished)
@@ -156,7 +154,8 @@ def test_the_first_push_has_one_gradient_and_later_ones_n_push() -> None:
 
 
 def test_a_push_names_the_clock_of_its_oldest_gradient() -> None:
-    literal = replace(config(n_push=3, max_steps=8), overwrite_local_steps=True)
+    policy = Async(n_push=3, overwrite_local_steps=True)
+    literal = replace(config(max_steps=8), policy=policy)
     bench = Bench(config=literal).start()
     bench.run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
@@ -172,32 +171,29 @@ def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
 
 
 def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
-    model = FlatModel(net())
-    before = [value.clone() for value in model.values]
-    batch = Frames().inputs[:4], Frames().targets[:4]
-    model.gradient(*batch, nn.functional.cross_entropy)
-    model.accrue()
-    trainer = LocalExecutor(
-        model,
-        Frames(),
-        loss=nn.functional.cross_entropy,
-        names=dry_run.Names(model="net", loss="cross_entropy", data="data.train"),
-        clip_norm=None,
-        always_check=True,
-        seed=(0, 0),
-    )
-    for torn in [(0,), (0,), ()]:
-        installed = FetchResult(torn=torn, clocks=(-1 if torn else 3,))
+    values = [torch.ones(3), torch.zeros(2)]
+    items = Items(values=values, averages=(1,))
+    trainer = Trainer(items, Async(n_push=2), clip_norm=None, n_ranks=1, is_whole=True)
+    trainer.total.add({0: torch.full((3,), 4.0)})
 
-        def install(installed: FetchResult = installed) -> FetchResult:
-            for value, fetched in zip(model.values, before, strict=True):
-                value.copy_(fetched)
-            return installed
+    def fetch(value: float, *, torn: bool) -> None:
+        def install() -> FetchResult:
+            for each in values:
+                each.fill_(value)
+            return FetchResult(torn=(0,) if torn else (), clocks=(-1 if torn else 3,))
 
-        trainer.install(install, Attempt(), rate=0.5)
-    for value, fetched, gradient in zip(model.values, before, model.gradients, strict=True):
-        assert gradient is not None
-        assert torch.equal(value, torch.add(fetched, gradient, alpha=-0.5))
+        trainer.installing(install, rate=0.5)()
+
+    fetch(1.0, torn=False)
+    assert values[0].tolist() == [-1.0] * 3
+    values[1].add_(5.0)  # a running average, by a local step
+    for torn in (True, True, False):
+        fetch(2.0, torn=torn)
+    assert values[0].tolist() == [0.0] * 3
+    assert values[1].tolist() == [7.0] * 2
+    trainer.staged(PushResult(finite=True))
+    fetch(3.0, torn=False)
+    assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]
 
 
 @pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
@@ -276,8 +272,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_named(n_push: int)
     dataset = spoilt_steps([2])
     bench = Bench(dataset=dataset, config=config(n_push=n_push, max_steps=7)).start()
     bench.run_to_the_end()
-    assert bench.replica.counters.non_finite == 1
-    assert bench.replica.counters.gradients_pushed == 6
+    assert bench.counters.non_finite == 1
+    assert bench.counters.gradients_pushed == 6
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == 6
     assert all(torch.cat(t).isfinite().all() for t in bench.sums_pushed())
     assert [report.level for report in bench.reports] == ["warning"]
@@ -300,7 +296,7 @@ def test_an_infinite_sum_of_finite_losses_is_named_by_its_tensors() -> None:
     bench = Bench(module=Steep(), config=config(max_steps=3)).start()
     bench.run_to_the_end()
     assert bench.shard.pushed == []
-    assert bench.replica.counters.non_finite == 3
+    assert bench.counters.non_finite == 3
     assert len(bench.reports) == 1  # once for each row of them
 
 
@@ -311,7 +307,7 @@ def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
         bench.run_until_step(9)
     assert str(caught.value) == (
         "3 gradients in a row were NaN or infinite (step 5): [data.train] sample 11 "
-        "has NaN or infinite inputs: fix or remove such samples"
+        "has NaN or infinite values: fix or remove such samples"
     )
 
 
@@ -378,7 +374,7 @@ def test_data_that_fails_is_named() -> None:
 
 @pytest.mark.parametrize("message", [Evaluate(request=1, whole=True), HeartbeatAck()])
 def test_unexpected_messages_are_rejected(message: Evaluate | HeartbeatAck) -> None:
-    with pytest.raises(RemoteProtocolError, match="sent a replica"):
+    with pytest.raises(RemoteProtocolError, match="is not for"):
         Bench().start().receive(message)
 
 
@@ -415,9 +411,7 @@ def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
     for message in bench.shard.acknowledge():
         bench.receive(message, sender="shard-0")
     assert bench.has_halted()
-    assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (
-        bench.replica.counters.gradients
-    )
+    assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (bench.counters.gradients)
     progress, finished = bench.reported[-2:]
     assert isinstance(progress, Progress)
     assert isinstance(finished, Finished)

@@ -11,10 +11,10 @@ from distbelief.execution.executor import PartitionExecutor
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.roles.reliable import ReliableSender
 from distbelief.roles.role import Address
 from distbelief.worker.batches import BatchSlice, TrainingPlan
 from distbelief.worker.steps import StepRunner
+from distbelief.worker.transfers import RankLink
 from tests.distbelief.program.plans import chain
 
 
@@ -35,7 +35,7 @@ def rank_1_of_2() -> tuple[StepRunner, int]:
     batch_plan.start(0)
     runner = StepRunner(
         PartitionExecutor(flow),
-        streams={0: ReliableSender(Address("replica-0.0"))},
+        links={0: RankLink(Address("replica-0.0"))},
         batch_plan=batch_plan,
         micro_batches=1,
         training=True,
@@ -119,6 +119,6 @@ def test_transfers_outside_the_program_are_rejected(changes: dict[str, int], tex
 
 def test_acknowledgements_of_another_generation_are_ignored() -> None:
     runner, _ = rank_1_of_2()
-    assert runner.taken(0, TransferAck(generation=GENERATION - 1, taken=5), 0.0) == []
-    with pytest.raises(RemoteProtocolError, match="acknowledged 5"):
-        runner.taken(0, TransferAck(generation=GENERATION, taken=5), 0.0)
+    assert runner.receive(0, TransferAck(generation=GENERATION - 1, taken=5), 0.0) == []
+    with pytest.raises(RemoteProtocolError, match="acknowledged all items before 5"):
+        runner.receive(0, TransferAck(generation=GENERATION, taken=5), 0.0)

@@ -10,11 +10,11 @@ from torch.nn import functional
 from distbelief.config.load import load_job
 from distbelief.task.losses import loss_function
 from distbelief.task.task import build_model
-from experiments.images import baseline
+from experiments import baseline, images
 from experiments.images.model import staged_net
 
 
-FOLDER = Path(baseline.__file__).parent
+FOLDER = Path(images.__file__).parent
 
 
 def test_the_demo_is_of_three_stages_in_small() -> None:

@@ -8,29 +8,20 @@ from distbelief.errors import StorageError
 from distbelief.protocol import CheckpointRecord
 from distbelief.roles.role import Snapshot
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
-from sandblaster.optimizers.base import IterationDone
 
 
-WHOLE = '{"entries":[],"on_disk":0,"base_clocks":null}'
-
-
-def iterated(iteration: int) -> IterationDone:
-    return IterationDone(
-        iteration=iteration,
-        n_evaluations=iteration + 1,
-        loss=float("nan"),
-        gradient_norm=1.0,
-        step_length=1.0,
-        state=f"state {iteration}",
-        vectors=("parameters",),
+def entry(cut: int, *, goal: str = "") -> CheckpointEntry:
+    state, samples = f"state {cut}", 10 * cut
+    return CheckpointEntry(
+        cut=cut, iteration=cut + 2, offset=2, samples=samples, goal=goal, state=state
     )
 
 
-def journal(*cuts: int, base_clocks: tuple[int, ...] | None = (0, 0)) -> Journal:
-    written = Journal(None)
+def journal(*cuts: int, base_clocks: tuple[int, ...] | None = (0, 0), goal: str = "") -> Journal:
+    written = Journal(None, goal=goal)
     written.base_clocks = base_clocks
     for cut in cuts:
-        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+        written.write(entry(cut, goal=goal))
     return written
 
 
@@ -61,18 +52,12 @@ def test_a_run_resumes_from_the_newest_shared_savepoint(
     resume_point = journal(*written).choose([held(text) for text in shards])
     assert (resume_point.cut, resume_point.whole) == (cut, whole)
     if cut in written:
-        assert resume_point.entry is not None
-        assert resume_point.entry.iteration == cut + 2
-        assert resume_point.entry.samples == 10 * cut
-        assert resume_point.entry.state == f"state {cut}"
+        assert resume_point.entry == entry(cut)
 
 
 def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
     """A run that had converged was resumed with another l2, and was done at once."""
-    written = Journal(None, goal="l2 = 0")
-    written.base_clocks = (0, 0)
-    for cut in (28, 31):
-        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+    written = journal(28, 31, goal="l2 = 0")
     written.checkpointed(28)
     snapshot = written.snapshot(incarnation=1)
     same = Journal(snapshot, goal="l2 = 0").choose([held("31")] * 2)
@@ -83,7 +68,7 @@ def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
     assert other.entry is not None
     assert other.entry.iteration == 33
 
-    changed.write(40, iterated(3), samples=400, offset=33)
+    changed.write(entry(40, goal="l2 = 1"))
     assert changed.choose([held("40 (28)")] * 2).whole
     back = changed.choose([held("28 (28)")] * 2)  # a shard has lost what came after
     assert (back.cut, back.whole) == (28, False)
@@ -119,14 +104,13 @@ def test_a_run_with_damaged_newest_snapshots_resumes_with_its_history() -> None:
     """Three snapshots are kept of each shard; of the older two no state was left."""
     written = journal(0)
     for cut in range(10, 60, 10):
-        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+        written.write(entry(cut))
         written.checkpointed(cut)
     written = Journal(written.snapshot(incarnation=1))
     for cut in (30, 40, 50):
         resume_point = written.choose([held(f"{cut} ({cut})")] * 2)
         assert resume_point.whole
-        assert resume_point.entry is not None
-        assert resume_point.entry.state == f"state {cut}"
+        assert resume_point.entry == entry(cut)
     assert not written.choose([held("20 (20)")] * 2).whole
 
 
@@ -145,8 +129,7 @@ def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None
 
 def test_a_finished_run_resumes_from_its_published_point() -> None:
     written = journal(31)
-    last = CheckpointEntry(cut=0, iteration=33, offset=2, samples=330, state="")
-    written.end((7, 8), entry=last)
+    written.end((7, 8), CheckpointEntry(cut=0, iteration=33, offset=2, samples=330, state=""))
     written = Journal(written.snapshot(incarnation=1))
 
     def at(*clocks: int) -> list[list[CheckpointRecord]]:

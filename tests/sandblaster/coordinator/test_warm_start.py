@@ -2,11 +2,15 @@
 
 from distbelief.protocol import CheckpointSaved, SaveCheckpoint, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Address, Send, SetTimer
-from sandblaster.coordinator.warm_start import TIMER, WarmSaves, WarmStartRun
+from sandblaster.coordinator.warm_start import TIMER, WarmStart
 
 
 A, B = Address("replica-0"), Address("replica-1")
 SHARDS = (Address("shard-0"), Address("shard-1"))
+
+
+def warm_start_of(n_replicas: int) -> WarmStart:
+    return WarmStart(n_replicas, shards=SHARDS, retry_seconds=0.5)
 
 
 def said(actions: list[Action]) -> list[tuple[Address, type]]:
@@ -14,7 +18,7 @@ def said(actions: list[Action]) -> list[tuple[Address, type]]:
 
 
 def test_it_is_over_when_all_workers_are_done() -> None:
-    warm_start = WarmStartRun(2, retry_seconds=0.5)
+    warm_start = warm_start_of(2)
     assert not warm_start.is_over
     assert said(warm_start.replica_joined(A, 1.0)) == [(A, StartTraining)]
     assert said(warm_start.replica_joined(B, 1.0)) == [(B, StartTraining)]
@@ -30,7 +34,7 @@ def test_it_is_over_when_all_workers_are_done() -> None:
 
 
 def test_late_workers_are_stopped_and_awaited() -> None:
-    warm_start = WarmStartRun(3, retry_seconds=0.5)
+    warm_start = warm_start_of(3)
     warm_start.replica_joined(A, 0.0)
     warm_start.replica_joined(B, 0.0)
     warm_start.replica_finished(A, 2.0)
@@ -45,7 +49,7 @@ def test_late_workers_are_stopped_and_awaited() -> None:
 
 
 def test_a_lost_worker_is_not_awaited() -> None:
-    warm_start = WarmStartRun(2, retry_seconds=0.5)
+    warm_start = warm_start_of(2)
     warm_start.replica_joined(A, 0.0)
     warm_start.replica_joined(B, 0.0)
     warm_start.replica_finished(A, 2.0)
@@ -57,7 +61,7 @@ def test_a_lost_worker_is_not_awaited() -> None:
 
 
 def test_a_worker_that_finished_for_an_earlier_coordinator_counts() -> None:
-    warm_start = WarmStartRun(1, retry_seconds=0.5)
+    warm_start = warm_start_of(1)
     assert warm_start.replica_finished(A, 7.0) == [SetTimer(name=TIMER, at=7.5)]
     assert warm_start.is_over
 
@@ -79,25 +83,25 @@ def answers(actions: list[Action]) -> list[tuple[str, str | None]]:
 
 def test_it_is_saved_when_every_shard_is() -> None:
     """Nothing was: a job killed in a warm start of hours had lost all of it."""
-    saves = WarmSaves(SHARDS)
-    assert said(saves.request("00001")) == [(name, SaveCheckpoint) for name in SHARDS]
-    assert saves.shard_answered(SHARDS[0], saved("00001")) == []
-    assert saves.shard_answered(SHARDS[0], saved("00001")) == []  # once more
-    assert said(saves.request("00001")) == [
+    saves = warm_start_of(1)
+    assert said(saves.save("00001")) == [(name, SaveCheckpoint) for name in SHARDS]
+    assert saves.shard_saved(SHARDS[0], saved("00001")) == []
+    assert saves.shard_saved(SHARDS[0], saved("00001")) == []  # once more
+    assert said(saves.save("00001")) == [
         (SHARDS[1], SaveCheckpoint)
     ]  # the first message may be lost
-    assert answers(saves.shard_answered(SHARDS[1], saved("00001"))) == [("00001", None)]
-    assert answers(saves.request("00001")) == [("00001", None)]  # the answer may be lost, too
-    assert saves.shard_answered(SHARDS[1], saved("00001")) == []
-    assert len(saves.request("00002")) == 2
-    assert saves.shard_answered(SHARDS[1], saved("00001")) == []  # of the one before
+    assert answers(saves.shard_saved(SHARDS[1], saved("00001"))) == [("00001", None)]
+    assert answers(saves.save("00001")) == [("00001", None)]  # the answer may be lost, too
+    assert saves.shard_saved(SHARDS[1], saved("00001")) == []
+    assert len(saves.save("00002")) == 2
+    assert saves.shard_saved(SHARDS[1], saved("00001")) == []  # of the one before
 
 
 def test_a_shard_that_could_not_save_is_named_and_asked_again() -> None:
-    saves = WarmSaves(SHARDS)
-    saves.request("00001")
-    saves.shard_answered(SHARDS[0], saved("00001", "the disk is full"))
-    actions = saves.shard_answered(SHARDS[1], saved("00001"))
+    saves = warm_start_of(1)
+    saves.save("00001")
+    saves.shard_saved(SHARDS[0], saved("00001", "the disk is full"))
+    actions = saves.shard_saved(SHARDS[1], saved("00001"))
     assert answers(actions) == [("00001", "shard-0: the disk is full")]
-    assert said(saves.request("00001")) == [(SHARDS[0], SaveCheckpoint)]
-    assert answers(saves.shard_answered(SHARDS[0], saved("00001"))) == [("00001", None)]
+    assert said(saves.save("00001")) == [(SHARDS[0], SaveCheckpoint)]
+    assert answers(saves.shard_saved(SHARDS[0], saved("00001"))) == [("00001", None)]

@@ -1,16 +1,23 @@
 """Which worker computes which chunk, and whose result counts."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, strategies as st
 
 from distbelief.protocol import ChunkResult, WorkReport
 from distbelief.roles.role import Address, Received, Seconds
 from sandblaster.chunks import BatchRange, ChunkSizes
 from sandblaster.coordinator.config import CoordinatorConfig
-from sandblaster.coordinator.finish_times import FinishTimes, Line, Slope
-from sandblaster.coordinator.speed import N_ASSIGNED_MAX, left, n_at_once, seconds_to_end
-from sandblaster.coordinator.work_queue import N_VOID_MAX, EpochCounters, ExpectedFinish, WorkQueue
+from sandblaster.coordinator.work_queue import (
+    N_ASSIGNED_MAX,
+    N_VOID_MAX,
+    CommonEnd,
+    EpochCounters,
+    WorkQueue,
+    end_undivided,
+)
 from sandblaster.coordinator.workers import WorkerPool, WorkerState
 
 
@@ -57,13 +64,19 @@ class Table:
 
     def has(self, name: Address) -> list[int]:
         """Return the chunks that it has to compute."""
-        return [copy.chunk_index for copy in self.worker(name).outstanding]
+        return [one.chunk.index for one in self.worker(name).outstanding]
 
     def says(
-        self, name: Address, *attempts: int, now: Seconds, loss: float = 1.0, staged: bool = False
+        self,
+        name: Address,
+        *attempts: int,
+        now: Seconds,
+        loss: float = 1.0,
+        staged: bool = False,
+        seconds: float = 1.0,
     ) -> None:
         results = tuple(
-            ChunkResult(attempt=attempt, n_examples=10, loss=loss, seconds=1.0, staged=staged)
+            ChunkResult(attempt=attempt, n_examples=10, loss=loss, seconds=seconds, staged=staged)
             for attempt in attempts
         )
         report = WorkReport(epoch=1, version=1, evaluation=1, n_computed=10, results=results)
@@ -71,12 +84,12 @@ class Table:
 
     def computes(self, name: Address, *, now: Seconds) -> int:
         """Let it compute what is next; return the attempt."""
-        copy = self.worker(name).outstanding[0]
-        self.says(name, copy.attempt, now=now)
-        return copy.attempt
+        attempt = self.worker(name).outstanding[0].number
+        self.says(name, attempt, now=now)
+        return attempt
 
     def granted(self, name: Address) -> list[int]:
-        return [c.chunk_index for c in self.worker(name).copies.values() if c.commit_token]
+        return [a.chunk.index for a in self.worker(name).attempts.values() if a.commit_token]
 
 
 def test_every_worker_gets_one_chunk_to_compute_and_one_in_reserve() -> None:
@@ -108,14 +121,14 @@ def test_the_first_computed_copy_gets_the_token_and_others_are_dropped() -> None
     assert attempt == 2
     table.says(A, 1, now=52.0)  # too late: no token is issued
     assert table.granted(A) == []
-    assert not table.queue.commits.has_staged
+    assert not table.queue.has_staged
     table.says(B, attempt, now=53.0, staged=True)
-    (one,), void = table.queue.commits.to_commit()
+    (one,), void = table.queue.to_commit()
     assert (one.chunk_index, one.commit_token, void) == (0, 1, ())
-    table.queue.commits.committed((one,), (), 53.0)
-    assert table.queue.commits.is_complete
-    assert (table.queue.commits.loss, table.queue.commits.n_examples) == (1.0, 10)
-    assert table.queue.commits.digest == 1
+    table.queue.committed((one,), (), 53.0)
+    assert table.queue.is_complete
+    assert (table.queue.loss, table.queue.n_examples) == (1.0, 10)
+    assert table.queue.digest == 1
 
 
 def test_no_chunk_has_three_copies_and_a_fast_worker_needs_no_backup() -> None:
@@ -137,7 +150,7 @@ def test_chunks_of_a_lost_replica_are_assigned_again() -> None:
     worker = table.pool.remove(A, is_over=True)
     assert worker is not None
     table.queue.lost(worker, 2.0)
-    _, void = table.queue.commits.to_commit()
+    _, void = table.queue.to_commit()
     assert void == (1,)
     dealt: list[int] = []
     for _ in range(8):
@@ -160,10 +173,10 @@ def test_a_winner_that_does_not_come_to_its_end_is_rivalled_and_fenced() -> None
     assert table.has(B) == [0]
     rival = table.computes(B, now=101.0)
     assert (table.granted(A), table.granted(B)) == ([], [0])
-    assert table.queue.commits.to_commit() == ((), (1,))
+    assert table.queue.to_commit() == ((), (1,))
     table.says(A, winner, now=102.0, staged=True)  # the report is ignored
     table.says(B, rival, now=103.0, staged=True)
-    (one,), _ = table.queue.commits.to_commit()
+    (one,), _ = table.queue.to_commit()
     assert one.commit_token == 2
 
 
@@ -183,7 +196,7 @@ def test_a_long_push_is_rivalled_less_and_less_until_it_comes_to_its_end() -> No
             if table.has(name):
                 table.computes(name, now=now)
                 since, n_grants = now, n_grants + 1
-        table.queue.commits.committed(*table.queue.commits.to_commit(), now)
+        table.queue.committed(*table.queue.to_commit(), now)
         if now >= since + push_seconds:
             break
     assert n_grants <= 8
@@ -278,58 +291,36 @@ def test_no_backup_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     assert not table.queue.n_backups
 
 
-def test_workers_waiting_for_parameters_are_not_refreshed_at_every_report(
+def test_many_workers_are_not_all_looked_at_for_every_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """2,000 replicas spent 97 % of a core on backup tasks that none was worth.
-
-    At the end of a batch all but a few are idle. Workers without a chunk would have to
-    wait for parameters first, longer than any backup may take: each of them was looked
-    at for each report.
-    """
-    names = [Address(f"replica-{i}") for i in range(50)]
-    table = Table(*names, n_chunks=2)
+    """2,000 replicas spent 97 % of a core on backup tasks that none was worth."""
+    names = [Address(f"replica-{i}") for i in range(200)]
+    table = Table(*names, n_chunks=20)
     for name in names:
         table.worker(name).seconds_per_example = 0.1
         table.worker(name).lag = 100.0
-        table.queue.touch(table.worker(name))
     table.assign()
     busy = [name for name in names if table.has(name)]
+    assert len(busy) == 20
     for name in busy:
         table.worker(name).n_chunks = 1  # it has the parameters
-    asked: list[WorkerState] = []
-    takes = ExpectedFinish.seconds_from_idle
+    looked_at: list[WorkerState] = []
+    left = WorkQueue._seconds_left
 
-    def asks(self: ExpectedFinish, worker: WorkerState, n_examples: int) -> Seconds:
-        asked.append(worker)
-        return takes(self, worker, n_examples)
+    def looks(self: WorkQueue, worker: WorkerState, now: Seconds) -> Seconds:
+        looked_at.append(worker)
+        return left(self, worker, now)
 
-    monkeypatch.setattr(ExpectedFinish, "seconds_from_idle", asks)
+    monkeypatch.setattr(WorkQueue, "_seconds_left", looks)
     for step in range(20):
-        table.queue.touch(table.worker(busy[0]))
+        table.says(busy[0], now=10.0 + step)
         table.assign(10.0 + step)
+    assert not looked_at
+    table.queue.rank()
+    table.assign(40.0)
     assert table.queue.n_backups == 0
-    assert len(asked) <= 2 * 20  # the one that reported
-
-
-def test_after_a_backup_only_useful_workers_are_considered(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [Address(f"replica-{i:02d}") for i in range(50)]
-    table = Table(*names, n_chunks=1)
-    for index, name in enumerate(names):
-        table.worker(name).seconds_per_example = 1.0 if index == 0 else 0.1
-        table.queue.touch(table.worker(name))
-    tried: list[WorkerState] = []
-    start_backup = WorkQueue._start_backup
-
-    def attempts(self: WorkQueue, worker: WorkerState, now: Seconds) -> bool:
-        tried.append(worker)
-        return start_backup(self, worker, now)
-
-    monkeypatch.setattr(WorkQueue, "_start_backup", attempts)
-    table.assign()
-    table.assign(50.0)  # the worker that has it is late
-    assert table.queue.n_backups == 1
-    assert len(tried) == 1
+    assert len(looked_at) == len(busy)
 
 
 def test_no_token_is_issued_while_too_many_are_void() -> None:
@@ -345,9 +336,9 @@ def test_no_token_is_issued_while_too_many_are_void() -> None:
             assert worker is not None
             table.queue.lost(worker, float(index))
     assert table.granted(names[-1]) == []
-    sets, void = table.queue.commits.to_commit()
+    sets, void = table.queue.to_commit()
     assert (sets, len(void)) == ((), N_VOID_MAX)
-    table.queue.commits.committed(sets, void, 20.0)
+    table.queue.committed(sets, void, 20.0)
     assert table.granted(names[-1]) == [0]
 
 
@@ -355,7 +346,7 @@ def test_a_loss_that_is_not_a_number_ends_it() -> None:
     table = Table(A)
     table.assign()
     table.says(A, 1, now=1.0, loss=math.nan)
-    assert not table.queue.commits.is_finite
+    assert not table.queue.is_finite
     assert table.granted(A) == []
 
 
@@ -364,7 +355,7 @@ def test_a_sum_that_is_found_not_finite_when_it_is_pushed_ends_it_too() -> None:
     table.assign()
     table.says(A, 1, now=1.0)
     table.says(A, 1, 99, now=2.0, loss=math.inf)
-    assert not table.queue.commits.is_finite
+    assert not table.queue.is_finite
 
 
 def test_the_next_batch_goes_to_the_workers_that_have_its_data() -> None:
@@ -379,66 +370,100 @@ def test_the_next_batch_goes_to_the_workers_that_have_its_data() -> None:
         assert table.has(name) == expected
 
 
-# --------------------------------------------------------------------------- estimates
+# --- estimates ---
 
 
 def test_assigning_takes_one_percent_of_computing_at_most() -> None:
-    worker = Table(A).worker(A)
-    assert n_at_once(worker, 1.0) == 1
+    table = Table(A)
+    worker = table.worker(A)
+    worker.seconds_per_example = 0.1
+    assert table.queue._n_at_once(worker) == 1
     worker.turnaround = 0.05
-    assert n_at_once(worker, 0.0) == 1
-    assert n_at_once(worker, 1.0) == 5
-    assert n_at_once(worker, 1e-3) == N_ASSIGNED_MAX
+    assert table.queue._n_at_once(worker) == 5
+    worker.seconds_per_example = 1e-4
+    assert table.queue._n_at_once(worker) == N_ASSIGNED_MAX
 
 
-@pytest.mark.parametrize(
-    ("workers", "n_chunks", "seconds"),
-    [
-        ([(0.0, 1.0)], 4, 4.0),
-        ([(0.0, 1.0), (0.0, 1.0)], 4, 2.0),
-        ([(0.0, 1.0), (0.0, 0.25)], 10, 2.0),
-        ([(1.0, 1.0), (0.0, 1.0)], 3, 2.0),
-        ([(9.0, 1.0), (0.0, 1.0)], 3, 3.0),  # the first has enough to do
-    ],
-)
+SECONDS = st.integers(0, 80).map(lambda n: n / 8)
+BUSY = st.lists(st.tuples(SECONDS, SECONDS.map(lambda s: s + 0.125)), min_size=1, max_size=12)
+
+
+def plain_end(workers: Sequence[tuple[float, float]], n_chunks: float) -> float:
+    """Return when work and summed speeds meet: the workers that are free first take part."""
+    end, work, speed = math.inf, n_chunks, 0.0
+    for left, seconds in sorted(workers):
+        if left >= end:
+            break
+        work, speed = work + left / seconds, speed + 1.0 / seconds
+        end = work / speed
+    return end
+
+
+@given(BUSY, st.integers(9, 60), st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4))))
 def test_the_end_is_where_work_and_summed_speeds_meet(
-    workers: list[tuple[float, float]], n_chunks: int, seconds: float
+    workers: list[tuple[float, float]], n_chunks: int, gifts: list[tuple[int, int]]
 ) -> None:
-    ranked = FinishTimes()
-    for number, (begin, chunk_seconds) in enumerate(workers):
-        ranked.put(number, Line(begin), weight=1.0 / chunk_seconds)
-    assert seconds_to_end(ranked, n_chunks, 7.0) == pytest.approx(seconds)
+    common = CommonEnd(n_chunks)
+    for number, (left, seconds) in enumerate(workers):
+        common.put(number, left, seconds)
+    assert common.at() == pytest.approx(plain_end(workers, n_chunks))
+    for index, n_given in gifts:
+        number = index % len(workers)
+        left, seconds = workers[number]
+        if n_given < n_chunks and left < common.at():
+            workers[number] = left + n_given * seconds, seconds
+            n_chunks -= n_given
+            common.given(n_given)
+            common.put(number, *workers[number])
+            assert common.at() == pytest.approx(plain_end(workers, n_chunks))
 
 
-@pytest.mark.parametrize("now", [0.7, 83_000.123, 5_000_000.3])
-@pytest.mark.parametrize("slope", [-1, 0, 1])
-@pytest.mark.parametrize("n_chunks", range(1, 9))
-def test_the_end_is_found_where_one_is_done_just_then(
-    n_chunks: int, slope: Slope, now: float
+@given(BUSY, st.integers(1, 40))
+def test_undivided_chunks_go_to_whom_is_free_first(
+    workers: list[tuple[float, float]], n_chunks: int
 ) -> None:
-    """Rounding once let that one be counted and not, in turn, for ever: after a shard's
-    death a coordinator now and then said nothing more, until it was started anew.
-    """
-    for chunk_seconds in (1e-3 * ms for ms in range(10, 100)):
-        ranked = FinishTimes()
-        for number, (n_left, rate) in enumerate([(n_chunks, -1), (2 * n_chunks, slope)]):
-            line = Line(n_left * chunk_seconds - rate * now, rate)
-            ranked.put(number, line, weight=1.0 / chunk_seconds)
-        found = seconds_to_end(ranked, n_chunks, now)
-        assert found == pytest.approx(2 * n_chunks * chunk_seconds, rel=1e-6)
+    ends = sorted(left + k * s for left, s in workers for k in range(1, n_chunks + 1))
+    assert end_undivided(workers, n_chunks) == pytest.approx(ends[n_chunks - 1])
+    assert end_undivided(workers, 10_000) == 0.0  # too many to look at
+
+
+@pytest.mark.parametrize("n_workers", [8, 100])
+def test_a_batch_takes_as_long_as_summed_speeds_allow(n_workers: int) -> None:
+    """Many workers, which are not ranked at every event, do as well as few."""
+    names = [Address(f"replica-{index:03d}") for index in range(n_workers)]
+    table = Table(*names, n_chunks=20 * n_workers, window_chunks=2 * n_workers)
+    takes = {name: 0.5 + 1.5 * (index % 7) / 7 for index, name in enumerate(names)}
+    table.assign()
+    now, ticked_at, ends = 0.0, 0.0, dict[Address, Seconds]()
+    while not table.queue.is_complete:
+        for name in names:
+            if table.has(name):
+                ends.setdefault(name, now + takes[name])
+            else:
+                ends.pop(name, None)
+        name = min(ends, key=lambda name: ends[name])
+        now = min(ends[name], ticked_at + 0.25)
+        if now < ends[name]:
+            ticked_at = now
+            table.queue.rank()
+        else:
+            del ends[name]
+            attempt = table.worker(name).outstanding[0].number
+            for staged in (False, True):
+                table.says(name, attempt, now=now, seconds=takes[name], staged=staged)
+            table.queue.committed(*table.queue.to_commit(), now)
+        table.assign(now)
+    ideal = 20 * n_workers / sum(1.0 / seconds for seconds in takes.values())
+    assert now < ideal + 1.2 * max(takes.values())
 
 
 def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
-    table = Table(A, B, C)
-    loads = ExpectedFinish(table.config, table.pool)
-    loads.refresh(0.0)
-    before = loads.is_known, loads.chunk_seconds(table.worker(A))
-    assert before == (False, 0.0)
+    table = Table(A, B, C, n_chunks=1)
+    table.assign()
+    assert table.queue._chunk_seconds(table.worker(A)) == 0.0
     table.worker(B).seconds_per_example = 0.2
-    loads.touch(table.worker(B))
-    loads.refresh(0.0)
-    assert loads.is_known
-    assert loads.chunk_seconds(table.worker(A)) == pytest.approx(2.0)
+    table.assign()
+    assert table.queue._chunk_seconds(table.worker(A)) == pytest.approx(2.0)
 
 
 def test_a_pace_that_is_none_is_not_believed() -> None:
@@ -455,12 +480,10 @@ def test_the_first_chunk_of_an_evaluation_waits_for_the_parameters() -> None:
     table.assign()
     table.computes(A, now=3.0)  # it reports 1 s of computing
     assert worker.lag == 2.0
-    line, _ = left(worker, 0.1, 2.0, 3.0)
-    assert line.at(3.0) == 1.0
+    assert table.queue._seconds_left(worker, 3.0) == 1.0
     table.begin()
     table.assign(10.0)
-    line, _ = left(worker, 0.1, 2.0, 10.0)
-    assert line.at(10.0) == 2.0 + 1.0 * len(table.has(A))
+    assert table.queue._seconds_left(worker, 10.0) == 2.0 + 1.0 * len(table.has(A))
 
 
 def test_what_is_late_will_take_as_long_again() -> None:
@@ -468,7 +491,5 @@ def test_what_is_late_will_take_as_long_again() -> None:
     table.worker(A).seconds_per_example = 0.1
     table.assign()
     assert table.has(A) == [0, 1]
-    for now, seconds, until in ((0.25, 1.75, 1.0), (1.2, 1.0, 1.25), (7.0, 8.0, math.inf)):
-        line, holds_until = left(table.worker(A), 0.1, 0.0, now)
-        assert line.at(now) == pytest.approx(seconds)
-        assert holds_until == until
+    for now, seconds in ((0.25, 1.75), (1.2, 1.0), (7.0, 8.0)):
+        assert table.queue._seconds_left(table.worker(A), now) == pytest.approx(seconds)

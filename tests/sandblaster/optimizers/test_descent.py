@@ -9,7 +9,7 @@ from sandblaster.optimizers.base import Combination, Examples, IterationDone, Ob
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
 from sandblaster.optimizers.line_search import Straight, Trial
-from sandblaster.optimizers.termination import Reason, lost_in_rounding, small_improvement
+from sandblaster.optimizers.termination import Reason
 from tests.sandblaster.optimizers.problems import bowl
 
 
@@ -178,9 +178,12 @@ def test_float32_shards_come_as_near_as_float32_allows() -> None:
 
 def test_improvements_are_relative_to_the_loss_and_its_start() -> None:
     method = LBFGS(value_tolerance=1e-3)
-    assert small_improvement(method, 100.0, 99.95, loss_at_start=1e4)
-    assert not small_improvement(method, 100.0, 99.8, loss_at_start=1e4)
-    assert small_improvement(method, 1e-6, 0.0, loss_at_start=1.0)
-    assert not small_improvement(method, 1e-6, 0.0, loss_at_start=1e-6)
-    assert lost_in_rounding(method, 1.0, 1e-16, loss_at_start=5.0)
-    assert not lost_in_rounding(method, 1e-20, 1e-20, loss_at_start=1e-18)
+    for before, after, at_start, is_small in (
+        (100.0, 99.95, 1e4, True),
+        (100.0, 99.8, 1e4, False),
+        (1e-6, 0.0, 1.0, True),
+        (1e-6, 0.0, 1e-6, False),
+    ):
+        assert method.is_small_improvement(before, after, loss_at_start=at_start) == is_small
+    assert method.noise(1.0, loss_at_start=5.0) > 1e-16
+    assert method.noise(1e-20, loss_at_start=1e-18) < 1e-20

@@ -54,26 +54,17 @@ def laid_out(
     for k, (s, y) in enumerate(pairs):
         local.put(f"s{k}", s)
         local.put(f"y{k}", y)
-        history.append(Correction(f"s{k}", f"y{k}"))
+        history.append((f"s{k}", f"y{k}"))
     return local, history
 
 
 def vector_free(local: Local, history: list[Correction]) -> Doubles:
-    names = (
-        "gradient",
-        *(p.step_difference for p in history),
-        *(p.gradient_difference for p in history),
-    )
+    names = ("gradient", *(name for pair in history for name in pair))
     gram = GramMatrix()
     gram.put(names, names, local.perform((Gram(rows=names, columns=names),)))
-    terms = direction(gram, history, gradient="gradient")
-    local.perform(
-        (
-            LinearCombination(
-                target="direction", terms=tuple(Term(a, name) for name, a in terms.items())
-            ),
-        )
-    )
+    combination = direction(gram, history, gradient="gradient")
+    terms = tuple(Term(a, name) for name, a in combination.items())
+    local.perform((LinearCombination(target="direction", terms=terms),))
     return local.get("direction")
 
 

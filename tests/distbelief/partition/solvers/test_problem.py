@@ -2,10 +2,19 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from distbelief.graph.graph import GraphError
-from distbelief.partition.solvers.problem import Problem, first_lowest, trivial_bound
-from tests.distbelief.partition.solvers.problems import crowded
+from distbelief.partition.solvers.problem import (
+    Problem,
+    first_lowest,
+    fitting,
+    permitted,
+    trivial_bound,
+    undominated,
+)
+from tests.distbelief.partition.brute_force import enumerate_all
+from tests.distbelief.partition.solvers.problems import best, crowded, problems
 
 
 PAIR = Problem(
@@ -74,20 +83,17 @@ def test_the_first_of_ties_is_lowest_despite_rounding() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"costs": ()}, "has no node: give at least one"),
-        ({"costs": (np.zeros(0), np.zeros(2))}, r"node 0 .* shape \(0,\)"),
-        ({"costs": (np.zeros(2), np.array([math.nan]))}, "node 1"),
+        ({"costs": ()}, "each node costs"),
+        ({"costs": (np.zeros(0), np.zeros(2))}, "each node costs"),
+        ({"costs": (np.zeros(2), np.array([math.nan]))}, "each node costs"),
         ({"edges": {(1, 0): np.zeros((3, 2))}}, r"edge \(1, 0\).* ascending"),
-        ({"edges": {(0, 1): np.zeros((3, 2))}}, r"\(3, 2\).* of shape \(2, 3\)"),
-        ({"edges": {(0, 1): np.full((2, 3), -math.inf)}}, "lowest -inf"),
+        ({"edges": {(0, 1): np.zeros((3, 2))}}, "all their pairs"),
+        ({"edges": {(0, 1): np.full((2, 3), -math.inf)}}, "all their pairs"),
         ({"caps": np.ones(2)}, "or neither"),
         ({"caps": np.zeros(2), "memory": ()}, "above 0"),
-        ({"caps": np.ones(2), "memory": ()}, "0 nodes have memory, but 2 have costs"),
-        (
-            {"caps": np.ones(2), "memory": (np.ones((2, 2)), np.ones((2, 2)))},
-            r"node 1 .* of shape \(3, 2\)",
-        ),
-        ({"caps": np.ones(1), "memory": (np.full((2, 1), -1.0), np.ones((3, 1)))}, "node 0"),
+        ({"caps": np.ones(2), "memory": ()}, "memory of each node"),
+        ({"caps": np.ones(2), "memory": (np.ones((2, 2)), np.ones((2, 2)))}, "node 1: give finite"),
+        ({"caps": np.ones(1), "memory": (np.full((2, 1), -1.0), np.ones((3, 1)))}, "node 0: give"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_rejected(
@@ -96,3 +102,63 @@ def test_numbers_that_do_not_fit_together_are_rejected(
     whole = {"costs": PAIR.costs, "edges": PAIR.edges, "memory": None, "caps": None} | fields
     with pytest.raises(GraphError, match=message):
         Problem(**whole)  # type: ignore[arg-type]
+
+
+# --- pruning ---
+
+
+@settings(max_examples=40)
+@given(problems())
+def test_dominated_candidates_are_dropped(problem: Problem) -> None:
+    expected = best(problem)
+    if expected is None:
+        return
+    solution = enumerate_all(problem.restricted(undominated(problem)))
+    assert solution.cost == expected.cost
+    assert solution.overrun == pytest.approx(expected.overrun) or solution.feasible
+    assert solution.feasible == expected.feasible
+
+
+@settings(max_examples=40)
+@given(problems())
+def test_forbidden_candidates_are_dropped(problem: Problem) -> None:
+    expected = best(problem)
+    if expected is None:
+        return
+    small = problem.restricted(permitted(problem))
+    assert all(np.isfinite(costs).all() for costs in small.costs)
+    assert enumerate_all(small).cost == expected.cost
+
+
+@settings(max_examples=40)
+@given(problems(forbid=False))
+def test_candidates_that_fit_beside_nothing_are_dropped(problem: Problem) -> None:
+    expected = enumerate_all(problem)
+    kept = fitting(problem)
+    if kept is None:
+        assert not expected.feasible
+    elif expected.feasible:
+        assert enumerate_all(problem.restricted(kept)).cost == expected.cost
+
+
+def test_with_equal_edges_the_more_expensive_or_later_candidate_is_dropped() -> None:
+    problem = Problem(
+        costs=(np.array([2.0, 1.0, 1.0, 1.0]), np.zeros(2)),
+        edges={(0, 1): np.array([[0, 5], [0, 5], [5, 0], [0, 5.0]])},
+    )
+    assert [list(rows) for rows in undominated(problem)] == [[1, 2], [0, 1]]
+
+
+def test_what_takes_more_memory_is_not_better_for_being_cheaper() -> None:
+    assert [list(rows) for rows in undominated(crowded(1, caps=1))] == [[0, 1]]
+
+
+def test_contradicting_pins_are_rejected() -> None:
+    edge = np.array([[np.inf, 0.0], [0.0, np.inf]])
+    pins = Problem(costs=(np.array([0.0, np.inf]), np.array([0.0, np.inf])), edges={(0, 1): edge})
+    with pytest.raises(GraphError, match="drop a pin"):
+        permitted(pins)
+
+
+def test_caps_that_the_rest_fills_leave_nothing() -> None:
+    assert fitting(crowded(2, caps=0.5)) is None

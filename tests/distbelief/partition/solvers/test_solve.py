@@ -102,7 +102,7 @@ def test_when_time_is_over_the_best_known_and_its_bound_are_returned() -> None:
         costs=free.costs, edges=free.edges, memory=tuple(memory), caps=np.full(machines, 0.4 * n)
     )
     ticks = count()
-    solution = solve(problem, seconds=40, clock=lambda: float(next(ticks)))
+    solution = solve(problem, seconds=4, clock=lambda: float(next(ticks)))
     patient = solve(problem, seconds=20)
     assert solution.bound <= patient.cost <= solution.cost
     assert not solution.exact

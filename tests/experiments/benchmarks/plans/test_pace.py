@@ -9,7 +9,6 @@ from experiments.benchmarks.plans.pace import Paces, at_pace, mean_pace, slower
 def slices(*forward: float) -> Slices:
     return Slices(
         extents=tuple(range(1, len(forward) + 1)),
-        operations=(1.0,) * len(forward),
         forward=forward,
         backward=tuple(2 * seconds for seconds in forward),
     )

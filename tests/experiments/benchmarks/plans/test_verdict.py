@@ -42,7 +42,7 @@ def test_what_takes_twice_as_long_at_half_the_pace_is_as_predicted() -> None:
     machine = Machine(flops=1e11, memory_rate=2e10, overhead=0.0, bandwidth=1e12)
     cluster = Cluster(name="two", machines=(machine,) * 2, latency=0.0)
     keys = [digest(signature(layer), batch=batch) for layer in graph.layers]
-    whole = Slices(extents=(1,), operations=(1.0,), forward=(1.0,), backward=(2.0,))
+    whole = Slices(extents=(1,), forward=(1.0,), backward=(2.0,))
     profile = Profile(
         host=Host(torch="2", processor="any", n_threads=1),
         date="",

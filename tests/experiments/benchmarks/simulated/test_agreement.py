@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.chaos.schedule import FaultEvent
-from distbelief.forecast.timing import MessageCosts, Rate, Rates, save_rates
+from distbelief.forecast.calibration import Rate, Rates, save_rates
 from distbelief.supervisor.view import JobView, Point, RoleView
 from experiments.benchmarks.simulated.agreement import (
     Agreement,
@@ -19,10 +19,8 @@ from tests.distbelief.forecast.jobs import small
 
 RATES = Rates(
     work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)},
-    handling={"replica": 1e-4, "shard": 1e-4},
-    exchange=MessageCosts(
-        message=1e-4, work=1e-4, timer=1e-4, latency=1e-4, wake=1e-4, begins=1e-4, answers=1e-4
-    ),
+    message=1e-4,
+    wake=1e-4,
 )
 
 
@@ -85,8 +83,7 @@ def test_a_pause_costs_its_time_and_no_bytes(
     assert plain.error is paused.error is None
     assert paused.seconds == pytest.approx(plain.seconds + 2.0, abs=0.3)
     assert paused.pushed_bytes == plain.pushed_bytes
-    told = {name: origin for name, _, origin in constants}
-    assert "measured on this host" in told["core time of a message, both ends"]
+    assert dict(constants)["core time of an event"] == "100 us"
 
 
 def test_who_is_slowed_down_stands_still_most_of_the_time() -> None:

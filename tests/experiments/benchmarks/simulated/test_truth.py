@@ -37,13 +37,13 @@ def test_the_worst_of_all_jobs_counts(
             job="a",
             simulated=side(step=1.1, staleness=0.0),
             real=side(step=1.0, staleness=0.01),
-            constants=(("latency", "1 us", "measured"),),
+            constants=(("latency", "1 us"),),
         ),
         "b": Agreement(
             job="b",
             simulated=side(step=1.0, staleness=0.8),
             real=side(step=1.25, staleness=1.0, pushed=9),
-            constants=(("latency", "1 us", "measured"),),
+            constants=(("latency", "1 us"),),
         ),
     }
     cases = {

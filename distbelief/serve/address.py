@@ -1,0 +1,147 @@
+"""What a training loop needs to join a parameter server: its address, the names of tensors."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, Self, cast
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import msgspec
+import torch
+from typing_extensions import override
+
+from distbelief.errors import JobError
+from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.replication import COPIES_MAX
+from distbelief.transport.address import Endpoint, number_of, own_address_towards
+from distbelief.transport.config import KeyConfig, ListenConfig
+from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
+
+
+SHARDS_MAX: Final = 4096
+
+
+class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The address of a parameter server.
+
+    for this user    ipc://DIRECTORY/.supervisor.1?run=…&shards=2&copies=1&memory=…
+    with keys        tcp://HOST:PORT?key=…&run=…&shards=2&copies=1
+    without keys     tcp://HOST:PORT?secret=…&run=…&shards=2&copies=1
+    """
+
+    endpoint: str
+    run: str  # name of the run
+    key: str = ""  # public key of the server
+    secret: str = ""  # a password: every process that knows it may push
+    n_shards: int
+    shard_copies: int = 1
+    memory: str  # directory of shared memory, for workers on this host
+
+    @override
+    def __str__(self) -> str:
+        query: dict[str, str | int] = {"key": self.key} if self.key else {}
+        if self.secret:
+            query = {"secret": self.secret}
+        query |= {"run": self.run, "shards": self.n_shards, "copies": self.shard_copies}
+        if self.memory:
+            query["memory"] = self.memory
+        return f"{self.endpoint}?{urlencode(query)}"
+
+    def place(self) -> Endpoint:
+        """Return the endpoint to connect to.
+
+        Raises:
+            JobError: the host name cannot be resolved.
+        """
+        parts = urlsplit(self.endpoint)
+        if parts.scheme == "ipc":
+            return Endpoint(path=parts.path)
+        key = KeyPair.parse(self.secret).public if self.secret else self.key
+        return Endpoint(host=number_of(parts.hostname or ""), port=parts.port or 0, key=key)
+
+    def listen_config(self, keys: str | Path | None = None) -> ListenConfig:
+        """Return where a worker of this server listens.
+
+        Raises:
+            JobError: the host name cannot be resolved.
+            TransportError: there is no route to the server.
+        """
+        place = self.place()
+        if place.path:
+            return ListenConfig(directory=str(Path(place.path).parent))
+        host = own_address_towards(place.host)
+        if self.secret:
+            return ListenConfig(host=host, secret=self.secret)
+        directory = Path(DIRECTORY if keys is None else keys).expanduser()
+        key_config = KeyConfig(directory=str(directory), role="worker", server_key=place.key)
+        return ListenConfig(host=host, keys=key_config)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse an address, as `str` writes it.
+
+        Raises:
+            JobError: `text` is not an address of a parameter server.
+        """
+        if not isinstance(text, str):
+            raise JobError(
+                f"server is {text!r}, which is no address: use "
+                "ParameterServer(...).address, or the address that `distbelief serve` prints"
+            )
+        try:
+            return cls._read(text)
+        except (KeyError, ValueError, JobError):
+            raise JobError(
+                f"{text!r} is no address of a parameter server: use "
+                "ParameterServer(...).address, or the address that `distbelief serve` "
+                "prints, such as tcp://10.0.0.1:7700?key=…&run=…&shards=2"
+            ) from None
+
+    @classmethod
+    def _read(cls, text: str) -> Self:
+        parts = urlsplit(text)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        is_file = parts.scheme == "ipc" and not parts.netloc and parts.path
+        address = cls(
+            endpoint=f"{parts.scheme}://{parts.netloc}{parts.path if is_file else ''}",
+            run=query["run"],
+            key=public_key(query["key"]) if "key" in query else "",
+            secret=query.get("secret", ""),
+            n_shards=int(query["shards"]),
+            shard_copies=int(query.get("copies", "1")),
+            memory=query.get("memory", ""),
+        )
+        if address.secret:
+            KeyPair.parse(address.secret)
+        if not (is_file or (parts.scheme == "tcp" and parts.port)):
+            raise JobError("no endpoint")
+        if bool(address.key) + bool(address.secret) != (0 if is_file else 1):
+            raise JobError("a server over TCP has a key or a secret")
+        copies = address.shard_copies
+        if not (1 <= address.n_shards <= SHARDS_MAX and 1 <= copies <= COPIES_MAX):
+            raise JobError("no such server")
+        return address
+
+
+def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpec, ...]:
+    """Return the specs of a training loop's parameters, named by their positions.
+
+    Raises:
+        JobError: there are no parameters, or one is not float32.
+    """
+    specs = []
+    for index, parameter in enumerate(parameters):
+        if not isinstance(cast("object", parameter), torch.Tensor):
+            raise JobError(
+                f"parameter {index} is a {type(parameter).__name__}, not a parameter: "
+                "give net.parameters()"
+            )
+        if parameter.dtype != torch.float32:
+            raise JobError(
+                f"parameter {index} is {parameter.dtype}: a parameter server keeps "
+                "float32; use net.float()"
+            )
+        shape = tuple(parameter.shape)
+        specs.append(TensorSpec(name=f"{index:06d}", shape=shape, kind="parameter"))
+    if not specs:
+        raise JobError("no parameters are given: is it net.parameters()?")
+    return tuple(specs)

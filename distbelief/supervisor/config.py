@@ -1,0 +1,92 @@
+"""Roles, rules and time limits of a supervisor."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from distbelief.config.job import VerdictOf, done
+from distbelief.roles.role import Seconds
+from distbelief.supervisor.membership import Kind, Presence, RoleRecord
+from distbelief.supervisor.metrics import PreviousTotals
+from distbelief.supervisor.stop_rules import StopRules
+
+
+_TIMES: Final = (
+    *("evaluate_every", "snapshot_every", "report_every", "silent_seconds"),
+    *("start_seconds_max", "build_seconds_max", "stall_seconds", "stable_seconds"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorConfig:
+    """Roles, rules and time limits of a supervisor."""
+
+    # Name and kind of every role to start. Without shards, roles only compute.
+    roster: tuple[tuple[str, Kind], ...]
+    # When the job ends; None for a standalone server, which ends at a `Stop`
+    stop: StopRules | None
+    admits_guests: bool = False  # whether roles that somebody else started may join
+    metric_name: str = "accuracy"  # name of the held-out metric
+    higher_is_better: bool = True
+    batch_size: int = 1  # samples of a step of one replica
+    warm_start_steps: int = 0  # steps of replica 0 before the other replicas begin
+    evaluate_every: Seconds = 10.0  # seconds between evaluations
+    snapshot_every: Seconds = 30.0  # seconds between checkpoints
+    report_every: Seconds = 2.0  # seconds between points of the curve
+    first_incarnation: int = 1  # of all roles; above all that a resumed run has used
+    first_label: int = 1  # number of the first checkpoint; above all that a resumed run has used
+    # Totals of previous sessions of the run
+    before: PreviousTotals = field(default_factory=PreviousTotals)
+    fields: tuple[str, ...] = ()  # names of the coordinator's counters that are shown
+    verdict: VerdictOf = done  # judges the job's end by the coordinator's last counters
+    silent_seconds: Seconds = 3.0  # without a heartbeat, after which a role is reported
+    dead_seconds: Seconds = 10.0  # without a heartbeat, after which it counts as dead
+    start_seconds_max: Seconds = 60.0  # from its launch to a role's first message
+    build_seconds_max: Seconds = 1800.0  # for building a role: its model, its data
+    stall_seconds: Seconds = 60.0  # without progress of any replica, after which that is reported
+    # An incarnation that got past joining and lasts this long resets the count of restarts: a
+    # long run on preemptible hosts sees many.
+    stable_seconds: Seconds = 30.0
+    # In a row, for one replica or rank; then it is left out with all its ranks (DB-12).
+    replica_restarts_max: int = 3
+    # In a row, for one process of a shard, or the coordinator. The job fails with the last copy.
+    shard_restarts_max: int = 5
+    evaluator_restarts_max: int = 2  # in a row; then there are no more evaluations
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.roster]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"roster is {names}; it needs roles, and each name may occur once")
+        for name in _TIMES:
+            value = getattr(self, name)
+            if not value > 0 or math.isnan(value):
+                raise ValueError(f"{name} is {value}; use more than 0")
+        if not self.dead_seconds > self.silent_seconds:
+            raise ValueError(
+                f"dead_seconds is {self.dead_seconds}; use more than silent_seconds, "
+                f"{self.silent_seconds}"
+            )
+
+    def restarts_max(self, kind: Kind, *, trains: bool) -> int:
+        match kind:
+            case "shard" | "coordinator":
+                return self.shard_restarts_max
+            case "replica" | "evaluator" | "machine":
+                return self.replica_restarts_max if trains else self.evaluator_restarts_max
+            case "guest":
+                return 0
+
+    def cause_of_death(
+        self, record: RoleRecord, now: Seconds, *, dead_after: Seconds
+    ) -> str | None:
+        """Return why a silent role counts as dead, if it does."""
+        silence, building = now - record.heard_at, now - record.launched_at
+        if record.presence is Presence.LAUNCHED and silence > self.start_seconds_max:
+            return f"has sent nothing for {silence:.0f} s since it was started"
+        if record.presence is not Presence.PRESENT or record.kind == "guest":
+            return None
+        if silence > dead_after:
+            return f"silent for {silence:.1f} s"
+        if record.state == "building" and building > self.build_seconds_max:
+            return f"has been building its model and data for {building:.0f} s"
+        return None

@@ -1,0 +1,260 @@
+"""The hosts of a job: their slots, their speed, and the roles on each."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self, final
+
+from distbelief.config.job import Job
+from distbelief.core import formatting
+from distbelief.core.reliable import Silence
+from distbelief.protocol import Assignments, Offer, Release, RoleAssignment
+from distbelief.roles.role import Address, Seconds, Send
+from distbelief.supervisor.view import HostView
+
+
+_OPERATIONS: Final = 6.0  # of each parameter, a sample
+_BYTES: Final = 4.0  # of each parameter, in a fetch or a push
+_ALIKE: Final = math.log(1.25)  # hosts that differ less have the same grade
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Rough cost of one replica's step per parameter: enough to rank hosts.
+
+    A dense net needs 6 floating point operations per parameter and sample (2 forward, 4 backward;
+    Dean et al. 2012 train such nets), and 4 bytes on the link for each fetch and each push. So only
+    the batch decides whether a slow link or a slow processor is worse. In convolutions, which use a
+    parameter more than once, the link counts for too much.
+    """
+
+    operations: float = 1.0  # floating point operations
+    n_bytes: float = 0.0  # bytes on the link to the shards
+
+    @classmethod
+    def of(cls, job: Job) -> "StepTime":
+        """Return the cost for a job; each mini-batch of a batch algorithm counts as one fetch."""
+        table = job.algorithm
+        n_fetch, n_push = (getattr(table, name, 1) for name in ("n_fetch", "n_push"))
+        return cls(
+            operations=_OPERATIONS * job.batch_size, n_bytes=_BYTES * (1.0 / n_fetch + 1.0 / n_push)
+        )
+
+    def grade(self, *, flops: float, bandwidth: float) -> int | None:
+        """Return the grade of a host, lower is faster; None if unknown.
+
+        Args:
+            flops: Of one process of a replica, operations a second.
+            bandwidth: Bytes a second; 0.0 counts as infinite.
+        """
+        if not flops:
+            return None
+        # The host reports this number: below 1 it makes no sense.
+        seconds = self.operations / max(flops, 1.0)
+        seconds += self.n_bytes / max(bandwidth, 1.0) if bandwidth else 0.0
+        return round(math.log(seconds) / _ALIKE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """How a job uses hosts that join."""
+
+    run: str  # id of the run
+    job_spec: bytes  # the job spec, encoded
+    n_hosts: int = 0  # hosts to wait for before the job begins
+    hosts_seconds_max: Seconds = 600.0  # for them; then it begins with those that are there
+    slots_here: int  # processes of replicas that the supervisor's own host may run
+    threads: int = 1  # of each process
+    device: str = "cpu"  # on which they compute
+    step: StepTime = field(default_factory=StepTime)  # cost of a replica's step, to rank hosts
+    silent_seconds: Seconds = 3.0  # after which a host gets nothing more
+    # After which it counts as lost; below the supervisor's own limit, so that the roles there are
+    # not given up one by one
+    dead_seconds: Seconds = 8.0
+    leave_seconds_max: Seconds = 20.0  # for a replica to end its step when its host leaves
+
+    def slots_of(self, offer: Offer) -> int:
+        """Return how many processes of replicas a host may run."""
+        if self.device != "cpu":
+            return offer.devices.count(self.device)
+        return offer.cores // self.threads
+
+    def grade_of(self, offer: Offer, bandwidth: float) -> int | None:
+        """Return the grade of a host for this job (`StepTime.grade`); None if unknown."""
+        if self.device != "cpu":  # only CPU cores were measured
+            return None
+        return self.step.grade(flops=offer.flops * self.threads, bandwidth=bandwidth)
+
+
+HERE: Final = Address("here")  # the supervisor's own host
+
+_UNPRINTABLE: Final = re.compile(r"[^\w.:@-]")
+_NO_OFFER: Final = Offer(incarnation=0, label="", endpoint="", cores=1, memory_bytes=0, devices=())
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Host:
+    """One host, in its present incarnation: one that has joined, or the supervisor's own.
+
+    A slot is what one process of a replica takes: its threads, or a GPU.
+    """
+
+    name: Address
+    offer: Offer = _NO_OFFER
+    label: str = ""  # for display; "" for the supervisor's own host
+    since: Seconds = 0.0  # first offer of this incarnation, by our clock
+    silence: Silence = field(default_factory=Silence)
+    bandwidth: float = 0.0  # bytes a second from here, as it reports; 0.0: not measured
+    present: bool = True  # False: lost, until it offers a new incarnation
+    ready: bool = False
+    refused: bool = False
+    leaving: bool = False
+    is_silent: bool = False
+    is_blocked: bool = False  # because of `deaths`
+    deaths: list[Address] = field(default_factory=list)  # early deaths there, in a row
+    slots: int = 0  # for processes of replicas
+    used: int = 0  # slots in use; more than there are, where a role had to run somewhere
+    grade: int | None = None  # of its speed (`StepTime.grade`), lower is faster; None if unknown
+    roles: dict[Address, int] = field(default_factory=dict)  # incarnation of each that runs there
+    changed: bool = False  # roles changed since its assignments were last sent
+
+    @classmethod
+    def of(cls, name: Address, offer: Offer, now: Seconds) -> Self:
+        """Return the record of a host that has just offered itself."""
+        # The label goes to terminals: no control characters.
+        label = _UNPRINTABLE.sub("?", offer.label) or "nameless"
+        host = cls(name=name, offer=offer, label=label, since=now)
+        host.silence.start(now)
+        return host
+
+    @property
+    def full_label(self) -> str:
+        return f"{self.label} ({self.name})"
+
+    @property
+    def takes_roles(self) -> bool:
+        """Whether more roles may be placed here."""
+        return self.ready and not (self.leaving or self.is_silent or self.is_blocked)
+
+    @property
+    def free(self) -> int:
+        return max(0, self.slots - self.used) if self.takes_roles else 0
+
+    def release(self, reason: str, *, again: bool, refused: bool = False) -> Send:
+        """Return the `Release` that ends this incarnation."""
+        incarnation = self.offer.incarnation
+        message = Release(
+            incarnation=incarnation, again=again, reason=reason[:2048], refused=refused
+        )
+        return Send(receiver=self.name, message=message)
+
+    def assign(self, run: str) -> Send:
+        """Return the complete list of what it runs."""
+        self.changed = False
+        assigned = tuple(RoleAssignment(name=name, incarnation=n) for name, n in self.roles.items())
+        incarnation = self.offer.incarnation
+        message = Assignments(incarnation=incarnation, run=run, assignments=assigned)
+        return Send(receiver=self.name, message=message)
+
+    def resources(self) -> str:
+        """Return what it offers beside its cores: "2 GPUs, 3.1 GB"."""
+        gpus = f"{len(self.offer.devices)} GPUs, " if self.offer.devices else ""
+        return gpus + formatting.size(self.offer.memory_bytes)
+
+    def speeds(self) -> str:
+        """Return the measurements: "41 GFLOP/s a core, 117 MB/s from here"."""
+        parts = []
+        if self.offer.flops:
+            parts.append(f"{formatting.speed(self.offer.flops)} a core")
+        if self.bandwidth:
+            parts.append(f"{formatting.size(self.bandwidth)}/s from here")
+        return ", ".join(parts) or "not measured"
+
+    def view(self) -> HostView:
+        states = {
+            "rejected": self.refused,
+            "gone": not self.present,
+            "leaving": self.leaving,
+            "blocked": self.is_blocked,
+            "ready": self.ready,
+            "preparing": True,
+        }
+        return HostView(
+            name=self.name,
+            label=self.label,
+            cores=self.offer.cores,
+            state=next(state for state, holds in states.items() if holds),
+            memory_bytes=self.offer.memory_bytes,
+            flops=self.offer.flops or None,
+            bandwidth=self.bandwidth or None,
+        )
+
+
+@final
+class HostTable:
+    """All hosts of a job, and which role runs on which.
+
+    Args:
+        slots_here: Slots of the supervisor's own host.
+    """
+
+    def __init__(self, *, slots_here: int) -> None:
+        self.here = Host(name=HERE, slots=slots_here, ready=True)
+        self.joined: dict[Address, Host] = {}  # those that are gone included
+        self._at: dict[Address, tuple[Host, int]] = {}  # host of each role that runs, its slots
+        self._was_at: dict[Address, Host] = {}  # a restarted role goes back if there is a slot
+
+    def at(self, role: Address) -> Host | None:
+        place = self._at.get(role)
+        return None if place is None else place[0]
+
+    def put(self, role: Address, incarnation: int, host: Host, *, slots: int) -> None:
+        self.leave(role)
+        self._at[role] = host, slots
+        self._was_at[role] = host
+        host.roles[role] = incarnation
+        host.used += slots
+        host.changed = True
+
+    def leave(self, role: Address) -> Host | None:
+        """Note that a role does not run any more; return its host, if it had one."""
+        host, slots = self._at.pop(role, (None, 0))
+        if host is not None:
+            del host.roles[role]
+            host.used -= slots
+            host.changed = True
+        return host
+
+    def find(self, names: Sequence[Address], *, must: bool = False) -> list[Host] | None:
+        """Return a host for each rank of one replica; None if there are not enough slots.
+
+        Hosts are filled in order of speed, then of free slots; the supervisor's host and unmeasured
+        ones count as fast. A group goes to one host if it fits, because its messages then stay
+        there; else it is spread.
+
+        Args:
+            names: The roles of one group.
+            must: Use full hosts if need be.
+        """
+        n = len(names)
+        hosts = [host for host in (self.here, *self.joined.values()) if host.takes_roles]
+        before = self._was_at.get(names[0])
+        if before is not None and before.free >= n:
+            return [before] * n
+        best = min((host.grade for host in hosts if host.grade is not None), default=0)
+        # Stable: fastest first, then emptiest.
+        hosts.sort(key=lambda host: (best if host.grade is None else host.grade, -host.free))
+        for host in hosts:
+            if host.free >= n:
+                return [host] * n
+        free = [host for host in hosts for _ in range(host.free)]
+        with_slots = [host for host in hosts if host.slots]
+        if len(free) < n and not (must and with_slots):
+            return None
+        if len(free) < n:
+            least = min(with_slots, key=lambda host: (host.used + 1) / host.slots)
+            free += [least] * (n - len(free))
+        return free[:n]

@@ -1,0 +1,140 @@
+"""The view of a running job, drawn up from what its supervisor knows."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from distbelief.roles.role import Seconds
+from distbelief.supervisor.config import SupervisorConfig
+from distbelief.supervisor.failover import ShardFailover
+from distbelief.supervisor.hosts import HostTable
+from distbelief.supervisor.membership import Membership, Presence, RoleRecord
+from distbelief.supervisor.metrics import JobMetrics
+from distbelief.supervisor.shutdown import Shutdown
+from distbelief.supervisor.view import JobView, Phase, RoleView
+
+
+COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
+
+
+def job_view(
+    config: SupervisorConfig,
+    members: Membership,
+    failover: ShardFailover,
+    metrics: JobMetrics,
+    shutdown: Shutdown,
+    hosts: HostTable,
+    *,
+    phase: Phase,
+    now: Seconds,
+) -> JobView:
+    """Return the view of the whole job at one moment."""
+    before, reached, stop = metrics.before, metrics.reached(now), config.stop
+    coordinator, shards = members.coordinator, members.of("shard")
+    applied, lost, stale = failover.pushes_applied, failover.pushes_lost, shards
+    # Losses are known from two sides, and neither sees all of them: replicas miss pushes of
+    # their present incarnation, shards' clocks fall behind what they reported. Take the larger.
+    lost = max(lost, _total(members.training, "pushes_lost"))
+    counters: dict[str, float] = {}
+    if coordinator is not None:
+        counters = coordinator.counters
+        # The clocks count its commands: pushes wait for their commit. A push that is lost is
+        # repeated until the sum is complete, and every chunk is computed at the requested point.
+        applied = before.pushes_applied + min(_totals_by_shard(shards, "pushes_applied"), default=0)
+        lost, stale = 0, []
+    mean, p95, largest = _staleness([shard for shard in stale if failover.is_primary(shard)])
+    # Traffic is taken from the clients' counters: a shard does not see reads from shared
+    # memory, and its own counters include replication to the backup.
+    clients = [record for record in members if record.kind != "shard"]
+    # One push goes to several shards and is refused if any of them refuses it, so the true
+    # number is at least that of the shard that refused most.
+    refused = max(_totals_by_shard(shards, "pushes_refused"), default=0)
+    return JobView(
+        now=now,
+        seconds=metrics.seconds(now),
+        training_seconds=metrics.training_seconds(now),
+        phase=phase,
+        stop_reason=shutdown.reason,
+        error=None if shutdown.interrupted else shutdown.error,
+        samples=metrics.samples,
+        total_samples=None if stop is None else stop.total_samples,
+        eta_seconds=None if stop is None else stop.eta_seconds(reached),
+        progress=None if stop is None else stop.progress(reached),
+        step=metrics.step,
+        samples_per_second=metrics.samples_per_second,
+        loss=metrics.loss,
+        metric_name=metrics.metric_name,
+        metric=metrics.metric,
+        held_out_loss=metrics.held_out_loss,
+        best_metric=metrics.best_metric,
+        best_metric_seconds=metrics.best_metric_seconds,
+        staleness_mean=mean,
+        staleness_p95=p95,
+        staleness_max=largest,
+        bytes_in=before.bytes_in + _total(clients, "bytes_out"),
+        bytes_out=before.bytes_out + _total(clients, "bytes_in"),
+        pushes_applied=applied,
+        pushes_refused=before.pushes_refused + refused,
+        pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
+        figures=_finite({name: counters.get(name, math.nan) for name in config.fields}),
+        roles=tuple(_role_view(r, failover, metrics, hosts, now) for r in members),
+        hosts=tuple(host.view() for host in hosts.joined.values()),
+        history=tuple(metrics.history),
+        messages=tuple(metrics.messages),
+    )
+
+
+def _role_view(
+    record: RoleRecord, failover: ShardFailover, metrics: JobMetrics, hosts: HostTable, now: Seconds
+) -> RoleView:
+    state, heard = record.presence.value, record.presence is Presence.PRESENT
+    if heard:
+        state = failover.copy_role(record) or record.state or state
+    elif record.presence is Presence.LAUNCHED and record.restarts:
+        state = "restarting"
+    host = hosts.at(record.name)
+    return RoleView(
+        name=record.name,
+        state=state,
+        rate=record.rate.per_second if record.is_alive else None,
+        last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
+        restarts=metrics.before.restarts.get(record.name, 0) + record.restarts,
+        pid=record.pid if record.is_alive else None,
+        counters=_finite(record.counters),
+        at="" if host is None else host.label,
+    )
+
+
+def _finite(counters: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in counters.items() if math.isfinite(value)}  # for JSON
+
+
+def _total(records: Iterable[RoleRecord], counter: str) -> int:
+    # Roles report these numbers: negative, infinite or NaN ones are dropped.
+    reported = (record.total(counter) for record in records)
+    return int(sum(n for n in reported if 0.0 <= n <= COUNT_MAX))
+
+
+def _totals_by_shard(shards: Sequence[RoleRecord], counter: str) -> list[int]:
+    names = {record.shard for record in shards}
+    return [_total([r for r in shards if r.shard == name], counter) for name in names]
+
+
+def _staleness(shards: Sequence[RoleRecord]) -> tuple[float | None, ...]:
+    """Return mean, p95 and maximum of the staleness over shards that have applied pushes.
+
+    The mean is weighted by pushes. The p95 is that of the worst shard: shards do not report their
+    distributions.
+    """
+    reported = [shard.counters for shard in shards if shard.counters.get("pushes_applied")]
+    if not reported:
+        return None, None, None
+    n_pushes = sum(counters["pushes_applied"] for counters in reported)
+    weighted = sum(
+        counters["pushes_applied"] * counters.get("staleness_mean", 0.0) for counters in reported
+    )
+    return (
+        weighted / n_pushes,
+        max(counters.get("staleness_p95", 0.0) for counters in reported),
+        max(counters.get("staleness_max", 0.0) for counters in reported),
+    )

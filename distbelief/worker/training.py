@@ -1,0 +1,370 @@
+"""The training objective: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
+
+Paper to code: alpha is `local_learning_rate`, accrued gradients are `GradientSum.sums`. Three
+activities overlap (DB-10): the compute executor takes steps, the data executor reads the next
+batch, and messages carry fetches and pushes. A gradient with NaN or infinity is skipped: neither
+it nor anything computed from it reaches the shards. A single one is harmless; many in a row mean
+that training has diverged.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from typing_extensions import override
+
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import PushResult
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
+from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
+from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.config import DownpourConfig
+from distbelief.worker.gradients import Closed, Step, Trainer
+from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
+from distbelief.worker.objective import Install, LocalNorm, Objective
+
+
+PUSH: Final = "replica:push"
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    steps: int = 0
+    fetches: int = 0
+    pushes: int = 0
+    local_steps: int = 0
+    gradients: int = 0  # accrued
+    gradients_pushed: int = 0
+    non_finite: int = 0  # gradients skipped
+    torn: int = 0  # attempts dropped because a fetch met a half-applied update
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reported:
+    generation: int = 0
+    at: Seconds = -math.inf
+    steps: int = 0
+    done: GroupProgress = field(default_factory=GroupProgress)
+
+
+@final
+class TrainingObjective(Objective):
+    """Trains; see `worker.objective.Objective`.
+
+    Args:
+        config: When to fetch, push and step.
+        client: Connects to the shards that hold what is trained here.
+        trainer: Does the work of the steps.
+    """
+
+    reports_steps = True
+
+    def __init__(
+        self, config: DownpourConfig, *, client: ParameterClient, trainer: Trainer
+    ) -> None:
+        self.values = trainer.items.values
+        self.counters = Counters()
+        self._config = config
+        self._policy = config.policy
+        self._client = client
+        self._trainer = trainer
+        self._total = trainer.total
+        self._samples_allowed: int | None = None
+        self._position = 0  # samples consumed since the replica's first incarnation
+        self._pushed = 0  # samples up to the end of the last push
+        self._clock = 0  # of the parameters in use
+        self._seconds: Seconds = 0.0  # installing parameters and computing steps
+        self._begun_at: Seconds = 0.0
+        self._step: Step | None = None
+        self._push_due = False
+        self._staging = False
+        self._loss = 0.0  # of the last step
+        self._n_bad_in_row = 0
+        self._reported = _Reported()
+
+    # --- generations ---
+
+    @property
+    @override
+    def pushed(self) -> int | None:
+        return max(self._pushed, self._client.samples) if self.values else None
+
+    @property
+    @override
+    def all_pushes_applied(self) -> bool:
+        return not (self._staging or self._client.unacknowledged)
+
+    @override
+    def begin(self, position: int, now: Seconds) -> None:
+        # A rank whose shards are ahead of the group pushes nothing until the others catch up: each
+        # gradient is applied once.
+        self._pushed = self.pushed or 0
+        if not self._position:
+            self._begun_at = now
+        self._position = position
+
+    @override
+    def drop(self) -> None:
+        # A new generation begins where the shards' state ends, so this is computed again.
+        step, self._step = self._step, None
+        if step is not None and step.draft is not None:
+            self._client.abandon()
+        self._trainer.drop()
+        self._push_due = False
+
+    # --- fetches ---
+
+    @override
+    def fetches_at(self, step: int) -> bool:
+        return self._policy.fetches_before(step)
+
+    @override
+    def may_fetch(self, *, ahead: bool) -> bool:
+        during = self._step.number if ahead and self._step is not None else None
+        return self._policy.may_fetch(unacknowledged=self._client.unacknowledged, during=during)
+
+    @override
+    def installing(self, work: Install) -> Install:
+        if not self._policy.keeps_local_steps:
+            return work
+        return self._trainer.installing(work, rate=self._config.rate(self._clock))
+
+    @property
+    @override
+    def install_copies(self) -> int:
+        # To repeat local steps also read gradients and values, and write values.
+        repeats = self._policy.keeps_local_steps and self._config.rate(self._clock)
+        return 5 if repeats and self._total.n_gradients else 2
+
+    @override
+    def fetched(self, seconds: Seconds) -> bool:
+        self._seconds += seconds
+        self.counters.fetches += 1
+        self._clock = max(self._client.clocks, default=0)
+        return True
+
+    # --- steps ---
+
+    @override
+    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
+        # A rank may die when some shards have applied its push and others have not. It then goes on
+        # from the least advanced shard, and the others apply that one push twice. This is accepted:
+        # shards know only sample counts, and it is one gradient of one replica.
+        counts = bool(self.values) and batch.stop > self._pushed
+        # Stage during the backward pass only if nothing can still reject or change the gradient.
+        at_once = counts and self._trainer.drafts and not self._total.n_gradients
+        draft = self._client.draft() if at_once and self._client.can_push else None
+        self._step = Step(
+            number=step,
+            counts=counts,
+            draft=draft,
+            local_rate=self._local_rate(step),
+            batch_slice=batch_slice,
+        )
+        return self._step.put
+
+    def _local_rate(self, step: int) -> float | None:
+        # A fetch that follows overwrites the local step, or repeats it with the others.
+        return None if self._policy.fetches_before(step + 1) else self._config.rate(self._clock)
+
+    @property
+    def step_bytes(self) -> float:
+        """Moved by the current step beside its computation."""
+        assert self._step is not None
+        # Read w; a local step reads g and w, and writes w.
+        return self._trainer.items.n_bytes * (1 if self._step.local_rate is None else 4)
+
+    @override
+    def computing(self, seconds: Seconds) -> None:
+        self._seconds += seconds
+
+    @override
+    def torn(self) -> None:
+        self.counters.torn += 1
+        self._step = None
+
+    @override
+    def close(self, step_result: StepResult) -> LocalNorm | Closed:
+        assert self._step is not None
+        return self._trainer.close(self._step, step_result)
+
+    @override
+    def closed(
+        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
+    ) -> Sequence[Action]:
+        """Account for a finished step; send the push that it staged."""
+        assert isinstance(result, Closed), result
+        step, self._step = self._step, None
+        assert step is not None
+        n, counters = len(batch.indices), self.counters
+        counters.steps += 1
+        self._position += n
+        self._loss = math.nan if step_result.loss is None else step_result.loss / n
+        holds_nothing = not self.values  # such a rank may still know the loss
+        if not step.counts and not holds_nothing:
+            return []
+        if not result.is_finite:
+            actions = self._skip(result, step, reports_loss=step_result.loss is not None)
+        elif holds_nothing:
+            self._n_bad_in_row = 0
+            return []
+        else:
+            actions = []
+            counters.gradients += 1
+            if step.draft is not None:
+                assert result.staged is not None
+                return self._staged(result.staged, n_gradients=1, stop=batch.stop, now=now)
+            self._total.count(batch.stop, clocks=self._client.clocks)
+            counters.local_steps += step.local_rate is not None
+            if self._policy.sums_gradients:
+                self._n_bad_in_row = 0
+        # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
+        self._total.stop = batch.stop
+        self._push_due = self._policy.pushes_after(step.number) and self._total.n_gradients > 0
+        return actions
+
+    def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
+        if result.staged is not None:
+            self._client.abandon()
+        samples = _samples(step.batch_slice.samples.indices.tolist())
+        text = (
+            f"step {self.counters.steps}: the gradient of {samples} is NaN or infinite (loss "
+            f"{self._loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
+        )
+        report = self._bad(1, [Report(text=text, level="warning")], blame=result.blame)
+        # All ranks skip the same step; only the rank that knows the loss reports it.
+        return report if reports_loss else []
+
+    def _bad(
+        self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
+    ) -> Sequence[Action]:
+        """Count gradients that were not finite; return the warning once per row of them.
+
+        Raises:
+            JobError: there were too many in a row.
+        """
+        is_first = self._n_bad_in_row == 0
+        self.counters.non_finite += n_gradients
+        self._n_bad_in_row += n_gradients
+        config, n = self._config, self._n_bad_in_row
+        if n < config.non_finite_limit:
+            return warning if is_first else []
+        found = f"{n} gradients in a row were NaN or infinite (step {self.counters.steps}"
+        if blame:
+            raise JobError(f"{found}): {blame}")
+        clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
+        raise JobError(
+            f"{found}, loss {self._loss:g}, learning_rate {config.learning_rate:g}): training has "
+            f"diverged. Use a lower learning_rate, or a clip_norm{clip}"
+        )
+
+    # --- pushes ---
+
+    @property
+    @override
+    def is_due(self) -> bool:
+        return self._push_due
+
+    @override
+    def work(self, *, final: bool) -> Sequence[Action]:
+        """Stage the accrued gradients once every shard has a free slot (two are in flight)."""
+        # After the last step, one more push carries what has accrued.
+        self._push_due |= final and self._total.n_gradients > 0
+        if not (self._push_due and self._client.ready and self._client.can_push):
+            return []
+        self._push_due, self._staging = False, True
+        oldest = self._total.fetched_clocks(self._client.clocks)
+        stage = self._client.stage(self._total.sums, self.values, fetched_clocks=oldest)
+        return [
+            Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._trainer.items.n_bytes))
+        ]
+
+    @override
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        """Send the staged push, or drop it if it is not finite."""
+        if event.name != PUSH:
+            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
+        result = event.result
+        assert isinstance(result, PushResult), result
+        self._staging = False
+        n_gradients = self._total.n_gradients
+        self._trainer.staged(result)
+        return self._staged(result, n_gradients=n_gradients, stop=self._total.stop, now=now)
+
+    def _staged(
+        self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
+    ) -> Sequence[Action]:
+        actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
+        if not staged.finite:  # the client's report names the tensors
+            return self._bad(n_gradients, actions)
+        self._pushed = max(self._pushed, stop)
+        self.counters.pushes += 1
+        self.counters.gradients_pushed += n_gradients
+        self._n_bad_in_row = 0
+        return actions
+
+    # --- on the leader ---
+
+    @override
+    def command(
+        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
+        if not isinstance(message, StartTraining):
+            return super().command(leader, message, now)
+        self._samples_allowed = message.samples
+        return leader.begin(now, samples=message.samples)
+
+    @override
+    def report(
+        self, leader: GroupLeader, now: Seconds, *, final: bool
+    ) -> tuple[Sequence[Action], Outgoing]:
+        """Report progress to the supervisor, at most every `progress_seconds`."""
+        done, reported = leader.generation_done(), self._reported
+        # A new generation counts from zero; steps of earlier ones stay counted.
+        if reported.generation != leader.generation:
+            reported = self._reported = _Reported(
+                generation=leader.generation, at=reported.at, steps=reported.steps
+            )
+        n_of_loss = done.samples - reported.done.samples
+        due = final or leader.is_held or now - reported.at >= self._config.progress_seconds
+        if not due or n_of_loss + done.no_loss - reported.done.no_loss <= 0:
+            return [], []
+        steps = reported.steps + max(done.steps - reported.done.steps, 0)
+        self._reported = _Reported(generation=leader.generation, at=now, steps=steps, done=done)
+        progress = Progress(
+            step=steps,
+            samples=done.position + done.samples + done.no_loss,
+            loss=(done.loss - reported.done.loss) / n_of_loss if n_of_loss else math.nan,
+            seconds_computing=self._seconds,
+            seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
+        )
+        return [Send(receiver=SUPERVISOR, message=progress)], []
+
+    # --- status ---
+
+    @property
+    @override
+    def clock(self) -> float | None:
+        clocks = self._client.clocks
+        return sum(clocks) / len(clocks) if clocks else None
+
+    @override
+    def figures(self) -> Mapping[str, float]:
+        counters = self.counters
+        figures = {name: float(getattr(counters, name)) for name in counters.__dataclass_fields__}
+        figures |= {"samples": float(self._position), "seconds_computing": self._seconds}
+        if self._samples_allowed is not None:
+            figures["samples_allowed"] = float(self._samples_allowed)
+        return figures
+
+
+def _samples(indices: Sequence[int]) -> str:
+    n, first = len(indices), indices[0]
+    if n > 1 and list(indices) == list(range(first, first + n)):
+        return f"samples {first} to {indices[-1]}"
+    few = ", ".join(map(str, indices[: 4 if n <= 4 else 3]))
+    return f"samples {few}" if n <= 4 else f"samples {few}, ... ({n} in all)"

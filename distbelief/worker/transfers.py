@@ -1,0 +1,196 @@
+"""What ranks of a group send each other: blocks of messages, numbered and acknowledged.
+
+`RankLink` is the stream to one peer and the acknowledgement of what comes from it.
+`Reassembly` puts the blocks of a message together and keeps it until its step begins. The
+size of each message is known from the program and checked before memory is allocated.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from distbelief.core.reliable import Arrivals, Backoff, ReliableStream
+from distbelief.core.vectors import Element, Vector, block_bounds, n_blocks
+from distbelief.errors import RemoteProtocolError
+from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.roles.role import Action, Address, Seconds, Send
+
+
+# Transfers after which to send a `TransferAck`, if no transfer carries it earlier.
+ACK_EVERY: Final = 8
+
+AGAIN_SECONDS: Final = 2.0
+AGAIN_SECONDS_MAX: Final = 30.0
+
+
+class StreamKey(NamedTuple):
+    """Identifies a message, the same in every generation and process."""
+
+    step: int
+    micro_batch: int
+    way: int
+    sender: int
+
+
+class Block(NamedTuple):
+    """One block of one message of a program."""
+
+    step: int
+    micro_batch: int
+    way: int
+    block_index: int
+    values: Vector
+
+
+@final
+class RankLink:
+    """The stream to one peer, and the acknowledgements of what it sends.
+
+    Attributes:
+        n_bytes: Sent in all generations, each block counted once.
+        n_out: Blocks sent, likewise.
+    """
+
+    def __init__(self, peer: Address) -> None:
+        self._peer = peer
+        self.n_bytes = 0
+        self.n_out = 0
+        self._n_again = 0  # in earlier generations
+        self._stream = self._new_stream()
+        self.begin(0)
+
+    def begin(self, generation: int) -> None:
+        """Begin a generation; drop what was under way in the one before."""
+        self._generation = generation
+        self._n_again += self._stream.n_again
+        self._stream = self._new_stream()
+        self._arrivals = Arrivals()
+        self._n_untold = 0
+
+    @property
+    def n_again(self) -> int:
+        return self._n_again + self._stream.n_again
+
+    def post(self, blocks: Iterable[Block], now: Seconds) -> list[Action]:
+        return self._count(self._stream.put(blocks, now))
+
+    def acked(self, count: int, now: Seconds) -> list[Action]:
+        """The peer has all transfers before `count`.
+
+        Raises:
+            RemoteProtocolError: some of them were never sent.
+        """
+        return self._count(self._stream.acked(count, now))
+
+    def remind(self, now: Seconds) -> list[Action]:
+        """Send again what has been under way for too long, or acknowledge what arrived."""
+        again = self._stream.again(now)
+        return [*again] if again or not self._n_untold else [self._ack()]
+
+    def is_new(self, sequence: int) -> bool:
+        return self._arrivals.is_new(sequence)
+
+    def arrived(self, sequence: int) -> list[Action]:
+        """Note that a transfer arrived, perhaps again; acknowledge every few."""
+        self._n_untold += 1
+        self._arrivals.add(sequence)
+        return [self._ack()] if self._n_untold >= ACK_EVERY else []
+
+    def _new_stream(self) -> ReliableStream[Block, Send]:
+        backoff = Backoff(first=AGAIN_SECONDS, longest=AGAIN_SECONDS_MAX)
+        return ReliableStream(self._transfer, backoff=backoff)
+
+    def _count(self, sent: Iterable[Send]) -> list[Action]:
+        actions: list[Action] = []
+        for action in sent:
+            assert isinstance(action.message, TransferBlock)
+            self.n_out += 1
+            self.n_bytes += action.message.values.nbytes
+            actions.append(action)
+        return actions
+
+    def _transfer(self, sequence: int, block: Block) -> Send:
+        self._n_untold = 0
+        message = TransferBlock(
+            generation=self._generation,
+            sequence=sequence,
+            taken=self._arrivals.count,
+            step=block.step,
+            micro_batch=block.micro_batch,
+            way=block.way,
+            block_index=block.block_index,
+            values=block.values,
+        )
+        return Send(receiver=self._peer, message=message)
+
+    def _ack(self) -> Send:
+        self._n_untold = 0
+        ack = TransferAck(generation=self._generation, taken=self._arrivals.count)
+        return Send(receiver=self._peer, message=ack)
+
+
+@dataclass(slots=True)
+class _Parts:
+    whole: Vector
+    missing: set[int] = field(default_factory=set)
+
+
+@final
+class Reassembly:
+    """Messages that arrived, complete or in part."""
+
+    def __init__(self) -> None:
+        self._parts: dict[StreamKey, _Parts] = {}
+        self._whole: dict[StreamKey, Vector] = {}
+
+    def clear(self) -> None:
+        self._parts.clear()
+        self._whole.clear()
+
+    def take(
+        self, key: StreamKey, message: TransferBlock, *, n_elements: int, dtype: "np.dtype[Element]"
+    ) -> bool:
+        """Keep a block; return whether it completes its message.
+
+        Raises:
+            RemoteProtocolError: it does not fit the message.
+        """
+        count = n_blocks(n_elements, itemsize=dtype.itemsize)
+        index, values = message.block_index, message.values
+        # Meaningless for a block that does not exist: hence the check of the index.
+        _, size = next(block_bounds(1 << 62, itemsize=dtype.itemsize))
+        start, stop = index * size, min((index + 1) * size, n_elements)
+        if index >= count or values.dtype != dtype or len(values) != stop - start:
+            raise RemoteProtocolError(
+                f"block {index} of message {key.way} of step {key.step} has {len(values)} numbers "
+                f"of {values.dtype}: the message has {n_elements} of {dtype} in {count} blocks"
+            )
+        if key in self._whole:
+            return False
+        if count == 1:
+            self._whole[key] = values
+            return True
+        if key not in self._parts:
+            whole: Vector = np.empty(n_elements, dtype=dtype)
+            self._parts[key] = _Parts(whole, set(range(count)))
+        parts = self._parts[key]
+        parts.whole[start:stop] = values
+        parts.missing.discard(index)
+        if parts.missing:
+            return False
+        self._whole[key] = self._parts.pop(key).whole
+        return True
+
+    def pop_step(self, step: int) -> Iterator[tuple[StreamKey, Vector]]:
+        """Yield the complete messages of a step, and drop them here."""
+        for key in [key for key in self._whole if key.step == step]:
+            yield key, self._whole.pop(key)
+
+
+def blocks_of(values: Vector) -> Iterator[tuple[int, Vector]]:
+    """Yield the blocks that `take` puts together."""
+    bounds = block_bounds(len(values), itemsize=values.itemsize)
+    for index, (start, stop) in enumerate(bounds):
+        yield index, values[start:stop]

@@ -1,0 +1,138 @@
+"""Blocks between two ranks, over a link that loses, repeats and reorders them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from distbelief.core.reliable import WINDOW
+from distbelief.core.vectors import BLOCK_BYTES, Vector
+from distbelief.errors import RemoteProtocolError
+from distbelief.protocol import TransferAck, TransferBlock
+from distbelief.roles.role import Action, Address, Send
+from distbelief.worker.transfers import (
+    ACK_EVERY,
+    AGAIN_SECONDS,
+    Block,
+    RankLink,
+    Reassembly,
+    StreamKey,
+    blocks_of,
+)
+
+
+def block(step: int) -> Block:
+    return Block(step, 0, 1, 0, np.full(3, step, np.float32))
+
+
+def link() -> RankLink:
+    made = RankLink(Address("b"))
+    made.begin(7)
+    return made
+
+
+def messages(actions: list[Action]) -> list[TransferBlock | TransferAck]:
+    found = [action.message for action in actions if isinstance(action, Send)]
+    return [m for m in found if isinstance(m, TransferBlock | TransferAck)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 32), n=st.integers(1, 3 * WINDOW))
+def test_everything_arrives_once_over_a_bad_link(seed: int, n: int) -> None:
+    generator = np.random.default_rng(seed)
+    sender, receiver = link(), link()
+    now = 0.0
+    under_way = messages(sender.post([block(i) for i in range(n)], now))
+    assert len(under_way) == min(n, WINDOW)
+    came: list[int] = []
+    for _ in range(10_000):
+        if len(came) == n and not under_way:
+            break
+        if not under_way:
+            now += AGAIN_SECONDS * 16
+            under_way += messages(sender.remind(now)) + messages(receiver.remind(now))
+            continue
+        message = under_way.pop(int(generator.integers(len(under_way))))
+        if generator.random() < 0.2:
+            continue  # lost
+        if generator.random() < 0.2:
+            under_way.append(message)  # and once more
+        if isinstance(message, TransferAck):
+            under_way += messages(sender.acked(message.taken, now))
+            continue
+        if receiver.is_new(message.sequence):
+            came.append(message.step)
+        under_way += messages(receiver.arrived(message.sequence))
+    assert sorted(came) == list(range(n))
+    assert sender.n_out == n
+    assert sender.n_bytes == 12 * n
+
+
+def test_what_is_not_acknowledged_is_sent_again_in_this_generation_only() -> None:
+    sender = link()
+    sender.post([block(0)], 0.0)
+    assert sender.remind(AGAIN_SECONDS - 0.1) == []
+    assert len(sender.remind(AGAIN_SECONDS)) == 1
+    assert sender.n_again == 1
+    sender.begin(8)
+    assert sender.remind(1e3) == []
+    assert (sender.n_again, sender.n_out) == (1, 1)
+
+
+def test_acknowledgements_go_every_few_blocks_and_with_what_is_sent() -> None:
+    receiver = link()
+    told = [messages(receiver.arrived(i)) for i in range(ACK_EVERY + 1)]
+    assert [len(each) for each in told] == [0] * (ACK_EVERY - 1) + [1, 0]
+    (transfer,) = messages(receiver.post([block(0)], 0.0))
+    assert transfer.taken == ACK_EVERY + 1
+    assert receiver.remind(0.1) == []
+
+
+# --- messages put together from blocks ---
+
+KEY = StreamKey(step=3, micro_batch=0, way=5, sender=1)
+FLOAT = np.dtype(np.float32)
+
+
+def transfer_of(values: Vector, *, index: int = 0) -> TransferBlock:
+    return TransferBlock(
+        generation=1,
+        sequence=0,
+        taken=0,
+        step=3,
+        micro_batch=0,
+        way=5,
+        block_index=index,
+        values=values,
+    )
+
+
+@pytest.mark.parametrize("n", [0, 7, BLOCK_BYTES // 4, BLOCK_BYTES // 4 + 1, 700_000])
+def test_blocks_become_the_message_in_any_order_once(n: int) -> None:
+    values = np.arange(n, dtype=np.float32)
+    inbox = Reassembly()
+    blocks = list(blocks_of(values))
+    for completes in (True, False):  # a block that comes again changes nothing
+        whole = [
+            inbox.take(KEY, transfer_of(block, index=i), n_elements=n, dtype=FLOAT)
+            for i, block in reversed(blocks)
+        ]
+        assert whole == [False] * (len(blocks) - 1) + [completes]
+    assert not list(inbox.pop_step(2))
+    ((key, found),) = inbox.pop_step(3)
+    assert key == KEY
+    np.testing.assert_array_equal(found, values)
+    assert not list(inbox.pop_step(3))
+
+
+@pytest.mark.parametrize(
+    ("values", "index"),
+    [
+        (np.zeros(6, np.float32), 0),
+        (np.zeros(5, np.float64), 0),
+        (np.zeros(5, np.float32), 1),
+        (np.zeros(0, np.float32), 1 << 40),
+    ],
+)
+def test_what_does_not_fit_is_refused(values: Vector, index: int) -> None:
+    with pytest.raises(RemoteProtocolError, match=r"message 5 of step 3 has"):
+        Reassembly().take(KEY, transfer_of(values, index=index), n_elements=5, dtype=FLOAT)
