@@ -266,7 +266,7 @@ def partition(  # noqa: PLR0913 -- options
         )
         trial = None
         if verify:
-            from distbelief.partition import verify as verify_module  # noqa: PLC0415 -- start quickly
+            from distbelief import verify as verify_module  # noqa: PLC0415 -- start quickly
 
             trial = partial(
                 verify_module.verify, factory=model, loss=loss, n_cores=len(os.sched_getaffinity(0))

@@ -50,6 +50,7 @@ from distbelief.transport import node as node_module
 from distbelief.transport.authenticator import DirectoryAuth
 from distbelief.transport.node import POSTED_MAX, CheckpointStorage, Launcher, RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
+from tests.distbelief.supervisor.hosts import offer_of
 from tests.links import link
 
 
@@ -691,7 +692,7 @@ def a_supervisor() -> Role:
 
 
 def a_host() -> Role:
-    config = HostAgentConfig(label="lab", cores=1, memory_bytes=1)
+    config = HostAgentConfig(offer=offer_of("lab"))
     return HostAgent(config, storage=AgentStorage.__new__(AgentStorage))
 
 
