@@ -8,6 +8,7 @@ this process computes everything.
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from distbelief.core.signals import ended_by_signals
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError
 from distbelief.launch.computation import compute
+from distbelief.launch.local import LocalLauncher
 from distbelief.launch.preflight import check_device
 from distbelief.launch.role_process import import_from
 from distbelief.program.plan import Plan, load
@@ -156,7 +158,8 @@ def _split(
     with safe_open(run.model_file, framework="pt") as file:
         kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     dtype = "float64" if "F64" in kinds else "float32"
-    with ended_by_signals(), scratch() as folder:
+    with ended_by_signals(), closing(LocalLauncher()) as launcher, scratch() as folder:
+        launcher.start()  # it imports torch meanwhile
         given = folder / "inputs.npy"
         np.save(given, inputs)
         sample = Sample(
@@ -188,6 +191,7 @@ def _split(
             plan=run.plan_file,
             sample=sample,
             n_ranks=plan.cluster.n_machines,
+            launcher=launcher,
             tell=tell,
         )
         outputs: Array = np.load(place)

@@ -32,6 +32,7 @@ from distbelief.graph.ops.linear import Embedding
 from distbelief.graph.ops.opaque import Opaque
 from distbelief.graph.region import Region, Shape
 from distbelief.launch.computation import compute
+from distbelief.launch.local import LocalLauncher
 from distbelief.partition.api import PlanningResult
 from distbelief.partition.report import seconds
 from distbelief.program.compiler import compile_plan
@@ -244,7 +245,13 @@ Counters = Sequence[Mapping[str, float]]  # of each rank, at its end
 
 
 def verify(
-    result: PlanningResult, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
+    result: PlanningResult,
+    *,
+    factory: str,
+    loss: str,
+    n_cores: int,
+    launcher: LocalLauncher,
+    n_steps: int = N_STEPS,
 ) -> VerificationResult:
     """Run a plan for some steps, and compare.
 
@@ -253,6 +260,7 @@ def verify(
         factory: Import path of the function that makes the model, without arguments.
         loss: Its name.
         n_cores: Of this host.
+        launcher: Starts the processes; the caller closes it.
         n_steps: Number of steps after the warm-up.
 
     Raises:
@@ -302,6 +310,7 @@ def verify(
             plan=folder / "plan.json",
             sample=sample,
             n_ranks=plan.cluster.n_machines,
+            launcher=launcher,
         )
         found = _found(computation, graph, tensors, seen)
     function = loss_function(loss)

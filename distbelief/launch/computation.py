@@ -32,6 +32,7 @@ def compute(
     plan: Path,
     sample: Sample,
     n_ranks: int,
+    launcher: LocalLauncher,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Mapping[str, float]]:
     """Run all ranks until they end; return the last counters of each.
@@ -42,6 +43,7 @@ def compute(
         plan: File of the plan.
         sample: One sample of the data.
         n_ranks: Of the plan.
+        launcher: Starts the processes; the caller closes it.
         tell: Called with a line about a rank that is silent, or back.
 
     Raises:
@@ -64,34 +66,28 @@ def compute(
         if level != "info":
             tell(text)
 
-    launcher = LocalLauncher()
     transport = reach.transport(name=SUPERVISOR, incarnation=1, run=run, log=log)
-    try:
-        with transport:
-            spec = RoleSpec(
-                job=msgspec.Raw(job.to_json()),
-                run=run,
-                supervisor=transport.endpoint,
-                memory="",
-                snapshots=str(folder),
-                layout=Layout.of([], n_shards=1).spec,
-                initials={},
-                initial_file=None,
-                plan=str(plan.absolute()),
-                sample=sample,
-                reach=reach,
-                computation=computation,
-            )
-            (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
-            launcher.start()
-            launcher.serve(
-                spec=folder / "spec.json",
-                log_of=lambda name: folder / f"{name}.log",
-                has_ranks=True,
-            )
-            error = RoleRunner(supervisor, transport=transport, log=log, launcher=launcher).run()
-    finally:
-        launcher.close()
+    with transport:
+        spec = RoleSpec(
+            job=msgspec.Raw(job.to_json()),
+            run=run,
+            supervisor=transport.endpoint,
+            memory="",
+            snapshots=str(folder),
+            layout=Layout.of([], n_shards=1).spec,
+            initials={},
+            initial_file=None,
+            plan=str(plan.absolute()),
+            sample=sample,
+            reach=reach,
+            computation=computation,
+        )
+        (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+        launcher.start()
+        launcher.serve(
+            spec=folder / "spec.json", log_of=lambda name: folder / f"{name}.log", has_ranks=True
+        )
+        error = RoleRunner(supervisor, transport=transport, log=log, launcher=launcher).run()
     if error is not None:
         raise DistBeliefError(error)
     return [role.counters for role in supervisor.view(time.monotonic()).roles]

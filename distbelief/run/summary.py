@@ -49,42 +49,19 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Final values of one run; what was not measured is null. Most are those of the last `JobView`.
+    """Final values of one run, most of them those of the last `JobView`; null if not measured.
 
     Attributes:
-        name: Of the job.
-        directory: The run directory.
-        rule: Update rule ("adagrad"), if the algorithm has one.
-        shard_copies: Processes that keep each shard.
-        n_machines: Ranks of each replica; None if replicas are not split.
-        stop_reason: Why the job ended.
-        error: Why it failed, if it did.
         model_error: Why no model was written, if none was; the file of an earlier session may still
             exist.
-        seconds: How long it ran, over all sessions.
-        start_seconds: The part of them before the training of each session.
-        training_seconds: The rest.
-        step: Steps of all replicas together.
-        samples: Samples trained on.
+        seconds: How long it ran, over all sessions: `start_seconds` before the training of each
+            session, and `training_seconds`.
         samples_per_second: Mean over the training time.
-        loss: Of training, last.
-        held_out_loss: At the end, over all held-out samples.
-        metric: At the end, over all held-out samples.
-        best_metric: Best of all evaluations; those before the last may be of a subset.
-        best_metric_seconds: When that was measured.
-        staleness_mean: In pushes; so are the other two.
         pushes_applied: In the values of every shard; one, however many shards.
         pushes_refused: Lower bound: too late, or of an earlier incarnation of a replica.
         pushes_lost: Lower bound: acknowledged, then lost with a shard. None if unknown, because the
             status file of an earlier session was damaged.
-        restarts: Of all roles together.
-        bytes_in: Received by all shards.
-        bytes_out: Sent by all shards.
         figures: What else the algorithm counts, by name.
-        seeds: By table of the job file.
-        versions: Of Python and the main packages.
-        machine: Processor architecture and operating system.
-        hosts: Other hosts that have joined.
     """
 
     name: str

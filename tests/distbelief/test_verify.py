@@ -16,6 +16,7 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import Builder
 from distbelief.graph.losses import append_loss
+from distbelief.launch.local import LocalLauncher
 from distbelief.verify import Agreement, Link, VerificationResult
 from distbelief.worker.computation import Computation
 
@@ -134,6 +135,12 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(verify, "compute", end)
     with pytest.raises(SystemExit) as caught:
-        verify.verify(result, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
+        verify.verify(
+            result,
+            factory=f"{__name__}:net",
+            loss="cross_entropy",
+            n_cores=2,
+            launcher=LocalLauncher(),
+        )
     assert caught.value.code == 143
     assert not folders[0].exists()

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from distbelief.config.load import parse_job
 from distbelief.errors import DistBeliefError
 from distbelief.launch.computation import compute
+from distbelief.launch.local import LocalLauncher
 from distbelief.task.task import Sample
 from distbelief.worker.computation import Computation
 from tests.processes.commands import poll, said
@@ -79,7 +80,16 @@ SAMPLE = Sample(
 def run(folder: Path, tell: Callable[[str], None]) -> None:
     computation = Computation(folder=str(folder), weights="", inputs="", n_samples=1, n_steps=1)
     job = parse_job(JOB, path=folder / "job.toml")
-    compute(job, computation, plan=folder / "no-plan.json", sample=SAMPLE, n_ranks=2, tell=tell)
+    with closing(LocalLauncher()) as launcher:
+        compute(
+            job,
+            computation,
+            plan=folder / "no-plan.json",
+            sample=SAMPLE,
+            n_ranks=2,
+            launcher=launcher,
+            tell=tell,
+        )
 
 
 @pytest.mark.soak
