@@ -71,4 +71,4 @@ def test_the_plain_loop_learns_a_few_images(
     assert summary["samples"] == 600
     assert summary["accuracy"] > 0.6
     assert baseline.main([*arguments, "--set", "algorithm.batch_size=61"]) == 1
-    assert "more than the 60 images" in capsys.readouterr().err
+    assert "more than the 60 samples" in capsys.readouterr().err
