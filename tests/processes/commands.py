@@ -182,8 +182,7 @@ class Command:
         return [int(pid) for pid in re.findall(r"process (\d+) begins", text)]
 
     def all_pids(self) -> list[int]:
-        logs = (self.run / "logs").glob("*.log")
-        return [pid for log in logs for pid in self.pids(log.stem)]
+        return [pid for log in (self.run / "logs").glob("*.log") for pid in self.pids(log.stem)]
 
     def shared_memory(self) -> list[Path]:
         return list(SHARED_MEMORY.glob(f"distbelief-{self.process.pid}-*"))

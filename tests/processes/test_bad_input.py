@@ -393,8 +393,7 @@ def listening(pids: list[int]) -> set[int]:
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile
-                target = str(descriptor.readlink())
-                sockets.update(re.findall(r"socket:\[(\d+)\]", target))
+                sockets.update(re.findall(r"socket:\[(\d+)\]", str(descriptor.readlink())))
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {
         int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets

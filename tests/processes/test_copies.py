@@ -97,8 +97,7 @@ def test_a_loop_of_ones_own_goes_on_without_its_leader(tmp_path: Path) -> None:
             while n_times_whole() <= n_kills:
                 take_steps(1)
                 assert time.monotonic() - begun < 30.0
-            pids = re.findall(r"process (\d+) begins", read(copy))
-            os.kill(int(pids[-1]), signal.SIGKILL)
+            os.kill(int(re.findall(r"process (\d+) begins", read(copy))[-1]), signal.SIGKILL)
             take_steps(50)
         optimizer.finish()
         counters = optimizer.counters()

@@ -179,8 +179,7 @@ def test_a_job_ends_and_so_does_the_machine_that_joined(land: Land) -> None:
         assert command.wait() == 0, command.output
         assert machine.wait() == 0, machine.said
     assert re.search(r"replica 1: on \S+ \(host-", command.output)
-    logs = list((land.there / "runs" / "joined").rglob("replica-1.log"))
-    assert len(logs) == 1
+    assert len(list((land.there / "runs" / "joined").rglob("replica-1.log"))) == 1
     assert not command.pids("replica-1")
 
 

@@ -91,8 +91,7 @@ def job_at(folder: Path, text: str) -> Iterator[Job]:
         keys[0].allow(Allowed(key=key, roles=("host",), name=f"h{index}"))
         other.allow(server)
     with ExitStack() as stack:
-        lan = stack.enter_context(switched(N_HOSTS, bits_per_second=1e9))
-        yield Job(folder, lan, stack)
+        yield Job(folder, stack.enter_context(switched(N_HOSTS, bits_per_second=1e9)), stack)
 
 
 @pytest.mark.parametrize(

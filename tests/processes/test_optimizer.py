@@ -110,8 +110,7 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
 ) -> None:
     """The README's: its optimizer outlives its server until the script's end."""
     at_exit: list[Callable[[], None]] = []
-    stand_in = SimpleNamespace(register=at_exit.append)
-    monkeypatch.setattr("distbelief.optimizer.atexit", stand_in)
+    monkeypatch.setattr("distbelief.optimizer.atexit", SimpleNamespace(register=at_exit.append))
     with distbelief.ParameterServer(
         model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
     ) as server:

@@ -176,9 +176,7 @@ def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) 
             assert parameter.grad.abs().max() <= 1.1e-5
         return int(result.nfev)
 
-    first = ends(l2=0.1, directory=run)
-    second = ends(l2=1.0, method="gradient-descent", resume=run)
-    assert first < second
+    assert ends(l2=0.1, directory=run) < ends(l2=1.0, method="gradient-descent", resume=run)
     log = (run / "logs" / "coordinator.log").read_text()
     assert log.count("the method restarts at the saved parameters") == 1
 
@@ -320,8 +318,7 @@ def test_what_the_callback_raises_ends_the_run_and_is_raised_then(folder: Path) 
         (last_call,) = seen
         now = parameters_to_vector(model.parameters()).detach()
         assert not torch.equal(now, begun)  # what was found until then
-        status = json.loads((where / "status.json").read_text())
-        assert status["ended"]
+        assert json.loads((where / "status.json").read_text())["ended"]
         stopped = json.loads((where / "summary.json").read_text())
         assert stopped["stop_reason"] == "stopped by the caller"
         again = sandblaster.minimize(
@@ -338,8 +335,7 @@ def test_a_job_that_is_refused_leaves_no_copy_of_model_and_data(folder: Path) ->
     data = torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64)
     with pytest.raises(JobError, match=r"there is no loss 'cross_entropi'"):
         sandblaster.minimize(model, "cross_entropi", data, directory=folder / "new")
-    left = {path.name for path in folder.iterdir()}
-    assert left == {"tiny.py", "tiny.toml"}
+    assert {path.name for path in folder.iterdir()} == {"tiny.py", "tiny.toml"}
 
 
 @pytest.mark.soak

@@ -93,8 +93,7 @@ class Attack:
             with suppress(FileNotFoundError):  # it has ended
                 for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                     with suppress(FileNotFoundError):
-                        target = str(descriptor.readlink())
-                        inodes.update(re.findall(r"socket:\[(\d+)\]", target))
+                        inodes.update(re.findall(r"socket:\[(\d+)\]", str(descriptor.readlink())))
         assert self.process.stdin is not None
         order = {"inodes": sorted(inodes), "pids": list(pids)}
         self.process.stdin.write(json.dumps(order) + "\n")

@@ -50,8 +50,7 @@ def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
     assert not (run / "initial.safetensors").exists()
     net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
     net.load_state_dict(load_file(run / "model.safetensors"))
-    tiny = runpy.run_path(str(folder / "tiny.py"))
-    held_out = tiny["frames"](500, 7)
+    held_out = runpy.run_path(str(folder / "tiny.py"))["frames"](500, 7)
     with torch.no_grad():
         hits = net(held_out.inputs).argmax(1) == held_out.targets
     assert float(hits.float().mean()) == pytest.approx(summary["metric"])
@@ -104,8 +103,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll(lambda: command.is_training() and command.samples() > 1000)
         command.signal(signal.SIGINT)
-        seconds = poll(lambda: not alive(command.all_pids()) and not command.shared_memory())
-        assert seconds < 2.0
+        assert poll(lambda: not alive(command.all_pids()) and not command.shared_memory()) < 2.0
         assert command.wait() == 130, command.output
     first = command.summary()
     assert first["stop_reason"] == "Ctrl+C"

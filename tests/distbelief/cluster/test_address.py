@@ -24,8 +24,7 @@ def test_what_is_printed_can_be_read(address: JobAddress) -> None:
 
 
 def test_with_a_key_the_address_holds_no_secret() -> None:
-    address = JobAddress(host="h", port=1, key=KEY)
-    assert str(address) == f"tcp://h:1?key={KEY}"
+    assert str(JobAddress(host="h", port=1, key=KEY)) == f"tcp://h:1?key={KEY}"
 
 
 def test_a_secret_that_is_none_is_not_shown() -> None:

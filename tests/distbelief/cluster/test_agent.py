@@ -72,8 +72,7 @@ def test_two_hosts_may_join_from_the_same_folder(
     for storage in sites:
         storage.store_job_spec(brief)
         storage.clear()
-    made = {path.name for path in (code / "joined").iterdir()}
-    assert made == {"1", "2"}
+    assert {path.name for path in (code / "joined").iterdir()} == {"1", "2"}
 
 
 def test_what_roles_read_is_of_this_host(code: Path) -> None:

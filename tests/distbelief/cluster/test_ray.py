@@ -50,8 +50,7 @@ class Cluster(ModuleType):
         n = count()
 
         def made() -> object:
-            join = SimpleNamespace(remote=lambda **_: f"end-{next(n)}")
-            return SimpleNamespace(join=join)
+            return SimpleNamespace(join=SimpleNamespace(remote=lambda **_: f"end-{next(n)}"))
 
         options = SimpleNamespace(remote=made)
         return lambda _kind: SimpleNamespace(options=lambda **_: options)

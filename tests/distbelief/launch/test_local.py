@@ -85,8 +85,7 @@ def test_a_server_that_is_busy_importing_is_not_waited_for(
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(3600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(forkserver, "MODULES_OF_RANKS", ("endless",))
-    module = "distbelief.launch.local.CLOSE_SECONDS_MAX"
-    monkeypatch.setattr(module, 3600.0)
+    monkeypatch.setattr("distbelief.launch.local.CLOSE_SECONDS_MAX", 3600.0)
     # A server that starts now has the path of this moment.
     launcher.close()
     with LocalLauncher() as slow:
@@ -151,9 +150,7 @@ def ask(server: "subprocess.Popen[bytes]", request: forkserver.Request) -> None:
 
 def answer(server: "subprocess.Popen[bytes]") -> forkserver.Report:
     assert server.stdout is not None
-    decoder: msgspec.json.Decoder[forkserver.Report]
-    decoder = msgspec.json.Decoder(forkserver.Report)
-    return decoder.decode(server.stdout.readline())
+    return msgspec.json.Decoder(forkserver.Report).decode(server.stdout.readline())
 
 
 def start(server: "subprocess.Popen[bytes]", folder: Path, name: str) -> int:
@@ -182,8 +179,7 @@ def test_a_child_has_what_the_server_was_asked_to_import(
     """
     ask(server, forkserver.Import(modules=("colorsys", "there_is_no_such_module")))
     start(server, tmp_path, "replica-0.0")
-    log = (tmp_path / "replica-0.0.log").read_text()
-    assert log == "replica-0.0 2 S True True True\n"
+    assert (tmp_path / "replica-0.0.log").read_text() == "replica-0.0 2 S True True True\n"
 
 
 def test_a_module_that_starts_a_thread_is_left_to_the_children(

@@ -16,22 +16,12 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.launch import forkserver, role_process
 from distbelief.launch.role_process import RoleSpec, SharedCheckpoints
 from distbelief.parameter_server.layout import Layout
-from distbelief.protocol import (
-    CheckpointSaved,
-    Failed,
-    Finished,
-    Heartbeat,
-    Join,
-    Message,
-    Peers,
-    SaveCheckpoint,
-    Stop,
-)
 from distbelief.roles.role import Address, Snapshot
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.transport.config import ListenConfig
@@ -66,7 +56,7 @@ class Supervised:
     def __init__(self, name: str, job: Job, folder: Path) -> None:
         self.name = name
         self.transport = link("supervisor", folder, run="t")
-        self.heard: list[Message] = []
+        self.heard: list[wire.Message] = []
         self.status: int | None = None
         self._job = job
         self._folder = folder
@@ -99,23 +89,23 @@ class Supervised:
     def _run(self, path: str) -> None:
         self.status = role_process.main(self.name, 2, path)
 
-    def wait_for(self, kind: type[Message]) -> Message:
+    def wait_for(self, kind: type[wire.Message]) -> wire.Message:
         poll(lambda: self._listen(kind), seconds=30.0)
         return next(message for message in self.heard if isinstance(message, kind))
 
-    def _listen(self, kind: type[Message]) -> bool:
+    def _listen(self, kind: type[wire.Message]) -> bool:
         self.transport.poll(0.02)
         for envelope in self.transport.receive():
             assert (envelope.sender, envelope.incarnation) == (self.name, 2)
             self.heard.append(envelope.message)
         return any(isinstance(message, kind) for message in self.heard)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: wire.Message) -> None:
         self.transport.send(self.name, message)
 
     def connect(self) -> None:
-        join = self.wait_for(Join)
-        assert isinstance(join, Join)
+        join = self.wait_for(wire.Join)
+        assert isinstance(join, wire.Join)
         self.transport.connect(self.name, 2, join.endpoint)
 
 
@@ -130,16 +120,16 @@ def test_a_shard_lives_from_join_to_stop(
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
         shard.connect()
-        shard.say(Peers(entries=()))
-        shard.say(SaveCheckpoint(label="00001"))
-        saved = shard.wait_for(CheckpointSaved)
-        shard.say(Stop(reason="enough"))
-        shard.wait_for(Finished)
-    assert isinstance(saved, CheckpointSaved)
+        shard.say(wire.Peers(entries=()))
+        shard.say(wire.SaveCheckpoint(label="00001"))
+        saved = shard.wait_for(wire.CheckpointSaved)
+        shard.say(wire.Stop(reason="enough"))
+        shard.wait_for(wire.Finished)
+    assert isinstance(saved, wire.CheckpointSaved)
     assert saved.error is None
     assert (tmp_path / "snapshots" / "shard-0" / "00001.safetensors").is_file()
     assert shard.status == 0
-    assert any(isinstance(message, Heartbeat) for message in shard.heard)
+    assert any(isinstance(message, wire.Heartbeat) for message in shard.heard)
     assert "shard-0#2 info: ends: as planned" in capsys.readouterr().out
 
 
@@ -147,8 +137,7 @@ def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -
     store = CheckpointStore(tmp_path, report=pytest.fail)
     shelf = SharedCheckpoints(store)
     for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
-        values = np.zeros(3, np.float32)
-        snapshot = Snapshot(label=label, arrays={"values": values}, facts={})
+        snapshot = Snapshot(label=label, arrays={"values": np.zeros(3, np.float32)}, facts={})
         shelf.save(Address(copy), snapshot)
     assert store.labels("shard-1") == ["00001", "00002"]
     for copy in ("shard-1", "shard-1b"):
@@ -168,11 +157,10 @@ def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -
 def test_a_role_that_cannot_be_built_says_why(
     tmp_path: Path, factory: str, told: str, *, culprit_is_job: bool
 ) -> None:
-    job = a_job(tmp_path, f"data.train.factory={factory}")
-    replica = Supervised("replica-0", job, tmp_path)
+    replica = Supervised("replica-0", a_job(tmp_path, f"data.train.factory={factory}"), tmp_path)
     with replica.running():
-        failed = replica.wait_for(Failed)
-    assert isinstance(failed, Failed)
+        failed = replica.wait_for(wire.Failed)
+    assert isinstance(failed, wire.Failed)
     assert told in failed.error
     assert failed.culprit_is_job is culprit_is_job
     assert replica.status == 1
@@ -183,16 +171,16 @@ def test_damage_to_a_checkpoint_is_told_not_suffered(tmp_path: Path) -> None:
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
         shard.connect()
-        shard.say(Peers(entries=()))
-        shard.say(SaveCheckpoint(label="00001"))
-        shard.wait_for(CheckpointSaved)
-        shard.say(Stop(reason="enough"))
+        shard.say(wire.Peers(entries=()))
+        shard.say(wire.SaveCheckpoint(label="00001"))
+        shard.wait_for(wire.CheckpointSaved)
+        shard.say(wire.Stop(reason="enough"))
     again = Supervised("shard-0", a_job(tmp_path), tmp_path)  # incarnation 2 again
     with again.running():
         again.connect()
-        again.say(Peers(entries=()))
-        failed = again.wait_for(Failed)
-    assert isinstance(failed, Failed)
+        again.say(wire.Peers(entries=()))
+        failed = again.wait_for(wire.Failed)
+    assert isinstance(failed, wire.Failed)
     assert "continue the count of incarnations in a resumed run" in failed.error
     assert not failed.culprit_is_job
 
@@ -234,15 +222,15 @@ def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
     with shard.running():
         try:
             shard.connect()
-            shard.say(Peers(entries=()))
-            shard.say(SaveCheckpoint(label="00001"))
-            shard.wait_for(CheckpointSaved)
-            shard.wait_for(Heartbeat)
+            shard.say(wire.Peers(entries=()))
+            shard.say(wire.SaveCheckpoint(label="00001"))
+            shard.wait_for(wire.CheckpointSaved)
+            shard.wait_for(wire.Heartbeat)
             assert log.getvalue() == ""
         finally:
             log.answers.set()
-            shard.say(Stop(reason="enough"))
-        shard.wait_for(Finished)
+            shard.say(wire.Stop(reason="enough"))
+        shard.wait_for(wire.Finished)
     assert "shard-0#2 info: ends: as planned" in log.getvalue()
 
 

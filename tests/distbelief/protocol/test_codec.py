@@ -86,8 +86,7 @@ def test_what_is_sent_to_many_is_held_once() -> None:
 
 
 def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
-    piece = FileChunk(document="d", offset=0, n_bytes=4, content=Blob(b"four"))
-    header, content = sent(piece)
+    header, content = sent(FileChunk(document="d", offset=0, n_bytes=4, content=Blob(b"four")))
     with pytest.raises(RemoteProtocolError, match="no such array: 0, 'f4'"):
         received([header.replace(b"\xa2u1", b"\xa2f4"), content])
     header, content = sent(block(np.ones(1, np.float32)))

@@ -35,8 +35,7 @@ def test_a_message_is_immutable_and_tagged_by_its_name(kind: type[Message]) -> N
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_no_message_has_more_arrays_than_the_wire_carries(kind: type[Message]) -> None:
-    hints = get_type_hints(kind).values()
-    assert sum(hint in {Vector, Blob} for hint in hints) <= FRAMES_MAX - 1
+    assert sum(hint in {Vector, Blob} for hint in get_type_hints(kind).values()) <= FRAMES_MAX - 1
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
@@ -59,8 +58,7 @@ def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None
         ("term", about_one_pairing),
         ("receiver_incarnation", {"Promote", "StartSync"}),  # the first of each pairing
     ):
-        carrying = {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__}
-        assert carrying == expected
+        assert {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__} == expected
 
 
 def test_messages_cannot_be_changed() -> None:

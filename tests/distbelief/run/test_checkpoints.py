@@ -149,8 +149,7 @@ def test_a_checkpoint_moved_to_another_label_is_not_trusted(tmp_path: Path) -> N
 def test_a_safetensors_file_of_somebody_else_is_passed_over(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
-    other = {"values": np.zeros(4, np.float32)}
-    save_file(other, store.path("shard-0", "00002"))
+    save_file({"values": np.zeros(4, np.float32)}, store.path("shard-0", "00002"))
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert "it has no checksum" in told[0]
 

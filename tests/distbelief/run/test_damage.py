@@ -55,8 +55,7 @@ def test_so_does_one_of_which_one_shards_are_all_damaged(run: Run) -> None:
 
 def remove_one(run: Run) -> None:
     """Remove what one shard saved; the others have saved a second time."""
-    first = run.take_up(job())
-    run.train(first, 60, 62)
+    run.train(run.take_up(job()), 60, 62)
     for file in (run.directory.snapshots / "shard-1").iterdir():
         file.unlink()
 

@@ -141,8 +141,7 @@ def test_a_single_evaluation_is_a_point_that_can_be_seen(tmp_path: Path) -> None
         for t, metric in ((1.0, None), (2.0, 0.5))
     ]
     pixels = drawn(tmp_path, *lines)
-    lower = pixels[pixels.shape[0] // 2 :]
-    colourful = np.ptp(lower[..., :3], axis=-1) > 0.2
+    colourful = np.ptp(pixels[pixels.shape[0] // 2 :][..., :3], axis=-1) > 0.2
     assert colourful.sum() > 20
 
 

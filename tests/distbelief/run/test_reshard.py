@@ -181,8 +181,7 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     assert run.take_up(job(), plan=plan_of(2, 0, 1)).notes == ()
     again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
     assert again.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
-    whole = run.take_up(job(3, 2))
-    assert whole.previous.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert run.take_up(job(3, 2)).previous.before.samples == {"replica-0": 40, "replica-1": 52}
 
 
 def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
@@ -194,8 +193,7 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run:
     resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
     cut = layout(2)
     for k in range(2):
-        names = ("replica-0.0", "replica-1.0")
-        run.save(resumed, k, 40, 52, cut=cut, names=names)
+        run.save(resumed, k, 40, 52, cut=cut, names=("replica-0.0", "replica-1.0"))
     before = values(resumed.store, 2)
     same = run.take_up(job(), plan=plan_of(2, 0, 0))
     assert same.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
@@ -314,8 +312,7 @@ def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
     resumed = run.take_up(job())
     assert resumed.store.directory == run.directory.snapshots
     assert resumed.previous.before.samples == {"replica-0": 40, "replica-1": 52}
-    resumed = run.take_up(job(shards=1))
-    assert values(resumed.store, 1) == values(first.store, 2)
+    assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
     assert not [name for name in run.files() if ".tmp" in name]
 
 
@@ -376,8 +373,7 @@ def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
 
 def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
     run.take_up(job())
-    resumed = run.take_up(job(3, 4))
-    assert resumed.previous.missing == ("shard-0", "shard-1", "shard-2")
+    assert run.take_up(job(3, 4)).previous.missing == ("shard-0", "shard-1", "shard-2")
     assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(
         n_shards=3, n_replicas=4, train=TRAIN
     )
@@ -437,8 +433,7 @@ def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) ->
     run.train(first, 40, 52)
     (run.directory.snapshots / "cut.json").unlink()
     assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(n_shards=2, n_replicas=2)
-    resumed = run.take_up(job(shards=1))
-    assert values(resumed.store, 1) == values(first.store, 2)
+    assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
 
 
 # ---------------------------------------------------------------------------- the data
@@ -470,8 +465,7 @@ def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) ->
 def test_other_data_are_refused_once_anything_was_trained(
     run: Run, override: str, train: DataFacts, told: str
 ) -> None:
-    first = run.take_up(job())
-    run.train(first)
+    run.train(run.take_up(job()))
     changed = job(2, 2, override)
     assert run.take_up(changed, train=train).previous.restored  # nothing was trained
     run.train(run.take_up(job()), 40, 52)

@@ -125,8 +125,7 @@ def test_what_was_applied_after_the_checkpoints_of_a_killed_job_is_lost(
     store.save("shard-0", at_clock(100))
     store.save("shard-1", at_clock(90))
     run.write_status(counted("shard-0", "shard-1", pushes_applied=115))
-    before = read_previous_run(run, store, n_shards=2).before
-    assert before.pushes_lost == 7 + 25
+    assert read_previous_run(run, store, n_shards=2).before.pushes_lost == 7 + 25
 
 
 def test_clocks_of_shards_resharded_tell_nothing_of_what_is_lost(

@@ -69,8 +69,7 @@ def shown(summary: Summary, *, width: int) -> list[str]:
 
 
 def test_shards_in_two_copies_are_reported() -> None:
-    job = speech("cluster.shard_copies=2")
-    summary = summarise(job, VIEW, directory="runs/a", task=FACTS)
+    summary = summarise(speech("cluster.shard_copies=2"), VIEW, directory="runs/a", task=FACTS)
     assert summary.shard_copies == 2
     assert "2 replicas x 2 shards in 2 copies" in shown(summary, width=100)[1]
 
@@ -124,8 +123,7 @@ def test_losses_that_nobody_knows_are_not_called_none() -> None:
     """After a damaged status.json a resumed run ended with "0 pushes lost"."""
     summary = a_summary(replace(VIEW, pushes_lost=None))
     assert summary.pushes_lost is None
-    text = " ".join(shown(summary, width=200))
-    assert "pushes lost: unknown" in text
+    assert "pushes lost: unknown" in " ".join(shown(summary, width=200))
 
 
 def test_a_figure_that_was_not_measured_has_no_column() -> None:

@@ -119,8 +119,7 @@ def test_a_large_batch_goes_by_the_processor_and_a_small_one_by_the_link() -> No
 
 def test_hosts_that_hardly_differ_are_alike_and_unmeasured_ones_have_no_grade() -> None:
     step = StepTime(operations=6.0 * 256, n_bytes=8.0)
-    grades = {step.grade(flops=FAST * f, bandwidth=GIGABIT) for f in (0.99, 1.0, 1.01)}
-    assert len(grades) == 1
+    assert len({step.grade(flops=FAST * f, bandwidth=GIGABIT) for f in (0.99, 1.0, 1.01)}) == 1
     assert step.grade(flops=0.0, bandwidth=GIGABIT) is None
     no_link = StepTime(operations=6.0 * 256)
     assert step.grade(flops=FAST, bandwidth=0.0) == no_link.grade(flops=FAST, bandwidth=GIGABIT)

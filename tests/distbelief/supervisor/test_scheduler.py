@@ -7,33 +7,11 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
+from distbelief import protocol as wire
 from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    Assignments,
-    Blob,
-    FileChunk,
-    FileRequest,
-    HeartbeatAck,
-    HostReport,
-    Release,
-    Stop,
-)
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
-from distbelief.roles.role import (
-    SUPERVISOR,
-    USER,
-    Action,
-    Address,
-    Exit,
-    PeerLost,
-    Received,
-    Report,
-    Send,
-    Started,
-    Terminate,
-    TimerFired,
-)
+from distbelief.roles import role as rl
 from distbelief.supervisor.hosts import Host, HostTable
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of, offer_of
@@ -94,11 +72,11 @@ def test_what_hosts_ask_for_is_not_copied_for_each() -> None:
     contents = []
     for name, document in (("a", JOB_SPEC), ("b", JOB_SPEC), ("a", PROBE), ("b", PROBE)):
         town.come(name)
-        ask = FileRequest(document=document, offset=0)
-        event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
+        ask = wire.FileRequest(document=document, offset=0)
+        event = rl.Received(sender=rl.Address(f"host-{name}"), incarnation=1, message=ask)
         (send,) = town.supervisor.handle(event, town.now)
-        assert isinstance(send, Send)
-        assert isinstance(send.message, FileChunk)
+        assert isinstance(send, rl.Send)
+        assert isinstance(send.message, wire.FileChunk)
         assert send.lent
         contents.append(send.message.content.content.obj)
     assert contents[0] is contents[1]
@@ -110,8 +88,8 @@ def test_a_host_that_has_second_thoughts_is_left_by_its_roles() -> None:
     town = Town(roster(2), config_of(n_hosts=1))
     machine = town.come("a")
     assert town.runs()["host-a"] == ["replica-1"]
-    refusal = HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=())
-    event = Received(sender=machine.name, incarnation=1, message=refusal)
+    refusal = wire.HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=())
+    event = rl.Received(sender=machine.name, incarnation=1, message=refusal)
     town._deliver(town.here, event)
     machine.is_cut = True
     town.pass_time(2.0)
@@ -156,7 +134,7 @@ def test_a_host_that_restarts_with_every_message_fills_no_log() -> None:
     town = Town(roster(1))
     for incarnation in range(1, 1001):
         offer = offer_of("a", incarnation)
-        event = Received(sender=Address("host-a"), incarnation=1, message=offer)
+        event = rl.Received(sender=rl.Address("host-a"), incarnation=1, message=offer)
         town.supervisor.handle(event, town.now + 0.005 * incarnation)
     assert sum("has joined" in text for text in town.said) <= 6
 
@@ -292,7 +270,7 @@ def test_another_policy_places_every_role() -> None:
     assert town.runs() == {"here": [], "host-a": sorted(everybody)}
     town.die(machine, "shard-0")
     town.pass_time(2.0)
-    assert machine.processes[Address("shard-0")] == 2
+    assert machine.processes[rl.Address("shard-0")] == 2
     town.come("b")
     town.kill(machine)
     town.pass_time(15.0)
@@ -337,7 +315,7 @@ def test_a_host_without_the_data_does_not_end_the_job() -> None:
     machine = town.come("a")
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
     for name in ("replica-1", "replica-2"):
-        record = town.supervisor.members.get(Address(name))
+        record = town.supervisor.members.get(rl.Address(name))
         assert record is not None
         record.counters = {}  # it has not trained
     town.fail("replica-1", "no such file: frames.npy")
@@ -356,20 +334,22 @@ def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostAgentConfig(offer=offer_of("b", cores=2), stays=True)
     host = HostAgent(config, storage=Site(patience=600.0))
-    sent_away = Release(incarnation=1, again=False, reason="no such file", refused=True)
-    host.handle(Started(incarnation=1), 0.0)
-    said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
-    assert isinstance(said, Report)
+    sent_away = wire.Release(incarnation=1, again=False, reason="no such file", refused=True)
+    host.handle(rl.Started(incarnation=1), 0.0)
+    said, *others = host.handle(
+        rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=sent_away), 1.0
+    )
+    assert isinstance(said, rl.Report)
     assert said.text == "rejected: no such file; waiting for another job"
     assert said.level == "warning"
-    assert not any(isinstance(action, Exit) for action in others)
+    assert not any(isinstance(action, rl.Exit) for action in others)
 
 
 def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
     for name, samples in (("replica-0", 0.0), ("replica-1", 5.0)):
         town = Town(roster(2))
         town.come("a")
-        record = town.supervisor.members.get(Address(name))
+        record = town.supervisor.members.get(rl.Address(name))
         assert record is not None
         record.counters = {"samples": samples}
         town.fail(name, "a gradient is NaN")
@@ -380,7 +360,7 @@ def test_what_fails_where_another_trains_is_the_job() -> None:
     town = Town(roster(3))
     town.come("a")
     for name, samples in (("replica-1", 0.0), ("replica-2", 64.0)):
-        record = town.supervisor.members.get(Address(name))
+        record = town.supervisor.members.get(rl.Address(name))
         assert record is not None
         record.counters = {"samples": samples}
     town.fail("replica-1", "sample 7 is spoilt")
@@ -390,10 +370,9 @@ def test_what_fails_where_another_trains_is_the_job() -> None:
 def test_the_end_of_the_job_is_the_end_of_its_hosts() -> None:
     town = Town(roster(3))
     machine = town.come("a")
-    config = HostAgentConfig(offer=offer_of("b"), stays=True)
-    stays = town.come("b", config=config)
-    stop = Stop(reason="Ctrl+C")
-    town.supervisor.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
+    stays = town.come("b", config=HostAgentConfig(offer=offer_of("b"), stays=True))
+    stop = wire.Stop(reason="Ctrl+C")
+    town.supervisor.handle(rl.Received(sender=rl.USER, incarnation=0, message=stop), town.now)
     town.pass_time(10.0)
     assert town.here.halted
     assert machine.halted
@@ -425,18 +404,18 @@ def test_a_host_ends_what_it_runs_when_its_job_has_no_supervisor() -> None:
     assert machine.halted
 
 
-LOST = PeerLost(peer=SUPERVISOR, incarnation=0, reason="nothing listens at x any more")
+LOST = rl.PeerLost(peer=rl.SUPERVISOR, incarnation=0, reason="nothing listens at x any more")
 
 
 def begin_anew(town: Town, machine: Machine) -> None:
     """Tell a machine so, and end the job before its offer arrives."""
-    again = Release(incarnation=1, again=True, reason="it was silent for too long")
-    said = Received(sender=SUPERVISOR, incarnation=1, message=again)
+    again = wire.Release(incarnation=1, again=True, reason="it was silent for too long")
+    said = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=again)
     machine.role.handle(said, town.now)
     town.kill(town.here)
 
 
-def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[Action]:
+def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[rl.Action]:
     """Let time pass; the driver finds all the while that nothing listens."""
     for _ in range(round(seconds)):
         town.pass_time(1.0)
@@ -453,9 +432,9 @@ def test_a_host_that_restarts_as_its_job_ends_ends_too() -> None:
     begin_anew(town, machine)
     assert not tell_lost(town, machine, seconds=59)
     report, *_, halt = tell_lost(town, machine, seconds=3)
-    assert isinstance(report, Report)
+    assert isinstance(report, rl.Report)
     assert report.text == f"{LOST.reason}: the job is over; this host does not know how it ended"
-    assert halt == Exit(error=None)
+    assert halt == rl.Exit(error=None)
 
 
 def test_a_host_whose_link_is_cut_waits_for_its_job() -> None:
@@ -499,26 +478,25 @@ def test_a_late_report_of_an_earlier_life_of_a_host_changes_nothing() -> None:
     town.pass_time(2.0)
     for message in (
         offer,
-        HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=()),
+        wire.HostReport(incarnation=1, ready=True, leaving=False, refusal="no", ended=()),
     ):
-        event = Received(sender=machine.name, incarnation=1, message=message)
+        event = rl.Received(sender=machine.name, incarnation=1, message=message)
         town.supervisor.handle(event, town.now)
     (view,) = town.supervisor.view(town.now).hosts
     assert view.state == "preparing"
 
 
 def test_time_in_which_a_host_stood_still_is_no_silence_of_its_supervisor() -> None:
-    config = HostAgentConfig(offer=offer_of("b"))
-    host = HostAgent(config, storage=Site(patience=15.0))
-    host.handle(Started(incarnation=1), 0.0)
-    taken = Assignments(incarnation=1, run="r", assignments=())
-    host.handle(Received(sender=SUPERVISOR, incarnation=1, message=taken), 1.0)
-    host.handle(TimerFired(name="host:beat"), 1.0)
-    host.handle(TimerFired(name="host:beat"), 60.0)  # it was due at 1.5
+    host = HostAgent(HostAgentConfig(offer=offer_of("b")), storage=Site(patience=15.0))
+    host.handle(rl.Started(incarnation=1), 0.0)
+    taken = wire.Assignments(incarnation=1, run="r", assignments=())
+    host.handle(rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=taken), 1.0)
+    host.handle(rl.TimerFired(name="host:beat"), 1.0)
+    host.handle(rl.TimerFired(name="host:beat"), 60.0)  # it was due at 1.5
     assert host.status()[0] == "preparing"
-    host.handle(TimerFired(name="host:beat"), 60.5)
+    host.handle(rl.TimerFired(name="host:beat"), 60.5)
     for beat in range(40):
-        host.handle(TimerFired(name="host:beat"), 61.0 + beat / 2)
+        host.handle(rl.TimerFired(name="host:beat"), 61.0 + beat / 2)
     assert host.status()[0] == "offering"
 
 
@@ -534,20 +512,18 @@ def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
 
 def test_what_runs_there_ends_with_it() -> None:
     town = Town(roster(3))
-    config = HostAgentConfig(offer=offer_of("a"), over_seconds=10.0)
-    machine = town.come("a", config=config)
+    machine = town.come("a", config=HostAgentConfig(offer=offer_of("a"), over_seconds=10.0))
     assert machine.processes
     town.kill(town.here)
     actions = tell_lost(town, machine, seconds=12)
-    ended = [action.name for action in actions if isinstance(action, Terminate)]
+    ended = [action.name for action in actions if isinstance(action, rl.Terminate)]
     assert sorted(ended) == sorted(machine.processes)
-    assert actions[-1] == Exit(error=None)
+    assert actions[-1] == rl.Exit(error=None)
 
 
 def test_a_host_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
     town = Town(roster(1))
-    config = HostAgentConfig(offer=offer_of("b"), stays=True)
-    stays = town.come("b", config=config)
+    stays = town.come("b", config=HostAgentConfig(offer=offer_of("b"), stays=True))
     town.kill(town.here)
     early = town.come("a")
     for machine in (stays, early):
@@ -561,10 +537,10 @@ def test_chunks_that_come_twice_show_that_the_supervisor_is_there() -> None:
     town.lossy = JOB_SPEC
     machine = town.come("a")
     town.kill(town.here)
-    piece = FileChunk(document=JOB_SPEC, offset=9, n_bytes=99, content=Blob(b"x"))
+    piece = wire.FileChunk(document=JOB_SPEC, offset=9, n_bytes=99, content=wire.Blob(b"x"))
     for _ in range(20):
         town.pass_time(1.0)
-        again = Received(sender=SUPERVISOR, incarnation=1, message=piece)
+        again = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=piece)
         machine.role.handle(again, town.now)
     state, _ = machine.role.status()
     assert state == "preparing"
@@ -573,12 +549,14 @@ def test_chunks_that_come_twice_show_that_the_supervisor_is_there() -> None:
 def test_unexpected_messages_are_rejected() -> None:
     town = Town(roster(1))
     town.come("a")
-    host = Address("host-a")
-    for message in (HeartbeatAck(), FileRequest(document="secret", offset=0)):
+    host = rl.Address("host-a")
+    for message in (wire.HeartbeatAck(), wire.FileRequest(document="secret", offset=0)):
         with pytest.raises(RemoteProtocolError):
-            town.supervisor.handle(Received(sender=host, incarnation=1, message=message), town.now)
-    report = HostReport(incarnation=1, ready=True, leaving=False, refusal=None, ended=())
-    stranger = Received(sender=Address("host-b"), incarnation=1, message=report)
+            town.supervisor.handle(
+                rl.Received(sender=host, incarnation=1, message=message), town.now
+            )
+    report = wire.HostReport(incarnation=1, ready=True, leaving=False, refusal=None, ended=())
+    stranger = rl.Received(sender=rl.Address("host-b"), incarnation=1, message=report)
     assert not town.supervisor.handle(stranger, town.now)
 
 
