@@ -5,13 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.protocol import Progress, StartTraining, Stop
+from distbelief.protocol import StartTraining, Stop
 from distbelief.roles.role import Action
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.supervisor.stop_rules import StopRules
-from tests.distbelief.supervisor.test_supervisor import Desk, letters, sent
+from tests.distbelief.supervisor.test_supervisor import Desk, a_job as desk_of, letters, sent
 
 
 TOTAL, BATCH = 1000, 10
@@ -23,20 +21,9 @@ ROSTER: tuple[tuple[str, Kind], ...] = (
 )
 
 
-def a_job(
-    stop: StopTable | None = None,
-    *,
-    warm_start_steps: int = 0,
-    before: PreviousTotals | None = None,
-) -> Desk:
-    config = SupervisorConfig(
-        roster=ROSTER,
-        stop=StopRules(stop or StopTable(samples=TOTAL), n_train=100),
-        batch_size=BATCH,
-        warm_start_steps=warm_start_steps,
-        before=before or PreviousTotals(),
-    )
-    return Desk(config)
+def a_job(stop: StopTable | None = None, *, before: PreviousTotals | None = None) -> Desk:
+    stop, before = stop or StopTable(samples=TOTAL), before or PreviousTotals()
+    return desk_of(ROSTER, stop, batch_size=BATCH, before=before)
 
 
 def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
@@ -45,10 +32,7 @@ def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
 
 
 def report(desk: Desk, name: str, samples: int) -> list[Action]:
-    progress = Progress(
-        step=samples // BATCH, samples=samples, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
-    )
-    return desk.hear(name, progress)
+    return desk.progress(name, samples // BATCH)
 
 
 def trained(desk: Desk, told: dict[str, int | None], speeds: dict[str, int]) -> None:

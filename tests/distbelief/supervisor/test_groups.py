@@ -5,13 +5,17 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.config.job import StopTable
 from distbelief.errors import RemoteProtocolError
 from distbelief.roles.role import Action, Address, Exit, Launch
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind, RoleRecord
-from distbelief.supervisor.stop_rules import StopRules
-from tests.distbelief.supervisor.test_supervisor import Desk, ended, introduced, letters, sent
+from tests.distbelief.supervisor.test_supervisor import (
+    Desk,
+    a_job,
+    ended,
+    introduced,
+    letters,
+    sent,
+)
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -28,12 +32,7 @@ EVERYBODY = [name for name, _ in ROSTER]
 
 @pytest.fixture
 def desk() -> Desk:
-    stop = StopRules(StopTable(epochs=1000), n_train=100)
-    return Desk(SupervisorConfig(roster=ROSTER, stop=stop))
-
-
-def peers_of(desk: Desk, name: str) -> set[str]:
-    return introduced(desk.join())[name]
+    return a_job(ROSTER)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def peers_of(desk: Desk, name: str) -> set[str]:
     ],
 )
 def test_machines_need_their_group_and_the_shards(desk: Desk, name: str, peers: set[str]) -> None:
-    assert peers_of(desk, name) == peers
+    assert introduced(desk.join())[name] == peers
 
 
 def test_only_the_leader_is_told_to_begin_and_everybody_to_stop(desk: Desk) -> None:
@@ -138,11 +137,10 @@ def test_a_replica_without_one_of_its_machines_is_left_out_whole(desk: Desk) -> 
 
 def test_without_any_whole_replica_the_job_fails(desk: Desk) -> None:
     desk.join()
-    for replica in (0, 1):
+    for name in ("replica-0.1", "replica-1.1"):
         for _ in range(4):
-            desk.restart(f"replica-{replica}.1")
-    assert desk.supervisor.error is not None
-    assert desk.supervisor.error.startswith("every replica is lost")
+            desk.restart(name)
+    assert str(desk.supervisor.error).startswith("every replica is lost")
 
 
 def test_evaluators_are_left_out_together_and_the_job_goes_on(desk: Desk) -> None:
@@ -173,17 +171,19 @@ def test_a_machine_that_dies_at_the_end_is_not_restarted(desk: Desk) -> None:
 
 
 def test_warm_start_counts_steps_of_the_first_replica() -> None:
-    stop = StopRules(StopTable(epochs=1000), n_train=100)
-    desk = Desk(SupervisorConfig(roster=ROSTER, stop=stop, warm_start_steps=5))
+    desk = a_job(ROSTER, warm_start_steps=5)
     assert sent(desk.join(), wire.StartTraining) == ["replica-0.0"]
     desk.progress("replica-0.0", 1)
     assert sent(desk.progress("replica-0.0", 6), wire.StartTraining) == ["replica-1.0"]
 
 
-def test_pushes_that_any_machine_misses_are_counted(desk: Desk) -> None:
+def test_progress_is_of_the_whole_replica_and_pushes_that_any_machine_misses_count(
+    desk: Desk,
+) -> None:
     desk.join()
     desk.beat("replica-0.1", pushes_lost=3)
-    assert desk.view.pushes_lost == 3
+    desk.progress("replica-1.0", step=9)
+    assert (desk.view.samples, desk.view.pushes_lost) == (90, 3)
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,3 @@ def test_groups(
     record = RoleRecord(name=Address(name), kind=kind, index=0, incarnation=1)
     assert record.group == group
     assert record.trains is trains
-
-
-def test_progress_is_of_the_whole_replica(desk: Desk) -> None:
-    desk.join()
-    message = wire.Progress(
-        step=3, samples=96, loss=0.5, seconds_computing=0.0, seconds_waiting=0.0
-    )
-    desk.hear("replica-1.0", message)
-    assert desk.view.samples == 96

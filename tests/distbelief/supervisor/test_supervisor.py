@@ -198,49 +198,53 @@ def test_the_process_of_a_role_is_shown_as_long_as_it_may_run(desk: Desk) -> Non
     assert pid() is None
 
 
+def phase(desk: Desk) -> str:
+    return desk.view.phase
+
+
 def test_a_job_trains_once_a_replica_does() -> None:
     """It was "training 0 %" while the replicas built their models."""
     desk = a_job(stop=StopTable(samples=1000))
     desk.join()
     for state in ("building", "joining", "waiting for shard-0"):
         desk.beat("replica-0", state)
-        assert desk.view.phase == "starting"
+        assert phase(desk) == "starting"
     desk.beat("replica-0", "computing")  # the first step may take minutes
-    assert desk.view.phase == "training"
+    assert phase(desk) == "training"
     desk.progress("replica-0")
     desk.beat("replica-0", "waiting for shard-0")
-    assert desk.view.phase == "training"
+    assert phase(desk) == "training"
     for name in ("replica-0", "replica-1"):
         desk.die(name)
-    assert desk.view.phase == "resuming"  # nobody trains
+    assert phase(desk) == "resuming"  # nobody trains
     desk.join()
     desk.progress("replica-1", step=100)
-    assert desk.view.phase == "stopping"
+    assert phase(desk) == "stopping"
     desk.finish("replica-0", "replica-1")
-    assert desk.view.phase == "saving"
+    assert phase(desk) == "saving"
     desk.saved("shard-0", "shard-1")
     desk.measured()
-    assert desk.view.phase == "stopping"
+    assert phase(desk) == "stopping"
     desk.finish("shard-0", "shard-1", "evaluator")
-    assert desk.view.phase == "done"
+    assert phase(desk) == "done"
 
 
 def test_a_resumed_job_in_which_nobody_trains_yet_is_resuming() -> None:
     """It was "training 74 %" at once."""
     before = PreviousTotals(samples={"replica-0": 400, "replica-1": 340})
     desk = a_job(stop=StopTable(samples=1000), before=before)
-    assert desk.view.phase == "resuming"
+    assert phase(desk) == "resuming"
     desk.join()
-    assert desk.view.phase == "resuming"
+    assert phase(desk) == "resuming"
     desk.beat("replica-1", "computing")
-    assert desk.view.phase == "training"
+    assert phase(desk) == "training"
 
 
 def test_a_job_that_fails_is_failed_and_one_that_is_interrupted_is_not_done(desk: Desk) -> None:
     """It was "done: " and the error."""
     desk.join()
     desk.hear("replica-0", wire.Failed(error="the loss is NaN", culprit_is_job=True))
-    assert desk.view.phase == "stopping"
+    assert phase(desk) == "stopping"
     desk.pass_time(60.0)
     assert (desk.view.phase, desk.view.error) == ("failed", "replica 0: the loss is NaN")
     other = a_job()
@@ -394,7 +398,7 @@ def pushes(desk: Desk) -> tuple[int, int]:
 
 
 def applied(desk: Desk, name: str, n: int, **counters: float) -> None:
-    desk.beat(name, clock=n, pushes_applied=n, **counters)
+    desk.beat(name, "busy", clock=n, pushes_applied=n, **counters)
 
 
 def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(desk: Desk) -> None:
@@ -778,13 +782,13 @@ def test_a_resumed_job_goes_on_counting() -> None:
         best_metric=0.9,
         best_metric_seconds=80.0,
     )
-    options: dict[str, object] = {
-        "first_incarnation": 4,
-        "first_label": 8,
-        "before": before,
-        "snapshot_every": 1.0,
-    }
-    desk = a_job(stop=StopTable(samples=10_000), **options)
+    desk = a_job(
+        stop=StopTable(samples=10_000),
+        first_incarnation=4,
+        first_label=8,
+        before=before,
+        snapshot_every=1.0,
+    )
     assert rl.Launch(name=rl.Address("shard-0"), incarnation=4) in desk.start
     desk.join()
     desk.now = 10.0
