@@ -27,7 +27,7 @@ from distbelief.config.load import load_job
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.task.validation import check
 from distbelief.transport.shared_memory import FileMemory
-from tests.processes.commands import COMMAND, LONG, Command, alive, poll, sets, train
+from tests.processes.commands import COMMAND, LONG, Command, alive, ended, poll, sets, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -485,14 +485,7 @@ def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
 @pytest.mark.soak
 def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(folder: Path) -> None:
     def say(*arguments: str) -> str:
-        done = subprocess.run(
-            [COMMAND, *arguments],
-            cwd=folder,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
+        done = ended(folder, COMMAND, *arguments)
         assert "Traceback" not in done.stderr
         return " ".join((done.stdout + done.stderr).split())
 

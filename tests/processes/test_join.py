@@ -38,7 +38,6 @@ class Machine:
         return self.output.read_text()
 
     def kill(self) -> None:
-        """End all that it runs, at once."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -127,7 +126,6 @@ def allow(at: Path, whom: Path, role: str) -> None:
 
 
 def listening(land: Land, *options: str, replicas: int) -> AbstractContextManager[Command]:
-    """Start a job that machines may join."""
     listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
     return train(land.here, *listen, *sets(f"cluster.replicas={replicas}"), *options)
 

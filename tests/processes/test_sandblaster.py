@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -89,10 +88,24 @@ def check_end(run: Command, *, n_killed: int) -> None:
 
 
 @pytest.mark.untraced
-def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
-    options = sets("data.train.factory=tiny:slow", "algorithm.max_iterations=20")
+@pytest.mark.parametrize(
+    ("more", "killed"),
+    [
+        pytest.param((), ("coordinator", "replica-1", "shard-0"), id="replicas of one process"),
+        pytest.param(
+            ("cluster.partitions=2", "model.initial=seed"),
+            ("replica-0.1", "replica-1.0", "coordinator"),
+            id="replicas of two machines",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_whoever_is_killed_the_run_goes_on_to_the_same_end(
+    folder: Path, more: tuple[str, ...], killed: tuple[str, ...]
+) -> None:
+    options = sets("data.train.factory=tiny:slow", "algorithm.max_iterations=20", *more)
     with train(folder, *options) as run:
-        kill_each(run, "coordinator", "replica-1", "shard-0")
+        kill_each(run, *killed)
     check_end(run, n_killed=3)
 
 
@@ -118,8 +131,7 @@ def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> No
     slow = sets("data.train.factory=tiny:slow")
     with train(folder, *slow) as first:
         poll(lambda: first.samples() > 20_000, seconds=120)
-        first.signal(signal.SIGINT)
-        first.ends(130)
+        first.interrupt()
     before = first.summary()
     at_stop = objective(folder)
     assert before["loss"] == pytest.approx(at_stop, rel=1e-5)
@@ -264,20 +276,6 @@ def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -
     np.testing.assert_allclose(result.x, point, rtol=1e-7, atol=1e-10)
     plan = load(tmp_path / "run" / "plan.json")
     assert (plan.cluster.n_machines, plan.batch) == (2, 40)
-
-
-@pytest.mark.soak
-@pytest.mark.untraced
-def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(folder: Path) -> None:
-    options = sets(
-        "data.train.factory=tiny:slow",
-        "algorithm.max_iterations=20",
-        "cluster.partitions=2",
-        "model.initial=seed",
-    )
-    with train(folder, *options) as run:
-        kill_each(run, "replica-0.1", "replica-1.0", "coordinator")
-    check_end(run, n_killed=3)
 
 
 @pytest.mark.soak

@@ -10,7 +10,7 @@ import pytest
 from distbelief import protocol as wire
 from distbelief.config.job import StopTable, Verdict, done
 from distbelief.errors import StorageError
-from distbelief.roles.role import Action, Exit, Send, Snapshot
+from distbelief.roles.role import Action, Exit, Snapshot
 from distbelief.run.checkpoints import SET_ASIDE, CheckpointStore, agreed_label, set_aside
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.resume import read_previous_run
@@ -18,7 +18,7 @@ from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import JobView
-from tests.distbelief.supervisor.test_supervisor import Desk, sent
+from tests.distbelief.supervisor.test_supervisor import Desk, introduced, sent
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -65,11 +65,7 @@ def end(desk: Desk, name: str, **counters: float) -> list[Action]:
 
 def test_coordinator_and_replicas_meet_and_all_begin() -> None:
     actions = Desk(config()).join()
-    newest = {
-        str(action.receiver): {entry.name for entry in action.message.entries}
-        for action in actions
-        if isinstance(action, Send) and isinstance(action.message, wire.Peers)
-    }
+    newest = introduced(actions)
     assert newest["coordinator"] == {"shard-0", "shard-1", "replica-0", "replica-1"}
     assert newest["replica-0"] == {"shard-0", "shard-1", "coordinator"}
     assert newest["evaluator"] == {"shard-0", "shard-1"}
@@ -79,22 +75,15 @@ def test_coordinator_and_replicas_meet_and_all_begin() -> None:
 def test_its_progress_is_that_of_the_job(desk: Desk) -> None:
     iterate(desk, 3, loss=2.0)
     iterate(desk, 4, loss=1.5)
-    view = desk.view
-    assert (view.step, view.samples, view.loss) == (4, 400, 1.5)
+    iterate(desk, 4, loss=math.nan)  # no number: it changes nothing
+    assert (desk.view.step, desk.view.samples, desk.view.loss) == (4, 400, 1.5)
     desk.beat("coordinator", iteration=4.0, gradient_norm=math.nan, reason=-1.0)
-    view = desk.view
-    assert view.figures == {"iteration": 4.0}  # what is shown, and is a number
-    assert view.roles[2].counters == {"iteration": 4.0, "reason": -1.0}
+    assert desk.view.figures == {"iteration": 4.0}  # what is shown, and is a number
+    assert desk.view.roles[2].counters == {"iteration": 4.0, "reason": -1.0}
     desk.beat("replica-0", samples=10.0)
     desk.now += 1.0
     desk.beat("replica-0", samples=60.0)
     assert desk.view.roles[3].rate == 50.0
-
-
-def test_a_loss_that_is_no_number_changes_nothing(desk: Desk) -> None:
-    iterate(desk, 1, loss=2.0)
-    iterate(desk, 2, loss=math.nan)
-    assert desk.view.loss == 2.0
 
 
 def test_a_new_incarnation_goes_on_counting(desk: Desk) -> None:
@@ -230,22 +219,21 @@ def test_without_one_shards_checkpoints_those_of_the_others_are_not_put_away(
     assert store.labels("shard-0") == ["00001", "00002"]
 
 
-def test_a_run_killed_in_its_first_round_starts_from_scratch(tmp_path: Path) -> None:
+def test_a_run_killed_in_its_first_round_starts_from_scratch_if_that_is_not_damaged(
+    tmp_path: Path,
+) -> None:
     store = CheckpointStore(tmp_path, report=print)
+    shards = ["shard-0", "shard-1"]
     save(store, "shard-0", "00001")
-    (told,) = set_aside(store, ["shard-0", "shard-1"])
+    (told,) = set_aside(store, shards)
     assert "it was the first, so the run starts from scratch" in told
     assert not store.labels("shard-0")
-
-
-def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, report=print)
-    for shard in ("shard-0", "shard-1"):
+    for shard in shards:
         save(store, shard, "00001")
     damaged = store.path("shard-1", "00001")
     damaged.write_bytes(b"")
     with pytest.raises(StorageError, match=f"{damaged} .*header too small"):
-        set_aside(store, ["shard-0", "shard-1"])
+        set_aside(store, shards)
     assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
 
 

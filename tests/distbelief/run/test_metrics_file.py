@@ -13,12 +13,16 @@ from distbelief.supervisor.view import JobView
 from tests.distbelief.limits import largest_file
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
 def measurement(step: int) -> Measurement:
     return Measurement(time=float(step), step=step, samples=step * 64, loss=1.0 / step)
 
 
-def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_lines_can_be_read_while_the_run_goes_on(path: Path) -> None:
     with MetricsFile(path) as metrics:
         for step in (1, 2):
             metrics.append(measurement(step))
@@ -26,8 +30,7 @@ def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_a_resumed_run_goes_on_where_the_file_ends(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_resumed_run_goes_on_where_the_file_ends(path: Path) -> None:
     for step in (1, 2, 3):
         with MetricsFile(path) as metrics:
             metrics.append(measurement(step))
@@ -62,10 +65,7 @@ def test_a_cut_last_line_is_ignored_and_then_replaced(
         (b'{"time":1,"step":1,"samples":64,"loss":1.0,"power":3}\n\xff\n', 1),  # a newer version
     ],
 )
-def test_whole_lines_are_read_and_the_file_goes_on(
-    tmp_path: Path, content: bytes, n_read: int
-) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_whole_lines_are_read_and_the_file_goes_on(path: Path, content: bytes, n_read: int) -> None:
     assert read_metrics(path) == []
     path.write_bytes(content)
     assert read_metrics(path) == [measurement(1)] * n_read
@@ -74,8 +74,7 @@ def test_whole_lines_are_read_and_the_file_goes_on(
     assert read_metrics(path) == [*[measurement(1)] * n_read, measurement(2)]
 
 
-def test_a_loss_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_loss_that_is_no_number_is_written_as_null(path: Path) -> None:
     with MetricsFile(path) as metrics:
         metrics.append(Measurement(time=0.0, step=1, samples=1, loss=math.nan))
     assert '"loss":null' in path.read_text()
@@ -89,8 +88,7 @@ def test_a_measurement_is_taken_from_a_view() -> None:
     )
 
 
-def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_full_disk_is_named_and_leaves_whole_lines(path: Path) -> None:
     with MetricsFile(path) as metrics:
         metrics.append(measurement(1))
         room = path.stat().st_size + 20
