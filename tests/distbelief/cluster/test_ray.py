@@ -102,7 +102,6 @@ def test_ray_does_not_take_the_signals() -> None:
 def test_a_wrong_address_of_a_cluster_is_a_mistake(
     ray: Cluster, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    """RAY_ADDRESS=nonsense is a ValueError, which was not foreseen."""
 
     def init(**_: object) -> None:
         raise kind("Invalid address format: nonsense")
@@ -127,23 +126,17 @@ def test_a_cluster_that_is_not_there_is_not_tried_for_minutes(
 
 
 @pytest.mark.usefixtures("ray")
-def test_nodes_that_cannot_reach_the_job_are_not_waited_for() -> None:
+def test_nodes_that_cannot_reach_the_job_are_not_waited_for(ray: Cluster) -> None:
     """They dialled 127.0.0.1, each its own, and the job waited for ten minutes."""
     with pytest.raises(JobError, match=r"10\.0\.0\.2 cannot reach .* at this host only"):
         connect(is_local=True)
-
-
-def test_a_cluster_on_this_host_only_reaches_it(ray: Cluster) -> None:
     ray.addresses = {"10.0.0.1": True}
     connect(is_local=True)
 
 
 def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
     machines = RayHosts(RayOptions(n_hosts=n_hosts, cores=3, keys="", allowed=()))
-    machines.start(
-        "tcp://127.0.0.1:1?secret=5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f",
-        directory=tmp_path,
-    )
+    machines.start(f"tcp://127.0.0.1:1?secret={'5f' * 32}", directory=tmp_path)
     return machines
 
 

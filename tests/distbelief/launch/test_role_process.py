@@ -107,6 +107,12 @@ class Supervised:
         join = self.wait_for(wire.Join)
         assert isinstance(join, wire.Join)
         self.transport.connect(self.name, 2, join.endpoint)
+        self.say(wire.Peers(entries=()))
+
+    def save(self) -> wire.Message:
+        self.connect()
+        self.say(wire.SaveCheckpoint(label="00001"))
+        return self.wait_for(wire.CheckpointSaved)
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +125,7 @@ def test_a_shard_lives_from_join_to_stop(
 ) -> None:
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
-        shard.connect()
-        shard.say(wire.Peers(entries=()))
-        shard.say(wire.SaveCheckpoint(label="00001"))
-        saved = shard.wait_for(wire.CheckpointSaved)
+        saved = shard.save()
         shard.say(wire.Stop(reason="enough"))
         shard.wait_for(wire.Finished)
     assert isinstance(saved, wire.CheckpointSaved)
@@ -148,21 +151,17 @@ def test_copies_of_a_shard_keep_their_checkpoints_in_one_place(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("factory", "told", "culprit_is_job"),
-    [
-        (f"{EXAMPLES}:no_dataset", "returned 7, not a data set", True),
-        (f"{EXAMPLES}:failing", "needs the argument 'size'", True),
-    ],
+    ("factory", "told"),
+    [("no_dataset", "returned 7, not a data set"), ("failing", "needs the argument 'size'")],
 )
-def test_a_role_that_cannot_be_built_says_why(
-    tmp_path: Path, factory: str, told: str, *, culprit_is_job: bool
-) -> None:
-    replica = Supervised("replica-0", a_job(tmp_path, f"data.train.factory={factory}"), tmp_path)
+def test_a_role_that_cannot_be_built_says_why(tmp_path: Path, factory: str, told: str) -> None:
+    job = a_job(tmp_path, f"data.train.factory={EXAMPLES}:{factory}")
+    replica = Supervised("replica-0", job, tmp_path)
     with replica.running():
         failed = replica.wait_for(wire.Failed)
     assert isinstance(failed, wire.Failed)
     assert told in failed.error
-    assert failed.culprit_is_job is culprit_is_job
+    assert failed.culprit_is_job
     assert replica.status == 1
 
 
@@ -170,15 +169,11 @@ def test_damage_to_a_checkpoint_is_told_not_suffered(tmp_path: Path) -> None:
     """A snapshot of another model: the shard ends, and says what to do."""
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
-        shard.connect()
-        shard.say(wire.Peers(entries=()))
-        shard.say(wire.SaveCheckpoint(label="00001"))
-        shard.wait_for(wire.CheckpointSaved)
+        shard.save()
         shard.say(wire.Stop(reason="enough"))
     again = Supervised("shard-0", a_job(tmp_path), tmp_path)  # incarnation 2 again
     with again.running():
         again.connect()
-        again.say(wire.Peers(entries=()))
         failed = again.wait_for(wire.Failed)
     assert isinstance(failed, wire.Failed)
     assert "continue the count of incarnations in a resumed run" in failed.error
@@ -221,10 +216,7 @@ def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
         try:
-            shard.connect()
-            shard.say(wire.Peers(entries=()))
-            shard.say(wire.SaveCheckpoint(label="00001"))
-            shard.wait_for(wire.CheckpointSaved)
+            shard.save()
             shard.wait_for(wire.Heartbeat)
             assert log.getvalue() == ""
         finally:
@@ -245,14 +237,11 @@ def test_a_child_without_room_for_its_last_words_ends_all_the_same(
     def end(status: int) -> NoReturn:
         raise Ended(status)
 
-    def run(_name: str, _incarnation: int, _spec: str) -> int:
-        return 3
-
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(forkserver, "end_with_parent", lambda _parent, _number: None)
-    monkeypatch.setattr(forkserver, "_redirect", lambda _log: None)
-    monkeypatch.setattr(signal, "signal", lambda _number, _handler: None)
-    monkeypatch.setattr(forkserver, "_program", lambda _program: run)
+    monkeypatch.setattr(forkserver, "end_with_parent", lambda *_: None)
+    monkeypatch.setattr(forkserver, "_redirect", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(forkserver, "_program", lambda _program: lambda *_: 3)
     monkeypatch.setattr(sys, "stdout", Full())
     monkeypatch.setattr(sys, "stderr", Full())
     start = forkserver.Start(program="role", name="shard-0", incarnation=1, spec="", log="")
@@ -280,7 +269,7 @@ def test_a_role_whose_log_cannot_be_made_lives_without(
 
 def test_import_paths_come_first_and_once(tmp_path: Path) -> None:
     job = a_job(tmp_path)
-    role_process.import_from(job)
-    role_process.import_from(job)
+    for _ in range(2):
+        role_process.import_from(job)
     assert sys.path[: len(job.import_paths)] == list(job.import_paths)
     assert sys.path.count(str(tmp_path)) == 1

@@ -69,28 +69,21 @@ def test_a_function_of_two_vectors_asks_for_the_second() -> None:
         msgspec.msgpack.decode(encoded, type=vc.Batch)
 
 
-def test_answers_are_added_in_the_order_of_the_shards() -> None:
+def test_answers_are_added_in_the_order_of_the_shards_and_norms_each_in_its_own_way() -> None:
     batch = (vc.Dot(x="a", y="b"), vc.Copy(target="t", x="a"), vc.Norm(x="a", order="2"))
     answers = [(1e16, 9.0), (1.0, 7.0), (-1e16, 0.0)]
     assert vc.combine(batch, answers) == ((1e16 + 1.0) - 1e16, 4.0)
-
-
-def test_norms_combine_each_in_its_own_way() -> None:
-    batch = (vc.Norm(x="a", order="1"), vc.Norm(x="a", order="2"), vc.Norm(x="a", order="inf"))
-    assert vc.combine(batch, [(3.0, 9.0, 3.0), (4.0, 16.0, 4.0)]) == (7.0, 5.0, 4.0)
-
-
-@pytest.mark.parametrize("partials", [(1.0, math.nan), (math.nan, 1.0)])
-def test_a_largest_element_that_is_nan_is_not_lost(partials: tuple[float, float]) -> None:
-    (norm,) = vc.combine((vc.Norm(x="a", order="inf"),), [(p,) for p in partials])
-    assert math.isnan(norm)
-
-
-def test_a_square_that_cannot_be_is_nan_and_no_crash() -> None:
-    (norm,) = vc.combine((vc.Norm(x="a", order="2"),), [(-1.0,)])
-    assert math.isnan(norm)
-
-
-def test_an_answer_of_the_wrong_length_names_its_shard() -> None:
+    norms = (vc.Norm(x="a", order="1"), vc.Norm(x="a", order="2"), vc.Norm(x="a", order="inf"))
+    assert vc.combine(norms, [(3.0, 9.0, 3.0), (4.0, 16.0, 4.0)]) == (7.0, 5.0, 4.0)
     with pytest.raises(RemoteProtocolError, match="answered a batch of 1 commands with 2"):
         vc.combine((vc.Dot(x="a", y="b"),), [(1.0,), (1.0, 2.0)])
+
+
+@pytest.mark.parametrize(
+    ("order", "partials"),
+    [("inf", (1.0, math.nan)), ("inf", (math.nan, 1.0)), ("2", (-1.0,))],
+    ids=["largest element", "largest element first", "a square that cannot be"],
+)
+def test_what_is_nan_is_not_lost_and_no_crash(order: vc.Order, partials: tuple[float, ...]) -> None:
+    (norm,) = vc.combine((vc.Norm(x="a", order=order),), [(p,) for p in partials])
+    assert math.isnan(norm)

@@ -22,19 +22,16 @@ def measurement(step: int) -> Measurement:
     return Measurement(time=float(step), step=step, samples=step * 64, loss=1.0 / step)
 
 
-def test_lines_can_be_read_while_the_run_goes_on(path: Path) -> None:
-    with MetricsFile(path) as metrics:
-        for step in (1, 2):
-            metrics.append(measurement(step))
-            assert read_metrics(path)[-1] == measurement(step)
-    assert len(path.read_text().splitlines()) == 2
-
-
-def test_a_resumed_run_goes_on_where_the_file_ends(path: Path) -> None:
-    for step in (1, 2, 3):
+def test_lines_can_be_read_while_the_run_goes_on_and_a_resumed_one_goes_on_there(
+    path: Path,
+) -> None:
+    for session in ((1, 2), (3,), (4,)):
         with MetricsFile(path) as metrics:
-            metrics.append(measurement(step))
-    assert read_metrics(path) == [measurement(step) for step in (1, 2, 3)]
+            for step in session:
+                metrics.append(measurement(step))
+                assert read_metrics(path)[-1] == measurement(step)
+    assert read_metrics(path) == [measurement(step) for step in (1, 2, 3, 4)]
+    assert len(path.read_text().splitlines()) == 4
 
 
 @given(n_cut=st.integers(1, 200), n_junk=st.sampled_from([0, 10_000]))
@@ -109,6 +106,8 @@ def test_a_file_that_cannot_be_opened_is_named() -> None:
 
 def test_a_curve_is_drawn_without_a_display(tmp_path: Path) -> None:
     path = tmp_path / "curve.png"
+    assert not draw_curve(path, [], title="demo")  # nothing measured, nothing drawn
+    assert not path.exists()
     lines = [
         Measurement(
             time=float(t),
@@ -125,36 +124,26 @@ def test_a_curve_is_drawn_without_a_display(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def drawn(tmp_path: Path, *lines: Measurement) -> np.ndarray[tuple[int, ...], np.dtype]:
-    """Return the pixels of the curve: (height, width, 4) from 0 to 1."""
+def drawn(tmp_path: Path, *metrics: float | None) -> np.ndarray[tuple[int, ...], np.dtype]:
+    """Return the pixels of a curve of these: (height, width, 4) from 0 to 1."""
     path = tmp_path / "curve.png"
+    lines = [
+        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=metric)
+        for t, metric in enumerate(metrics, 1)
+    ]
     assert draw_curve(path, lines, title="demo")
     return matplotlib.image.imread(path)
 
 
 def test_a_single_evaluation_is_a_point_that_can_be_seen(tmp_path: Path) -> None:
     """A line through one point has no ink: the panel looked empty."""
-    lines = [
-        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=metric)
-        for t, metric in ((1.0, None), (2.0, 0.5))
-    ]
-    pixels = drawn(tmp_path, *lines)
-    colourful = np.ptp(pixels[pixels.shape[0] // 2 :][..., :3], axis=-1) > 0.2
-    assert colourful.sum() > 20
+    pixels = drawn(tmp_path, None, 0.5)
+    lower = pixels[pixels.shape[0] // 2 :]
+    assert (np.ptp(lower[..., :3], axis=-1) > 0.2).sum() > 20  # colourful
 
 
 def test_a_panel_without_any_number_says_so(tmp_path: Path) -> None:
-    lines = [
-        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=math.nan) for t in (1.0, 2.0)
-    ]
-    pixels = drawn(tmp_path, *lines)
+    pixels = drawn(tmp_path, math.nan, math.nan)
     height, width, _ = pixels.shape
     middle = pixels[int(0.65 * height) : int(0.75 * height), width // 3 : 2 * width // 3]
-    dark = middle[..., :3].max(axis=-1) < 0.4
-    assert dark.sum() > 50  # words
-
-
-def test_nothing_measured_is_nothing_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "curve.png"
-    assert not draw_curve(path, [], title="demo")
-    assert not path.exists()
+    assert (middle[..., :3].max(axis=-1) < 0.4).sum() > 50  # words, dark
