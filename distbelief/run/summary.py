@@ -49,20 +49,7 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Final values of one run, most of them those of the last `JobView`; null if not measured.
-
-    Attributes:
-        model_error: Why no model was written, if none was; the file of an earlier session may still
-            exist.
-        seconds: How long it ran, over all sessions: `start_seconds` before the training of each
-            session, and `training_seconds`.
-        samples_per_second: Mean over the training time.
-        pushes_applied: In the values of every shard; one, however many shards.
-        pushes_refused: Lower bound: too late, or of an earlier incarnation of a replica.
-        pushes_lost: Lower bound: acknowledged, then lost with a shard. None if unknown, because the
-            status file of an earlier session was damaged.
-        figures: What else the algorithm counts, by name.
-    """
+    """Final values of one run, most of them those of the last `JobView`; null if not measured."""
 
     name: str
     directory: str
@@ -74,13 +61,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     n_machines: int | None = None
     stop_reason: str | None
     error: str | None = None
+    # why no model was written, if none was; the file of an earlier session may still exist
     model_error: str | None = None
+    # how long it ran, over all sessions: `start_seconds` before the training of each session, and
+    # `training_seconds`
     seconds: float
     start_seconds: float | None = None
     training_seconds: float | None = None
     step: int
     samples: int
-    samples_per_second: float | None
+    samples_per_second: float | None  # mean over the training time
     loss: float | None
     held_out_loss: float | None
     metric_name: str
@@ -90,13 +80,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float | None
     staleness_p95: float | None
     staleness_max: float | None
-    pushes_applied: int
-    pushes_refused: int
+    pushes_applied: int  # in the values of every shard; one, however many shards
+    pushes_refused: int  # lower bound: too late, or of an earlier incarnation of a replica
+    # lower bound: acknowledged, then lost with a shard. None if unknown, because the status file
+    # of an earlier session was damaged.
     pushes_lost: int | None
     restarts: int
     bytes_in: int
     bytes_out: int
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {}  # what else the algorithm counts, by name
     n_parameters: int | None = None
     train: DataFacts | None = None
     test: DataFacts | None = None
