@@ -100,7 +100,6 @@ def train(address: str, keys: Path | None, n_steps: int = 3) -> torch.Tensor:
 
 
 def told(address: str, keys: Path) -> str:
-    """Return why one loop cannot begin."""
     with pytest.raises(distbelief.DistBeliefError) as caught:
         train(address, keys)
     return str(caught.value)

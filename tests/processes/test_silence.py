@@ -88,7 +88,6 @@ def test_ten_stops_in_a_row_are_none_too_many(tmp_path: Path, n_copies: int) -> 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk that can be made to hang."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a disk, and make it hang")
     image, disk = tmp_path / "image", tmp_path / "disk"

@@ -181,8 +181,7 @@ def test_a_child_has_its_own_log_what_the_server_imported_and_does_not_see_ctrl_
     if imports:
         ask(server, forkserver.Import(modules=("colorsys", "there_is_no_such_module")))
     start(server, tmp_path, "replica-0.0")
-    log = (tmp_path / "replica-0.0.log").read_text()
-    assert log == f"replica-0.0 2 S True True {imports}\n"
+    assert (tmp_path / "replica-0.0.log").read_text() == f"replica-0.0 2 S True True {imports}\n"
 
 
 def test_a_module_that_starts_a_thread_is_left_to_the_children(
@@ -239,7 +238,6 @@ def test_children_end_when_nobody_asks_any_more(server: Server, tmp_path: Path) 
 
 
 def test_told_to_leave_the_server_ends_children_at_once(server: Server, tmp_path: Path) -> None:
-    """The supervisor has seen to all of them before."""
     pid = start(server, tmp_path, "shard-0")
     ask(server, forkserver.Leave())
     close(server, [pid])

@@ -32,16 +32,6 @@ def vectors(draw: st.DrawFn) -> Vector:
     return values[:: draw(st.sampled_from([1, 2, -1]))]
 
 
-client_records = st.builds(
-    wire.SessionRecord,
-    name=names,
-    incarnation=counts,
-    watermark=counts,
-    applied=counts,
-    samples=counts,
-    staleness=counts,
-)
-
 _BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
     (wire.Count, counts),
     (wire.Count | None, st.none() | counts),
@@ -57,15 +47,6 @@ _BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
     (Vector, vectors()),
     (Vector | None, st.none() | vectors()),
     (dict[wire.Name, float], st.dictionaries(names, st.floats(), max_size=4)),
-    (
-        tuple[wire.PeerEntry, ...],
-        st.lists(
-            st.builds(wire.PeerEntry, name=names, incarnation=counts, endpoint=names, host=names),
-            max_size=4,
-        ).map(tuple),
-    ),
-    (wire.SessionRecord, client_records),
-    (tuple[wire.SessionRecord, ...], st.lists(client_records, max_size=3).map(tuple)),
 ]
 
 
@@ -77,7 +58,6 @@ def _values_of(hint: object) -> st.SearchStrategy[object]:
 
 
 def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
-    """Any legal struct of one kind."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {field.name: _values_of(hints[field.name]) for field in msgspec.structs.fields(kind)}
     return st.builds(kind, **fields)
@@ -87,7 +67,10 @@ def _tuples_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[object]:
     return st.lists(_structs_of(kind), max_size=3).map(tuple)
 
 
-_OF_SANDBLASTER = [
+_BY_HINT += [
+    (wire.SessionRecord, _structs_of(wire.SessionRecord)),
+    (tuple[wire.SessionRecord, ...], _tuples_of(wire.SessionRecord)),
+    (tuple[wire.PeerEntry, ...], _tuples_of(wire.PeerEntry)),
     (VectorName, vector_names),
     (Scalars, st.lists(st.floats(), max_size=3).map(tuple)),
     (
@@ -99,10 +82,9 @@ _OF_SANDBLASTER = [
         ).map(tuple),
     ),
 ]
-_BY_HINT += _OF_SANDBLASTER
-_BY_HINT += [
+_BY_HINT.append(
     (get_type_hints(wire.Savepoint, include_extras=True)["vectors"], st.just(("s0", "y0")))
-]
+)
 _BY_HINT += [(wire.Savepoint | None, st.none() | _structs_of(wire.Savepoint))]
 _BY_HINT += [
     (get_type_hints(kind, include_extras=True)[field], strategy)
@@ -131,7 +113,6 @@ _BY_HINT += [(wire.Task, st.one_of([_structs_of(kind) for kind in get_args(wire.
 
 
 def of_kind(kind: type[wire.Message]) -> st.SearchStrategy[wire.Message]:
-    """Any legal message of one kind."""
     return cast("st.SearchStrategy[wire.Message]", _structs_of(kind))
 
 
@@ -163,7 +144,6 @@ class Mutation:
     inserted: bytes
 
     def apply(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Return spoilt copies."""
         spoilt = list(frames)
         index = self.frame % len(spoilt)
         frame = spoilt[index]

@@ -107,23 +107,18 @@ def test_it_is_asked_for_checkpoints_as_long_as_it_lives(desk: Desk) -> None:
     assert "lost" not in desk.told[-1]
 
 
-def test_the_job_ends_with_it(desk: Desk) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_job_ends_with_it(desk: Desk, *, failed: bool) -> None:
     iterate(desk, 7)
-    actions = end(desk, "coordinator", reason=0.0)
+    actions = end(desk, "coordinator", reason=float(failed))
     assert sent(actions, wire.Stop) == ["replica-0", "replica-1"]
     assert not sent(actions, wire.SaveCheckpoint)
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
     assert sent(actions, wire.SaveCheckpoint) == ["shard-0", "shard-1"]
-    assert sent(actions, wire.Evaluate) == ["evaluator"]
+    assert sent(actions, wire.Evaluate) == ([] if failed else ["evaluator"])
     assert desk.view.stop_reason == "no step is better"
-    assert desk.supervisor.error is None
-
-
-def test_an_end_that_is_a_failure_fails_the_job(desk: Desk) -> None:
-    iterate(desk, 0)
-    end(desk, "coordinator", reason=1.0)
-    assert desk.supervisor.error == "no step is better"
+    assert desk.supervisor.error == ("no step is better" if failed else None)
 
 
 def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:

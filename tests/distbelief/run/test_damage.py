@@ -14,7 +14,6 @@ from tests.distbelief.run.test_reshard import Run, damage, job
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run that has trained, and saved."""
     run = Run(tmp_path / "run")
     run.train(run.take_up(job()), 40, 52)
     return run

@@ -17,6 +17,7 @@ from distbelief.parameter_server.optimizers import Adagrad, StepCounts
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.protocol import SessionRecord
+from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import (
@@ -81,10 +82,12 @@ class Run:
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
 
-    def train(self, resumed: Resumed, *samples: int, n_shards: int = 2) -> None:
+    def train(
+        self, resumed: Resumed, *samples: int, n_shards: int = 2, names: Sequence[str] = ()
+    ) -> None:
         """Save what shards have after so many samples of each replica."""
         for k in range(n_shards):
-            self.save(resumed, k, *samples, cut=layout(n_shards))
+            self.save(resumed, k, *samples, cut=layout(n_shards), names=names)
 
     def save(
         self, resumed: Resumed, k: int, *samples: int, cut: Layout, names: Sequence[str] = ()
@@ -118,9 +121,8 @@ class Run:
         resumed.store.save(f"shard-{k}", take(label, state, identity=identity))
 
     def files(self) -> list[str]:
-        snapshots = self.directory.snapshots
-        found = snapshots.rglob("*")
-        return sorted(str(p.relative_to(snapshots)) for p in found if p.is_file())
+        root = self.directory.snapshots
+        return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
 
 
 @pytest.fixture
@@ -128,14 +130,17 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
 
+def newest(store: CheckpointStore, k: int) -> Snapshot:
+    snapshot = store.newest(f"shard-{k}")
+    assert snapshot is not None
+    return snapshot
+
+
 def values(store: CheckpointStore, n_shards: int) -> list[list[float]]:
     """Return the whole tensors that these snapshots hold."""
     tensors = [torch.zeros(spec.n_elements) for spec in layout(n_shards).tensors]
     for k in range(n_shards):
-        snapshot = store.newest(f"shard-{k}")
-        assert snapshot is not None
-        vector = snapshot.arrays["values"].copy()
-        layout(n_shards).scatter(k, vector, tensors)
+        layout(n_shards).scatter(k, newest(store, k).arrays["values"].copy(), tensors)
     return [tensor.tolist() for tensor in tensors]
 
 
@@ -174,10 +179,8 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     (line,) = split.notes
     assert line.startswith("ranks of each replica: 1 before, 2 now; each replica keeps")
     assert values(split.store, 2) == before
-    snapshot = split.store.newest("shard-0")
-    assert snapshot is not None
     for name in ("replica-0.0", "replica-0.1", "replica-1.1"):
-        assert f'"{name}"' in snapshot.facts["clients"]
+        assert f'"{name}"' in newest(split.store, 0).facts["clients"]
     assert run.take_up(job(), plan=plan_of(2, 0, 1)).notes == ()
     again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
     assert again.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
@@ -191,9 +194,7 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run:
     no shard knew how far it was; and a replica goes on where its last machine is.
     """
     resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
-    cut = layout(2)
-    for k in range(2):
-        run.save(resumed, k, 40, 52, cut=cut, names=("replica-0.0", "replica-1.0"))
+    run.train(resumed, 40, 52, names=("replica-0.0", "replica-1.0"))
     before = values(resumed.store, 2)
     same = run.take_up(job(), plan=plan_of(2, 0, 0))
     assert same.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
@@ -203,24 +204,16 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run:
     (line,) = other.notes
     assert line.startswith("plan: another one than before")
     assert values(other.store, 2) == before
-    snapshot = other.store.newest("shard-1")
-    assert snapshot is not None
-    clients = json.loads(snapshot.facts["clients"])
-    assert {name: client["samples"] for name, client in clients.items()} == {
-        "replica-0.0": 40,
-        "replica-0.1": 40,
-        "replica-1.0": 52,
-        "replica-1.1": 52,
-    }
+    clients = json.loads(newest(other.store, 1).facts["clients"])
+    samples = {f"replica-{r}.{m}": n for r, n in ((0, 40), (1, 52)) for m in range(2)}
+    assert {name: client["samples"] for name, client in clients.items()} == samples
     assert run.take_up(job(), plan=plan_of(2, 0, 1)).notes == ()
 
 
 def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
     """Of a version that kept only the number of machines."""
     resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
-    for k in range(2):
-        names = ("replica-0.0", "replica-1.0")
-        run.save(resumed, k, 40, 52, cut=layout(2), names=names)
+    run.train(resumed, 40, 52, names=("replica-0.0", "replica-1.0"))
     directory, cut = newest_checkpoint_set(run.directory)
     assert cut is not None
     write_checkpoint_set(directory, msgspec.structs.replace(cut, plan=None))
@@ -284,9 +277,7 @@ def test_other_replicas_share_out_what_was_consumed(run: Run) -> None:
     assert sum(samples.values()) == 93
     (line,) = resumed.notes
     assert line.startswith("replicas: 2 before, 3 now; each skips its share of the 93 samples ")
-    snapshot = resumed.store.newest("shard-1")
-    assert snapshot is not None
-    assert snapshot.facts["clock"] == "31"  # these shards are as they were
+    assert newest(resumed.store, 1).facts["clock"] == "31"  # these shards are as they were
 
 
 def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
@@ -389,41 +380,26 @@ def test_checkpoints_of_another_model_are_not_resharded(run: Run) -> None:
     assert newest_checkpoint_set(run.directory)[0] == run.directory.snapshots
 
 
-def cut_file(run: Run, content: str) -> Path:
-    """Let a run of two shards have this for its cut."""
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "Input data was truncated"),
+        ('{"n_shards": 0, "n_replicas": 2}', "Expected `int` >= 1 - at `$.n_shards`"),
+        ('{"n_shards": 2, "n_replicas": -2}', "Expected `int` >= 1 - at `$.n_replicas`"),
+        ('{"n_shards": 1000000000, "n_replicas": 2}', "Expected `int` <= 4096 - at `$.n_shards`"),
+        ('{"n_shards": 1, "n_replicas": 2}', "n_shards is 1, but there are checkpoints of shard-1"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_named_with_the_fix(run: Run, content: str, why: str) -> None:
     run.train(run.take_up(job()), 40, 52)
     file = run.directory.snapshots / "cut.json"
     file.write_text(content)
-    return file
-
-
-def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
-    file = cut_file(run, "{")
     with pytest.raises(StorageError) as caught:
         run.take_up(job())
     assert str(caught.value) == (
-        f"{file} is damaged (Input data was truncated): if [cluster] in "
+        f"{file} is damaged ({why}): if [cluster] in "
         f"{run.directory.job_file} has the last numbers of shards and replicas, remove cut.json"
     )
-
-
-@pytest.mark.parametrize(
-    ("n_shards", "n_replicas", "why"),
-    [
-        (0, 2, "Expected `int` >= 1 - at `$.n_shards`"),
-        (2, -2, "Expected `int` >= 1 - at `$.n_replicas`"),
-        (10**9, 2, "Expected `int` <= 4096 - at `$.n_shards`"),
-        (1, 2, "n_shards is 1, but there are checkpoints of shard-1"),
-    ],
-)
-def test_a_cut_that_cannot_be_is_named_with_the_fix(
-    run: Run, n_shards: int, n_replicas: int, why: str
-) -> None:
-    file = cut_file(run, f'{{"n_shards": {n_shards}, "n_replicas": {n_replicas}}}')
-    with pytest.raises(StorageError) as caught:
-        run.take_up(job())
-    assert str(caught.value).startswith(f"{file} is damaged ({why}): ")
-    assert "remove cut.json" in str(caught.value)
     file.unlink()
     assert run.take_up(job()).previous.missing == ()
 

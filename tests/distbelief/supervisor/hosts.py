@@ -59,13 +59,6 @@ class Machine:
 
 
 class Town:
-    """Of one job.
-
-    Args:
-        roster: Of the job.
-        config: How it spans machines.
-    """
-
     def __init__(
         self,
         roster: Sequence[tuple[str, Kind]],
@@ -93,7 +86,6 @@ class Town:
         config: HostAgentConfig | None = None,
         patience: float = 15.0,
     ) -> Machine:
-        """A machine joins; the job has this patience."""
         config = config or HostAgentConfig(offer=offer_of(name, cores=cores))
         host = HostAgent(config, storage=Site(wrong, patience=patience))
         machine = self._begin(rl.Address(f"host-{name}"), host)
@@ -121,7 +113,6 @@ class Town:
         self._carry()
 
     def leave(self, machine: Machine) -> None:
-        """Its user presses Ctrl+C."""
         stop = Stop(reason="Ctrl+C")
         self._deliver(machine, rl.Received(sender=rl.USER, incarnation=0, message=stop))
 
@@ -130,7 +121,6 @@ class Town:
         machine.processes.clear()
 
     def die(self, machine: Machine, name: str) -> None:
-        """A process ends by itself."""
         incarnation = machine.processes.pop(rl.Address(name))
         lost = rl.PeerLost(peer=rl.Address(name), incarnation=incarnation, reason="died")
         self._deliver(machine, lost)
@@ -158,7 +148,6 @@ class Town:
             self.late.clear()
 
     def runs(self) -> dict[str, list[str]]:
-        """Return the processes of roles, by machine."""
         return {
             str(name): sorted(map(str, machine.processes))
             for name, machine in self.machines.items()

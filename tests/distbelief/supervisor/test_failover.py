@@ -258,20 +258,19 @@ def test_a_backup_that_takes_over_loses_nothing_until_it_dies_too(in_sync: Desk)
     assert counts(in_sync) == (0, 100)
 
 
-def test_a_promote_names_the_incarnation_of_its_receiver(in_sync: Desk) -> None:
-    """A message to a dead incarnation may reach the next one."""
+def test_a_promote_names_the_incarnation_of_its_receiver_and_copies_count_theirs_together(
+    in_sync: Desk,
+) -> None:
+    """A message to a dead incarnation may reach the next one.
+
+    A restored checkpoint is of an earlier incarnation, whichever copy took it.
+    """
     in_sync.die("shard-0")
     ((_, lead),) = letters(in_sync.join("shard-0"), wire.Promote)
     assert (lead.backup, lead.backup_incarnation) == ("shard-0", 2)
     assert lead.receiver_incarnation == 1
-
-
-def test_copies_count_their_incarnations_together(in_sync: Desk) -> None:
-    """A restored checkpoint is of an earlier incarnation, whichever copy took it."""
-    in_sync.restart("shard-0")
     in_sync.hear("shard-0", wire.BackupInSync(term=4))
-    actions = in_sync.die("shard-0b")
-    assert Launch(name=Address("shard-0b"), incarnation=3) in actions
+    assert Launch(name=Address("shard-0b"), incarnation=3) in in_sync.die("shard-0b")
 
 
 def test_a_copy_left_out_does_not_end_the_job(in_sync: Desk) -> None:

@@ -14,7 +14,6 @@ A, B = Address("shard-0"), Address("shard-0b")
 
 
 def promoted(decision: Decision) -> list[tuple[str, int, str]]:
-    """Return receiver, term and backup of each `Promote`."""
     found: list[tuple[str, int, str]] = []
     for send in decision.sends:
         assert isinstance(send.message, Promote)
@@ -23,7 +22,6 @@ def promoted(decision: Decision) -> list[tuple[str, int, str]]:
 
 
 def incarnations(decision: Decision) -> list[tuple[int, int]]:
-    """Return the incarnations of receiver and backup of each `Promote`."""
     return [
         (send.message.receiver_incarnation, send.message.backup_incarnation)
         for send in decision.sends

@@ -33,7 +33,6 @@ def put(hosts: HostTable, name: str, at: str) -> None:
 
 
 def filled(hosts: HostTable, n: int) -> list[list[str] | None]:
-    """Place so many replicas one after another."""
     found = []
     for k in range(n):
         rooms = find(hosts, f"replica-{k}")

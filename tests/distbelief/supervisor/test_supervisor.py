@@ -32,8 +32,6 @@ M = TypeVar("M", bound=wire.Message)
 
 
 class Desk:
-    """A supervisor, the time, and what it has asked for."""
-
     def __init__(self, config: SupervisorConfig) -> None:
         self.supervisor = Supervisor(config)
         self.now = 0.0
@@ -128,7 +126,6 @@ def a_job(
 
 
 def letters(actions: Sequence[rl.Action], kind: type[M]) -> list[tuple[str, M]]:
-    """Return receiver and message of each message of this kind."""
     return [
         (action.receiver, action.message)
         for action in actions
@@ -137,7 +134,6 @@ def letters(actions: Sequence[rl.Action], kind: type[M]) -> list[tuple[str, M]]:
 
 
 def sent(actions: Sequence[rl.Action], kind: type[wire.Message]) -> list[str]:
-    """Return to whom a message of this kind was sent."""
     return [receiver for receiver, _ in letters(actions, kind)]
 
 
@@ -246,10 +242,12 @@ def test_a_job_that_fails_is_failed_and_one_that_is_interrupted_is_not_done(desk
     desk.hear("replica-0", wire.Failed(error="the loss is NaN", culprit_is_job=True))
     assert phase(desk) == "stopping"
     desk.pass_time(60.0)
-    assert (desk.view.phase, desk.view.error) == ("failed", "replica 0: the loss is NaN")
+    assert (phase(desk), desk.view.error) == ("failed", "replica 0: the loss is NaN")
     other = a_job()
-    other.join()
-    other.hear(rl.USER, wire.Stop(reason="Ctrl+C"))
+    other.train()
+    other.now = 7.0
+    actions = other.hear(rl.USER, wire.Stop(reason="Ctrl+C"))
+    assert rl.SetTimer(name="supervisor:deadline", at=7.3) in actions  # of this stage
     other.pass_time(3.0)
     view = other.view
     assert (view.phase, view.stop_reason, view.error) == ("interrupted", "Ctrl+C", None)
@@ -503,6 +501,9 @@ def test_a_dead_role_is_restarted_and_the_others_are_notified(desk: Desk) -> Non
     assert rl.Launch(name=rl.Address("shard-1"), incarnation=2) in actions
     assert set(sent(actions, wire.Peers)) == {"replica-0", "replica-1", "evaluator"}
     assert set(sent(desk.join("shard-1"), wire.Peers)) >= {"replica-0", "shard-1"}
+    desk.hear("replica-1", wire.Failed(error="no memory", culprit_is_job=False))
+    desk.die("replica-1", "ended with status 1")
+    assert desk.told[-1] == "replica 1 failed (no memory): restarting it"  # its own error
 
 
 def test_a_replica_that_says_finished_has_not_died(desk: Desk) -> None:
@@ -513,13 +514,6 @@ def test_a_replica_that_says_finished_has_not_died(desk: Desk) -> None:
     desk.now += 0.1
     assert desk.handle(rl.TimerFired(name="supervisor:lost:replica-1")) == []
     assert desk.told == []
-
-
-def test_a_role_that_failed_is_named_with_its_own_error(desk: Desk) -> None:
-    desk.join()
-    desk.hear("replica-1", wire.Failed(error="no memory", culprit_is_job=False))
-    desk.die("replica-1", "ended with status 1")
-    assert desk.told == ["replica 1 failed (no memory): restarting it"]
 
 
 def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
@@ -562,15 +556,14 @@ def test_a_replica_left_out_is_reported_with_how_long_it_lasted(desk: Desk) -> N
 
 def test_a_stable_incarnation_resets_the_restart_count(desk: Desk) -> None:
     desk.train()
+    names = ("replica-1", "shard-0", "evaluator")
     for _ in range(10):
         desk.pass_time(31.0, beats=EVERYBODY)
-        for name in ("replica-1", "shard-0", "evaluator"):
-            for _ in range(2):
-                desk.restart(name)
-    rows = {role.name: role for role in desk.view.roles}
-    for name in ("replica-1", "shard-0", "evaluator"):
-        assert rows[name].restarts == 20
-    assert desk.view.phase == "training"
+        for name in 2 * names:
+            desk.restart(name)
+    restarts = {role.name: role.restarts for role in desk.view.roles}
+    assert all(restarts[name] == 20 for name in names)
+    assert phase(desk) == "training"
     assert not any("left out" in text for text in desk.told)
 
 
@@ -656,13 +649,6 @@ def test_a_job_whose_end_is_not_saved_has_failed(desk: Desk, *, answers: bool) -
         desk.pass_time(1801.0, beats=EVERYBODY)
         why = "it did not answer in time"
     assert desk.supervisor.error == (f"the last checkpoint of shard 1 could not be saved: {why}")
-
-
-def test_the_deadline_of_each_stage_has_a_timer(desk: Desk) -> None:
-    desk.train()
-    desk.now = 7.0
-    actions = desk.hear(rl.USER, wire.Stop(reason="Ctrl+C"))
-    assert rl.SetTimer(name="supervisor:deadline", at=7.3) in actions
 
 
 def test_a_job_without_shards_begins_at_once_and_saves_nothing() -> None:
@@ -822,9 +808,8 @@ def test_a_config_that_cannot_be_is_refused(options: dict[str, object], message:
         SupervisorConfig(**{"roster": ROSTER, "stop": None} | options)  # type: ignore[arg-type]
 
 
-def test_what_a_restarted_shard_found_damaged_is_reported_once() -> None:
+def test_what_a_restarted_shard_found_damaged_is_reported_once(desk: Desk) -> None:
     """It stood in the shard's own log, and the screen said nothing."""
-    desk = a_job()
     desk.join()
     warning = "snapshot 00005 is damaged and passed over"
     found = wire.Join(endpoint="elsewhere", host="h", pid=2, warnings=(warning,))
