@@ -84,11 +84,7 @@ def test_its_progress_is_that_of_the_job(desk: Desk) -> None:
     desk.now += 1.0
     desk.beat("replica-0", samples=60.0)
     assert desk.view.roles[3].rate == 50.0
-
-
-def test_a_new_incarnation_goes_on_counting(desk: Desk) -> None:
-    iterate(desk, 4)
-    desk.die("coordinator")
+    desk.die("coordinator")  # a new incarnation goes on counting
     assert desk.told[-1] == "coordinator was ended by signal SIGKILL: restarting it"
     assert sent(desk.join("coordinator"), wire.StartTraining) == ["coordinator"]
     iterate(desk, 5)
@@ -130,20 +126,16 @@ def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:
     assert desk.view.stop_reason == "training loss 0.40 reached"
 
 
-def test_what_a_watcher_wants_is_done_at_the_next_tick(desk: Desk) -> None:
+def test_what_a_watcher_wants_is_done_at_the_next_tick_and_no_point_on_trial_is_saved(
+    desk: Desk,
+) -> None:
     iterate(desk, 1)
     desk.supervisor.request_stop("enough")
     desk.supervisor.request_stop("too late")
     assert sent(desk.pass_time(0.25), wire.Stop) == ["coordinator", "replica-0", "replica-1"]
     assert desk.view.stop_reason == "enough"
     assert not desk.supervisor.interrupted
-
-
-def test_if_it_did_not_end_in_order_no_point_on_trial_is_saved(desk: Desk) -> None:
-    iterate(desk, 1)
-    desk.supervisor.request_stop("enough")
-    desk.pass_time(0.25)
-    desk.die("coordinator")
+    desk.die("coordinator")  # it does not end in order
     end(desk, "replica-0")
     actions = end(desk, "replica-1")
     assert not sent(actions, wire.SaveCheckpoint)

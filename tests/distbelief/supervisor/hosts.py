@@ -214,12 +214,16 @@ class Town:
 
     def _perform(self, machine: Machine, action: rl.Action) -> None:
         match action:
-            case rl.Send():
-                self._send(machine, action)
+            case rl.Send() if not machine.is_cut:
+                sender = rl.SUPERVISOR if machine is self.here else machine.name
+                self.mail.append((sender, 1, action.receiver, action.message))
             case rl.SetTimer():
                 machine.timers[action.name] = action.at
-            case rl.Launch():
-                self._launch(machine, action)
+            case rl.Launch(name=name):
+                assert name not in machine.processes, "begun twice"
+                machine.processes[name] = action.incarnation
+                if name == PREPARE:
+                    self.die(machine, PREPARE)
             case rl.Terminate(name=name) if name in machine.processes:
                 self.die(machine, name)
             case rl.Compute():
@@ -230,18 +234,6 @@ class Town:
                 machine.processes.clear()
             case _:
                 pass
-
-    def _send(self, machine: Machine, action: rl.Send) -> None:
-        if not machine.is_cut:
-            is_host = machine is not self.here
-            sender = machine.name if is_host else rl.SUPERVISOR
-            self.mail.append((sender, 1, action.receiver, action.message))
-
-    def _launch(self, machine: Machine, action: rl.Launch) -> None:
-        assert action.name not in machine.processes, "begun twice"
-        machine.processes[action.name] = action.incarnation
-        if action.name == PREPARE:
-            self.die(machine, PREPARE)
 
 
 def offer_of(

@@ -90,12 +90,11 @@ def test_when_a_primary_dies_its_backup_takes_over_and_nothing_is_lost(in_sync: 
     actions = in_sync.die("shard-0")
     assert promoted(actions) == [("shard-0b", 3, "")]
     assert Launch(name=Address("shard-0"), incarnation=2) in actions
-    assert in_sync.told[1:] == [
-        (
-            "shard 0 was ended by signal SIGKILL: shard 0b takes over, nothing "
-            "acknowledged is lost; restarting shard 0"
-        )
-    ]
+    (told,) = in_sync.told[1:]
+    assert told == (
+        "shard 0 was ended by signal SIGKILL: shard 0b takes over, nothing "
+        "acknowledged is lost; restarting shard 0"
+    )
     assert rows(in_sync)["shard-0b"].state == "primary"
     assert promoted(in_sync.join("shard-0")) == [("shard-0b", 4, "shard-0")]
 
@@ -156,37 +155,34 @@ def test_two_copies_that_die_at_once_are_said_to_be_dead(in_sync: Desk) -> None:
     in_sync.now += 0.1
     for name in COPIES:
         in_sync.handle(TimerFired(name=f"supervisor:lost:{name}"))
-    assert in_sync.told[1:] == [
-        "shard 0 was killed: restarting it; shard 0b is dead too",
-        (
-            "shard 0b was killed: restarting it from its initial values; about 100 "
-            "acknowledged pushes will be lost"
-        ),
-    ]
+    first, second = in_sync.told[1:]
+    assert first == "shard 0 was killed: restarting it; shard 0b is dead too"
+    assert second == (
+        "shard 0b was killed: restarting it from its initial values; about 100 "
+        "acknowledged pushes will be lost"
+    )
 
 
 def test_a_primary_whose_backup_is_not_in_sync_comes_back_from_its_checkpoint(desk: Desk) -> None:
     desk.join()
     beat(desk, "shard-0", term=2.0, clock=50.0)
     assert promoted(desk.die("shard-0")) == []
-    assert desk.told == [
-        (
-            "shard 0 was ended by signal SIGKILL: restarting it from its initial "
-            "values; about 50 acknowledged pushes will be lost"
-        )
-    ]
+    (told,) = desk.told
+    assert told == (
+        "shard 0 was ended by signal SIGKILL: restarting it from its initial "
+        "values; about 50 acknowledged pushes will be lost"
+    )
     assert promoted(live(desk, 1.0, "shard-0b", "replica-0")) == []
     assert promoted(desk.join("shard-0"))[0][0] == "shard-0"
 
 
 def test_a_backup_that_dies_leaves_its_primary_alone_and_comes_back(in_sync: Desk) -> None:
     assert promoted(in_sync.die("shard-0b")) == [("shard-0", 3, "")]
-    assert in_sync.told[1:] == [
-        (
-            "shard 0b was ended by signal SIGKILL: shard 0 goes on alone, nothing "
-            "acknowledged is lost; restarting shard 0b"
-        )
-    ]
+    (told,) = in_sync.told[1:]
+    assert told == (
+        "shard 0b was ended by signal SIGKILL: shard 0 goes on alone, nothing "
+        "acknowledged is lost; restarting shard 0b"
+    )
     assert promoted(in_sync.join("shard-0b")) == [("shard-0", 4, "shard-0b")]
 
 

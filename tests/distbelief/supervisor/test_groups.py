@@ -88,13 +88,9 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
     desk.train("replica-0.0")
     desk.supervisor.request_stop("enough")
     desk.pass_time(0.25, beats=EVERYBODY)
-    for replica in range(2):
-        for machine in range(2):
-            desk.hear(f"replica-{replica}.{machine}", wire.Finished(counters={}))
+    desk.finish(*(f"replica-{replica}.{machine}" for replica in range(2) for machine in range(2)))
     desk.saved("shard-0")
-    measured = wire.EvaluationDone(request=1, loss=1.0, metric=0.5, n_samples=9, clock=1.0)
-    told = sent(desk.hear("evaluator", measured), wire.Stop)
-    assert set(told) == {"shard-0", "evaluator", "evaluator.1"}
+    assert set(sent(desk.measured(), wire.Stop)) == {"shard-0", "evaluator", "evaluator.1"}
     desk.finish("shard-0")
     desk.pass_time(3.5, beats=["evaluator"])
     assert desk.told[-1] == "evaluator.1 silent for 3.2 s; counts as dead after 10 s"
@@ -102,14 +98,7 @@ def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: De
     assert desk.told[-1] == "evaluator.1 silent for 10.2 s while it was stopping"
     assert ended(actions) == ["evaluator.1"]
     assert gone(actions)["evaluator"] == ("evaluator.1",)
-    actions = desk.finish("evaluator")
-    assert Exit(error=None) in actions
-
-
-def test_a_machine_that_leads_nobody_reports_no_progress(desk: Desk) -> None:
-    desk.join()
-    with pytest.raises(RemoteProtocolError, match=r"replica-0\.1 sent the supervisor Progress"):
-        desk.progress("replica-0.1")
+    assert Exit(error=None) in desk.finish("evaluator")
 
 
 def test_a_dead_machine_alone_is_started_again(desk: Desk) -> None:
@@ -122,17 +111,13 @@ def test_a_dead_machine_alone_is_started_again(desk: Desk) -> None:
 
 def test_a_replica_without_one_of_its_machines_is_left_out_whole(desk: Desk) -> None:
     desk.train("replica-1.0")
-    killed: list[str] = []
-    for _ in range(4):
-        actions = desk.die("replica-0.1")
-        desk.join("replica-0.1")
-        killed = ended(actions)
-    assert killed == ["replica-0.1", "replica-0.0"]
-    assert desk.told[-1] == ("replica 0.0 left out with replica 0.1: they are of one model")
-    view = desk.view
-    states = {role.name: role.state for role in view.roles}
+    for _ in range(3):
+        desk.restart("replica-0.1")
+    assert ended(desk.die("replica-0.1")) == ["replica-0.1", "replica-0.0"]
+    assert desk.told[-1] == "replica 0.0 left out with replica 0.1: they are of one model"
+    states = {role.name: role.state for role in desk.view.roles}
     assert states["replica-0.0"] == states["replica-0.1"] == "lost, left out"
-    assert view.phase == "training"  # the other one goes on
+    assert desk.view.phase == "training"  # the other one goes on
 
 
 def test_without_any_whole_replica_the_job_fails(desk: Desk) -> None:
@@ -182,6 +167,8 @@ def test_progress_is_of_the_whole_replica_and_pushes_that_any_machine_misses_cou
 ) -> None:
     desk.join()
     desk.beat("replica-0.1", pushes_lost=3)
+    with pytest.raises(RemoteProtocolError, match=r"replica-0\.1 sent the supervisor Progress"):
+        desk.progress("replica-0.1")  # it leads nobody
     desk.progress("replica-1.0", step=9)
     assert (desk.view.samples, desk.view.pushes_lost) == (90, 3)
 

@@ -399,12 +399,17 @@ def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[rl.Action
     return []
 
 
+def test_a_host_whose_link_is_cut_waits_for_its_job() -> None:
+    town, machine = one_host(3)
+    begin_anew(town, machine)
+    town.pass_time(100.0)
+    assert not machine.halted
+
+
 def test_a_host_that_restarts_as_its_job_ends_ends_too() -> None:
     """It was told so in a life that was over, and waited 600 s for the next job."""
     town, machine = one_host(3)
     begin_anew(town, machine)
-    town.pass_time(100.0)
-    assert not machine.halted  # its link may be cut: it waits for its job
     assert not tell_lost(town, machine, seconds=59)
     report, *_, halt = tell_lost(town, machine, seconds=3)
     assert isinstance(report, rl.Report)
