@@ -18,9 +18,7 @@ from tests.distbelief.jobs import speech
     ("n_hosts", "n_machines", "here", "cores"),
     [(1, 1, 0, 16), (3, 1, 2, 4), (8, 1, 8, 2), (4, 4, 0, 16)],
 )
-def test_ray_provides_what_this_host_lacks(
-    n_hosts: int, n_machines: int, here: int, cores: int
-) -> None:
+def test_ray_adds_what_a_host_lacks(n_hosts: int, n_machines: int, here: int, cores: int) -> None:
     job = speech("cluster.replicas=8", "cluster.threads=2")
     wanted = RayOptions.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
     assert wanted.cores == cores
@@ -140,9 +138,7 @@ def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
     return machines
 
 
-def test_that_missing_ray_resources_are_reported_after_a_while(
-    ray: Cluster, tmp_path: Path
-) -> None:
+def test_missing_ray_resources_are_reported_after_a_while(ray: Cluster, tmp_path: Path) -> None:
     """The job waited for its machines, ten minutes by default, and said no more."""
     machines = lent(tmp_path, 2)
     said = [text for now in range(30) for text in machines.news(float(now))]

@@ -47,9 +47,7 @@ def next_losses(launcher: LocalLauncher) -> list[PeerLost]:
     return losses
 
 
-def test_a_process_that_fails_is_reported_once_with_its_log(
-    launcher: LocalLauncher, tmp_path: Path
-) -> None:
+def test_a_failure_is_reported_once_with_its_log(launcher: LocalLauncher, tmp_path: Path) -> None:
     launcher.launch(ONE, 3)
     (lost,) = next_losses(launcher)
     assert (lost.peer, lost.incarnation) == (ONE, 3)
@@ -64,9 +62,7 @@ def test_a_process_that_fails_is_reported_once_with_its_log(
 
 
 @pytest.mark.untraced
-def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(
-    launcher: LocalLauncher,
-) -> None:
+def test_a_fork_server_that_dies_ends_its_children_and_is_replaced(launcher: LocalLauncher) -> None:
     launcher.launch(ONE, 1)
     next_losses(launcher)
     server = launcher._server
@@ -184,9 +180,7 @@ def test_a_child_has_its_own_log_what_the_server_imported_and_does_not_see_ctrl_
     assert (tmp_path / "replica-0.0.log").read_text() == f"replica-0.0 2 S True True {imports}\n"
 
 
-def test_a_module_that_starts_a_thread_is_left_to_the_children(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_module_with_a_thread_is_left_to_the_children(server: Server, tmp_path: Path) -> None:
     """A fork of a process with threads may find a lock held by one that it lacks."""
     module = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     (tmp_path / "threads.py").write_text(module)
@@ -244,9 +238,7 @@ def test_told_to_leave_the_server_ends_children_at_once(server: Server, tmp_path
     assert "saved" not in (tmp_path / "shard-0.log").read_text()
 
 
-def test_sigterm_is_the_supervisors_business_while_that_lives(
-    server: Server, tmp_path: Path
-) -> None:
+def test_sigterm_is_the_supervisors_business_while_it_lives(server: Server, tmp_path: Path) -> None:
     """A service manager sends it to all: shards left before they could report."""
     pids = [start(server, tmp_path, f"shard-{k}") for k in range(2)]
     for pid in (*pids, server.pid):

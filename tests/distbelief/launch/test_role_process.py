@@ -120,9 +120,7 @@ def _same_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def test_a_shard_lives_from_join_to_stop(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shard_lives_from_join_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
     with shard.running():
         saved = shard.save()
@@ -206,9 +204,7 @@ class Hanging(io.StringIO):
         return super().write(text)
 
 
-def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_hangs_holds_up_no_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The role wrote it in the thread that answers others: it could not even join, or
     went silent, and was taken for dead."""
     log = Hanging()
@@ -226,9 +222,7 @@ def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
     assert "shard-0#2 info: ends: as planned" in log.getvalue()
 
 
-def test_a_child_without_room_for_its_last_words_ends_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_without_room_for_last_words_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would go on with its parent's code, and end its own siblings."""
 
     class Ended(BaseException):
@@ -250,9 +244,7 @@ def test_a_child_without_room_for_its_last_words_ends_all_the_same(
     assert caught.value.args == (3,)
 
 
-def test_a_role_whose_log_cannot_be_made_lives_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_lives_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[str, int]] = []
 
     def give(file: int, target: int) -> None:

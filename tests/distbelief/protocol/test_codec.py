@@ -47,9 +47,7 @@ def test_every_message_arrives_as_it_was_sent(
 
 @pytest.mark.parametrize("code", ELEMENT_TYPES)
 @pytest.mark.parametrize("n_elements", [0, 1, 1000])
-def test_arrays_of_every_element_type_arrive_read_only_and_aligned(
-    code: str, n_elements: int
-) -> None:
+def test_arrays_of_every_type_arrive_read_only_and_aligned(code: str, n_elements: int) -> None:
     values = np.arange(n_elements).astype(ELEMENT_TYPES[code])
     header, array = sent(block(values))
     at_an_odd_address = memoryview(b"x" + array)[1:]

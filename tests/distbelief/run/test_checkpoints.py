@@ -69,9 +69,7 @@ def test_a_checkpoint_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16, np.int64])
-def test_every_element_type_that_travels_can_be_kept(
-    tmp_path: Path, dtype: type[np.generic]
-) -> None:
+def test_every_element_type_sent_can_be_kept(tmp_path: Path, dtype: type[np.generic]) -> None:
     store, _ = store_at(tmp_path)
     values: Vector = np.arange(5).astype(dtype)
     kept = Snapshot(label="1", arrays={"a": values, "none": values[:0]}, facts={})

@@ -126,9 +126,7 @@ def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:
     assert desk.view.stop_reason == "training loss 0.40 reached"
 
 
-def test_what_a_watcher_wants_is_done_at_the_next_tick_and_no_point_on_trial_is_saved(
-    desk: Desk,
-) -> None:
+def test_a_watchers_stop_is_done_at_the_next_tick_and_saves_no_point_on_trial(desk: Desk) -> None:
     iterate(desk, 1)
     desk.supervisor.request_stop("enough")
     desk.supervisor.request_stop("too late")
@@ -192,9 +190,7 @@ def test_only_checkpoints_of_one_round_fit_together(tmp_path: Path) -> None:
     assert set_aside(store, shards) == ()
 
 
-def test_without_one_shards_checkpoints_those_of_the_others_are_not_put_away(
-    tmp_path: Path,
-) -> None:
+def test_without_one_shards_checkpoints_those_of_others_are_not_put_away(tmp_path: Path) -> None:
     """A directory was deleted: the run began anew, and put the others' away."""
     store = CheckpointStore(tmp_path, report=print)
     for label in ("00001", "00002"):
@@ -206,9 +202,7 @@ def test_without_one_shards_checkpoints_those_of_the_others_are_not_put_away(
     assert store.labels("shard-0") == ["00001", "00002"]
 
 
-def test_a_run_killed_in_its_first_round_starts_from_scratch_if_that_is_not_damaged(
-    tmp_path: Path,
-) -> None:
+def test_a_run_killed_in_its_first_round_starts_from_scratch_unless_damaged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, report=print)
     shards = ["shard-0", "shard-1"]
     save(store, "shard-0", "00001")

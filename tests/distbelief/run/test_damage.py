@@ -33,9 +33,7 @@ def refusal(run: Run) -> str:
 
 
 @pytest.mark.parametrize("damaged", [("shard-0", "shard-1"), ("shard-1",)])
-def test_a_run_of_which_all_of_a_shard_is_damaged_names_the_files(
-    run: Run, damaged: tuple[str, ...]
-) -> None:
+def test_a_run_with_a_damaged_shard_names_the_files(run: Run, damaged: tuple[str, ...]) -> None:
     """It began anew without a word on the screen, and exited with 0.
 
     If others were whole, only this one began anew, and all data were read again.

@@ -22,9 +22,7 @@ def measurement(step: int) -> Measurement:
     return Measurement(time=float(step), step=step, samples=step * 64, loss=1.0 / step)
 
 
-def test_lines_can_be_read_while_the_run_goes_on_and_a_resumed_one_goes_on_there(
-    path: Path,
-) -> None:
+def test_lines_can_be_read_at_once_and_a_resumed_run_goes_on_there(path: Path) -> None:
     for session in ((1, 2), (3,), (4,)):
         with MetricsFile(path) as metrics:
             for step in session:

@@ -90,9 +90,7 @@ def test_without_a_module_all_tensors_are_of_the_layouts_type(tmp_path: Path) ->
     assert tuple(tensors["weight"].shape) == (5,)
 
 
-def test_checkpoints_of_other_shards_and_those_that_cannot_be_read_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_checkpoints_of_other_shards_and_unreadable_ones_are_refused(tmp_path: Path) -> None:
     layout, snapshots = saved(tmp_path, nn.Linear(2, 2), 2)
     path = tmp_path / "m.safetensors"
     with pytest.raises(ValueError, match="got 1 checkpoints of 2 shards"):

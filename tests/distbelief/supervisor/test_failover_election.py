@@ -128,9 +128,7 @@ def test_each_promote_names_its_incarnations() -> None:
         max_size=40,
     )
 )
-def test_terms_rise_and_only_a_present_copy_is_primary_or_backup(
-    story: list[tuple[str, Address]],
-) -> None:
+def test_terms_rise_and_only_present_copies_have_a_part(story: list[tuple[str, Address]]) -> None:
     election, present, terms = PrimaryElection((A, B), first=1), set[Address](), [0]
     for step, (what, copy) in enumerate(story):
         now = 0.7 * step

@@ -162,9 +162,7 @@ def test_warm_start_counts_steps_of_the_first_replica() -> None:
     assert sent(desk.progress("replica-0.0", 6), wire.StartTraining) == ["replica-1.0"]
 
 
-def test_progress_is_of_the_whole_replica_and_pushes_that_any_machine_misses_count(
-    desk: Desk,
-) -> None:
+def test_progress_is_of_the_whole_replica_and_missed_pushes_of_any_machine(desk: Desk) -> None:
     desk.join()
     desk.beat("replica-0.1", pushes_lost=3)
     with pytest.raises(RemoteProtocolError, match=r"replica-0\.1 sent the supervisor Progress"):

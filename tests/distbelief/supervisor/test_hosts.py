@@ -90,9 +90,7 @@ def test_what_ran_on_a_host_that_is_gone_is_nowhere() -> None:
     slots=st.lists(st.integers(0, 5), max_size=4),
     groups=st.lists(st.integers(1, 4), max_size=8),
 )
-def test_no_room_takes_more_than_it_has_slots(
-    here: int, slots: list[int], groups: list[int]
-) -> None:
+def test_no_room_takes_more_than_its_slots(here: int, slots: list[int], groups: list[int]) -> None:
     hosts = table(here, *slots)
     free = here + sum(slots)
     for k, n in enumerate(groups):

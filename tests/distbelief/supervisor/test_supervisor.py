@@ -676,9 +676,7 @@ def server() -> Desk:
     return desk
 
 
-def test_a_standing_server_admits_guests_and_forgets_those_that_fail_or_are_done(
-    server: Desk,
-) -> None:
+def test_a_standing_server_admits_guests_and_forgets_those_that_are_done(server: Desk) -> None:
     assert server.supervisor.status()[0] == "training"
     for name in ("worker-1", "worker-2"):
         assert set(sent(server.join(name), wire.Peers)) == {"shard-0", "shard-1", name}
