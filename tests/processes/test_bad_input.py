@@ -255,9 +255,7 @@ LOOKED_AT = [
 
 
 @pytest.mark.parametrize(("override", "claim"), LOOKED_AT)
-def test_a_mistake_in_the_users_code_is_told_with_its_place(
-    importable: Path, override: str, claim: str
-) -> None:
+def test_a_users_mistake_is_shown_in_its_place(importable: Path, override: str, claim: str) -> None:
     job = load_job(importable / "tiny.toml", overrides=[override])
     with pytest.raises(JobError, match=claim) as caught:
         check(job.task, job.batch_size)

@@ -38,9 +38,7 @@ def leader_of(command: Command) -> str:
         pytest.param(signal.SIGKILL, "false", marks=pytest.mark.soak),
     ],
 )
-def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(
-    folder: Path, blow: signal.Signals, shared_memory: str
-) -> None:
+def test_lost_leaders_cost_nothing(folder: Path, blow: signal.Signals, shared_memory: str) -> None:
     options = sets(
         "cluster.shard_copies=2",
         "cluster.shards=1",

@@ -145,9 +145,7 @@ def take_last_step(model: nn.Module, optimizer: distbelief.DownpourSGD) -> None:
     ],
     ids=["files", "files, 20 deaths", "tcp, 20 deaths"],
 )
-def test_another_user_gains_nothing_from_roles_that_die(
-    tmp_path: Path, options: Sequence[str], n_deaths: int
-) -> None:
+def test_another_user_gains_nothing(tmp_path: Path, options: Sequence[str], n_deaths: int) -> None:
     (tmp_path / "nets.py").write_text(MODULE)
     with serving(tmp_path, *options) as server, attack() as thief:
         victim = Victim(server, tmp_path / "runs" / "server", server.address())

@@ -22,7 +22,7 @@ PAIR = KeyPair.parse(SECRET)
         ),
     ],
 )
-def test_what_is_printed_can_be_read_and_has_no_secret_where_there_is_a_key(
+def test_printed_addresses_can_be_read_and_keys_show_no_secret(
     text: str, address: JobAddress
 ) -> None:
     assert str(address) == text

@@ -32,9 +32,7 @@ from tests.distbelief.jobs import speech
     size=st.integers(1, 9),
     times=st.lists(st.integers(0, 2), max_size=40),
 )
-def test_a_document_arrives_whatever_is_lost_or_comes_twice(
-    content: bytes, size: int, times: list[int]
-) -> None:
+def test_a_document_arrives_in_spite_of_losses(content: bytes, size: int, times: list[int]) -> None:
     now, reading = 0.0, FileDownload("d", 0.0)
     ask = reading.ask(now)
     with pytest.MonkeyPatch.context() as patch:

@@ -74,9 +74,7 @@ def join(address: str, directory: Path, said: list[str], *, seconds: float = 30.
     return join_module.join(wanted, tell=said.append)
 
 
-def test_a_job_that_ends_as_a_host_restarts_is_over_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_over_at_a_restart_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited as long for the next one as if it had never been of any."""
     patient = partial(HostAgentConfig, over_seconds=1.0)
     monkeypatch.setattr(join_module, "HostAgentConfig", patient)

@@ -96,9 +96,7 @@ def test_a_blob_is_no_array_and_an_array_no_blob() -> None:
 
 
 @given(message=messages, spoilings=st.lists(mutations, min_size=1, max_size=3))
-def test_a_spoilt_message_is_refused_or_is_another_legal_one(
-    message: Message, spoilings: list[Mutation]
-) -> None:
+def test_a_spoilt_message_is_refused_or_legal(message: Message, spoilings: list[Mutation]) -> None:
     frames = sent(message)
     for spoiling in spoilings:
         frames = spoiling.apply(frames)

@@ -145,9 +145,7 @@ def flipped(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "harm", [flipped, lambda content: content[:100], lambda _: b""], ids=["flip", "cut", "empty"]
 )
-def test_where_all_are_damaged_that_is_an_error_that_names_them(
-    tmp_path: Path, harm: Callable[[bytes], bytes]
-) -> None:
+def test_if_all_are_damaged_all_are_named(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
     """The newest was None, as if nothing was ever saved, and the run began anew."""
     store, told = store_at(tmp_path, "00001", "00002")
     paths = [store.path("shard-0", label) for label in ("00001", "00002")]

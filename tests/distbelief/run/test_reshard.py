@@ -82,6 +82,12 @@ class Run:
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
 
+    def begun(self) -> Resumed:
+        """Live a first life, in which the replicas train 40 and 52 samples."""
+        first = self.take_up(job())
+        self.train(first, 40, 52)
+        return first
+
     def train(
         self, resumed: Resumed, *samples: int, n_shards: int = 2, names: Sequence[str] = ()
     ) -> None:
@@ -163,7 +169,7 @@ def test_the_first_session_finds_nothing_and_says_what_its_checkpoints_are(run: 
 
 
 def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     before = run.files()
     resumed = run.take_up(job(2, 2, "cluster.shard_copies=2"))
     assert run.files() == before
@@ -172,7 +178,7 @@ def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
 
 
 def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     before = values(run.take_up(job()).store, 2)
     split = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert split.previous.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
@@ -254,8 +260,7 @@ def test_a_seed_that_has_changed_before_anything_was_trained_is_not_told(run: Ru
 
 
 def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     before = run.files()
     resumed = run.take_up(job(shards=3))
     assert values(resumed.store, 3) == values(first.store, 2)
@@ -281,7 +286,7 @@ def test_other_replicas_share_out_what_was_consumed(run: Run) -> None:
 
 
 def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     there = run.take_up(job(3, 4))
     run.train(there, 30, 30, 30, 30, n_shards=3)
     back = run.take_up(job())
@@ -295,8 +300,7 @@ def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
 
 
 def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     half = run.directory.snapshots / "cut-00002.tmp" / "shard-0"
     half.mkdir(parents=True)  # as a machine leaves it that stops
     (half / "00002.safetensors").write_bytes(b"half")
@@ -308,7 +312,7 @@ def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
 
 
 def test_a_cut_that_fails_leaves_the_run_as_it_was(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     before = run.files()
     cut = CheckpointSet(n_shards=3, n_replicas=2, train=TRAIN)
 
@@ -334,8 +338,7 @@ def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -
 
 
 def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     first.store.path("shard-1", "00001").unlink()
     before = run.files()
     with pytest.raises(JobError) as caught:
@@ -352,7 +355,7 @@ def test_what_is_not_all_there_is_not_resharded(run: Run) -> None:
 
 
 def test_an_older_whole_checkpoint_will_do(run: Run) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     second = run.take_up(job())
     run.train(second, 60, 72)
     damage(second.store.path("shard-0", "00002"))
@@ -391,7 +394,7 @@ def test_checkpoints_of_another_model_are_not_resharded(run: Run) -> None:
     ],
 )
 def test_a_cut_that_cannot_be_is_named_with_the_fix(run: Run, content: str, why: str) -> None:
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     file = run.directory.snapshots / "cut.json"
     file.write_text(content)
     with pytest.raises(StorageError) as caught:
@@ -405,8 +408,7 @@ def test_a_cut_that_cannot_be_is_named_with_the_fix(run: Run, content: str, why:
 
 
 def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) -> None:
-    first = run.take_up(job())
-    run.train(first, 40, 52)
+    first = run.begun()
     (run.directory.snapshots / "cut.json").unlink()
     assert newest_checkpoint_set(run.directory)[1] == CheckpointSet(n_shards=2, n_replicas=2)
     assert values(run.take_up(job(shards=1)).store, 1) == values(first.store, 2)
@@ -438,13 +440,11 @@ def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) ->
         ),
     ],
 )
-def test_other_data_are_refused_once_anything_was_trained(
-    run: Run, override: str, train: DataFacts, told: str
-) -> None:
+def test_trained_runs_keep_their_data(run: Run, override: str, train: DataFacts, told: str) -> None:
     run.train(run.take_up(job()))
     changed = job(2, 2, override)
     assert run.take_up(changed, train=train).previous.restored  # nothing was trained
-    run.train(run.take_up(job()), 40, 52)
+    run.begun()
     for numbers in ((2, 2), (3, 3)):
         with pytest.raises(JobError) as caught:
             run.take_up(job(*numbers, override), train=train)

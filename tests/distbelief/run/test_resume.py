@@ -121,9 +121,7 @@ def test_pushes_and_restarts_are_counted_over_all_incarnations(
 @pytest.mark.parametrize(
     ("n_kept", "samples", "kept"), [(2, 70, True), (1, 70, False), (1, 0, False), (2, 75, False)]
 )
-def test_a_metric_is_kept_if_the_shards_hold_the_values_measured(
-    past: Past, n_kept: int, samples: int, *, kept: bool
-) -> None:
+def test_metrics_of_held_values_stay(past: Past, n_kept: int, samples: int, *, kept: bool) -> None:
     for k in range(n_kept):
         past.save(k)
     view = JobView(

@@ -254,9 +254,7 @@ def test_a_backup_that_takes_over_loses_nothing_until_it_dies_too(in_sync: Desk)
     assert counts(in_sync) == (0, 100)
 
 
-def test_a_promote_names_the_incarnation_of_its_receiver_and_copies_count_theirs_together(
-    in_sync: Desk,
-) -> None:
+def test_a_promote_names_the_incarnations_that_copies_count_together(in_sync: Desk) -> None:
     """A message to a dead incarnation may reach the next one.
 
     A restored checkpoint is of an earlier incarnation, whichever copy took it.

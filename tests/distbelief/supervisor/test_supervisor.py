@@ -705,9 +705,7 @@ def test_a_guest_that_comes_again_is_a_new_incarnation(server: Desk) -> None:
     assert server.beat("worker-1") == []  # of the former life
 
 
-def test_a_late_guest_is_admitted_however_many_were_there(
-    server: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_guest_is_admitted_after_many(server: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that had seen 4,096 loops let in no other until its end."""
     monkeypatch.setattr(membership, "N_GUESTS_MAX", 2)
     shards = ("shard-0", "shard-1")
