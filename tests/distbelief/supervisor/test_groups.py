@@ -137,22 +137,19 @@ def test_evaluators_are_left_out_together_and_the_job_goes_on(desk: Desk) -> Non
     assert desk.supervisor.error is None
 
 
-def test_the_end_waits_for_every_machine(desk: Desk) -> None:
+def test_the_end_waits_for_every_machine_and_restarts_none(desk: Desk) -> None:
     desk.train("replica-0.0")
     failed = wire.Failed(error="no such column", culprit_is_job=True)
     desk.hear("replica-1.1", failed)  # so the job is to end
     assert desk.view.phase == "stopping"
     desk.finish("replica-0.0")
     assert desk.supervisor.status()[0] == "stopping"
-    actions = desk.finish("replica-0.1")
-    assert sent(actions, wire.SaveCheckpoint) == ["shard-0"]  # the next stage
-
-
-def test_a_machine_that_dies_at_the_end_is_not_restarted(desk: Desk) -> None:
-    desk.train("replica-0.0")
-    desk.hear("replica-1.0", wire.Failed(error="x", culprit_is_job=True))
-    assert not [action for action in desk.die("replica-0.1") if isinstance(action, Launch)]
-    assert "while it was stopping" in desk.told[-1]
+    assert sent(desk.finish("replica-0.1"), wire.SaveCheckpoint) == ["shard-0"]  # the next stage
+    other = a_job(ROSTER)
+    other.train("replica-0.0")
+    other.hear("replica-1.0", failed)
+    assert not [action for action in other.die("replica-0.1") if isinstance(action, Launch)]
+    assert "while it was stopping" in other.told[-1]
 
 
 def test_warm_start_counts_steps_of_the_first_replica() -> None:
